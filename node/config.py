@@ -1,0 +1,94 @@
+"""How this one node is set up. Knows files, environment and flags; knows no torch and no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from node.manifest import RunConfig, Section
+
+
+class NodeConfig(Section):
+    """This node."""
+
+    name: str = Field("", max_length=64)
+    """Shown to the other members; empty: a short form of the peer id."""
+    data_dir: Path = Path("~/.local/share/diloco-node")
+    """Folder for identity, checkpoints and history. One node owns it at a time."""
+
+
+class DevicesConfig(Section):
+    """What the node may compute on."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: the first GPU, else the CPU."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the inner step's matrix products; `auto`: bf16 where the device has it, fp32 on a CPU."""
+    micro_batch: int = Field(0, ge=0)
+    """Sequences per forward pass; 0: the whole batch at once."""
+
+
+class SwarmConfig(Section):
+    """How the node meets the others."""
+
+    bootstrap: tuple[str, ...] = ()
+    """Multiaddresses of further bootstrap peers, beside those of the invite."""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/31337",)
+    """Multiaddresses to listen on; port 0 takes any free one."""
+    announce: tuple[str, ...] = ()
+    """Multiaddresses to tell others instead of those found; for port forwarding."""
+    relay: bool = True
+    """Use and offer circuit relays, for nodes without an inbound port."""
+
+
+class ApiConfig(Section):
+    """The HTTP port."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Other than loopback, the page can be reached from elsewhere; the token is needed all the same."""
+    port: int = Field(8080, ge=0, le=65535)
+    """Port to bind; 0: any free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names the API answers to, beside localhost, loopback addresses and the bound address."""
+    metrics_public: bool = False
+    """Whether /metrics needs no token for callers that are not on loopback."""
+
+
+class LimitsConfig(Section):
+    """What the node may take from the machine."""
+
+    cpu_threads: int = Field(0, ge=0)
+    """Threads for computing; 0: all cores."""
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk."""
+
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints to keep."""
+    every_s: float = Field(60.0, gt=0)
+    """Seconds from one checkpoint to the next at least; they are written at round ends, and at a clean stop."""
+
+
+class LogConfig(Section):
+    """What the node writes."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is written."""
+    format: Literal["console", "json"] = "console"
+    """`console`: for people; `json`: one object a line."""
+
+
+class Config(Section):
+    """Everything that can be set. `run` holds for a founder only; a joiner gets it from the swarm."""
+
+    node: NodeConfig = NodeConfig()
+    run: RunConfig = RunConfig()
+    devices: DevicesConfig = DevicesConfig()
+    swarm: SwarmConfig = SwarmConfig()
+    api: ApiConfig = ApiConfig()
+    limits: LimitsConfig = LimitsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

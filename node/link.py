@@ -1,0 +1,99 @@
+"""The words between supervisor and worker: one JSON object a line over a socketpair. Knows no process and no torch.
+
+Down (supervisor to worker): `Start` once, then `Stop`. Up (worker to supervisor): `Beat`, `Report` inside `Told`,
+`RoundTold`, `Observed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of ours and raises.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from node.status import Report, RoundRecord, Value
+
+MAX_LINE_BYTES = 4 * 2**20
+"""Longest line on the socketpair. A report of 1,000 peers is about 400 kB."""
+
+
+class Start(Value):
+    """What the worker is to be. `mode`: train; relay (no training, no model); pause (relay of a training node)."""
+
+    type: Literal["start"] = "start"
+    mode: Literal["train", "relay", "pause"]
+    config: dict[str, Any]
+    """`node.config.Config.model_dump(mode="json")`."""
+    join: str | None = None
+    """An invite; None founds a run, or goes on with the run of the data folder."""
+
+
+class Stop(Value):
+    """Save what must last, say goodbye to the swarm, end with exit code 0.
+
+    leave, pause: at once, also in the middle of a round. drain: take part in the current round first.
+    """
+
+    type: Literal["stop"] = "stop"
+    how: Literal["leave", "pause", "drain"]
+
+
+class Beat(Value):
+    """The worker's main thread is alive. At least once a second while it trains, waits, or downloads."""
+
+    type: Literal["beat"] = "beat"
+
+
+class Told(Value):
+    type: Literal["report"] = "report"
+    report: Report
+
+
+class RoundTold(Value):
+    type: Literal["round"] = "round"
+    record: RoundRecord
+
+
+class Observed(Value):
+    """Durations since the last one, for the histograms, in seconds. Keys: `inner_step`, `sync.STAGE`, `blocked.STAGE`."""
+
+    type: Literal["observed"] = "observed"
+    seconds: dict[str, list[float]]
+
+
+class LogTold(Value):
+    type: Literal["log"] = "log"
+    level: str
+    logger: str
+    message: str
+    at: str
+    """UTC, RFC 3339."""
+    round: int | None = None
+
+
+class Ended(Value):
+    """The worker's last words: why it ends. `exit_code` 0 as asked (or `run_complete`); else as in errors.py."""
+
+    type: Literal["ended"] = "ended"
+    exit_code: int
+    code: str
+    reason: str
+
+
+Up = Beat | Told | RoundTold | Observed | LogTold | Ended
+Down = Start | Stop
+
+_UP: TypeAdapter[Up] = TypeAdapter(Annotated[Up, Field(discriminator="type")])
+_DOWN: TypeAdapter[Down] = TypeAdapter(Annotated[Down, Field(discriminator="type")])
+
+
+def encode(message: Up | Down) -> bytes:
+    """One line, newline included."""
+    return message.model_dump_json().encode() + b"\n"
+
+
+def decode_up(line: bytes) -> Up:
+    return _UP.validate_json(line)
+
+
+def decode_down(line: bytes) -> Down:
+    return _DOWN.validate_json(line)

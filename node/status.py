@@ -1,0 +1,258 @@
+"""What a node says about itself: the words, as immutable values. Knows no process, no network, no torch.
+
+The worker fills a `Report`, the supervisor adds what only it knows and serves the whole as `Status`. Units are in the
+names; moments are UTC in RFC 3339.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class Value(BaseModel):
+    """Base of every value here: frozen, and closed to unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    CONNECTING = "connecting"
+    DOWNLOADING = "downloading"
+    TRAINING = "training"
+    SYNCING = "syncing"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+    STOPPED = "stopped"
+    ERROR = "error"
+
+
+class Outcome(StrEnum):
+    COMPLETE = "complete"
+    """Every member's contribution is in."""
+    PARTIAL = "partial"
+    """Somebody's contribution was left out; the record says whose."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """The round was committed by others; this node took it over without contributing."""
+    ALONE = "alone"
+
+
+class Activity(StrEnum):
+    COMPUTE = "compute"
+    SYNC_WAIT = "sync_wait"
+    DATA = "data"
+    EVALUATE = "evaluate"
+    CHECKPOINT = "checkpoint"
+    PAUSED = "paused"
+    IDLE = "idle"
+
+
+class Stage(StrEnum):
+    RENDEZVOUS = "rendezvous"
+    REDUCE = "reduce"
+    COMMIT = "commit"
+    APPLY = "apply"
+
+
+class Channel(StrEnum):
+    DHT = "dht"
+    REDUCE = "reduce"
+    STATE = "state"
+
+
+FAILURE_REASONS = ("too_few_peers", "leader_lost", "reducer_lost", "left_out", "rejected", "timeout", "round_failed")
+REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
+REACHABILITIES = ("direct", "relay", "none")
+TRANSPORTS = ("direct", "relay")
+
+
+def utc_now() -> str:
+    """The wall clock, for display only: nothing decides by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class PhaseState(Value):
+    phase: Phase = Phase.STARTING
+    reason: str = "The node is starting."
+    code: str = "starting"
+    since: str = ""
+
+
+class NodeInfo(Value):
+    name: str = ""
+    peer_id: str = ""
+    version: str = ""
+    data_dir: str = ""
+
+
+class RunInfo(Value):
+    manifest_hash: str = ""
+    invite: str = ""
+    round: int = -1
+    """Last committed round; -1 before the first."""
+    swarm_round: int = -1
+    """Highest committed round that any live peer claims."""
+    swarm_tokens: int = 0
+    head: str = ""
+    """Hash of the newest record in the chain of committed rounds (of the manifest before the first), hex."""
+    state_digest: str = ""
+    """Hex digest of the outer state after `round`."""
+
+
+class TrainingInfo(Value):
+    loss: float | None = None
+    """Mean cross-entropy of the last inner step, nats per token."""
+    evaluation_loss: float | None = None
+    """Of the anchor on the held-out split, nats per token."""
+    learning_rate: float = 0.0
+    inner_step: int = 0
+    inner_steps: int = 0
+    tokens_total: int = 0
+    """Tokens this node has trained on in its life."""
+    tokens_per_second: float = 0.0
+
+
+class Member(Value):
+    peer_id: str
+    name: str
+    weight: int
+    """Tokens that stand behind the contribution."""
+    included: bool
+
+
+class Seconds(Value):
+    rendezvous: float = 0.0
+    reduce: float = 0.0
+    commit: float = 0.0
+    apply: float = 0.0
+    blocked: float = 0.0
+    """Time the trainer stood still."""
+
+
+class RoundRecord(Value):
+    """What this node tells about one round. The signed core, equal on all nodes, is `head`'s preimage."""
+
+    round: int
+    outcome: Outcome
+    members: tuple[Member, ...] = ()
+    started_at: str = ""
+    seconds: Seconds = Seconds()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    head: str = ""
+    state_digest: str = ""
+    swarm_tokens: int = 0
+    reason: str = ""
+
+
+class SyncInfo(Value):
+    stage: str = "idle"
+    progress_ratio: float = 0.0
+    """Of the current round's inner steps, 0 to 1."""
+    eta_s: float | None = None
+    """Until this node's next sync."""
+    last: RoundRecord | None = None
+
+
+class PeersInfo(Value):
+    connected: int = 0
+    training: int = 0
+    """Live members of this run that train, this node included."""
+
+
+class PeerRow(Value):
+    """One peer as the directory tells it."""
+
+    peer_id: str
+    short_id: str
+    name: str
+    phase: str
+    round: int
+    tokens_per_second: float
+    transport: str
+    version: str
+    state_digest: str
+    last_seen_s: float
+    """Seconds since this node last had news of it."""
+    this_node: bool = False
+
+
+class DeviceInfo(Value):
+    kind: str
+    """`cpu` or `cuda`."""
+    name: str
+    utilization_ratio: float | None = None
+    memory_used_bytes: int | None = None
+    memory_size_bytes: int | None = None
+    temperature_celsius: float | None = None
+    energy_joules: float | None = None
+
+
+class ContributionInfo(Value):
+    rounds_joined: int = 0
+    rounds_attempted: int = 0
+    tokens_total: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class Counters(Value):
+    """Totals since the worker's life began in this data folder; they only grow."""
+
+    activity_seconds: dict[Activity, float] = Field(default_factory=dict)
+    tokens_processed: int = 0
+    inner_steps: int = 0
+    sync_rounds: dict[Outcome, int] = Field(default_factory=dict)
+    sync_failures: dict[str, int] = Field(default_factory=dict)
+    contributions_carried: int = 0
+    digest_mismatches: int = 0
+    peers_rejected: dict[str, int] = Field(default_factory=dict)
+    network_sent_bytes: dict[Channel, int] = Field(default_factory=dict)
+    network_received_bytes: dict[Channel, int] = Field(default_factory=dict)
+    last_sync_at_s: float = 0.0
+    """Unix time of the last commit; 0 before the first."""
+
+
+class Report(Value):
+    """All that the worker knows, once a second at most. Replaces the one before it."""
+
+    state: PhaseState = PhaseState()
+    peer_id: str = ""
+    run: RunInfo = RunInfo()
+    training: TrainingInfo = TrainingInfo()
+    sync: SyncInfo = SyncInfo()
+    peers: PeersInfo = PeersInfo()
+    swarm: tuple[PeerRow, ...] = ()
+    compute_utilization_ratio: float | None = None
+    """Of the last complete round: compute seconds / wall seconds."""
+    reachability: str = "none"
+    devices: tuple[DeviceInfo, ...] = ()
+    contribution: ContributionInfo = ContributionInfo()
+    counters: Counters = Counters()
+
+
+class Status(Value):
+    """`GET /api/v1/status`, and each full event."""
+
+    schema_version: int = SCHEMA_VERSION
+    node: NodeInfo
+    phase: Phase
+    reason: str
+    code: str
+    since: str
+    run: RunInfo
+    training: TrainingInfo
+    sync: SyncInfo
+    peers: PeersInfo
+    compute_utilization_ratio: float | None
+    reachability: str
+    devices: tuple[DeviceInfo, ...]
+    limits: dict[str, float | int | None]
+    contribution: ContributionInfo
