@@ -9,6 +9,7 @@
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest offered does not have the hash of the invite
     ├── ProtocolError         10  the swarm speaks a newer protocol
+    ├── TrainingError         70  loss or gradient is no longer a finite number; the parameters were not touched
     └── SwarmError            (internal; always caught by a policy, never ends the process)
         ├── RoundFailed           no complete result for this round; inputs are untouched
         ├── PeerError             one peer broke a rule or went silent
@@ -66,6 +67,10 @@ class ManifestError(RefusedError):
 class ProtocolError(NodeError):
     exit_code = 10
     code = "protocol_too_old"
+
+
+class TrainingError(NodeError):
+    code = "not_finite"
 
 
 class SwarmError(NodeError):

@@ -1,0 +1,93 @@
+"""What the API needs of a node, and nothing else. The supervisor offers it; tests offer a small one of their own.
+
+Knows the words of `node.status`; knows no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from node.errors import UsageError
+from node.status import PeerRow, Phase, RoundRecord, Status, Value
+
+ActionName = Literal["pause", "resume", "drain", "leave"]
+Level = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
+
+
+def level_name(levelno: int) -> Level:
+    """The word for a level of the standard library; whatever is above error is an error."""
+    if levelno >= logging.ERROR:
+        return "error"
+    if levelno >= logging.WARNING:
+        return "warning"
+    return "info" if levelno >= logging.INFO else "debug"
+
+
+class LogLine(Value):
+    """One log record of supervisor or worker."""
+
+    id: int
+    """Grows by one a record since the node started; `after=` takes it."""
+    at: str
+    level: Level
+    logger: str
+    message: str
+    round: int | None = None
+
+
+class PauseOrder(Value):
+    """How long to pause; empty: until `resume`. At most one of the three."""
+
+    for_s: float | None = Field(None, gt=0, le=366 * 86400)
+    """Seconds from now."""
+    until: datetime | None = None
+    """A moment with time zone (RFC 3339)."""
+    after_round: int | None = Field(None, ge=0)
+    """Train on until this round is over, then pause until `resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a node is at one moment."""
+
+    status: Status
+    swarm: tuple[PeerRow, ...]
+    rounds: Sequence[RoundRecord]
+    """Newest first."""
+    logs: Sequence[LogLine]
+    """Oldest first."""
+    log_counts: Mapping[str, int]
+    """Records since the start, by level."""
+    alive: bool
+    """The worker's heartbeat is recent, or no worker is meant to run right now."""
+
+
+class NotAllowed(UsageError):
+    """The action does not fit the node's present phase. The message says why and what would."""
+
+    code = "not_allowed"
+
+
+class Node(Protocol):
+    """The node behind the API."""
+
+    def view(self) -> View:
+        """The present moment; cheap, and never waits."""
+        ...
+
+    def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
+        """A queue of the newest status: what a slow reader missed is skipped. It starts with the present one; None ends it."""
+        ...
+
+    def act(self, action: ActionName, order: PauseOrder) -> Phase:
+        """Begin an action, and return the phase it leads to. Idempotent. Raises NotAllowed."""
+        ...

@@ -1,0 +1,275 @@
+"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and which room does what; loads torch only to export.
+
+Settings of any section may stand among the flags (`--section.key value`). Errors of ours end in one sentence on stderr
+and their exit code; anything else is a bug of ours, and ends in 70.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from node import __version__
+from node.errors import NodeError, UsageError
+from node.settings import Loaded, load, value_of
+from node.sources import known_keys
+
+EXIT_BUG = 70
+EPILOG = """\
+Every key of the configuration can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
+--section.key VALUE; what comes later in this list wins. `diloco-node config` prints all of them.
+Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
+10 protocol version too old; 70 a fault of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One start of the command line, taken apart."""
+
+    args: argparse.Namespace
+    loaded: Loaded
+
+    @property
+    def data_dir(self) -> Path:
+        return self.loaded.config.node.data_dir
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code."""
+    return _main(sys.argv[1:] if argv is None else argv, os.environ)
+
+
+def _main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    debug = False
+    try:
+        rest, flags = split_flags(argv)
+        args = _parse(rest)
+        for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
+            if getattr(args, option, None) is not None:
+                flags += [f"--{key}={getattr(args, option)}"]
+        call = Call(args, load(file=args.config, environ=environ, flags=flags))
+        debug = call.loaded.config.log.level == "debug"
+        code: int = args.does(call)
+    except NodeError as exc:
+        print(f"diloco-node: {exc}", file=sys.stderr)
+        return exc.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); nothing is left to tell it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as exc:  # noqa: BLE001 - the root: whatever comes here is a bug, and gets its own exit code
+        if debug:
+            traceback.print_exc()
+        print(
+            f"diloco-node: this is a fault of ours ({type(exc).__name__}: {exc}); "
+            "please report it with the output of the same command and --log.level debug.",
+            file=sys.stderr,
+        )
+        return EXIT_BUG
+    return code
+
+
+# Flags
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Commands and options on one side, settings (`--section.key` and their values) on the other."""
+    rest: list[str] = []
+    flags: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return [*rest, word, *words], flags
+        name, has_value, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(word)
+            continue
+        flags.append(word)
+        if not has_value and words and not words[0].startswith("--"):
+            flags.append(words.pop(0))
+    return rest, flags
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = [option for action in commands[args.command]._actions for option in action.option_strings]  # noqa: SLF001
+        known = [*options, *(f"--{key}" for key in known_keys())]
+        word = unknown[0].partition("=")[0]
+        if not word.startswith("-"):
+            raise UsageError(f"Unexpected argument {word!r}: see `diloco-node {args.command} --help`.")
+        near = difflib.get_close_matches(word.replace("_", "-"), known, 1, 0.0)
+        raise UsageError(f"Unknown flag {word}: the nearest known one is {near[0]}.")
+    return args
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, in our words and with our exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[:1].upper()}{message[1:]}: see `{self.prog} --help`.")
+
+
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="diloco-node",
+        description="Lend this machine to the training of an open language model, and take it back whenever you like.",
+        epilog=EPILOG,
+        formatter_class=shape,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"diloco-node {__version__}")
+    chosen = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: dict[str, Parser] = {}
+
+    def add(name: str, does: Any, about: str) -> Parser:
+        command = chosen.add_parser(name, help=about, description=about, epilog=EPILOG, formatter_class=shape)
+        command.allow_abbrev = False
+        command.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings")
+        command.add_argument("--data-dir", metavar="DIR", help="folder for identity, checkpoints and history")
+        command.set_defaults(does=does)
+        commands[name] = command
+        return command
+
+    for name, about in (
+        ("run", "train as a member of a swarm; without --join found a new run, or go on with that of the data folder"),
+        ("relay", "be a bootstrap and relay peer: no training, no model; same page and API"),
+    ):
+        command = add(name, _run, about)
+        command.add_argument("--join", metavar="INVITE", help="the invite of a run, as `diloco-node invite` prints it")
+        command.add_argument("--name", metavar="NAME", help="how the other members see this node")
+    command = add("status", _status, "say what the node of this data folder is doing, and why")
+    command.add_argument("--json", action="store_true", help="the whole status as JSON")
+    command = add("pause", _act, "give the machine back at once, and stay a member")
+    command.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m")
+    add("resume", _act, "go on after a pause")
+    add("drain", _act, "take part in the current round, then stop")
+    add("leave", _act, "stop now, cleanly")
+    add("invite", _invite, "print the invite of this node's run")
+    add("config", _config, "print the resolved configuration, and where each value came from")
+    command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
+    command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    return parser, commands
+
+
+def duration_s(text: str) -> float:
+    """`45m`, `2h`, `1h30m`, `90s`, `1d` in seconds."""
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time: write it as 45m, 2h or 1h30m")
+    seconds = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    return sum(float(number) * seconds[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([dhms])", text))
+
+
+# Commands. What they need is imported inside them, so that `status` starts fast.
+
+
+def _run(call: Call) -> int:
+    from rich.console import Console
+
+    from node import logs
+    from node.daemon import supervisor
+    from node.live import LiveView
+
+    config, join = call.loaded.config, call.args.join
+    if join is not None:
+        from node.manifest import parse_invite
+
+        parse_invite(join)
+    console = Console()
+    live_line = console.is_terminal and config.log.format == "console"
+    logs.configure(config.log.level, config.log.format, to=console if live_line else sys.stderr)
+    mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
+    with LiveView(console, call.data_dir, line=live_line, pid=os.getpid()) as view:
+        return supervisor.run(config, join=join, mode=mode, on_status=view.update)
+
+
+def _status(call: Call) -> int:
+    from node.client import Client
+
+    status = Client(call.data_dir).status()
+    if call.args.json:
+        print(json.dumps(status, indent=2, ensure_ascii=False))
+        return 0
+    from node.live import describe
+    from node.status import Status
+
+    print(describe(Status.model_validate(status)))
+    return 0
+
+
+def _act(call: Call) -> int:
+    from node.client import Client
+
+    order = {} if getattr(call.args, "for_s", None) is None else {"for_s": call.args.for_s}
+    answer = Client(call.data_dir).act(call.args.command, order)
+    print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
+    return 0
+
+
+def _invite(call: Call) -> int:
+    from node.client import Client
+
+    invite = Client(call.data_dir).status()["run"]["invite"]
+    if not invite:
+        raise UsageError("The node has no invite yet: it is still starting, ask again in a moment.", code="no_invite")
+    print(invite)
+    return 0
+
+
+def _config(call: Call) -> int:
+    rows = [(key, _toml(value_of(call.loaded, key)), call.loaded.origins[key]) for key in known_keys()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, origin in rows:
+        print(f"{key:<{widths[0]}} = {value:<{min(widths[1], 40)}}  # {origin}")
+    return 0
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Path):
+        value = str(value)
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _export(call: Call) -> int:
+    target: Path = call.args.folder
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is there already and not an empty folder: name a new one.")
+    manifest = _manifest(call.data_dir)
+    from node.training.checkpoint import CheckpointStore
+    from node.training.model import export_folder
+
+    checkpoint = CheckpointStore(call.data_dir / "checkpoints", keep=call.loaded.config.checkpoint.keep).newest()
+    if checkpoint is None:
+        raise UsageError(f"{call.data_dir} holds no checkpoint yet: wait until the node has finished a round.")
+    export_folder(manifest.run.model, checkpoint.state.anchor, target, card="")
+    print(f"Wrote the model of round {checkpoint.state.round} to {target}.")
+    return 0
+
+
+def _manifest(data_dir: Path) -> Manifest:
+    from node.manifest import Manifest
+
+    try:
+        return Manifest.model_validate_json((data_dir / "manifest.json").read_bytes())
+    except FileNotFoundError as exc:
+        raise UsageError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.") from exc
+    except ValueError as exc:
+        raise UsageError(f"{data_dir / 'manifest.json'} is damaged: restore it, or join the run again.") from exc
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

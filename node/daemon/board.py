@@ -1,0 +1,159 @@
+"""The latest that is known about this node. Knows values and listeners; knows no process, no HTTP, no disk.
+
+One writer: the supervisor's event loop. What the supervisor decides about the phase wins over what the worker reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from node.api.seam import LOG_LEVELS, LogLine, View, level_name
+from node.status import NodeInfo, PhaseState, Report, RoundRecord, Status
+
+ROUNDS_KEPT = 200
+LOGS_KEPT = 2000
+
+
+class Board:
+    """Reports and decisions in, `Status` out."""
+
+    def __init__(
+        self,
+        node: NodeInfo,
+        limits: dict[str, float | int | None],
+        *,
+        state: PhaseState,
+        on_status: Callable[[Status], None] | None = None,
+    ) -> None:
+        """`state` is the first phase. `on_status` hears every change, in the writer's thread."""
+        self._node = node
+        self._limits = limits
+        self._own: PhaseState | None = state
+        self._report = Report()
+        self._on_status = on_status
+        self._rounds: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)
+        self._logs: deque[LogLine] = deque(maxlen=LOGS_KEPT)
+        self._log_ids = itertools.count(1)
+        self._log_counts: dict[str, int] = dict.fromkeys(LOG_LEVELS, 0)
+        self._listeners: set[asyncio.Queue[Status | None]] = set()
+        self._closed = False
+        self._status = self._build()
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def decide(self, state: PhaseState | None) -> None:
+        """Set the phase that the supervisor owns; None leaves the word to the worker's reports."""
+        self._own = state
+        self._publish()
+
+    def told(self, report: Report) -> None:
+        self._report = report
+        self._publish()
+
+    def add_round(self, record: RoundRecord) -> None:
+        self._rounds.appendleft(record)
+
+    def add_log(self, record: logging.LogRecord) -> None:
+        level = level_name(record.levelno)
+        self._log_counts[level] += 1
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + logging.Formatter().formatException(record.exc_info)
+        round_number: int | None = getattr(record, "round", None)
+        self._logs.append(
+            LogLine(
+                id=next(self._log_ids), at=at, level=level, logger=record.name, message=message, round=round_number
+            )
+        )
+
+    def view(self, *, alive: bool) -> View:
+        return View(
+            status=self._status,
+            swarm=self._report.swarm,
+            rounds=tuple(self._rounds),
+            logs=tuple(self._logs),
+            log_counts=dict(self._log_counts),
+            alive=alive,
+        )
+
+    @contextmanager
+    def subscribe(self) -> Iterator[asyncio.Queue[Status | None]]:
+        """See `api.seam.Node.subscribe`. The queue holds one item: the newest."""
+        queue: asyncio.Queue[Status | None] = asyncio.Queue(maxsize=1)
+        queue.put_nowait(None if self._closed else self._status)
+        self._listeners.add(queue)
+        try:
+            yield queue
+        finally:
+            self._listeners.discard(queue)
+
+    def close(self) -> None:
+        """End all subscriptions."""
+        self._closed = True
+        for queue in self._listeners:
+            _replace(queue, None)
+
+    def _publish(self) -> None:
+        """The one place where the status changes: value, listeners and (as they read it from here) metrics together."""
+        status = self._build()
+        if status == self._status:
+            return
+        self._status = status
+        if not self._closed:
+            for queue in self._listeners:
+                _replace(queue, status)
+        if self._on_status is not None:
+            self._on_status(status)
+
+    def _build(self) -> Status:
+        report = self._report
+        state = self._own or report.state
+        node = self._node.model_copy(
+            update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]}
+        )
+        return Status(
+            node=node,
+            phase=state.phase,
+            reason=state.reason,
+            code=state.code,
+            since=state.since,
+            run=report.run,
+            training=report.training,
+            sync=report.sync,
+            peers=report.peers,
+            compute_utilization_ratio=report.compute_utilization_ratio,
+            reachability=report.reachability,
+            devices=report.devices,
+            limits=self._limits,
+            contribution=report.contribution,
+        )
+
+
+class BoardHandler(logging.Handler):
+    """Puts every log record of this process on the board."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__()
+        self._board = board
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._board.add_log(record)
+        except (TypeError, ValueError):
+            # A log call with arguments that do not fit its message must not end the caller.
+            self.handleError(record)
+
+
+def _replace(queue: asyncio.Queue[Status | None], item: Status | None) -> None:
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(item)

@@ -1,0 +1,172 @@
+"""The data folder: made, locked, with its token and small files. Knows paths and permissions; knows no HTTP, no worker."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from node.errors import DataFolderError
+from node.status import Value
+
+logger = logging.getLogger(__name__)
+
+DISK_KINDS = ("checkpoints", "history", "cache")
+"""Subfolders whose size is told in `disk_used_bytes`."""
+TOKEN_LENGTH_MIN = 32
+"""Shorter tokens can be guessed; ours have 43 characters (256 bits)."""
+
+
+class Pause(Value):
+    """What outlives a restart: until when the node is paused, or after which round it is to pause."""
+
+    until: datetime | None = None
+    """UTC; None: until `resume`."""
+    after_round: int | None = None
+    """Not paused yet: pause once this round is over."""
+
+
+class DataFolder:
+    """The folder of one running node. Use as a context manager: the lock and `api.json` go at the end."""
+
+    def __init__(self, path: Path, lock_fd: int, token: str) -> None:
+        self.path = path
+        self.token = token
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, path: Path) -> DataFolder:
+        """Make, check and lock the folder. Raises DataFolderError with one sentence that names the mend."""
+        path = path.expanduser().absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = path / f".write-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+            lock_fd = _lock(path / "lock")
+        except OSError as exc:
+            raise DataFolderError(
+                f"The data folder {path} cannot be written ({exc.strerror}): "
+                "mend its permissions or choose another with --data-dir."
+            ) from exc
+        try:
+            token = _token(path / "api-token")
+            _remove(path / "api.json")
+        except OSError as exc:
+            os.close(lock_fd)
+            raise DataFolderError(
+                f"{exc.filename} cannot be used ({exc.strerror}): mend its permissions or remove it."
+            ) from exc
+        except DataFolderError:
+            os.close(lock_fd)
+            raise
+        return cls(path, lock_fd, token)
+
+    def __enter__(self) -> DataFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove `api.json` and give the lock back."""
+        _remove(self.path / "api.json")
+        os.close(self._lock_fd)
+
+    def write_address(self, url: str) -> None:
+        """Tell the other commands of this folder where the API listens."""
+        write_whole(self.path / "api.json", json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+
+    def load_pause(self) -> Pause | None:
+        try:
+            return Pause.model_validate_json((self.path / "pause.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            logger.warning("pause.json in %s is damaged: the node takes it for a pause without end", self.path)
+            return Pause()
+
+    def save_pause(self, pause: Pause | None) -> None:
+        """None removes it."""
+        if pause is None:
+            _remove(self.path / "pause.json")
+        else:
+            write_whole(self.path / "pause.json", pause.model_dump_json() + "\n")
+
+    def disk_used_bytes(self) -> Mapping[str, int]:
+        """Size of each kind of file, by walking; files that vanish meanwhile are left out."""
+        return {kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: temporary file (0600), fsync, rename."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _lock(path: Path) -> int:
+    """The lock is the flock, not the file: it ends with the process, however that ends."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise DataFolderError(
+            f"Another node (process {holder}) runs in the data folder {path.parent}: "
+            "end it with `diloco-node leave`, or choose another folder with --data-dir.",
+            code="folder_locked",
+        ) from exc
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd
+
+
+def _token(path: Path) -> str:
+    """Read the token, or make it. Its value appears in no message."""
+    try:
+        token = path.read_text().strip()
+    except FileNotFoundError:
+        token = ""
+    if not token:
+        token = secrets.token_urlsafe(32)
+        write_whole(path, token + "\n")
+    if len(token) < TOKEN_LENGTH_MIN or not token.isascii():
+        raise DataFolderError(
+            f"The token in {path} is shorter than {TOKEN_LENGTH_MIN} ASCII characters: "
+            "remove the file, and the next start makes a good one."
+        )
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+        logger.warning("%s could be read by other users of this machine; that is mended", path)
+    return token
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    for root, _folders, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total

@@ -1,0 +1,75 @@
+"""Binding the port and serving an ASGI application on it. Knows sockets and uvicorn; knows no node."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from node.errors import UsageError
+
+GRACE_S = 2
+"""How long open requests may go on after the end was asked for; event streams end by themselves before that."""
+BACKLOG = 128
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError, which names the mend."""
+    try:
+        family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as exc:
+        raise UsageError(f"The API address {host} is not usable ({exc}): set --api.host 127.0.0.1.") from exc
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as exc:
+        sock.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.",
+                code="port_in_use",
+            ) from exc
+        raise UsageError(
+            f"The API cannot listen on {host} port {port} ({exc.strerror}): set --api.host and --api.port."
+        ) from exc
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The address to call from this machine; a wildcard is reached over loopback."""
+    host, port = sock.getsockname()[:2]
+    address = ipaddress.ip_address(host.split("%")[0])
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn would take SIGTERM and SIGINT and raise them again at its end (exit 143); here they are the supervisor's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for `serve(sockets=[...])`; `should_exit = True` ends it. The peer's address is believed from the socket only."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    return _Server(config)

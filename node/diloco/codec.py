@@ -1,0 +1,173 @@
+"""How vectors become bytes on the wire, and back. Knows formats and the chunk grid; not what the vectors mean.
+
+A codec is deterministic, and its `decode` trusts nothing: a wrong size, a scale out of range or a value that is not
+finite is a ValueError. All numbers on the wire are little-endian. Vectors are fp32 [n] on the cpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Elements that share one scale. Chunks begin at multiples of it, so a chunk's encoding does not depend on the grid."""
+MAX_CHUNKS = 256
+MAX_CHUNK_ELEMENTS = 2**22
+MIN_EXPONENT = -102
+"""Smallest scale of fp16 is 2^-102: its least step is then 2^-126, so nothing decodes to a denormal fp32 number."""
+MAX_EXPONENT = 113
+"""Scale that brings 2^128, the end of fp32, to 2^15."""
+HEADROOM_BITS = 15
+"""The largest value of a block is scaled into [2^14, 2^15): a binade below fp16's end, so rounding cannot overflow."""
+
+
+class Codec(Protocol):
+    """A wire format for fp32 vectors."""
+
+    @property
+    def name(self) -> str:
+        """As in the manifest's `sync.codec`."""
+
+    def encoded_bytes(self, n: int) -> int:
+        """Size of `encode` for any vector of `n` elements."""
+
+    def encode(self, x: Tensor) -> bytes:
+        """`x` is fp32 [n] on the cpu. ValueError when a value is not finite."""
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        """A fresh fp32 [n]. ValueError when `data` is not an encoding of `n` finite values."""
+
+
+class Fp32:
+    """Four bytes an element; loses nothing."""
+
+    name = "fp32"
+
+    def encoded_bytes(self, n: int) -> int:
+        return 4 * n
+
+    def encode(self, x: Tensor) -> bytes:
+        _require_finite(_checked(x), "The vector to encode")
+        return _little(x.detach().contiguous().numpy()).tobytes()
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _require_size(data, self.encoded_bytes(n), self.name)
+        x = torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
+        _require_finite(x, "The encoded vector")
+        return x
+
+
+class Fp16:
+    """Two bytes an element and one a block: int8 exponents e of all blocks first, then fp16 values v; x is v * 2^e.
+
+    Error bound, with M the largest magnitude of x's block: |x - decoded| <= max(|x| 2^-11, M 2^-39, 2^-127). The first
+    is fp16's rounding, the second its least step under the block's scale, the third the smallest scale.
+    """
+
+    name = "fp16"
+
+    def encoded_bytes(self, n: int) -> int:
+        return -(-n // BLOCK) + 2 * n
+
+    def encode(self, x: Tensor) -> bytes:
+        flat = _checked(x).detach().contiguous()
+        exponents = _exponents(flat)
+        scaled = torch.empty_like(flat)
+        _scale(flat, -exponents, out=scaled)
+        if exponents.numel() and exponents.max() == MAX_EXPONENT:
+            # Values just below the end of fp32 would round up to 2^128, which is infinite.
+            scaled.clamp_(-(2.0**HEADROOM_BITS) + 16, 2.0**HEADROOM_BITS - 16)
+        halves = scaled.to(torch.float16).numpy()
+        return b"".join((exponents.to(torch.int8).numpy().tobytes(), _little(halves).view(np.uint8).data))
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _require_size(data, self.encoded_bytes(n), self.name)
+        blocks = -(-n // BLOCK)
+        front = np.frombuffer(data, np.int8, count=blocks)
+        if blocks and not (front.min() >= MIN_EXPONENT and front.max() <= MAX_EXPONENT):
+            raise ValueError("The encoded vector has a scale out of range.")
+        # The values may lie at an odd address: copied as bytes, they are aligned for the conversion.
+        halves = np.empty(n, "<f2")
+        halves.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=blocks) if n else 0
+        x = torch.from_numpy(halves.astype(np.float16, copy=False)).to(torch.float32)
+        _scale(x, torch.from_numpy(front.astype(np.int32)), out=x)
+        _require_finite(x, "The encoded vector")
+        return x
+
+
+def make_codec(name: str) -> Codec:
+    """The codec of the manifest's `sync.codec`."""
+    if name == "fp32":
+        return Fp32()
+    if name == "fp16":
+        return Fp16()
+    raise ValueError(f"There is no codec {name!r}: use fp32 or fp16.")
+
+
+def chunk_elements(parameters: int) -> int:
+    """Elements of a chunk: the least multiple of BLOCK that makes at most 256 chunks, but never above 2^22."""
+    blocks = -(-parameters // BLOCK)
+    return min(MAX_CHUNK_ELEMENTS, max(1, -(-blocks // MAX_CHUNKS)) * BLOCK)
+
+
+def chunk_bounds(parameters: int) -> list[tuple[int, int]]:
+    """The grid on which a vector of `parameters` elements is cut for the wire: element ranges, in order."""
+    size = chunk_elements(parameters)
+    return [(start, min(start + size, parameters)) for start in range(0, parameters, size)]
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """int32 [blocks]: e such that the block's largest magnitude, divided by 2^e, is in [2^14, 2^15); clamped."""
+    whole = x.numel() // BLOCK * BLOCK
+    lows, highs = [], []
+    for part in (x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)):
+        if part.numel():
+            # Two passes: `aminmax` along a dimension is ten times slower.
+            lows.append(torch.amin(part, dim=1))
+            highs.append(torch.amax(part, dim=1))
+    if not lows:
+        return torch.empty(0, dtype=torch.int32)
+    largest = torch.maximum(torch.cat(highs), -torch.cat(lows))
+    _require_finite(largest, "The vector to encode")
+    exponents: Tensor = torch.frexp(largest).exponent - HEADROOM_BITS
+    return torch.where(largest > 0, exponents, MIN_EXPONENT).clamp_(MIN_EXPONENT, MAX_EXPONENT)
+
+
+def _scale(x: Tensor, exponents: Tensor, *, out: Tensor) -> None:
+    """out = x * 2^exponents, a scale per block, int32 [blocks] in -113..113.
+
+    The factors are made from their bits (biased exponent, no mantissa): a library's power function may be off by an ulp.
+    """
+    factors = ((exponents + 127) << 23).view(torch.float32)
+    whole = x.numel() // BLOCK * BLOCK
+    torch.mul(x[:whole].view(-1, BLOCK), factors[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
+    if whole < x.numel():
+        torch.mul(x[whole:], factors[-1], out=out[whole:])
+
+
+def _checked(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
+        raise ValueError(f"A codec takes fp32 vectors on the cpu, not {x.dtype} {tuple(x.shape)} on {x.device}.")
+    return x
+
+
+def _require_size(data: bytes | memoryview, expected: int, name: str) -> None:
+    size = data.nbytes if isinstance(data, memoryview) else len(data)
+    if size != expected:
+        raise ValueError(f"The encoded vector has {size} bytes where {name} needs {expected}.")
+
+
+def _require_finite(x: Tensor, what: str) -> None:
+    """One pass, no temporary: minimum and maximum carry a NaN along."""
+    if x.numel():
+        low, high = torch.aminmax(x)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise ValueError(f"{what} has a value that is not finite.")
+
+
+def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)

@@ -1,0 +1,68 @@
+"""Learning rate, round length, progress: pure functions of tokens, steps and seconds. Knows no clock and no network.
+
+The learning rate follows the tokens of the whole swarm, so a late joiner trains at the rate of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+
+def learning_rate(
+    tokens: int, *, peak: float, warmup_tokens: int, total_tokens: int, min_ratio: float
+) -> float:
+    """Inner learning rate at `tokens` swarm tokens: linear from 0 to `peak`, then a cosine to `min_ratio * peak`.
+
+    The cosine ends at `total_tokens`; the rate is constant after it. Without warm-up it starts at the peak.
+    """
+    if tokens < warmup_tokens:
+        return peak * max(0, tokens) / warmup_tokens
+    if tokens >= total_tokens:
+        return peak * min_ratio
+    done = (tokens - warmup_tokens) / (total_tokens - warmup_tokens)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def swarm_tokens_at(anchor_tokens: int, progress: float, last_round_tokens: int) -> int:
+    """Swarm tokens inside a round: the anchor's, and `progress` (0 to 1, more counts as 1) of a round like the last.
+
+    In round 0 `last_round_tokens` is the manifest's estimate.
+    """
+    return anchor_tokens + int(min(1.0, max(0.0, progress)) * last_round_tokens)
+
+
+def round_seconds(step_seconds: Sequence[float], weights: Sequence[int], inner_steps: int) -> float:
+    """T_r, seconds: H x the weighted median of the members' seconds per inner step.
+
+    The median is the lower one: the shortest time at which half of the weight is reached. ValueError without members.
+    """
+    if not step_seconds or len(step_seconds) != len(weights):
+        raise ValueError(f"{len(step_seconds)} step times and {len(weights)} weights do not make a median.")
+    if min(weights) < 1 or not all(math.isfinite(s) and s > 0 for s in step_seconds):
+        raise ValueError("Step times must be finite and above 0, weights at least 1.")
+    total, below = sum(weights), 0
+    for seconds, weight in sorted(zip(step_seconds, weights, strict=True)):
+        below += weight
+        if 2 * below >= total:
+            return inner_steps * seconds
+    raise AssertionError("the weights below the largest time are all weights")
+
+
+def progress(
+    policy: Literal["steps", "time"],
+    *,
+    inner_step: int,
+    inner_steps: int,
+    elapsed_s: float,
+    round_s: float | None,
+) -> float:
+    """How far this node is in its round; it is ready from 1 on, and may be beyond.
+
+    `steps`: inner steps done of H. `time`: monotonic seconds since the anchor of T_r, or as `steps` while T_r is not
+    known (`round_s` is None in the first round).
+    """
+    if policy == "time" and round_s is not None:
+        return elapsed_s / round_s
+    return inner_step / inner_steps

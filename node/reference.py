@@ -1,0 +1,236 @@
+"""DiLoCo over torch.distributed, in one file to read: what the swarm must compute, bit for bit, when nobody fails.
+
+    torchrun --nproc-per-node 2 -m node.reference --preset-file r.toml --rounds 3 --stream-ids a b --out end.safetensors
+
+One process per stream id; without torchrun, one alone. Knows the algorithm and the training; no swarm, no daemon, no
+record, no clock: rounds are counted by steps, and every member takes part in all of them. It prints one JSON line a
+round and process. A swarm of the same members with policy `steps`, the same run id, initial parameters, device and
+thread count reaches the same digests, as the operations and their order are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from node.diloco.aggregate import weighted_mean
+from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.digest import state_digest
+from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
+from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
+from node.errors import ConfigError, NodeError, UsageError
+from node.manifest import RunConfig
+from node.training.data import Corpus, Stream, load_corpus
+from node.training.inner import InnerLoop
+from node.training.model import build_model, flatten, load_flat_, parameter_count
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one member sends in a round."""
+
+    stream_id: str
+    weight: int
+    """Tokens it trained on."""
+    encoded: bytes
+    """Its pseudo-gradient, chunk by chunk on the grid of `chunk_bounds`."""
+
+
+class Member:
+    """One node of the run. `contribute` and `apply` take turns; in between, contributions go to everybody."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        corpus: Corpus,
+        anchor: Tensor,
+        *,
+        run_id: str,
+        stream_id: str,
+        device: torch.device,
+        precision: str,
+    ) -> None:
+        self.state: OuterState = genesis(anchor)
+        self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
+        self._codec = make_codec(run.sync.codec)
+        self._model = build_model(run.model, seed=0)
+        load_flat_(self._model, anchor)
+        # Its moments are kept over rounds; only the parameters are set back to the anchor.
+        self._inner = InnerLoop(self._model, run.inner, device, precision, 0)
+        self._last_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
+
+    def contribute(self) -> tuple[Contribution, float]:
+        """The inner loop: H steps of AdamW from the anchor. Returns also the mean loss, nats per token."""
+        run = self._run
+        stream = Stream(self._corpus, self._run_id, self._stream_id, self.state.round + 1)
+        loss, tokens = 0.0, 0
+        for inner_step in range(run.round.inner_steps):
+            batch = stream.next_batch(run.inner.batch_size, run.inner.sequence_length)
+            result = self._inner.step(batch, self._learning_rate(inner_step))
+            loss += result.loss / run.round.inner_steps
+            tokens += result.tokens
+        delta = pseudo_gradient(self.state.anchor, flatten(self._model))
+        encoded = b"".join(self._codec.encode(delta[start:end]) for start, end in chunk_bounds(delta.numel()))
+        return Contribution(self._stream_id, tokens, encoded), loss
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """The outer step: the weighted mean in order of stream id, itself encoded once and decoded, then Nesterov."""
+        members = sorted(contributions, key=lambda c: c.stream_id)
+        weights = [c.weight for c in members]
+        mean = torch.empty_like(self.state.anchor)
+        at = 0
+        for start, end in chunk_bounds(mean.numel()):
+            n = end - start
+            size = self._codec.encoded_bytes(n)
+            parts = [self._codec.decode(memoryview(c.encoded)[at : at + size], n) for c in members]
+            mean[start:end] = self._codec.decode(self._codec.encode(weighted_mean(parts, weights)), n)
+            at += size
+        outer = self._run.outer
+        self.state = outer_step(self.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=sum(weights))
+        self._last_round_tokens = sum(weights)
+        load_flat_(self._model, self.state.anchor)
+
+    def _learning_rate(self, inner_step: int) -> float:
+        """`inner_step`: steps done in this round before the one that the rate is for."""
+        run = self._run
+        done = progress("steps", inner_step=inner_step, inner_steps=run.round.inner_steps, elapsed_s=0.0, round_s=None)
+        return learning_rate(
+            swarm_tokens_at(self.state.tokens, done, self._last_round_tokens),
+            peak=run.inner.lr,
+            warmup_tokens=run.inner.warmup_tokens,
+            total_tokens=run.total_tokens,
+            min_ratio=run.inner.min_lr_ratio,
+        )
+
+
+def gather(own: Contribution, stream_ids: Sequence[str], device: torch.device) -> list[Contribution]:
+    """Everybody's contribution. All have one size and one weight, as each did H steps on one model."""
+    if not dist.is_initialized():
+        return [own]
+    mine = torch.frombuffer(bytearray(own.encoded), dtype=torch.uint8).to(device)
+    theirs = [torch.empty_like(mine) for _ in stream_ids]
+    dist.all_gather(theirs, mine)
+    return [
+        Contribution(stream_id, own.weight, encoded.cpu().numpy().tobytes())
+        for stream_id, encoded in zip(stream_ids, theirs, strict=True)
+    ]
+
+
+def initial_anchor(run: RunConfig, *, seed: int, file: Path | None, device: torch.device) -> Tensor:
+    """Rank 0's parameters before round 0, fp32 cpu [P]: `anchor` of `file`, or drawn from `seed`. Others copy them."""
+    anchor = load_file(file)["anchor"] if file else flatten(build_model(run.model, seed=seed))
+    if anchor.shape != (parameter_count(run.model),) or anchor.dtype != torch.float32:
+        raise UsageError(f"{file} must hold {parameter_count(run.model)} fp32 parameters, as the preset's model has.")
+    if dist.is_initialized():
+        shared = anchor.to(device)
+        dist.broadcast(shared, src=0)
+        anchor = shared.cpu()
+    return anchor
+
+
+def read_run(file: Path) -> RunConfig:
+    """The `run` table of a TOML or JSON file, or the whole file where it has none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        raw = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        return RunConfig.model_validate(raw.get("run", raw))
+    except (OSError, json.JSONDecodeError, tomllib.TOMLDecodeError, ValidationError) as exc:
+        raise ConfigError(f"{file} is no preset that can be read: {exc}") from exc
+
+
+def save(state: OuterState, file: Path) -> None:
+    """`anchor` and `momentum` fp32 [P]; round, tokens and digest as metadata."""
+    metadata = {"round": str(state.round), "tokens": str(state.tokens), "digest": state_digest(state)}
+    save_file({"anchor": state.anchor, "momentum": state.momentum}, file, metadata)
+
+
+def run_rounds(member: Member, rounds: int, exchange: Callable[[Contribution], list[Contribution]]) -> None:
+    """DiLoCo, algorithm 1. Prints one line a round."""
+    for _ in range(rounds):
+        own, loss = member.contribute()
+        member.apply(exchange(own))
+        line = {
+            "round": member.state.round,
+            "stream_id": own.stream_id,
+            "loss": loss,
+            "swarm_tokens": member.state.tokens,
+            "digest": state_digest(member.state),
+        }
+        # One write a line, so that the lines of several processes never mix.
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="node.reference", description="DiLoCo over torch.distributed.")
+    parser.add_argument("--preset-file", type=Path, required=True, help="TOML or JSON with [run] tables")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--stream-ids", nargs="+", required=True, help="one per process: whose data stream it reads")
+    parser.add_argument("--run-id", default="0" * 32, help="of the manifest; the data streams depend on it")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters")
+    parser.add_argument("--initial", type=Path, help="safetensors with the initial parameters as `anchor`")
+    parser.add_argument("--out", type=Path, help="safetensors file for the final outer state")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=0, help="threads for computing; 0: as torch likes")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="longest wait for the other processes")
+    return parser.parse_args(arguments)
+
+
+def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
+    run = read_run(options.preset_file)
+    member = Member(
+        run,
+        load_corpus(run.data),
+        initial_anchor(run, seed=options.seed, file=options.initial, device=device),
+        run_id=options.run_id,
+        stream_id=options.stream_ids[rank],
+        device=device,
+        precision=options.precision,
+    )
+    run_rounds(member, options.rounds, lambda own: gather(own, options.stream_ids, device))
+    if options.out and rank == 0:
+        save(member.state, options.out)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code as in `node.errors`. Under torchrun the environment tells rank and world size."""
+    options = parse_arguments(arguments)
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if options.device == "cuda" else torch.device("cpu")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        if len(set(options.stream_ids)) != world_size or len(options.stream_ids) != world_size:
+            raise UsageError(f"{world_size} processes need as many different --stream-ids, not {options.stream_ids}.")
+        if "WORLD_SIZE" in os.environ:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout_s))
+        train(options, rank, device)
+    except NodeError as exc:
+        sys.stderr.write(f"{exc}\n")
+        return exc.exit_code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""The state of one attempt at one round on one node, whatever roles it has in it. Knows no wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from node.errors import NodeError, PeerError, RoundFailed
+from node.swarm.records import Document, Join, Plan
+from node.swarm.reduce import Bench
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a trainer offers for the round after `parent`; not changed until the round is committed."""
+
+    parent: str
+    chunks: Sequence[bytes]
+    """The encoded pseudo-gradient, cut on the grid."""
+    tokens: int
+    step_s: float
+    """Seconds per inner step, median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An outcome that this node has accepted, with all its chunks, but does not know to be committed."""
+
+    attempt: int
+    outcome: Document
+    hashes: str
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One key (parent, number). Fields are set once, by the handlers of `Rounds`."""
+
+    parent: str
+    number: int
+    joins: dict[str, Document] = field(default_factory=dict)
+    proposals: list[Accepted] = field(default_factory=list)
+    plan: Plan | None = None
+    leader: str = ""
+    weights: Mapping[str, Join] = field(default_factory=dict)
+    bench: Bench | None = None
+    planned: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: NodeError | None = None
+    leading: asyncio.Task[None] | None = None
+    sending: asyncio.Task[None] | None = None
+    waiting_reason: str = ""
+    waiting_code: str = ""
+
+    def fail(self, error: NodeError) -> None:
+        """End this attempt, once; whoever waits on it is woken."""
+        if not self.ended.is_set():
+            self.failure = error
+            self.ended.set()
+
+    def finish(self) -> None:
+        """The round is committed."""
+        self.ended.set()
+
+    def stop(self) -> None:
+        """Drop what still runs for this attempt."""
+        current = asyncio.current_task()
+        for task in (self.leading, self.sending):
+            if task is not None and task is not current:
+                task.cancel()
+
+    async def bench_ready(self, timeout_s: float) -> Bench:
+        """The reducer's bench; contributions may come before the plan does."""
+        try:
+            await asyncio.wait_for(self.planned.wait(), timeout_s)
+        except TimeoutError as exc:
+            raise PeerError("this node has no plan for that attempt", code="timeout") from exc
+        if self.bench is None:
+            raise PeerError("this node reduces nothing in that attempt")
+        return self.bench
+
+
+def raise_failure(attempt: Attempt) -> None:
+    if attempt.failure is not None:
+        raise RoundFailed(str(attempt.failure), code=attempt.failure.code) from attempt.failure

@@ -1,0 +1,99 @@
+"""What the round needs from a network: one verb to call, one to serve. Knows no network.
+
+`Wire` has two implementations, `local` (threads in one process) and `p2p` (hivemind's libp2p daemon); the same contract
+suite runs against both, and everything above them is one code. A third transport is one new file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgpack
+
+from node.errors import PeerError
+from node.status import Channel
+
+MAX_HEADER_BYTES = 2**20
+MAX_BLOBS = 4096
+STALL_S = 10.0
+"""A stream on which nothing moves for this long is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A small header that msgpack can carry, and blobs that travel as they are."""
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    blobs: Sequence[bytes] = ()
+
+    @property
+    def blob_bytes(self) -> int:
+        return sum(len(blob) for blob in self.blobs)
+
+
+Handler = Callable[[str, Message], Awaitable[Message]]
+"""(authenticated peer id of the caller, request) to reply. Raises SwarmError to refuse; the caller gets its sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One verb that a node answers."""
+
+    handler: Handler
+    channel: Channel
+    max_request_bytes: int = MAX_HEADER_BYTES
+    """Longest request body; a longer one is refused before it is read."""
+
+
+async def answer(service: Service, caller: str, message: Message) -> Message:
+    """Run a handler on a peer's message. Whatever the message makes it stumble over is the peer's fault."""
+    try:
+        return await service.handler(caller, message)
+    except (ValueError, TypeError, LookupError) as exc:
+        raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that crossed the wire, headers of ours included, per channel. One writer: the swarm's loop."""
+
+    sent_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    received_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+
+
+class Wire(Protocol):
+    """A network of peers that know each other by peer id. All of it runs on one asyncio loop."""
+
+    peer_id: str
+    traffic: Traffic
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        """Answer these verbs from now on. Called before the first `call`; later calls add verbs."""
+
+    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+        """Ask a peer, itself included. Raises PeerError (`code` "unreachable", "timeout" or what the peer said)."""
+
+    async def close(self) -> None:
+        """Let go of everything. Bounded; never raises SwarmError."""
+
+
+def pack_header(verb: str, message: Message) -> bytes:
+    sizes = [len(blob) for blob in message.blobs]
+    return bytes(msgpack.packb([verb, message.header, sizes]))
+
+
+def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:
+    """Verb, header and blob sizes of a peer's message. Raises PeerError on anything out of bounds."""
+    try:
+        verb, header, sizes = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096)
+    except (ValueError, TypeError, msgpack.UnpackException) as exc:
+        raise PeerError("a message is not readable") from exc
+    if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
+        raise PeerError("a message has the wrong form")
+    if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise PeerError("a message has blobs of impossible size", code="bad_size")
+    if sum(sizes) > max_bytes(verb):
+        raise PeerError(f"a message {verb!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
+    return verb, header, sizes

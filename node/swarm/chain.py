@@ -1,0 +1,141 @@
+"""The line of committed rounds: head, outer state, and the results that late peers replay. Knows no network.
+
+One writer: the swarm's loop. Outer states are immutable; whoever holds one may keep it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from node.diloco.digest import state_digest
+from node.diloco.outer import OuterState, outer_step
+from node.diloco.schedule import round_seconds
+from node.errors import TransferFailed
+from node.swarm.records import Join, Outcome, Proof, included_tokens, split_hashes
+from node.swarm.reduce import Grid
+
+KEPT_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """How a mean becomes the next outer state."""
+
+    lr: float
+    momentum: float
+    inner_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The newest point of the chain, and what the next round takes from it."""
+
+    head: str
+    state: OuterState
+    digest: str
+    last_weights: Mapping[str, int]
+    """Tokens of the contributors to the newest record; empty before the first."""
+    round_s: float | None
+    """T_r of the next round, from the step times that the contributors signed; None before the first record."""
+    last_round_tokens: int | None
+    anchor_at_s: float
+    """Monotonic time at which this node reached the tip."""
+
+    @property
+    def round(self) -> int:
+        return self.state.round
+
+
+def next_tip(
+    tip: Tip, outer: Outer, grid: Grid, outcome: Outcome, joins: Mapping[str, Join], head: str, chunks: Sequence[bytes]
+) -> Tip:
+    """The tip after an outcome: decode the mean, take the outer step, hash. Pure and heavy; `anchor_at_s` is left 0."""
+    mean = torch.empty_like(tip.state.anchor)
+    for chunk, (start, end) in enumerate(grid.bounds):
+        mean[start:end] = grid.codec.decode(chunks[chunk], end - start)
+    tokens = included_tokens(outcome, joins)
+    state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
+    counted = [joins[peer] for peer in outcome.included]
+    return Tip(
+        head=head,
+        state=state,
+        digest=state_digest(state),
+        last_weights={peer: joins[peer].tokens for peer in outcome.included},
+        round_s=round_seconds([j.step_s for j in counted], [j.tokens for j in counted], outer.inner_steps),
+        last_round_tokens=tokens,
+        anchor_at_s=0.0,
+    )
+
+
+class ResultStore:
+    """The encoded means of the last KEPT_ROUNDS rounds, one file a round, found by chunk hash."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left_over in folder.glob("results-*.bin"):
+            left_over.unlink()
+        self._folder = folder
+        self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
+
+    def put(self, head: str, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        index, offset = {}, 0
+        with self._path(head).open("wb") as file:
+            for digest, chunk in zip(hashes, chunks, strict=True):
+                file.write(chunk)
+                index[digest] = (offset, len(chunk))
+                offset += len(chunk)
+        self._rounds[head] = index
+        while len(self._rounds) > KEPT_ROUNDS:
+            old, _ = self._rounds.popitem(last=False)
+            self._path(old).unlink(missing_ok=True)
+
+    def get(self, digest: bytes) -> bytes | None:
+        for head, index in self._rounds.items():
+            if digest in index:
+                offset, size = index[digest]
+                with self._path(head).open("rb") as file:
+                    file.seek(offset)
+                    return file.read(size)
+        return None
+
+    def _path(self, head: str) -> Path:
+        return self._folder / f"results-{head[:16]}.bin"
+
+
+class Chain:
+    """The tip, and the proofs that led to it."""
+
+    def __init__(self, tip: Tip, store: ResultStore) -> None:
+        self.tip = tip
+        self.store = store
+        self._proofs: OrderedDict[str, Proof] = OrderedDict()
+
+    def advance(self, tip: Tip, parent: str, proof: Proof, chunks: Sequence[bytes]) -> None:
+        if parent != self.tip.head:
+            raise TransferFailed("A record does not follow the head.")
+        self.store.put(tip.head, split_hashes(proof.hashes), chunks)
+        self._proofs[parent] = proof
+        while len(self._proofs) > KEPT_ROUNDS:
+            self._proofs.popitem(last=False)
+        self.tip = tip
+
+    def replace(self, tip: Tip) -> None:
+        """Start again from a downloaded state; what led elsewhere is dropped."""
+        self._proofs.clear()
+        self.tip = tip
+
+    def proof_after(self, parent: str) -> Proof | None:
+        return self._proofs.get(parent)
+
+    def proofs_after(self, parent: str) -> list[Proof]:
+        """All that is known from `parent` to the tip, in order; empty where the line is broken."""
+        found = []
+        while (proof := self._proofs.get(parent)) is not None:
+            found.append(proof)
+            parent = proof.outcome.hash
+        return found if parent == self.tip.head else []

@@ -1,0 +1,92 @@
+"""Who a node is: an Ed25519 key, and the libp2p peer id that *is* its public key. Knows no network.
+
+libp2p writes an Ed25519 public key into the peer id itself (identity multihash), so a signature is checked with nothing
+but the signer's peer id. Source: libp2p specs, peer-ids.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from node.errors import DataFolderError
+
+_PRIVATE_HEADER = b"\x08\x01\x12\x40"
+"""Protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes that follow (seed, public key)."""
+_PUBLIC_HEADER = b"\x08\x01\x12\x20"
+_ID_HEADER = b"\x00\x24" + _PUBLIC_HEADER
+"""Identity multihash of the 36 bytes of a protobuf PublicKey."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A signing key and its peer id (base58)."""
+
+    key: Ed25519PrivateKey
+    peer_id: str
+
+    def sign(self, purpose: str, data: bytes) -> bytes:
+        """64 bytes. `purpose` keeps a signature for one kind of message from counting for another."""
+        return self.key.sign(purpose.encode() + b"\0" + data)
+
+    def to_libp2p(self) -> bytes:
+        raw = serialization.Encoding.Raw
+        seed = self.key.private_bytes(raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+        public = self.key.public_key().public_bytes(raw, serialization.PublicFormat.Raw)
+        return _PRIVATE_HEADER + seed + public
+
+
+def new_identity() -> Identity:
+    return _from_key(Ed25519PrivateKey.generate())
+
+
+def load_identity(path: Path) -> Identity:
+    """Read the key file, or make it (mode 0600) if there is none. Raises DataFolderError on a damaged file."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        identity = new_identity()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(identity.to_libp2p())
+            file.flush()
+            os.fsync(file.fileno())
+        return identity
+    if len(data) != 68 or not data.startswith(_PRIVATE_HEADER):
+        raise DataFolderError(f"{path} is not an identity of this node: move it away, and the node makes a new one.")
+    return _from_key(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+
+
+def _from_key(key: Ed25519PrivateKey) -> Identity:
+    public = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return Identity(key, base58.b58encode(_ID_HEADER + public).decode())
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    try:
+        data = base58.b58decode(peer_id)
+    except ValueError:
+        return None
+    if len(data) != 38 or not data.startswith(_ID_HEADER):
+        return None
+    return Ed25519PublicKey.from_public_bytes(data[6:])
+
+
+def verify(peer_id: str, purpose: str, data: bytes, signature: bytes) -> bool:
+    """Whether `peer_id` signed `data` for this purpose. False for anything malformed."""
+    key = _public_key(peer_id)
+    if key is None:
+        return False
+    try:
+        key.verify(signature, purpose.encode() + b"\0" + data)
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""The leader's side of one attempt: gather, plan, collect, average, ratify, commit. Knows what `Rounds` knows.
+
+Read `lead` from top to bottom: it is the whole protocol. A leader holds no state that the others need; when it dies the
+next one starts over, and must propose again whatever a member has accepted already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from node.errors import PeerError, RoundFailed, SwarmError
+from node.swarm.attempt import Accepted, Attempt
+from node.swarm.base import Message
+from node.swarm.records import Join, Outcome, Plan, Proof, accepted_by, parse, read, results_root, sign
+from node.swarm.rendezvous import Gathering, chunk_owners, judge
+
+if TYPE_CHECKING:
+    from node.swarm.rounds import Rounds
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+CALL_S = 5.0
+BEHIND_GRACE_S = 3.0
+"""A member whose record still names an older round is waited for only so long: it may just not have told yet."""
+
+
+async def lead(rounds: Rounds, attempt: Attempt) -> None:
+    """Bring the attempt to commit, or tell everybody why not."""
+    try:
+        await _gather(rounds, attempt)
+        accepted = _newest(attempt.proposals)
+        if accepted is None:
+            plan = await _plan(rounds, attempt)
+            included = await _collect(rounds, attempt, plan)
+            accepted = await _average(rounds, attempt, plan, included)
+        proof = await _ratify(rounds, attempt, accepted)
+    except (RoundFailed, PeerError) as exc:
+        await _tell_failure(rounds, attempt, exc)
+        return
+    await _commit(rounds, proof)
+
+
+async def _gather(rounds: Rounds, attempt: Attempt) -> None:
+    """Wait until the rule closes the group. Ends by itself only with the attempt: without a quorum there is no round."""
+    opened_at_s, quorum_at_s = rounds.clock(), None
+    tip = rounds.chain.tip
+    while True:
+        now_s = rounds.clock()
+        seen = Gathering(
+            ready=_tokens(attempt),
+            live=_waitable(rounds, now_s),
+            last_weights=tip.last_weights,
+            opened_at_s=opened_at_s,
+            quorum_at_s=quorum_at_s,
+            round_s=tip.round_s,
+        )
+        verdict = judge(rounds.rules.quorum, seen, now_s)
+        attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
+        if verdict.close:
+            return
+        if quorum_at_s is None and verdict.has_quorum:
+            quorum_at_s = now_s
+        await asyncio.sleep(LOOK_S)
+
+
+def _tokens(attempt: Attempt) -> dict[str, int]:
+    return {peer: parse(Join, document.text).tokens for peer, document in attempt.joins.items()}
+
+
+def _waitable(rounds: Rounds, now_s: float) -> list[str]:
+    """Live members, less those that are in another round: they come back by themselves."""
+    tip = rounds.chain.tip
+    settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S
+    members = rounds.directory.members()
+    return [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+
+
+def _newest(proposals: Sequence[Accepted]) -> Accepted | None:
+    return max(proposals, key=lambda accepted: accepted.attempt, default=None)
+
+
+async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
+    """Fix the group; everybody in it has the plan before anything is sent."""
+    live = {record.peer_id for record in rounds.directory.members()}
+    joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live]
+    reducers = tuple(join.signer for join in joins if read(join, Join).reduces)
+    if not reducers:
+        raise RoundFailed("no member can be reached from outside: one of them must open a port", code="reducer_lost")
+    plan = Plan(
+        run=rounds.rules.run,
+        parent=attempt.parent,
+        attempt=attempt.number,
+        joins=tuple(joins),
+        reducers=reducers,
+        owners=chunk_owners(len(rounds.rules.grid.bounds), [1.0] * len(reducers)),
+    )
+    document = sign(rounds.directory.identity, plan)
+    message = Message(_key(attempt), [document.model_dump_json().encode()])
+    await _ask_all(rounds, plan.members, "plan", message, CALL_S, code="leader_lost")
+    return plan
+
+
+async def _collect(rounds: Rounds, attempt: Attempt, plan: Plan) -> list[str]:
+    """FREEZE: who arrived whole at every reducer. All or nothing, so every chunk has the same contributors."""
+    timeout_s = rounds.rules.bulk_s + CALL_S
+    replies = await _ask_all(rounds, plan.reducers, "collect", Message(_key(attempt)), timeout_s, code="reducer_lost")
+    included = set(plan.members)
+    for reply in replies.values():
+        included &= set(reply.header.get("arrived", ()))
+    if len(included) < rounds.rules.quorum.min_peers:
+        raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
+    return sorted(included)
+
+
+async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[str]) -> Accepted:
+    """Every reducer averages its chunks; the outcome names the hashes of all of them."""
+    message = Message(_key(attempt) | {"included": included})
+    busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
+    replies = await _ask_all(rounds, busy, "average", message, rounds.rules.bulk_s, code="reducer_lost")
+    hashes: dict[int, bytes] = {}
+    for peer, reply in replies.items():
+        hashes.update(zip(plan.chunks_of(peer), reply.header.get("hashes", ()), strict=True))
+    ordered = [bytes(hashes[chunk]) for chunk in range(len(plan.owners))]
+    outcome = Outcome(
+        round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
+    )
+    return Accepted(attempt.number, sign(rounds.directory.identity, outcome), b"".join(ordered).hex())
+
+
+async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof:
+    """Propose to the group; committed once more than half of it holds the whole result."""
+    live = {record.peer_id for record in rounds.directory.members()}
+    group = sorted(set(attempt.joins) & live)
+    message = Message(
+        _key(attempt) | {"hashes": accepted.hashes}, [accepted.outcome.model_dump_json().encode()]
+    )
+    timeout_s = rounds.rules.bulk_s
+    calls = [asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group]
+    accepts: dict[str, str] = {}
+    try:
+        for finished in asyncio.as_completed(calls):
+            peer, vote = await finished
+            if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
+                accepts[peer] = vote
+            if 2 * len(accepts) > len(group):
+                break
+    finally:
+        _let_go(rounds, calls)
+    if 2 * len(accepts) <= len(group):
+        raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
+    return Proof(
+        outcome=accepted.outcome, attempt=attempt.number, group=tuple(group), accepts=accepts, hashes=accepted.hashes
+    )
+
+
+async def _propose(rounds: Rounds, peer: str, message: Message, timeout_s: float) -> tuple[str, str]:
+    try:
+        reply = await rounds.wire.call(peer, "propose", message, timeout_s=timeout_s)
+    except SwarmError as exc:
+        logger.info("Member %s did not accept the result: %s", peer[-6:], exc)
+        return peer, ""
+    return peer, str(reply.header.get("accept"))
+
+
+def _let_go(rounds: Rounds, calls: Sequence[asyncio.Task[Any]]) -> None:
+    """The slow minority's proposals go on beside; their result is not waited for."""
+    for call in calls:
+        if not call.done():
+            rounds.spawn(call)
+
+
+async def _commit(rounds: Rounds, proof: Proof) -> None:
+    """Tell everybody there is, member of the group or not; then take the step."""
+    message = Message(blobs=[proof.model_dump_json().encode()])
+    others = [record.peer_id for record in rounds.directory.members() if record.peer_id != rounds.me]
+    for peer in others:
+        rounds.spawn(rounds.wire.call(peer, "commit", message, timeout_s=CALL_S))
+    await rounds.adopt(proof)
+
+
+async def _tell_failure(rounds: Rounds, attempt: Attempt, error: SwarmError) -> None:
+    message = Message(_key(attempt) | {"reason": str(error), "code": error.code})
+    for peer in attempt.joins:
+        rounds.spawn(rounds.wire.call(peer, "failed", message, timeout_s=CALL_S))
+
+
+async def _ask_all(
+    rounds: Rounds, peers: Sequence[str], verb: str, message: Message, timeout_s: float, *, code: str
+) -> dict[str, Message]:
+    """The same question to all. One that does not answer ends the attempt, and is suspected by the leader."""
+
+    async def ask(peer: str) -> Message:
+        try:
+            return await rounds.wire.call(peer, verb, message, timeout_s=timeout_s)
+        except PeerError as exc:
+            if exc.code in ("unreachable", "timeout"):
+                rounds.directory.suspect(peer)
+            raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code=code) from exc
+
+    replies = await asyncio.gather(*(ask(peer) for peer in peers))
+    return dict(zip(peers, replies, strict=True))
+
+
+def _key(attempt: Attempt) -> dict[str, Any]:
+    return {"parent": attempt.parent, "attempt": attempt.number}

@@ -1,0 +1,100 @@
+"""The reference transport: nodes that are threads of one process. Knows no sockets.
+
+Each node lives on an asyncio loop of its own; a call hands the message to the other loop. Messages are packed and
+unpacked as on a real wire, so both transports refuse the same things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError as FutureCancelled
+
+from node.errors import PeerError, SwarmError
+from node.status import Channel
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service, Traffic, answer, pack_header, unpack_header
+
+
+class LocalHub:
+    """The ether: who is there, and who is cut off from whom."""
+
+    def __init__(self) -> None:
+        self._wires: dict[str, LocalWire] = {}
+        self._lock = threading.Lock()
+        self._cuts: set[frozenset[str]] = set()
+
+    def join(self, wire: LocalWire) -> None:
+        with self._lock:
+            self._wires[wire.peer_id] = wire
+
+    def leave(self, peer_id: str) -> None:
+        with self._lock:
+            self._wires.pop(peer_id, None)
+
+    def cut(self, one: str, other: str, *, cut: bool = True) -> None:
+        """Take away, or give back, the path between two peers."""
+        with self._lock:
+            (self._cuts.add if cut else self._cuts.discard)(frozenset((one, other)))
+
+    def find(self, caller: str, peer_id: str) -> LocalWire:
+        with self._lock:
+            wire = self._wires.get(peer_id)
+            if wire is None or frozenset((caller, peer_id)) in self._cuts:
+                raise PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
+            return wire
+
+
+class LocalWire:
+    """One node's end. Made on the loop that serves it."""
+
+    def __init__(self, hub: LocalHub, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.traffic = Traffic()
+        self._hub = hub
+        self._loop = asyncio.get_running_loop()
+        self._services: dict[str, Service] = {}
+        hub.join(self)
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        self._services.update(services)
+
+    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+        other = self._hub.find(self.peer_id, peer_id)
+        request = pack_header(verb, message)
+        channel = self._services[verb].channel if verb in self._services else Channel.DHT
+        work = other._answer(self.peer_id, request, message.blobs)
+        try:
+            if other is self:
+                return await asyncio.wait_for(work, timeout_s)
+            self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
+            future = asyncio.run_coroutine_threadsafe(work, other._loop)
+            reply = await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
+            return reply
+        except TimeoutError as exc:
+            raise PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+        except (RuntimeError, FutureCancelled) as exc:
+            work.close()
+            raise PeerError(f"peer {peer_id[-6:]} is gone", code="unreachable") from exc
+
+    async def _answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
+        verb, header, sizes = unpack_header(request, self._limit)
+        service = self._services[verb]
+        if caller != self.peer_id:
+            self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
+        try:
+            reply = await answer(service, caller, Message(header, blobs))
+        except SwarmError as exc:
+            raise PeerError(str(exc), code=exc.code) from exc
+        if caller != self.peer_id:
+            self.traffic.sent_bytes[service.channel] += len(pack_header("", reply)) + reply.blob_bytes
+        return reply
+
+    def _limit(self, verb: str) -> int:
+        if verb not in self._services:
+            raise PeerError(f"this node does not answer {verb!r}")
+        return self._services[verb].max_request_bytes + MAX_HEADER_BYTES
+
+    async def close(self) -> None:
+        self._hub.leave(self.peer_id)

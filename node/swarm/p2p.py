@@ -1,0 +1,254 @@
+"""The real transport: libp2p streams through hivemind's daemon, and hivemind's DHT. Knows no round.
+
+A call is one stream: a length-prefixed header, then blobs, both ways. Peers are authenticated by libp2p, so the
+caller's id can be believed. Everything runs on the caller's asyncio loop; no process is forked (DHTNode is used
+directly, not hivemind's DHT process).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
+
+from node.errors import PeerError, SwarmError
+from node.status import Channel
+from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, Service, Traffic, answer, pack_header, unpack_header
+from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/diloco/1"
+PIECE_BYTES = 256 * 1024
+CONNECT_TIMEOUT_S = 5.0
+DHT_TIMEOUT_S = 10.0
+_FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
+"""What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
+
+
+class P2PWire:
+    """One node's end of the libp2p network. Made by `open_wire`."""
+
+    def __init__(self, daemon: Daemon, p2p: P2P, client: Client, dht: DHTNode) -> None:
+        self.peer_id = p2p.peer_id.to_base58()
+        self.traffic = Traffic()
+        self.daemon = daemon
+        self._p2p, self._client, self._dht = p2p, client, dht
+        self._services: dict[str, Service] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._connected: set[str] = set()
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    # calling
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        self._services.update(services)
+
+    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+        if peer_id == self.peer_id:
+            return await self._call_self(verb, message, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._call_remote(peer_id, verb, message)
+        except TimeoutError as exc:
+            raise PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+        except _FOREIGN as exc:
+            self._connected.discard(peer_id)
+            raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
+
+    async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
+        try:
+            return await asyncio.wait_for(answer(self._services[verb], self.peer_id, message), timeout_s)
+        except TimeoutError as exc:
+            raise PeerError(f"this node did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+
+    async def _call_remote(self, peer_id: str, verb: str, message: Message) -> Message:
+        await self._ensure_connected(peer_id)
+        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
+        service = self._services.get(verb)
+        channel = service.channel if service else Channel.DHT
+        try:
+            self.traffic.sent_bytes[channel] += await _write(writer, verb, message)
+            status, reply, size = await _read(reader, lambda _: 2**40)
+            self.traffic.received_bytes[channel] += size
+        finally:
+            writer.close()
+        if status != "ok":
+            raise PeerError(str(reply.header.get("error", "refused"))[:300], code=status[:40])
+        return reply
+
+    # answering
+
+    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        caller = info.peer_id.to_base58()
+        try:
+            verb, message, size = await _read(reader, self._limit, STALL_S)
+            service = self._services[verb]
+            self.traffic.received_bytes[service.channel] += size
+            try:
+                status, reply = "ok", await answer(service, caller, message)
+            except SwarmError as exc:
+                status, reply = exc.code, Message({"error": str(exc)})
+            self.traffic.sent_bytes[service.channel] += await _write(writer, status, reply)
+        except PeerError as exc:
+            logger.debug("dropped a stream of %s: %s", caller[-6:], exc)
+        except _FOREIGN as exc:
+            logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
+        finally:
+            self._streams.discard(task)
+            writer.close()
+
+    def _limit(self, verb: str) -> int:
+        if verb not in self._services:
+            raise PeerError(f"this node does not answer {verb!r}")
+        return self._services[verb].max_request_bytes
+
+    # finding each other
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Remember where a peer says it listens; used when libp2p does not know the way."""
+        self._addresses[peer_id] = tuple(addresses)
+
+    async def _ensure_connected(self, peer_id: str) -> None:
+        if peer_id in self._connected or peer_id not in self._addresses:
+            return
+        await self.connect([address for address in self._addresses[peer_id] if address.endswith(peer_id)])
+        self._connected.add(peer_id)
+
+    async def connect(self, addresses: Sequence[str]) -> str:
+        """Dial one peer at all its addresses. Returns its id; raises PeerError."""
+        if not addresses:
+            raise PeerError("a peer tells no address", code="unreachable")
+        peer_id = addresses[0].rsplit("/p2p/", 1)[1]
+        maddrs = [Multiaddr(address.rsplit("/p2p/", 1)[0]) for address in addresses]
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._client.connect(PeerID.from_base58(peer_id), maddrs)
+        except (*_FOREIGN, ValueError) as exc:
+            raise PeerError(f"no answer at {addresses[0]}", code="unreachable") from exc
+        return peer_id
+
+    async def addresses(self) -> list[str]:
+        """Where this node can be reached, each ending in /p2p/PEER_ID."""
+        maddrs = await self._p2p.get_visible_maddrs(latest=True)
+        return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
+
+    async def transports(self) -> dict[str, str]:
+        """`direct` or `relay` for every peer libp2p is connected with."""
+        infos = await self._client.list_peers()
+        return {
+            info.peer_id.to_base58(): "relay" if any("p2p-circuit" in str(a) for a in info.addrs) else "direct"
+            for info in infos
+        }
+
+    # hivemind's DHT
+
+    async def dht_meet(self, peer_id: str) -> bool:
+        """Take a peer into the DHT's routing table."""
+        found = await self._dht_call(self._dht.protocol.call_ping(PeerID.from_base58(peer_id)))
+        return found is not None
+
+    async def dht_store(self, key: str, subkey: str, value: bytes, expires_in_s: float) -> bool:
+        expires_at = get_dht_time() + expires_in_s
+        return bool(await self._dht_call(self._dht.store(key, value, expires_at, subkey=subkey)))
+
+    async def dht_lookup(self, key: str) -> dict[str, bytes]:
+        found = await self._dht_call(self._dht.get(key, latest=True))
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {str(k): v.value for k, v in found.value.items() if isinstance(v.value, bytes)}
+
+    async def _dht_call(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(work, DHT_TIMEOUT_S)
+        except _FOREIGN as exc:
+            logger.debug("the DHT did not answer: %r", exc)
+            return None
+
+    async def close(self) -> None:
+        for task in list(self._streams):
+            task.cancel()
+        try:
+            await asyncio.wait_for(self._dht.shutdown(), 2.0)
+        except _FOREIGN as exc:
+            logger.debug("the DHT did not shut down: %r", exc)
+        await self._p2p.shutdown()
+        self._client.close()
+        await self.daemon.stop()
+
+
+async def _write(writer: asyncio.StreamWriter, verb: str, message: Message) -> int:
+    """Send one message; returns its bytes. A peer that takes nothing for STALL_S raises TimeoutError."""
+    header = pack_header(verb, message)
+    writer.write(len(header).to_bytes(4, "big") + header)
+    for blob in message.blobs:
+        view = memoryview(blob)
+        for start in range(0, len(view), PIECE_BYTES):
+            writer.write(view[start : start + PIECE_BYTES])
+            async with asyncio.timeout(STALL_S):
+                await writer.drain()
+    async with asyncio.timeout(STALL_S):
+        await writer.drain()
+    return 4 + len(header) + message.blob_bytes
+
+
+async def _read(
+    reader: asyncio.StreamReader, limit: Callable[[str], int], first_s: float | None = None
+) -> tuple[str, Message, int]:
+    """Receive one message: verb or status, message, bytes. No size is believed before it is checked.
+
+    `first_s` bounds the wait for the first byte; None where the caller bounds the whole.
+    """
+    async with asyncio.timeout(first_s):
+        length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_HEADER_BYTES:
+        raise PeerError("a header is longer than allowed", code="bad_size")
+    verb, header, sizes = unpack_header(await _read_blob(reader, length), limit)
+    blobs = [await _read_blob(reader, size) for size in sizes]
+    return verb, Message(header, blobs), 4 + length + sum(sizes)
+
+
+async def _read_blob(reader: asyncio.StreamReader, size: int) -> bytes:
+    pieces = []
+    for start in range(0, size, PIECE_BYTES):
+        async with asyncio.timeout(STALL_S):
+            pieces.append(await reader.readexactly(min(size - start, PIECE_BYTES)))
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P2PWire:
+    """Start p2pd, attach hivemind to it, and answer. Raises UsageError or SwarmError."""
+    daemon = await start_daemon(options)
+    try:
+        p2p = await P2P.replicate(daemon.control)
+        client = await Client.create(daemon.control, daemon.client_address())
+        dht = await DHTNode.create(p2p=p2p, record_validator=validator)
+        wire = P2PWire(daemon, p2p, client, dht)
+        await p2p.add_binary_stream_handler(PROTOCOL, wire._on_stream)
+    except _FOREIGN as exc:
+        await daemon.stop()
+        raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc
+    return wire
+
+
+@asynccontextmanager
+async def wire_opened(options: DaemonOptions, validator: RecordValidatorBase) -> AsyncIterator[P2PWire]:
+    wire = await open_wire(options, validator)
+    try:
+        yield wire
+    finally:
+        await wire.close()

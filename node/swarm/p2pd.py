@@ -1,0 +1,160 @@
+"""The Go daemon of libp2p that hivemind ships: started, watched, ended. Knows no message of ours.
+
+Started by us rather than by `hivemind.P2P.create`, for one reason: the kernel must kill it when this process dies,
+however it dies (PR_SET_PDEATHSIG). hivemind then attaches to it (`P2P.replicate`), as it does in its own replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from node.errors import SwarmError, UsageError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 2.0
+_LAUNCH = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9) if sys.platform=='linux' else 0;os.execv(sys.argv[1],sys.argv[1:])"
+"""PR_SET_PDEATHSIG (1), SIGKILL (9), then become p2pd. Bound to the *thread* that starts it: the swarm's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """What of p2pd can be set. Addresses are libp2p multiaddresses."""
+
+    identity_file: Path
+    listen: Sequence[str]
+    announce: Sequence[str] = ()
+    relay: bool = True
+    port_mapping: bool = False
+    private: bool = False
+    """Behave as if behind NAT, whatever AutoNAT finds: listen on nothing, be reached through relays."""
+    trusted_relays: Sequence[str] = ()
+
+    def arguments(self) -> list[str]:
+        arguments = [
+            f"-id={self.identity_file}",
+            "-dhtServer",
+            "-b=0",
+            "-tls=1",
+            "-connManager=1",
+            "-autonat=1",
+            f"-relay={int(self.relay)}",
+            f"-autoRelay={int(self.relay and bool(self.trusted_relays))}",
+            f"-natPortMap={int(self.port_mapping)}",
+        ]
+        if self.private:
+            arguments += ["-noListenAddrs", "-forceReachabilityPrivate"]
+        else:
+            arguments.append("-hostAddrs=" + ",".join(self.listen))
+        if self.announce:
+            arguments.append("-announceAddrs=" + ",".join(self.announce))
+        if self.trusted_relays:
+            arguments.append("-trustedRelays=" + ",".join(self.trusted_relays))
+        return arguments
+
+
+@dataclass(slots=True)
+class Daemon:
+    """A running p2pd. `died` is set when it ends without having been asked."""
+
+    process: asyncio.subprocess.Process
+    control: Multiaddr
+    folder: Path
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    _reader: asyncio.Task[None] | None = None
+    _stopping: bool = False
+
+    def client_address(self) -> Multiaddr:
+        """A fresh unix socket for one more client."""
+        return Multiaddr(f"/unix{self.folder}/{secrets.token_hex(4)}")
+
+    async def stop(self) -> None:
+        """Ask, then kill; bounded by STOP_TIMEOUT_S."""
+        self._stopping = True
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        if self._reader is not None:
+            await self._reader
+        for path in self.folder.glob("*"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    async def _follow(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
+        await self.process.wait()
+        if not self._stopping:
+            self.died.set()
+
+
+async def start_daemon(options: DaemonOptions) -> Daemon:
+    """Start p2pd and wait until it answers. Raises UsageError where the port is taken, SwarmError otherwise."""
+    folder = Path(tempfile.mkdtemp(prefix="diloco-"))
+    control = Multiaddr(f"/unix{folder}/control")
+    with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(binary), f"-listen={control}", *options.arguments()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    daemon = Daemon(process, control, folder)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await _wait_ready(process, options)
+    except TimeoutError as exc:
+        await daemon.stop()
+        raise SwarmError(f"libp2p's daemon did not start within {START_TIMEOUT_S:.0f} s.") from exc
+    except (UsageError, SwarmError):
+        await daemon.stop()
+        raise
+    daemon._reader = asyncio.create_task(daemon._follow())
+    return daemon
+
+
+async def _wait_ready(process: asyncio.subprocess.Process, options: DaemonOptions) -> None:
+    assert process.stdout is not None
+    said: list[str] = []
+    while raw := await process.stdout.readline():
+        line = raw.decode(errors="replace").strip()
+        said.append(line)
+        logger.debug("p2pd: %s", line)
+        if line.startswith("Peer ID:"):
+            return
+    text = " ".join(said)
+    if "address already in use" in text or "failed to listen" in text:
+        raise UsageError(
+            f"Cannot listen on {', '.join(options.listen)}: another program has the port; "
+            "choose another with --swarm.listen /ip4/0.0.0.0/tcp/0.",
+            code="port_in_use",
+        )
+    raise SwarmError(f"libp2p's daemon did not start: {_last_words(said)}")
+
+
+def _last_words(said: Sequence[str]) -> str:
+    if not said:
+        return "it said nothing."
+    try:
+        return str(json.loads(said[-1])["msg"])
+    except (ValueError, KeyError, TypeError):
+        return said[-1][-300:]

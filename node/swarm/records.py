@@ -1,0 +1,185 @@
+"""What members sign: joins, plans, outcomes, and the proof that an outcome is committed. Knows no network.
+
+A document is the JSON text that was signed, never a re-serialisation of it, so its hash is the same everywhere. The
+hash of an outcome is the new *head* of the chain of rounds; its `parent` is the head before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from node.errors import PeerError
+from node.swarm.identity import Identity, verify
+
+HASH_BYTES = 32
+PeerId = Annotated[str, StringConstraints(max_length=64)]
+Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+MAX_MEMBERS = 1024
+
+
+class Content(BaseModel):
+    """Base of what comes from peers: closed, frozen, bounded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Document(Content):
+    """Text, who signed it, and the signature over purpose and text."""
+
+    signer: PeerId
+    text: str = Field(max_length=4 * 2**20)
+    signature: Signature
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+class Join(Content):
+    """A member is ready: what it contributes to the round after `parent`."""
+
+    run: Hex64
+    parent: Hex64
+    tokens: int = Field(ge=1, lt=2**48)
+    step_s: float = Field(gt=0, lt=1e6)
+    """Its seconds per inner step."""
+    reduces: bool = True
+    """Whether others can reach it, so that it may reduce."""
+
+
+class Plan(Content):
+    """An attempt's group, fixed by its leader: who contributes, and who reduces which chunk."""
+
+    run: Hex64
+    parent: Hex64
+    attempt: int = Field(ge=0, lt=2**31)
+    joins: tuple[Document, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    reducers: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    owners: tuple[int, ...] = Field(max_length=4096)
+    """For each chunk, the index of its reducer."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(join.signer for join in self.joins)
+
+    def chunks_of(self, peer_id: str) -> list[int]:
+        """The chunks that this peer reduces."""
+        return [chunk for chunk, owner in enumerate(self.owners) if self.reducers[owner] == peer_id]
+
+
+class Outcome(Content):
+    """What a round comes to. Everything that the next outer state depends on, and nothing else."""
+
+    round: int = Field(ge=0)
+    plan: Plan
+    included: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    results: Hex64
+    """SHA-256 over the concatenated SHA-256 hashes of the encoded mean's chunks."""
+
+
+class Proof(Content):
+    """A committed outcome: more than half of a group have accepted it, and its leader says so."""
+
+    outcome: Document
+    attempt: int = Field(ge=0, lt=2**31)
+    """The attempt that ratified it; later than the outcome's own where a leader died in between."""
+    group: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    accepts: dict[PeerId, Signature]
+    hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
+    """The chunk hashes behind `results`, hex, concatenated."""
+
+
+Model = TypeVar("Model", bound=Content)
+
+
+def sign(identity: Identity, content: Content) -> Document:
+    text = content.model_dump_json()
+    return Document(signer=identity.peer_id, text=text, signature=identity.sign(_purpose(type(content)), text.encode()).hex())
+
+
+def read(document: Document, kind: type[Model]) -> Model:
+    """Check the signature, then the form. Raises PeerError."""
+    if not verify(document.signer, _purpose(kind), document.text.encode(), bytes.fromhex(document.signature)):
+        raise PeerError(f"a {kind.__name__.lower()} has a wrong signature", code="bad_signature")
+    return parse(kind, document.text)
+
+
+def parse(kind: type[Model], text: str | bytes) -> Model:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as exc:
+        raise PeerError(f"a {kind.__name__.lower()} is not valid: {exc.errors()[0]['msg']}") from exc
+
+
+def _purpose(kind: type[Content]) -> str:
+    return f"diloco {kind.__name__.lower()}"
+
+
+def accept(identity: Identity, head: str, attempt: int) -> str:
+    """A member's vote for an outcome in one attempt."""
+    return identity.sign("diloco accept", f"{head} {attempt}".encode()).hex()
+
+
+def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
+    try:
+        raw = bytes.fromhex(signature)
+    except ValueError:
+        return False
+    return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
+
+
+def check_plan(plan: Plan, *, run: str, parent: str, chunks: int) -> dict[str, Join]:
+    """Every join signed and for this round, every chunk owned by a member. Returns the joins; raises PeerError."""
+    if plan.run != run or plan.parent != parent:
+        raise PeerError("a plan is for another round")
+    if list(plan.members) != sorted(set(plan.members)):
+        raise PeerError("a plan does not list its members once each, by peer id")
+    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != chunks:
+        raise PeerError("a plan's reducers are not its members, or leave chunks out")
+    if plan.owners and not 0 <= min(plan.owners) <= max(plan.owners) < len(plan.reducers):
+        raise PeerError("a plan names a reducer that does not exist")
+    joins = {join.signer: read(join, Join) for join in plan.joins}
+    if any(join.run != run or join.parent != parent for join in joins.values()):
+        raise PeerError("a plan holds a join for another round")
+    return joins
+
+
+def check_proof(proof: Proof, *, run: str, chunks: int) -> tuple[Outcome, dict[str, Join]]:
+    """The outcome and its joins, if it is committed. Says nothing about whether its parent is ours. Raises PeerError."""
+    outcome = read(proof.outcome, Outcome)
+    joins = check_outcome(outcome, run=run, chunks=chunks, hashes=split_hashes(proof.hashes))
+    head = proof.outcome.hash
+    votes = [p for p in set(proof.group) if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))]
+    if len(votes) * 2 <= len(set(proof.group)):
+        raise PeerError("a proof has not been accepted by more than half of its group", code="bad_signature")
+    return outcome, joins
+
+
+def check_outcome(outcome: Outcome, *, run: str, chunks: int, hashes: Sequence[bytes]) -> dict[str, Join]:
+    joins = check_plan(outcome.plan, run=run, parent=outcome.plan.parent, chunks=chunks)
+    if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
+        raise PeerError("an outcome includes peers that did not join")
+    if len(hashes) != chunks or results_root(hashes) != outcome.results:
+        raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
+    return joins
+
+
+def split_hashes(text: str) -> list[bytes]:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError as exc:
+        raise PeerError("chunk hashes are not readable") from exc
+    return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
+
+
+def results_root(hashes: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def included_tokens(outcome: Outcome, joins: Mapping[str, Join]) -> int:
+    return sum(joins[peer].tokens for peer in outcome.included)

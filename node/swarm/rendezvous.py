@@ -1,0 +1,112 @@
+"""Who leads a round, when its group is closed, and who reduces what: pure rules. Knows no network and no clock.
+
+All functions are deterministic in their arguments, so that any node can compute what any other would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+GRACE_S = 2.0
+GRACE_RATIO = 0.1
+STEPS_PATIENCE_RATIO = 3.0
+"""Under `steps`, a round waits for a live member that is slow for at most so many usual rounds."""
+
+
+def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
+    """The peers in the order in which they lead the attempts of the round after `parent`."""
+    return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
+
+
+def leader_of(parent: str, peer_ids: Sequence[str], attempt: int) -> str:
+    order = leader_order(parent, peer_ids)
+    return order[attempt % len(order)]
+
+
+def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
+    """For each chunk the index of its reducer: contiguous runs, as long as each reducer's share of the capacity."""
+    total = sum(capacities)
+    if not capacities or total <= 0:
+        raise ValueError("Chunks need at least one reducer with capacity above 0.")
+    ends, done = [], 0.0
+    for capacity in capacities:
+        done += capacity
+        ends.append(round(chunks * done / total))
+    owners: list[int] = []
+    for index, end in enumerate(ends):
+        owners += [index] * (end - len(owners))
+    return tuple(owners)
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """The manifest's rule for closing a group."""
+
+    policy: Literal["time", "steps"]
+    min_peers: int
+    quorum_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What a leader sees while members become ready. Times are seconds of one monotonic clock."""
+
+    ready: Mapping[str, int]
+    """Peer id to tokens of those that have joined."""
+    live: Sequence[str]
+    """Members that are there, ready or not."""
+    last_weights: Mapping[str, int]
+    """Tokens of the contributors to the last record; empty before the first."""
+    opened_at_s: float
+    """When the first member became ready."""
+    quorum_at_s: float | None
+    """When the quorum was first seen; None before."""
+    round_s: float | None
+    """T_r; None while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    close: bool
+    has_quorum: bool
+    reason: str
+    code: str
+
+
+def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
+    """Whether the group can be closed now, and if not, what is waited for (one sentence, one word)."""
+    waited_for = [peer for peer in seen.live if peer not in seen.ready]
+    count = f"{len(seen.ready)} of {len(seen.live)} members are ready"
+    if len(seen.ready) < rule.min_peers:
+        return Verdict(False, False, f"{count}; the run needs {rule.min_peers}.", "waiting_for_peers")
+    if not _holds_majority(seen):
+        return Verdict(False, False, f"{count}; more than half of the last round's are needed.", "waiting_for_peers")
+    if not waited_for:
+        return Verdict(True, True, f"{count}.", "complete")
+    if rule.policy == "steps":
+        patience_s = STEPS_PATIENCE_RATIO * (seen.round_s or 0.0) + 30.0
+        late = now_s - seen.opened_at_s > patience_s
+        return Verdict(late, True, f"{count}.", "late" if late else "waiting_for_slow")
+    if not _holds_quorum(rule, seen):
+        return Verdict(False, False, f"{count}; they hold less than the quorum.", "waiting_for_quorum")
+    grace_s = max(GRACE_S, GRACE_RATIO * (seen.round_s or 0.0))
+    over = seen.quorum_at_s is not None and now_s - seen.quorum_at_s >= grace_s
+    return Verdict(over, True, f"{count}; the late have {grace_s:.0f} s.", "late" if over else "grace")
+
+
+def _holds_majority(seen: Gathering) -> bool:
+    """More than half (by count) of the last record's contributors that still live: two groups cannot both have it."""
+    voters = [peer for peer in seen.last_weights if peer in seen.live]
+    return not voters or 2 * sum(peer in seen.ready for peer in voters) > len(voters)
+
+
+def _holds_quorum(rule: Quorum, seen: Gathering) -> bool:
+    """The ready hold `quorum_ratio` of the live weight; a newcomer counts as the mean of the known."""
+    known = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
+    mean = sum(known) / len(known) if known else 1.0
+    weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in seen.live}
+    ready = sum(weight.get(peer, 0.0) for peer in seen.ready)
+    return ready >= rule.quorum_ratio * sum(weight.values())

@@ -1,0 +1,197 @@
+"""Text as batches of tokens. Knows files, bytes and numpy; knows no model, no optimizer, no network.
+
+Tokens are the bytes of the files as they are (UTF-8), with 256 before and 257 after each document.
+
+Shapes: B rows of a batch, T sequence length, N tokens of a split, D documents of a split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from node.errors import ConfigError, MachineError
+from node.manifest import DataConfig
+
+BEGIN = 256
+"""Token before each document."""
+END = 257
+"""Token after each document."""
+
+HELD_OUT_ONE_IN = 20
+"""One document in so many, by the hash of its name, is never trained on."""
+MIN_FILES = 100
+"""With fewer files there is no standard library here worth the name."""
+
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Documents end to end. Never empty."""
+
+    tokens_N: npt.NDArray[np.uint16]
+    offsets: npt.NDArray[np.int64]
+    """[D + 1]: document d is `tokens_N[offsets[d] : offsets[d + 1]]`."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The same on every machine that has the same standard library."""
+
+    train: Split
+    held_out: Split
+
+
+def load_corpus(cfg: DataConfig, folder: Path | None = None) -> Corpus:
+    """Read the whole text into memory, two bytes a token. `folder`: other than this Python's standard library.
+
+    Raises MachineError where there are too few files, ConfigError for a source that this version does not know.
+    """
+    if cfg.source != "builtin:python-stdlib":
+        raise ConfigError(f"run.data.source {cfg.source} is not known here: set it to builtin:python-stdlib.")
+    folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for name in _source_names(folder):
+        try:
+            text = (folder / name).read_bytes()
+        except OSError:
+            continue
+        (held_out if is_held_out(name) else train).append(text)
+    if len(train) + len(held_out) < MIN_FILES or not train or not held_out:
+        raise MachineError(
+            f"Python's standard library in {folder} has {len(train) + len(held_out)} readable source files and at least "
+            f"{MIN_FILES} are needed: install a complete Python 3.11 (on Debian: apt install libpython3.11-stdlib).",
+            code="no_data",
+        )
+    return Corpus(train=_pack(train), held_out=_pack(held_out))
+
+
+def is_held_out(name: str) -> bool:
+    """By the name alone, so that all nodes agree whatever else they have. `name`: relative, with forward slashes."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+
+
+def _source_names(folder: Path) -> list[str]:
+    names = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS]
+        relative = Path(parent).relative_to(folder)
+        names += [(relative / f).as_posix() for f in files if f.endswith(".py")]
+    return sorted(names)
+
+
+def _pack(texts: list[bytes]) -> Split:
+    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+    np.cumsum([len(text) + 2 for text in texts], out=offsets[1:])
+    tokens_N = np.empty(offsets[-1], dtype=np.uint16)
+    tokens_N[offsets[:-1]] = BEGIN
+    tokens_N[offsets[1:] - 1] = END
+    for text, start in zip(texts, offsets[:-1].tolist(), strict=True):
+        tokens_N[start + 1 : start + 1 + len(text)] = np.frombuffer(text, dtype=np.uint8)
+    return Split(tokens_N=tokens_N, offsets=offsets)
+
+
+class _Pass:
+    """One pass over a split: its documents in a random order, end to end in a ring of N tokens."""
+
+    def __init__(self, split: Split, seed: int, number: int) -> None:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(number,))))
+        order = generator.permutation(split.documents)
+        self._tokens_N = split.tokens_N
+        self._starts = split.offsets[order]
+        lengths = split.offsets[order + 1] - self._starts
+        self._ends = np.cumsum(lengths)
+        self._begins = self._ends - lengths
+        self._shift = int(generator.integers(len(split.tokens_N)))
+
+    def read_into(self, out: npt.NDArray[np.int64], at: int) -> None:
+        """Fill `out` with the tokens from place `at` of the ring on."""
+        at = (at + self._shift) % len(self._tokens_N)
+        document = int(np.searchsorted(self._ends, at, side="right"))
+        filled = 0
+        while filled < len(out):
+            take = min(len(out) - filled, int(self._ends[document]) - at)
+            source = int(self._starts[document]) + at - int(self._begins[document])
+            out[filled : filled + take] = self._tokens_N[source : source + take]
+            filled += take
+            at += take
+            if at == int(self._ends[document]):
+                document = (document + 1) % len(self._ends)
+                at = int(self._begins[document])
+
+
+class Stream:
+    """The train split as one peer sees it in one round: packed without padding, without end, always the same again.
+
+    Each pass over the text has its own order of documents and its own starting place, drawn from the hash of run, peer
+    and round. The pass is cut into rows of T inputs; a row's last token, its last target, is the next row's first input,
+    so every token of the text is a target once in a pass (up to T - 1 of them twice, where the ring closes). Rows are
+    taken with a stride of about 0.618 of the pass, so those of one batch come from documents far apart: neighbouring
+    rows of one file would make noisier gradients.
+    """
+
+    def __init__(self, corpus: Corpus, run_id: str, peer_id: str, round: int, position: int = 0) -> None:
+        name = f"{run_id}\0{peer_id}\0{round}".encode()
+        self._split = corpus.train
+        self._seed = int.from_bytes(hashlib.sha256(name).digest(), "big")
+        self._number = -1
+        self._pass: _Pass | None = None
+        self.position = position
+        """Tokens consumed. A stream made with it goes on exactly there, at the cost of one permutation of D."""
+
+    def next_batch(self, batch_size: int, sequence_length: int) -> torch.Tensor:
+        """int64 cpu [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
+
+        `sequence_length` must stay the same over a stream's life.
+        """
+        assert self.position % sequence_length == 0, "a stream has one sequence length"
+        out_BT = np.empty((batch_size, sequence_length + 1), dtype=np.int64)
+        rows = -(-len(self._split.tokens_N) // sequence_length)
+        stride = _coprime_near(round(rows * _GOLDEN), rows)
+        first = self.position // sequence_length
+        for i in range(batch_size):
+            number, row = divmod(first + i, rows)
+            self._pass_number(number).read_into(out_BT[i], row * stride % rows * sequence_length)
+        self.position += batch_size * sequence_length
+        return torch.from_numpy(out_BT)
+
+    def _pass_number(self, number: int) -> _Pass:
+        if self._pass is None or number != self._number:
+            self._pass, self._number = _Pass(self._split, self._seed, number), number
+        return self._pass
+
+
+def _coprime_near(wanted: int, rows: int) -> int:
+    """The least number from `wanted` on that shares no divisor with `rows`, so that its multiples meet every row."""
+    candidate = max(1, wanted)
+    while math.gcd(candidate, rows) != 1:
+        candidate += 1
+    return candidate
+
+
+def held_out_batches(corpus: Corpus, batches: int, batch_size: int, sequence_length: int) -> list[torch.Tensor]:
+    """`batches` of int64 cpu [B, T + 1], their rows spread evenly over the held-out text. The same on all nodes."""
+    tokens_N = corpus.held_out.tokens_N
+    rows = batches * batch_size
+    last_start = max(0, len(tokens_N) - sequence_length - 1)
+    out = np.empty((rows, sequence_length + 1), dtype=np.int64)
+    for i in range(rows):
+        start = i * last_start // max(1, rows - 1)
+        out[i] = tokens_N[np.arange(start, start + sequence_length + 1) % len(tokens_N)]
+    return [torch.from_numpy(part) for part in out.reshape(batches, batch_size, sequence_length + 1)]
