@@ -1,4 +1,4 @@
-"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and which room does what; loads torch only to export.
+"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and rooms; loads torch only to export.
 
 Settings of any section may stand among the flags (`--section.key value`). Errors of ours end in one sentence on stderr
 and their exit code; anything else is a bug of ours, and ends in 70.
@@ -106,7 +106,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        options = [option for action in commands[args.command]._actions for option in action.option_strings]  # noqa: SLF001
+        options = [option for action in commands[args.command]._actions for option in action.option_strings]
         known = [*options, *(f"--{key}" for key in known_keys())]
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
@@ -155,7 +155,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     command = add("status", _status, "say what the node of this data folder is doing, and why")
     command.add_argument("--json", action="store_true", help="the whole status as JSON")
     command = add("pause", _act, "give the machine back at once, and stay a member")
-    command.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m")
+    command.add_argument(
+        "--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m"
+    )
     add("resume", _act, "go on after a pause")
     add("drain", _act, "take part in the current round, then stop")
     add("leave", _act, "stop now, cleanly")
@@ -194,7 +196,8 @@ def _run(call: Call) -> int:
     logs.configure(config.log.level, config.log.format, to=console if live_line else sys.stderr)
     mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
     with LiveView(console, call.data_dir, line=live_line, pid=os.getpid()) as view:
-        return supervisor.run(config, join=join, mode=mode, on_status=view.update)
+        parts = supervisor.Parts(origins=call.loaded.origins)
+        return supervisor.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
 
 
 def _status(call: Call) -> int:
@@ -245,30 +248,12 @@ def _toml(value: Any) -> str:
 
 
 def _export(call: Call) -> int:
+    from node.export import export
+
     target: Path = call.args.folder
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is there already and not an empty folder: name a new one.")
-    manifest = _manifest(call.data_dir)
-    from node.training.checkpoint import CheckpointStore
-    from node.training.model import export_folder
-
-    checkpoint = CheckpointStore(call.data_dir / "checkpoints", keep=call.loaded.config.checkpoint.keep).newest()
-    if checkpoint is None:
-        raise UsageError(f"{call.data_dir} holds no checkpoint yet: wait until the node has finished a round.")
-    export_folder(manifest.run.model, checkpoint.state.anchor, target, card="")
-    print(f"Wrote the model of round {checkpoint.state.round} to {target}.")
+    number = export(call.data_dir, target.expanduser(), keep=call.loaded.config.checkpoint.keep)
+    print(f"Wrote the model after round {number} to {target}.")
     return 0
-
-
-def _manifest(data_dir: Path) -> Manifest:
-    from node.manifest import Manifest
-
-    try:
-        return Manifest.model_validate_json((data_dir / "manifest.json").read_bytes())
-    except FileNotFoundError as exc:
-        raise UsageError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.") from exc
-    except ValueError as exc:
-        raise UsageError(f"{data_dir / 'manifest.json'} is damaged: restore it, or join the run again.") from exc
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Talks to the node that runs on a data folder, over its HTTP port. Knows api.json and api-token; knows no flags, no torch."""
+"""Talks to the node that runs on a data folder, over its HTTP port. Knows api.json and api-token; no flags."""
 
 from __future__ import annotations
 

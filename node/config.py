@@ -41,6 +41,8 @@ class SwarmConfig(Section):
     """Multiaddresses to tell others instead of those found; for port forwarding."""
     relay: bool = True
     """Use and offer circuit relays, for nodes without an inbound port."""
+    port_mapping: bool = False
+    """Ask the router to open the port (UPnP, NAT-PMP)."""
 
 
 class ApiConfig(Section):

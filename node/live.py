@@ -44,7 +44,9 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -97,7 +99,7 @@ def render(status: Status) -> Table:
             cells.append(f"sync in {short_duration(status.sync.eta_s)}")
         if status.training.loss is not None:
             cells.append(f"loss {status.training.loss:.3f}")
-        cells.append(f"{status.training.tokens_per_second:,.0f} tokens/s")
+        cells.append(_speed(status))
         cells.append(f"{status.peers.training} training")
     else:
         cells.append(status.reason.replace("[", r"\["))
@@ -119,22 +121,26 @@ def short_duration(seconds: float) -> str:
 
 def describe(status: Status) -> str:
     """The whole status for a person, some lines of text."""
-    run, training, done = status.run, status.training, status.contribution
+    run, training, peers, done = status.run, status.training, status.peers, status.contribution
     rows = [
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "not known yet"),
         ("run", f"round {run.round}, the swarm's is {run.swarm_round}; {run.swarm_tokens:,} tokens in all"),
         ("digest", run.state_digest or "no state yet"),
-        ("training", f"inner step {training.inner_step} of {training.inner_steps}, {training.tokens_per_second:,.0f} tokens/s"),
+        ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
         ("loss", _losses(status)),
         ("next sync", "not known" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
-        ("peers", f"{status.peers.connected} connected, {status.peers.training} training; reachable: {status.reachability}"),
+        ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {status.reachability}"),
         ("given", f"{done.tokens_total:,} tokens, {done.rounds_joined} of {done.rounds_attempted} rounds joined"),
     ]
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
     head = f"{status.phase.value} since {status.since}: {status.reason}"
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _speed(status: Status) -> str:
+    return f"{status.training.tokens_per_second:,.0f} tokens/s"
 
 
 def _losses(status: Status) -> str:

@@ -37,12 +37,12 @@ def set_level(level: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """`12:34:56 INFO node.worker.loop: message`, local time. A round, if the record has one, stands before the message."""
+    """`12:34:56 INFO node.worker.loop: message`, local time. A record's round stands before the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         number = getattr(record, "round", None)
         if number is not None:
             record.message = f"[round {number}] {record.message}"
@@ -50,7 +50,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `at` (UTC, RFC 3339), `level`, `logger`, `message`, and `round`, `exception` where there are any."""
+    """One object a line: `at` (UTC, RFC 3339), `level`, `logger`, `message`; `round`, `exception` if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

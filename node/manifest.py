@@ -201,7 +201,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
     try:
         raw = json.loads(data)
         version = int(raw["protocol_version"])
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError("The swarm's manifest is not readable: ask for a new invite.") from exc
     if version > PROTOCOL_VERSION:
         raise ProtocolError(

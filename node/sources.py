@@ -157,7 +157,9 @@ def _flatten(table: dict[str, Any], prefix: str, source: Literal["preset", "file
         elif not any(known.startswith(f"{key}.") for known in known_keys()):
             raise _unknown(setting)
         elif not isinstance(value, dict):
-            raise ConfigError(f"{key} = {value!r} in {setting.origin} is not allowed: {key} is a section, write [{key}].")
+            raise ConfigError(
+                f"{key} = {value!r} in {setting.origin} is not allowed: {key} is a section, write [{key}]."
+            )
 
 
 def _known(setting: Setting) -> Setting:

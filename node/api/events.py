@@ -14,9 +14,11 @@ RETRY_MS = 2000
 """How long a browser waits before it connects again."""
 
 
-async def stream(node: Node, *, interval_s: float = INTERVAL_S, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[bytes]:
-    """A full snapshot as event `status` at once, then one when something changed, at most one per `interval_s`; a comment
-    after `keep_alive_s` of silence. Ends, with the last snapshot, when the node does."""
+async def stream(
+    node: Node, *, interval_s: float = INTERVAL_S, keep_alive_s: float = KEEP_ALIVE_S
+) -> AsyncIterator[bytes]:
+    """A full snapshot as event `status` at once, then one when something changed, at most one per `interval_s`; a
+    comment after `keep_alive_s` of silence. Ends, with the last snapshot, when the node does."""
     yield f"retry: {RETRY_MS}\n\n".encode()
     with node.subscribe() as queue:
         while True:

@@ -36,6 +36,8 @@ SYNC_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000
 DISK_INTERVAL_S = 30.0
 """Walking the data folder at each scrape would be waste."""
 
+STAGES = tuple(stage.value for stage in Stage)
+
 Series = dict[tuple[str, str], float]
 """(counter without prefix and `_total`, label value or empty) -> total."""
 
@@ -127,15 +129,11 @@ class Metrics(Collector):
             "diloco_inner_step_duration_seconds",
             "Wall time of one inner step.",
             buckets=STEP_BUCKETS_S,
-            registry=self._registry,
+            registry=None,
         )
-        self._sync = self._stages("diloco_sync_duration_seconds", "Wall time of a round's sync, by stage.")
-        self._blocked = self._stages("diloco_sync_blocked_seconds", "Time the trainer stood still, by stage.")
+        self._sync = _by_stage("diloco_sync_duration_seconds", "Wall time of a round's sync, by stage.")
+        self._blocked = _by_stage("diloco_sync_blocked_seconds", "Time the trainer stood still, by stage.")
         self._registry.register(self)
-
-    def _stages(self, name: str, text: str) -> dict[str, Histogram]:
-        histogram = Histogram(name, text, ("stage",), buckets=SYNC_BUCKETS_S, registry=self._registry)
-        return {stage.value: histogram.labels(stage.value) for stage in Stage}
 
     def told(self, counters: Counters) -> None:
         self._totals.told(counters)
@@ -145,9 +143,12 @@ class Metrics(Collector):
         """Durations under the keys of `link.Observed`."""
         for key, values in seconds.items():
             kind, _, stage = key.partition(".")
-            by_stage = {"sync": self._sync, "blocked": self._blocked}.get(kind, {})
-            histogram = self._step if key == "inner_step" else by_stage.get(stage)
-            if histogram is None:
+            by_stage = {"sync": self._sync, "blocked": self._blocked}.get(kind)
+            if key == "inner_step":
+                histogram = self._step
+            elif by_stage is not None and stage in STAGES:
+                histogram = by_stage.labels(stage)
+            else:
                 logger.warning("The worker observed %r, which is no histogram", key)
                 continue
             for value in values:
@@ -168,6 +169,11 @@ class Metrics(Collector):
         for name, text, label, values in COUNTERS:
             yield _counter(name, text, {value: totals[(name, value)] for value in values or ("",)}, label)
         yield _counter("log_messages", "Log records by level.", view.log_counts, "level")
+        for histogram in (self._step, self._sync, self._blocked):
+            for family in histogram.collect():
+                # The library adds a `_created` series to each; nobody was promised it.
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
         yield from _state_gauges(view)
         yield from _swarm_gauges(view)
         yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before.", self._last_sync_at_s)
@@ -212,6 +218,13 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     yield _one("reachability", "1 for how others reach this node.", "status", reached)
 
 
+def _by_stage(name: str, text: str) -> Histogram:
+    histogram = Histogram(name, text, ("stage",), buckets=SYNC_BUCKETS_S, registry=None)
+    for stage in STAGES:
+        histogram.labels(stage)
+    return histogram
+
+
 def _gpus(view: View) -> Iterator[Metric]:
     """Series exist only for the GPUs that are there, and for what they tell."""
     gpus = [device for device in view.status.devices if device.kind == "cuda"]
@@ -230,7 +243,7 @@ def _gpus(view: View) -> Iterator[Metric]:
 def _gauge(
     name: str,
     text: str,
-    value: float | None | Mapping[tuple[str, ...], float],
+    value: Mapping[tuple[str, ...], float] | float | None,
     labels: tuple[str, ...] = (),
 ) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"diloco_{name}", text, labels=labels)

@@ -1,4 +1,7 @@
-"""The endpoints: each turns a request into a question to the node, and the answer into words. Who may call is in auth.py."""
+"""The endpoints: each turns a request into a question to the node, and the answer into words.
+
+Knows the node through `seam.py` only; who may call is decided in `auth.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from node.api.auth import SESSION_S, Keys, session_key
@@ -15,7 +18,7 @@ from node.api.events import stream
 from node.api.metrics import Build, Metrics
 from node.api.models import Accepted, Health, Logs, ResolvedConfig, Rounds, SessionOpened, Swarm, Version
 from node.api.problem import problem_response, problem_responses
-from node.api.seam import LOG_LEVELS, ActionName, Level, Node, NotAllowed, PauseOrder
+from node.api.seam import LOG_LEVELS, ActionName, Level, Node, PauseOrder
 from node.config import Config
 from node.status import Phase, Status
 
@@ -56,14 +59,14 @@ def _add_health(router: APIRouter, served: Served) -> None:
         response.status_code = 200 if ok else 503
         return Health(ok=ok, phase=status.phase, code=status.code)
 
-    unwell = {503: {"model": Health, "description": "Not so."}}
+    unwell: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not so."}}
 
-    @router.get("/livez", response_model=Health, responses={**unwell}, tags=["health"])
+    @router.get("/livez", response_model=Health, responses=unwell, tags=["health"])
     async def livez(response: Response) -> Health:
         """Whether the event loop answers and the worker's heartbeat is recent. Peers do not matter."""
         return health(response, served.node.view().alive)
 
-    @router.get("/readyz", response_model=Health, responses={**unwell}, tags=["health"])
+    @router.get("/readyz", response_model=Health, responses=unwell, tags=["health"])
     async def readyz(response: Response) -> Health:
         """Whether the node is live and downloading, training, syncing or paused."""
         view = served.node.view()
@@ -97,7 +100,7 @@ def _add_reading(router: APIRouter, served: Served) -> None:
         after: Annotated[int | None, Query(ge=0)] = None,
         limit: Annotated[int, Query(ge=1, le=2000)] = 200,
     ) -> Logs:
-        """Log records of `level` and above, oldest first: the first `limit` after id `after`, else the newest `limit`."""
+        """Records of `level` and above, oldest first: the first `limit` after id `after`, else the newest `limit`."""
         wanted = LOG_LEVELS[LOG_LEVELS.index(level) :]
         records = [r for r in served.node.view().logs if r.level in wanted and r.id > (after or 0)]
         records = records[-limit:] if after is None else records[:limit]
@@ -179,7 +182,9 @@ def _add_actions(router: APIRouter, node: Node) -> None:
 def _add_session(router: APIRouter, keys: Keys) -> None:
     @router.post("/api/v1/session", tags=["session"])
     async def open_session(request: Request, response: Response) -> SessionOpened:
-        """Trade the token for a cookie, so that a page need not keep the token."""
+        """Trade the token for a cookie, so that a page need not keep the token. A session opens no further one."""
+        if "authorization" not in request.headers:
+            raise HTTPException(401, "The token itself is needed to open a session.")
         response.set_cookie(
             keys.cookie_name,
             keys.open_session(),
@@ -211,5 +216,3 @@ def hide_secrets(values: dict[str, Any]) -> dict[str, Any]:
             shown[key] = value
     return shown
 
-
-__all__ = ["NotAllowed", "Served", "hide_secrets", "make_router"]

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal, Protocol
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field, model_validator
 
 from node.errors import UsageError
 from node.status import PeerRow, Phase, RoundRecord, Status, Value
@@ -49,10 +48,16 @@ class PauseOrder(Value):
 
     for_s: float | None = Field(None, gt=0, le=366 * 86400)
     """Seconds from now."""
-    until: datetime | None = None
+    until: AwareDatetime | None = None
     """A moment with time zone (RFC 3339)."""
     after_round: int | None = Field(None, ge=0)
     """Train on until this round is over, then pause until `resume`."""
+
+    @model_validator(mode="after")
+    def _one_at_most(self) -> PauseOrder:
+        if sum(value is not None for value in (self.for_s, self.until, self.after_round)) > 1:
+            raise ValueError("give only one of for_s, until and after_round")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,9 @@ class Node(Protocol):
         ...
 
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
-        """A queue of the newest status: what a slow reader missed is skipped. It starts with the present one; None ends it."""
+        """A queue of the newest status: a slow reader misses some. It starts with the present one; None ends it."""
         ...
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
-        """Begin an action, and return the phase it leads to. Idempotent. Raises NotAllowed."""
+        """Begin an action and return the phase it leads to. Idempotent. Raises NotAllowed."""
         ...

@@ -1,7 +1,7 @@
 """One worker process, from its start to its end. Knows processes, pipes and the link; knows no policy and no phase.
 
-The worker leads a session and process group of its own, so that whatever it started (hivemind's DHT process, `p2pd`) can
-be ended with it. When it dies the group is killed, also after a clean end: nothing of it may outlive it.
+The worker leads a session and process group of its own, so that whatever it started (hivemind's DHT process, `p2pd`)
+can be ended with it. When it dies the group is killed, also after a clean end: nothing of it may outlive it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Child:
         self,
         process: asyncio.subprocess.Process,
         link: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        output: tuple[asyncio.StreamReader, asyncio.ReadTransport],
         start: Start,
         on_message: Callable[[Up], None],
     ) -> None:
@@ -74,6 +75,7 @@ class Child:
         """Whether it has said anything yet."""
         self._process = process
         self._reader, self._writer = link
+        self._output_reader, self._output_pipe = output
         self._on_message = on_message
         self._ended: Ended | None = None
         self._fault = ""
@@ -87,7 +89,9 @@ class Child:
     async def spawn(cls, command: Sequence[str], start: Start, on_message: Callable[[Up], None]) -> Child:
         """Start `command --fd N` and send it `start`. Raises OSError where the system refuses a process."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        # A pipe of our own: with asyncio's, `Process.wait` would wait for whatever the worker left behind with it open.
+        output, output_end = (os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        with theirs, output_end:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -96,14 +100,18 @@ class Child:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
+                    stdout=output_end,
+                    stderr=output_end,
                 )
             except OSError:
                 ours.close()
+                output.close()
                 raise
         link = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-        return cls(process, link, start, on_message)
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), output)
+        return cls(process, link, (lines, pipe), start, on_message)
 
     @property
     def pid(self) -> int:
@@ -116,7 +124,9 @@ class Child:
 
     def kill(self, fault: str) -> None:
         """End its whole group now. `fault` says why, for `Fate`; the first reason stays."""
-        self._fault = self._fault or fault
+        if not self._fault:
+            logger.warning("Worker %d is killed: %s", self.pid, fault)
+            self._fault = fault
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -131,6 +141,7 @@ class Child:
             for task in late:
                 task.cancel()
             self._writer.close()
+            self._output_pipe.close()
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
@@ -164,10 +175,8 @@ class Child:
             self._on_message(message)
 
     async def _read_output(self) -> None:
-        stream = self._process.stdout
-        assert stream is not None
         rest = ""
-        while data := await stream.read(READ_BYTES):
+        while data := await self._output_reader.read(READ_BYTES):
             *lines, rest = (rest + data.decode(errors="replace")).replace("\r", "\n").split("\n")
             if len(rest) > LINE_LENGTH_MAX:
                 lines.append(rest)

@@ -1,4 +1,4 @@
-"""The data folder: made, locked, with its token and small files. Knows paths and permissions; knows no HTTP, no worker."""
+"""The data folder: made, locked, with its token and small files. Knows paths and permissions; no HTTP, no worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from pydantic import ValidationError
+from pydantic import AwareDatetime, ValidationError
 
 from node.errors import DataFolderError
 from node.status import Value
@@ -29,7 +28,7 @@ TOKEN_LENGTH_MIN = 32
 class Pause(Value):
     """What outlives a restart: until when the node is paused, or after which round it is to pause."""
 
-    until: datetime | None = None
+    until: AwareDatetime | None = None
     """UTC; None: until `resume`."""
     after_round: int | None = None
     """Not paused yet: pause once this round is over."""

@@ -52,7 +52,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn would take SIGTERM and SIGINT and raise them again at its end (exit 143); here they are the supervisor's."""
+    """uvicorn would take SIGTERM and SIGINT and raise them again at its end (exit 143); here they are our own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """A server for `serve(sockets=[...])`; `should_exit = True` ends it. The peer's address is believed from the socket only."""
+    """A server for `serve(sockets=[...])`; `should_exit = True` ends it. Only the socket tells the caller's address."""
     config = uvicorn.Config(
         app,
         http="h11",

@@ -140,7 +140,7 @@ def _exponents(x: Tensor) -> Tensor:
 def _scale(x: Tensor, exponents: Tensor, *, out: Tensor) -> None:
     """out = x * 2^exponents, a scale per block, int32 [blocks] in -113..113.
 
-    The factors are made from their bits (biased exponent, no mantissa): a library's power function may be off by an ulp.
+    The factors are made from their bits (biased exponent, no mantissa): a library power function may be off by an ulp.
     """
     factors = ((exponents + 127) << 23).view(torch.float32)
     whole = x.numel() // BLOCK * BLOCK

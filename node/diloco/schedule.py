@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 
-def learning_rate(
-    tokens: int, *, peak: float, warmup_tokens: int, total_tokens: int, min_ratio: float
-) -> float:
+def learning_rate(tokens: int, *, peak: float, warmup_tokens: int, total_tokens: int, min_ratio: float) -> float:
     """Inner learning rate at `tokens` swarm tokens: linear from 0 to `peak`, then a cosine to `min_ratio * peak`.
 
     The cosine ends at `total_tokens`; the rate is constant after it. Without warm-up it starts at the peak.

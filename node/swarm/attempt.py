@@ -47,8 +47,8 @@ class Attempt:
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: NodeError | None = None
-    leading: asyncio.Task[None] | None = None
-    sending: asyncio.Task[None] | None = None
+    leading: asyncio.Future[None] | None = None
+    sending: asyncio.Future[None] | None = None
     waiting_reason: str = ""
     waiting_code: str = ""
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from node.diloco.digest import state_digest
+from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.outer import OuterState, outer_step
 from node.diloco.schedule import round_seconds
-from node.errors import TransferFailed
-from node.swarm.records import Join, Outcome, Proof, included_tokens, split_hashes
+from node.swarm.records import Join, Proof
 from node.swarm.reduce import Grid
 
 KEPT_ROUNDS = 8
@@ -44,32 +43,52 @@ class Tip:
     """T_r of the next round, from the step times that the contributors signed; None before the first record."""
     last_round_tokens: int | None
     anchor_at_s: float
-    """Monotonic time at which this node reached the tip."""
+    """Monotonic time at which the round after the tip began; a joiner asks others for its age."""
+    leaves: Sequence[bytes]
+    """The digest's hash tree."""
+    proof: Proof | None
+    """What led to `head`; None for the initial state."""
 
     @property
     def round(self) -> int:
         return self.state.round
 
 
-def next_tip(
-    tip: Tip, outer: Outer, grid: Grid, outcome: Outcome, joins: Mapping[str, Join], head: str, chunks: Sequence[bytes]
+def tip_at(
+    state: OuterState, head: str, proof: Proof | None, outer: Outer, included: Mapping[str, Join], now_s: float
 ) -> Tip:
-    """The tip after an outcome: decode the mean, take the outer step, hash. Pure and heavy; `anchor_at_s` is left 0."""
-    mean = torch.empty_like(tip.state.anchor)
-    for chunk, (start, end) in enumerate(grid.bounds):
-        mean[start:end] = grid.codec.decode(chunks[chunk], end - start)
-    tokens = included_tokens(outcome, joins)
-    state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
-    counted = [joins[peer] for peer in outcome.included]
+    """The tip with this state, `included` being the joins that the newest record counts. Heavy: hashes the state."""
+    leaves = leaf_hashes(state)
+    joins = list(included.values())
     return Tip(
         head=head,
         state=state,
-        digest=state_digest(state),
-        last_weights={peer: joins[peer].tokens for peer in outcome.included},
-        round_s=round_seconds([j.step_s for j in counted], [j.tokens for j in counted], outer.inner_steps),
-        last_round_tokens=tokens,
-        anchor_at_s=0.0,
+        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
+        last_weights={peer: join.tokens for peer, join in included.items()},
+        round_s=round_seconds([j.step_s for j in joins], [j.tokens for j in joins], outer.inner_steps) if joins else None,
+        last_round_tokens=sum(join.tokens for join in joins) if joins else None,
+        anchor_at_s=now_s,
+        leaves=leaves,
+        proof=proof,
     )
+
+
+def next_tip(
+    tip: Tip,
+    outer: Outer,
+    grid: Grid,
+    proof: Proof,
+    included: Mapping[str, Join],
+    chunks: Sequence[bytes],
+    now_s: float,
+) -> Tip:
+    """The tip after a proven outcome: decode the mean, take the outer step, hash. Pure and heavy."""
+    mean = torch.empty_like(tip.state.anchor)
+    for chunk, (start, end) in enumerate(grid.bounds):
+        mean[start:end] = grid.codec.decode(chunks[chunk], end - start)
+    tokens = sum(join.tokens for join in included.values())
+    state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
+    return tip_at(state, proof.outcome.hash, proof, outer, included, now_s)
 
 
 class ResultStore:
@@ -115,10 +134,8 @@ class Chain:
         self.store = store
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
 
-    def advance(self, tip: Tip, parent: str, proof: Proof, chunks: Sequence[bytes]) -> None:
-        if parent != self.tip.head:
-            raise TransferFailed("A record does not follow the head.")
-        self.store.put(tip.head, split_hashes(proof.hashes), chunks)
+    def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
+        assert parent == self.tip.head
         self._proofs[parent] = proof
         while len(self._proofs) > KEPT_ROUNDS:
             self._proofs.popitem(last=False)

@@ -181,5 +181,6 @@ def results_root(hashes: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
-def included_tokens(outcome: Outcome, joins: Mapping[str, Join]) -> int:
-    return sum(joins[peer].tokens for peer in outcome.included)
+def included_joins(outcome: Outcome, joins: Mapping[str, Join]) -> dict[str, Join]:
+    """The joins that count, by peer id."""
+    return {peer: joins[peer] for peer in outcome.included}

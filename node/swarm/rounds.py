@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from node.swarm.records import (
     check_outcome,
     check_plan,
     check_proof,
+    included_joins,
     parse,
     read,
     sign,
@@ -100,7 +101,7 @@ class Rounds:
         self._chunks: dict[bytes, bytes] = {}
         self._offered = asyncio.Event()
         self._adopting = asyncio.Lock()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Future[Any]] = set()
         self.stage, self._stage_at_s, self._stage_s = "idle", self.clock(), dict[str, float]()
         wire.serve(self._services())
 
@@ -434,12 +435,14 @@ class Rounds:
             hashes = split_hashes(proof.hashes)
             chunks = await self._complete(outcome, hashes)
             self._enter_stage("apply")
+            if outcome.round != self.next_round:
+                raise PeerError(f"an outcome calls round {self.next_round} round {outcome.round}")
+            included = included_joins(outcome, joins)
             tip = await asyncio.to_thread(
-                next_tip, self.chain.tip, self.rules.outer, self.rules.grid, outcome, joins, proof.outcome.hash, chunks
+                next_tip, self.chain.tip, self.rules.outer, self.rules.grid, proof, included, chunks, self.clock()
             )
-            if tip.round != outcome.round:
-                raise PeerError(f"an outcome calls round {tip.round} round {outcome.round}")
-            self._commit(replace(tip, anchor_at_s=self.clock()), outcome, proof, chunks)
+            await asyncio.to_thread(self.chain.store.put, tip.head, hashes, chunks)
+            self._commit(tip, outcome, proof)
             return True
 
     async def _adopt_quietly(self, proof: Proof) -> None:
@@ -449,10 +452,10 @@ class Rounds:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
 
-    def _commit(self, tip: Tip, outcome: Outcome, proof: Proof, chunks: Sequence[bytes]) -> None:
+    def _commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
         mine = self._mine
         offered = mine is not None and mine.parent == outcome.plan.parent
-        self.chain.advance(tip, outcome.plan.parent, proof, chunks)
+        self.chain.advance(tip, outcome.plan.parent, proof)
         self.directory.say(
             round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens
         )
@@ -486,14 +489,14 @@ class Rounds:
             self._stage_s[self.stage] = self._stage_s.get(self.stage, 0.0) + now - self._stage_at_s
         self.stage, self._stage_at_s = stage, now
 
-    def spawn(self, work: Any) -> asyncio.Task[Any]:
+    def spawn(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
         """Run beside, owned by this object; an error nobody expects is logged."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._reap)
         return task
 
-    def _reap(self, task: asyncio.Task[Any]) -> None:
+    def _reap(self, task: asyncio.Future[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, NodeError) else logging.ERROR

@@ -37,13 +37,15 @@ _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"
 _DAMAGED = "damaged-"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
+"""Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """All that a node needs to go on. Tensors: fp32 cpu [P] unless said otherwise; they must not change during `save`."""
+    """All that a node needs to go on. Tensors: fp32 cpu [P] unless said otherwise; `save` needs them to keep still."""
 
     manifest_hash: str
     head: str
@@ -114,7 +116,12 @@ class CheckpointStore:
             try:
                 return _read(path)
             except (OSError, ValueError, KeyError, TypeError) as exc:
-                if path.exists():
+                if isinstance(exc, OSError) and exc.errno not in _DAMAGE:
+                    raise MachineError(
+                        f"The checkpoint {path} cannot be read ({exc.strerror}): make it readable for this user.",
+                        code="disk",
+                    ) from exc
+                if path.exists():  # else another process pruned it meanwhile
                     self._set_aside(path, exc)
         return None
 
@@ -225,7 +232,7 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
     # Back and forth, so that the checksum is over what a reader sees: tuples are lists, keys are strings.
     body = json.loads(json.dumps(body))
     meta = {"format": FORMAT_VERSION, "checksum": _checksum(body), "body": body}
-    with open(folder / META, "w", encoding="utf-8") as file:
+    with (folder / META).open("w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,6 @@
-"""The inner loop's step: forward, backward, clip, AdamW. Knows one model and one device; knows no round and no data source.
+"""The inner loop's step: forward, backward, clip, AdamW. Knows one model and one device.
+
+Knows no round and no data source.
 
 AdamW as in DiLoCo (arXiv 2311.08105, table 5): the values come from the manifest, the learning rate from the caller.
 """
@@ -52,8 +54,8 @@ class InnerLoop:
     def step(self, batch: Tensor, lr: float) -> StepResult:
         """One inner step on `batch`, int64 [B, T + 1] on any device.
 
-        Raises TrainingError before anything is changed if the loss or the gradient is not finite, and MachineError if the
-        GPU's memory does not suffice.
+        Raises TrainingError before anything is changed if the loss or the gradient is not finite, and MachineError if
+        the GPU's memory does not suffice.
         """
         try:
             loss = self._backward(batch.to(self._device, non_blocking=True))
@@ -62,7 +64,7 @@ class InnerLoop:
             loss_value, norm_value = torch.stack((loss, norm)).tolist()
             if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
                 raise TrainingError(
-                    f"Training diverged: loss {loss_value}, gradient norm {norm_value}; nothing was changed by this step. "
+                    f"Training diverged: loss {loss_value}, gradient norm {norm_value}; this step changed nothing. "
                     "Go back to the last checkpoint, and lower run.inner.lr if it comes again."
                 )
             for group in self._optimizer.param_groups:
@@ -81,7 +83,7 @@ class InnerLoop:
     def _backward(self, batch: Tensor) -> Tensor:
         """Gradients of the batch's mean loss; returns that mean, fp32 scalar on the device."""
         total = torch.zeros((), device=self._device)
-        for part in batch.split(self._micro_batch or len(batch)):
+        for part in torch.split(batch, self._micro_batch or len(batch)):
             with autocast(self._device, self._precision):
                 loss = next_token_loss(self._model, part)
             share = len(part) / len(batch)

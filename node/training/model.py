@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -71,9 +70,9 @@ def unflatten_like(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Views into `flat` [P], one per parameter name and shaped like it."""
     expected = sum(p.numel() for p in model.parameters())
     if flat.shape != (expected,):
-        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model: it has {expected} parameters.")
+        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model of {expected} parameters.")
     names, parameters = zip(*model.named_parameters(), strict=True)
-    parts = flat.split([p.numel() for p in parameters])
+    parts = torch.split(flat, [p.numel() for p in parameters])
     return {name: part.view(p.shape) for name, p, part in zip(names, parameters, parts, strict=True)}
 
 
@@ -100,7 +99,7 @@ def export_folder(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str) ->
         model.save_pretrained(temporary)  # type: ignore[operator]  # nn.Module's __getattr__ hides it
         (temporary / "README.md").write_text(card, encoding="utf-8")
         temporary.chmod(0o755)
-        os.replace(temporary, folder)
+        temporary.replace(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -111,9 +110,9 @@ def _llama(cfg: ModelConfig) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    config = LlamaConfig(
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = LlamaConfig(  # type: ignore[call-arg]  # the last two belong to its base
         vocab_size=cfg.vocab_size,
         hidden_size=cfg.hidden_size,
         intermediate_size=cfg.intermediate_size,
@@ -124,10 +123,10 @@ def _llama(cfg: ModelConfig) -> nn.Module:
         rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
         rms_norm_eps=cfg.rms_norm_eps,
         tie_word_embeddings=cfg.tie_word_embeddings,
-        attn_implementation="sdpa",
-        dtype="float32",
         use_cache=False,
         bos_token_id=BEGIN,
         eos_token_id=END,
+        dtype="float32",
+        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)

@@ -1,8 +1,8 @@
 """Tensors in safetensors files: written and checked in one go, read whole or by byte ranges. Knows no checkpoint.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of the header; the header, JSON, with
-dtype, shape and place of each tensor; the bytes. Written here and not by the library because its writer tells no errno
-when the disk is full, and needs a second pass for the checksum.
+The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of the header; the header, JSON,
+with dtype, shape and place of each tensor; the bytes. Written here and not by the library: its writer tells no errno
+when the disk is full, and would need a second pass for the checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,9 +53,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.blake2b(digest_size=32)
     size_bytes = 0
-    with open(path, "xb", buffering=0) as file:
-        for piece in (_LENGTH.pack(len(encoded)) + encoded, *map(_bytes_of, tensors.values())):
-            for part in _parts(memoryview(piece)):
+    with path.open("xb", buffering=0) as file:
+        for piece in (memoryview(_LENGTH.pack(len(encoded)) + encoded), *map(_bytes_of, tensors.values())):
+            for part in _parts(piece):
                 _write_all(file.fileno(), part)
                 digest.update(part)
                 size_bytes += len(part)
@@ -71,7 +70,7 @@ def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
         raise ValueError(f"{path.name} has {size_bytes} bytes instead of {facts['bytes']}")
     digest = hashlib.blake2b(digest_size=32)
     tensors: dict[str, Tensor] = {}
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         header, data_start = _read_header(file.fileno())
         digest.update(os.pread(file.fileno(), data_start, 0))
         file.seek(data_start)
@@ -92,7 +91,7 @@ def read_slice(path: Path, tensor_name: str, start_byte: int, length: int) -> by
 
     ValueError if the tensor has no such bytes, OSError if the file is gone: checkpoints are pruned.
     """
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         header, data_start = _read_header(file.fileno())
         if tensor_name not in header:
             raise ValueError(f"{path.name} has no tensor {tensor_name!r}: ask for one of {', '.join(header)}.")
@@ -117,6 +116,8 @@ def _read_header(handle: int) -> tuple[dict[str, Any], int]:
     if length > _MAX_HEADER_BYTES:
         raise ValueError("the file has no safetensors header")
     header = json.loads(os.pread(handle, length, _LENGTH.size))
+    if not isinstance(header, dict):
+        raise ValueError("the safetensors header is not an object")
     data_start = _LENGTH.size + length
     at = 0
     for entry in header.values():
@@ -133,8 +134,7 @@ def _read_header(handle: int) -> tuple[dict[str, Any], int]:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's memory if it is contiguous on the CPU, else a copy's."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.numpy()
-    return memoryview(array)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy's stubs do not say so
 
 
 def _parts(whole: memoryview) -> Iterator[memoryview]:

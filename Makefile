@@ -1,0 +1,71 @@
+# `make run` and `make test` are all that a fresh clone needs: each sets up .venv first, once per requirements.lock.
+# pip takes its index, certificates and time-outs from the environment.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first one that runs (version managers leave names behind that do not) and is not too old or too new.
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(FITS)' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+SET_UP := $(VENV)/.set-up
+
+JOIN ?=
+NAME ?= first
+N ?= 4
+ARGS ?=
+
+.PHONY: help run test lint swarm bench lock clean
+
+help:
+	@echo "make run                           a node on the built-in preset"
+	@echo "make run JOIN=INVITE NAME=second   another one beside it"
+	@echo "make test                          all tests that need no GPU"
+	@echo "make lint                          style, types, imports"
+	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
+	@echo "make bench                         measurements (tests/benchmarks)"
+	@echo "make lock                          write requirements.lock anew from pyproject.toml"
+
+$(SET_UP): requirements.lock pyproject.toml
+	@[[ -n "$(PYTHON)" ]] || { echo "diloco-node needs Python 3.11, 3.12 or 3.13, with its venv module." >&2; exit 2; }
+	@echo "Setting up $(VENV) (once; some minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# A joiner gets free ports, so that it runs beside the founder; every NAME has its own data folder.
+ifneq ($(JOIN),)
+run: FLAGS = --join $(JOIN) --api.port 0 --swarm.listen /ip4/0.0.0.0/tcp/0
+endif
+run: $(SET_UP)
+	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(FLAGS) $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: $(SET_UP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "Not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+swarm: $(SET_UP)
+	@exec $(BIN)/python tools/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
+
+bench: $(SET_UP)
+	@$(BIN)/python -m pytest tests/benchmarks -p no:timeout -s $(ARGS)
+
+lock:
+	@rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/python -m pip -qq install --editable '.[dev]'
+	@{ echo "# Exact versions of everything, written by make lock. torch's CUDA packages follow from its own exact pins."; \
+		.venv-lock/bin/python -m pip freeze --exclude-editable --all --exclude pip | sed 's/+[a-z0-9.]*$$//'; } > requirements.lock
+	@rm -rf .venv-lock
+
+clean:
+	@rm -rf $(VENV) .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

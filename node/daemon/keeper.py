@@ -1,0 +1,350 @@
+"""The life of the worker: when it starts, pauses, ends, and starts again; and what the owner says meanwhile.
+
+Knows policy: what the owner wants, when a worker counts as hung, how often it may crash. Knows no
+HTTP, no torch. One event loop, one thread: whatever runs between two awaits runs alone.
+
+    want      worker's mode     phase
+    run       train or relay    what the worker reports; `starting` until its first report
+    pause     pause             paused
+    drain     (stops: drain)    draining, then stopped
+    leave     (stops: leave)    leaving, then stopped
+    error     none              error, until resume or leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from node.api.metrics import Build, Metrics
+from node.api.seam import ActionName, NotAllowed, PauseOrder, View
+from node.config import Config
+from node.daemon.board import Board
+from node.daemon.child import Child, Fate
+from node.daemon.folder import DataFolder, Pause
+from node.link import Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, Up
+from node.status import Phase, PhaseState, Status, utc_now
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["train", "relay"]
+"""What the node is for."""
+Want = Literal["run", "pause", "drain", "leave", "error"]
+
+RUN_COMPLETE = "run_complete"
+UNTIL_RESUME = "The node is paused until `resume`."
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long the supervisor waits for what, in seconds; tests shorten them."""
+
+    grace_s: float = 60.0
+    """From a worker's start until its heartbeat is asked for."""
+    hung_s: float = 30.0
+    """Without a beat: the worker is killed and restarted."""
+    stale_s: float = 15.0
+    """Without a beat: `livez` says so. Workers beat once a second."""
+    stop_s: float = 6.0
+    """For saving and saying goodbye; then the worker is killed. Uvicorn has 2 s more, and both are done within 10."""
+    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    """Before the restart after the first, second, ... crash; one more crash than there are entries is an error."""
+    healthy_s: float = 60.0
+    """A worker that lived this long clears the crashes before it."""
+    tick_s: float = 0.25
+
+
+class Keeper:
+    """The node behind the API (`api.seam.Node`). `tend` is its life; `act` is what the owner says meanwhile."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: DataFolder,
+        board: Board,
+        build: Build,
+        start: tuple[Mode, str | None],
+        worker_command: Sequence[str],
+        timings: Timings,
+    ) -> None:
+        """`start`: the mode, and the invite if there is one."""
+        self.metrics = Metrics(build, self.view, disk_used_bytes=folder.disk_used_bytes, clock=time.monotonic)
+        self._config = config
+        self._folder = folder
+        self._board = board
+        self._mode, self._join = start
+        self._command = worker_command
+        self._timings = timings
+        self._want: Want = "run"
+        self._pause = Pause()
+        self._child: Child | None = None
+        self._started_at_s = 0.0
+        self._beat_at_s = 0.0
+        self._stop_by_s: float | None = None
+        self._crashes = 0
+        self._changed = asyncio.Event()
+        self._restore_pause()
+
+    # What the API asks (api.seam.Node)
+
+    def view(self) -> View:
+        return self._board.view(alive=self._child is None or self._silent_s() < self._timings.stale_s)
+
+    def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
+        return self._board.subscribe()
+
+    def act(self, action: ActionName, order: PauseOrder) -> Phase:
+        self._check_allowed(action)
+        logger.info("Asked to %s", action)
+        if action == "pause":
+            return self._act_pause(order)
+        if action == "resume":
+            return self._act_resume()
+        if action == "drain" and self._want != "drain":
+            # A paused worker is in no round: it leaves at once.
+            how: Literal["drain", "leave"] = "drain" if self._want == "run" else "leave"
+            self._enter(Phase.DRAINING, "draining", "The node takes part in the current round, then stops.")
+            self._turn("drain", Stop(how=how))
+        if action == "leave" and self._want != "leave":
+            self._enter(Phase.LEAVING, "leaving", "The node saves its work and leaves the swarm.")
+            self._turn("leave", Stop(how="leave"))
+        return Phase.DRAINING if action == "drain" else Phase.LEAVING
+
+    @property
+    def leaving(self) -> bool:
+        return self._want == "leave"
+
+    def hurry(self) -> None:
+        """The owner has no patience: end the worker at once, unsaved."""
+        if self._child is not None:
+            self._child.kill("it was ended in a hurry")
+
+    # Its life
+
+    async def tend(self) -> int:
+        """Run workers until the node is to end. Returns the exit code."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            while self._want not in ("drain", "leave"):
+                if self._want == "error":
+                    await self._wait_changed(None)
+                    continue
+                self._announce()
+                fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
+                if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
+                    return self._finish(fate.ended)
+                if fate.ended is None and not asked:
+                    await self._after_crash(fate)
+            self._enter(Phase.STOPPED, "stopped", "The node stopped as asked.")
+            return 0
+        finally:
+            watch.cancel()
+
+    async def _live(self, mode: Literal["train", "relay", "pause"]) -> tuple[Fate, str | None]:
+        """One worker, from start to death. Returns how it ended, and how it was asked to, if it was."""
+        start = Start(mode=mode, config=self._config.model_dump(mode="json"), join=self._join)
+        self._started_at_s = self._beat_at_s = time.monotonic()
+        self._stop_by_s = None
+        self._changed.clear()
+        try:
+            child = await Child.spawn(self._command, start, self._heard)
+        except OSError as exc:
+            return Fate(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
+        self._child = child
+        logger.debug("Worker %d runs, mode %s", child.pid, mode)
+        if self._changed.is_set():  # the owner changed his mind while it was starting
+            child.asked = "leave"
+            child.kill("it was no longer wanted")
+        try:
+            return await child.wait(), child.asked
+        finally:
+            self._child = None
+
+    def _heard(self, message: Up) -> None:
+        """Everything that the worker says comes through here."""
+        match message:
+            case Beat():
+                self._beat_at_s = time.monotonic()
+            case Told(report=report):
+                self.metrics.told(report.counters)
+                self._board.told(report)
+                if self._want == "run" and self._child is not None and self._child.asked is None:
+                    self._board.decide(None)
+            case RoundTold(record=record):
+                self._board.add_round(record)
+                after = self._pause.after_round
+                if self._want == "run" and after is not None and record.round >= after:
+                    self._begin_pause(Pause())
+            case Observed(seconds=seconds):
+                self.metrics.observe(seconds)
+            case LogTold():
+                _log_again(message)
+            case Ended():
+                # Its last words are said: what is left of it has as long as any stop.
+                self._stop_by_s = self._stop_by_s or time.monotonic() + self._timings.stop_s
+
+    async def _watch(self) -> None:
+        """Deadlines that no message brings: a worker that hangs or does not end, and the end of a pause."""
+        while True:
+            await asyncio.sleep(self._timings.tick_s)
+            child = self._child
+            if child is not None:
+                if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
+                    child.kill(f"it did not end within {self._timings.stop_s:g} s")
+                elif self._silent_s() > self._timings.hung_s:
+                    child.kill(f"it hung: no heartbeat for {self._timings.hung_s:g} s")
+            # The wall clock on purpose: it goes on while the machine sleeps.
+            if self._want == "pause" and self._pause.until is not None and datetime.now(UTC) >= self._pause.until:
+                logger.info("The pause is over")
+                self._act_resume()
+
+    def _silent_s(self) -> float:
+        """Seconds without a beat; 0 during the grace after the start."""
+        now = time.monotonic()
+        return 0.0 if now - self._started_at_s < self._timings.grace_s else now - self._beat_at_s
+
+    async def _after_crash(self, fate: Fate) -> None:
+        timings = self._timings
+        if time.monotonic() - self._started_at_s > timings.healthy_s:
+            self._crashes = 0
+        self._crashes += 1
+        what = fate.describe()
+        logger.error("The worker crashed: %s", what)
+        if self._crashes > len(timings.backoff_s):
+            self._want = "error"
+            self._changed.clear()
+            reason = f"The worker crashed {self._crashes} times in a row ({what}): mend the cause, then `resume`."
+            self._enter(Phase.ERROR, "worker_crashes", reason)
+            return
+        backoff_s = timings.backoff_s[self._crashes - 1]
+        if self._want == "run":
+            reason = f"The worker crashed ({what}); it starts again in {backoff_s:g} s."
+            self._enter(Phase.STARTING, "worker_crashed", reason)
+        await self._wait_changed(backoff_s)
+
+    def _finish(self, ended: Ended) -> int:
+        """The worker ended of itself: the node ends with it."""
+        if ended.exit_code == 0:
+            self._enter(Phase.STOPPED, ended.code, ended.reason)
+        else:
+            logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
+            self._enter(Phase.ERROR, ended.code, ended.reason)
+        return ended.exit_code
+
+    # Turning from one thing to another
+
+    def _check_allowed(self, action: ActionName) -> None:
+        want = self._want
+        if want == "leave" and action != "leave":
+            raise NotAllowed(f"The node is leaving: it can no longer {action}. Start it again instead.")
+        if want == "drain" and action in ("pause", "resume"):
+            raise NotAllowed(f"The node is draining: it can no longer {action}. Start it again instead.")
+        if want == "error" and action in ("pause", "drain"):
+            raise NotAllowed(f"The node has no worker that could {action}: `resume` tries again, `leave` ends it.")
+        if action == "pause" and self._mode == "relay":
+            raise NotAllowed("A relay does not train, so it has nothing to pause: `leave` ends it.")
+
+    def _act_pause(self, order: PauseOrder) -> Phase:
+        now = datetime.now(UTC)
+        round_now = self._board.status.run.round
+        if order.after_round is not None and order.after_round > round_now and self._want == "run":
+            self._remember(Pause(after_round=order.after_round))
+            return Phase.PAUSED
+        until = order.until if order.for_s is None else now + timedelta(seconds=order.for_s)
+        if until is not None and until <= now:
+            raise NotAllowed("`until` lies in the past: give a moment to come.")
+        self._begin_pause(Pause(until=until))
+        return Phase.PAUSED
+
+    def _begin_pause(self, pause: Pause) -> None:
+        self._remember(pause)
+        if self._want == "pause":
+            if self._board.status.phase is Phase.PAUSED:
+                self._announce()
+            return
+        phase = self._board.status.phase
+        self._enter(phase, "pausing", "The node is about to pause: it saves its work and frees the device.")
+        self._turn("pause", Stop(how="pause"))
+
+    def _act_resume(self) -> Phase:
+        self._remember(None)
+        if self._want != "run":
+            self._crashes = 0
+            self._enter(Phase.STARTING, "resuming", "The node goes back to work.")
+            self._turn("run", Stop(how="pause"))
+        return Phase.TRAINING if self._mode == "train" else Phase.STARTING
+
+    def _turn(self, want: Want, stop: Stop) -> None:
+        """Want something else: the worker that runs is asked to end, and `tend` does the next thing."""
+        self._want = want
+        self._changed.set()
+        child = self._child
+        if child is None:
+            return
+        child.stop(stop)
+        if not child.heard:
+            child.kill("it had not begun yet")  # still importing: it has nothing to save, and would be slow to listen
+        self._stop_by_s = None if stop.how == "drain" else time.monotonic() + self._timings.stop_s
+
+    async def _wait_changed(self, timeout_s: float | None) -> None:
+        """Until the owner wants something else. None is for ever: only the error phase may, and the API is up then."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    # Words
+
+    def _announce(self) -> None:
+        """Say what the next worker is for."""
+        if self._want == "run":
+            if self._board.status.code not in ("worker_crashed", "resuming"):
+                self._enter(Phase.STARTING, "starting", "The node is starting.")
+            return
+        until = self._pause.until
+        reason = UNTIL_RESUME if until is None else f"The node is paused until {until.isoformat(timespec='seconds')}."
+        self._enter(Phase.PAUSED, "paused", reason)
+
+    def _enter(self, phase: Phase, code: str, reason: str) -> None:
+        """The one place where a phase of the supervisor's own begins."""
+        self._board.decide(PhaseState(phase=phase, code=code, reason=reason, since=utc_now()))
+        logger.info("Phase %s (%s): %s", phase.value, code, reason)
+
+    # The pause, over restarts
+
+    def _restore_pause(self) -> None:
+        pause = self._folder.load_pause() if self._mode == "train" else None
+        if pause is None:
+            return
+        if pause.until is not None and pause.until <= datetime.now(UTC):
+            self._folder.save_pause(None)
+            return
+        self._pause = pause
+        if pause.after_round is None:
+            self._want = "pause"
+
+    def _remember(self, pause: Pause | None) -> None:
+        self._pause = pause or Pause()
+        self._folder.save_pause(pause)
+
+
+def _log_again(told: LogTold) -> None:
+    """Give a worker's log record to this process' loggers, with its own time and round."""
+    level = logging.getLevelNamesMapping().get(told.level.upper(), logging.INFO)
+    source = logging.getLogger(told.logger)
+    if not source.isEnabledFor(level):
+        return
+    extra = {"round": told.round}
+    record = source.makeRecord(told.logger, level, "(worker)", 0, "%s", (told.message,), None, extra=extra)
+    try:
+        record.created = datetime.fromisoformat(told.at).timestamp()
+    except ValueError:
+        logger.debug("The worker's log record has no proper time: %r", told.at)
+    source.handle(record)

@@ -1,0 +1,144 @@
+"""The supervisor's process root: data folder, port, signals, API and keeper are put together here and nowhere else.
+
+It answers while the worker works, hangs or dies. Knows no torch, no training, no swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import uvicorn
+
+from node.api.app import build_app
+from node.api.auth import Keys
+from node.api.metrics import Build
+from node.api.routes import Served
+from node.api.seam import PauseOrder
+from node.config import Config
+from node.daemon.board import Board, BoardHandler
+from node.daemon.folder import DataFolder
+from node.daemon.keeper import Keeper, Mode, Timings
+from node.daemon.server import GRACE_S, bind, make_server, url_of
+from node.errors import NodeError
+from node.status import NodeInfo, PhaseState, Status, utc_now
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "node.worker")
+SERVER_END_S = GRACE_S + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What tests replace, and what only the command line knows."""
+
+    worker_command: Sequence[str] = WORKER_COMMAND
+    timings: Timings = field(default_factory=Timings)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where each configured key came from, for `/api/v1/config`."""
+    revision: str = ""
+    """Of the source, for `build_info`."""
+
+
+def run(
+    config: Config,
+    *,
+    join: str | None,
+    mode: Mode = "train",
+    on_status: Callable[[Status], None] | None = None,
+    parts: Parts | None = None,
+) -> int:
+    """Be a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
+
+    Raises UsageError (exit code 2) where data folder or port cannot be had. `on_status` hears every change; `api.json`
+    and `api-token` are in the data folder before its first call. Only for the main thread: it takes SIGTERM and SIGINT.
+    """
+    with DataFolder.open(config.node.data_dir) as folder, bind(config.api.host, config.api.port) as sock:
+        node = config.node.model_copy(update={"data_dir": folder.path})
+        config = config.model_copy(update={"node": node})
+        return asyncio.run(_serve(config, folder, sock, (mode, join), on_status, parts or Parts()))
+
+
+async def _serve(
+    config: Config,
+    folder: DataFolder,
+    sock: socket.socket,
+    start: tuple[Mode, str | None],
+    on_status: Callable[[Status], None] | None,
+    parts: Parts,
+) -> int:
+    build = _build(parts.revision)
+    node = NodeInfo(name=config.node.name, version=build.version, data_dir=str(folder.path))
+    board = Board(node, config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
+    keeper = Keeper(
+        config,
+        folder=folder,
+        board=board,
+        build=build,
+        start=start,
+        worker_command=parts.worker_command,
+        timings=parts.timings,
+    )
+    keys = Keys(folder.token, time.monotonic)
+    served = Served(keeper, keeper.metrics, keys, config, parts.origins, build)
+    server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]))
+    handler = BoardHandler(board)
+    logging.getLogger().addHandler(handler)
+    url = url_of(sock)
+    folder.write_address(url)
+    logger.info("The API listens on %s", url)
+    try:
+        return await _until_end(keeper, board, server, sock)
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+async def _until_end(keeper: Keeper, board: Board, server: uvicorn.Server, sock: socket.socket) -> int:
+    """Serve and tend; whichever ends first takes the other with it."""
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    tending = asyncio.create_task(keeper.tend())
+    loop = asyncio.get_running_loop()
+
+    def signalled(number: signal.Signals) -> None:
+        if tending.done():
+            return
+        if keeper.leaving and number is signal.SIGINT:
+            keeper.hurry()
+        elif not keeper.leaving:
+            keeper.act("leave", PauseOrder())
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
+    try:
+        await asyncio.wait({serving, tending}, return_when=asyncio.FIRST_COMPLETED)
+        if tending.done():
+            return tending.result()
+        serving.result()
+        raise NodeError("The API's server ended by itself: start the node again, and report this with its log.")
+    finally:
+        tending.cancel()
+        board.close()
+        server.should_exit = True
+        await asyncio.wait({serving, tending}, timeout=SERVER_END_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _build(revision: str) -> Build:
+    """Versions from the packages' own words: importing torch only to ask would cost 300 MB."""
+    return Build(_version("diloco-node"), revision, _version("torch"), _version("hivemind"))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"

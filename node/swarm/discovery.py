@@ -1,0 +1,135 @@
+"""How strangers find each other: bootstrap addresses, known peers from before, hivemind's DHT. Knows no round."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from node.errors import PeerError
+from node.swarm.directory import PURPOSE, Directory, Gossip, Signed
+from node.swarm.identity import verify
+from node.swarm.p2p import P2PWire
+
+logger = logging.getLogger(__name__)
+
+LONELY_S = 1.0
+"""Between tries while nobody is there; doubles to CALM_S."""
+CALM_S = 15.0
+RECORD_LIFE_S = 60.0
+MAX_CACHED = 64
+
+
+class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """The DHT stores only peer records, each under the peer id that signed it."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            subkey = msgpack.unpackb(record.subkey)
+            body, signature = msgpack.unpackb(msgpack.unpackb(record.value))
+            return isinstance(subkey, str) and verify(subkey, PURPOSE, body, signature)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return False
+
+
+class Discovery:
+    """Keeps a way into the swarm, from first contact to the return after everybody was gone."""
+
+    def __init__(
+        self, wire: P2PWire, directory: Directory, gossip: Gossip, bootstrap: Sequence[str], cache: Path, rng: random.Random
+    ) -> None:
+        self._wire, self._directory, self._gossip = wire, directory, gossip
+        self._bootstrap = list(bootstrap)
+        self._cache = cache
+        self._rng = rng
+        self._key = f"{directory.me.run}/peers"
+        self.last_problem = ""
+
+    async def run(self) -> None:
+        """Look for others for ever: eagerly while alone, calmly in company."""
+        wait_s = LONELY_S
+        while True:
+            if len(self._directory.live()) == 1:
+                await self._dial_known()
+            await self._use_dht()
+            self._learn()
+            alone = len(self._directory.live()) == 1
+            wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
+            self._directory.changed.clear()
+            try:
+                await asyncio.wait_for(self._directory.changed.wait(), wait_s if alone else LONELY_S)
+            except TimeoutError:
+                pass  # No news; look again.
+            self._learn()
+            if not alone:
+                await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)
+
+    async def meet(self) -> bool:
+        """One try to reach anybody. True if somebody answered."""
+        await self._dial_known()
+        self._learn()
+        return len(self._directory.live()) > 1
+
+    async def _dial_known(self) -> None:
+        by_peer: dict[str, list[str]] = {}
+        for address in [*self._bootstrap, *self._read_cache()]:
+            by_peer.setdefault(address.rsplit("/p2p/", 1)[1], []).append(address)
+        by_peer.pop(self._wire.peer_id, None)
+        await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
+
+    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> None:
+        try:
+            await self._wire.connect(addresses)
+        except PeerError as exc:
+            self.last_problem = str(exc)
+            return
+        self._wire.learn(peer_id, addresses)
+        await self._gossip.exchange(peer_id)
+        await self._wire.dht_meet(peer_id)
+
+    async def _use_dht(self) -> None:
+        """Leave this node's record for strangers, and read theirs."""
+        signed = self._directory.pulse()
+        packed = msgpack.packb([signed.body, signed.signature])
+        await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
+        found = await self._wire.dht_lookup(self._key)
+        self._directory.merge(Signed(*msgpack.unpackb(value)) for value in found.values())
+
+    def _learn(self) -> None:
+        """Hand the addresses that peers tell to the wire, and remember them for the next start."""
+        others = self._directory.live()[1:]
+        for record in others:
+            self._wire.learn(record.peer_id, record.addresses)
+        addresses = [address for record in others for address in record.addresses if address.endswith(record.peer_id)]
+        if addresses:
+            self._write_cache(addresses)
+
+    def _read_cache(self) -> list[str]:
+        try:
+            known = json.loads(self._cache.read_text())["addresses"]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, LookupError, TypeError) as exc:
+            logger.warning("%s is not readable and is ignored: %s", self._cache, exc)
+            return []
+        return [a for a in known if isinstance(a, str) and "/p2p/" in a]
+
+    def _write_cache(self, addresses: Sequence[str]) -> None:
+        """The newest first, older ones kept behind them up to MAX_CACHED."""
+        old = self._read_cache()
+        kept = list(dict.fromkeys([*sorted(addresses), *old]))[:MAX_CACHED]
+        if kept == old:
+            return
+        temporary = self._cache.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({"addresses": kept}, indent=1))
+            os.replace(temporary, self._cache)
+        except OSError as exc:
+            logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)

@@ -1,0 +1,211 @@
+"""A member of a swarm, put together: wire, directory, discovery, rounds, state. Lives on one asyncio loop.
+
+The composition root of this room. `thread` runs it beside a trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from node.errors import PeerError, SwarmError
+from node.status import Channel, PeerRow, Phase
+from node.swarm.base import Message, Service
+from node.swarm.chain import Chain, ResultStore, Tip
+from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
+from node.swarm.discovery import Discovery, SignedRecordValidator
+from node.swarm.faults import Faults
+from node.swarm.identity import load_identity
+from node.swarm.p2p import P2PWire, open_wire
+from node.swarm.p2pd import DaemonOptions
+from node.swarm.rounds import Deliver, Rounds, Rules
+from node.swarm.state import CatchUp, Download, StateServer, StateSource
+
+logger = logging.getLogger(__name__)
+
+VIEW_S = 0.5
+CALL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOptions:
+    """What a member must know before it knows its run's manifest."""
+
+    run: str
+    """Hash of the manifest."""
+    data_dir: Path
+    name: str
+    version: str
+    daemon: DaemonOptions
+    bootstrap: Sequence[str] = ()
+    faults: Faults = field(default_factory=Faults)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What others may look at from their own thread: replaced as a whole, never changed."""
+
+    peer_id: str = ""
+    rows: tuple[PeerRow, ...] = ()
+    connected: int = 0
+    training: int = 0
+    swarm_round: int = -1
+    addresses: tuple[str, ...] = ()
+    reachability: str = "none"
+    stage: str = "idle"
+    waiting_reason: str = ""
+    waiting_code: str = ""
+    sent_bytes: Mapping[Channel, int] = field(default_factory=dict)
+    received_bytes: Mapping[Channel, int] = field(default_factory=dict)
+    problem: str = ""
+    """Why nobody was reached, while nobody is."""
+
+
+class Member:
+    """One node in the swarm. Made by `start_member`; `close` ends everything it started."""
+
+    def __init__(self, options: MemberOptions, wire: P2PWire, directory: Directory) -> None:
+        self.options, self.wire, self.directory = options, wire, directory
+        self.view = View(peer_id=wire.peer_id)
+        self._rng = random.Random(wire.peer_id)
+        self.gossip = Gossip(wire, directory, self._rng)
+        cache = options.data_dir / "peers.json"
+        self.discovery = Discovery(wire, directory, self.gossip, options.bootstrap, cache, self._rng)
+        self.rounds: Rounds | None = None
+        self._catch_up: CatchUp | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def run(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Start what runs until `close`."""
+        self._tasks += [asyncio.create_task(one) for one in work]
+
+    async def watch(self) -> None:
+        """End with an error when anything that should run for ever ends, or libp2p's daemon dies."""
+        died = asyncio.create_task(self.wire.daemon.died.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait([died, *self._tasks], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if died in done:
+                    raise SwarmError("libp2p's daemon ended by itself.")
+                for task in done:
+                    task.result()
+        finally:
+            died.cancel()
+
+    # before the run is known
+
+    async def fetch_manifest(self) -> bytes | None:
+        """The run's manifest from whoever answers; None while nobody does. The caller checks the hash."""
+        await self.discovery.meet()
+        for record in self.directory.live()[1:]:
+            with suppress(PeerError):
+                reply = await self.wire.call(record.peer_id, "manifest", Message(), timeout_s=CALL_S)
+                if reply.blobs:
+                    return reply.blobs[0]
+        return None
+
+    def serve_manifest(self, manifest: bytes) -> None:
+        async def on_manifest(_caller: str, _message: Message) -> Message:
+            return Message(blobs=[manifest])
+
+        self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
+
+    # taking part
+
+    async def download(self, rules: Rules, parameters: int, on_progress: Callable[[float], None]) -> Tip:
+        """One try. Raises TransferFailed."""
+        return await Download(self.wire, self.directory, rules, parameters, on_progress).run(self._rng)
+
+    def serve_state(self, source: StateSource) -> None:
+        StateServer(self.wire, source)
+
+    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[], None]) -> None:
+        """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
+        store = ResultStore(self.options.data_dir / "cache")
+        self.rounds = Rounds(self.wire, self.directory, rules, Chain(tip, store), self.options.faults, deliver)
+        self.show_tip(tip)
+        self._catch_up = CatchUp(self.wire, self.directory, self.rounds, on_lost)
+        self.run(self.rounds.run(), self._catch_up.run())
+
+    async def align(self) -> Tip:
+        """Reach the others if they can be reached, and come to their head and their round's age."""
+        assert self.rounds is not None and self._catch_up is not None
+        if len(self.directory.live()) == 1:
+            await self.discovery.meet()
+        await self._catch_up.align()
+        return self.rounds.chain.tip
+
+    def show_tip(self, tip: Tip) -> None:
+        """Say where this node stands."""
+        self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
+
+    async def say(self, phase: Phase, *, at_once: bool = False) -> None:
+        self.directory.say(phase=phase)
+        if at_once:
+            await self.gossip.announce()
+
+    # for people
+
+    async def keep_view(self) -> None:
+        """Refresh `view` for ever."""
+        while True:
+            await self._refresh()
+            await asyncio.sleep(VIEW_S)
+
+    async def _refresh(self) -> None:
+        addresses = tuple(await self.wire.addresses())
+        self.directory.say(addresses=addresses[:16])
+        live = self.directory.live()
+        reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
+        direct = [a for a in addresses if "/p2p-circuit" not in a]
+        self.view = View(
+            peer_id=self.wire.peer_id,
+            rows=tuple(self.directory.rows()),
+            connected=len(live) - 1,
+            training=sum(record.phase in MEMBER_PHASES for record in live),
+            swarm_round=max(record.round for record in live),
+            addresses=addresses,
+            reachability="direct" if direct else "relay" if addresses else "none",
+            stage=self.rounds.stage if self.rounds else "idle",
+            waiting_reason=reason,
+            waiting_code=code,
+            sent_bytes=dict(self.wire.traffic.sent_bytes),
+            received_bytes=dict(self.wire.traffic.received_bytes),
+            problem=self.discovery.last_problem if len(live) == 1 else "",
+        )
+
+    async def close(self, phase: Phase) -> None:
+        """Say goodbye as `phase`, and let go. Bounded to a few seconds."""
+        await self.say(phase, at_once=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.rounds is not None:
+            await self.rounds.close()
+        await self.wire.close()
+
+
+async def start_member(options: MemberOptions) -> Member:
+    """Open the wire and start to look for others. Raises UsageError or SwarmError."""
+    identity = load_identity(options.daemon.identity_file)
+    wire = await open_wire(options.daemon, SignedRecordValidator())
+    record = PeerRecord(
+        peer_id=identity.peer_id,
+        number=time.time_ns() // 1_000_000,
+        run=options.run,
+        head=options.run,
+        name=options.name,
+        version=options.version,
+        phase=Phase.CONNECTING,
+        addresses=tuple((await wire.addresses())[:16]),
+    )
+    member = Member(options, wire, Directory(identity, record, asyncio.get_running_loop().time))
+    member.run(member.gossip.run(), member.discovery.run(), member.keep_view())
+    return member

@@ -1,0 +1,140 @@
+"""What this machine computes on, and what that says of itself. Knows torch and NVIDIA's library; no model.
+
+Sets the number of threads of the whole process: call it once, from the process that trains.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from node.config import DevicesConfig
+from node.errors import MachineError
+from node.status import DeviceInfo
+
+_BF16_CAPABILITY = (8, 0)
+"""First CUDA compute capability with bf16 matrix units (Ampere)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    device: torch.device
+    precision: str
+    """`fp32` or `bf16`."""
+    name: str
+    """For people, such as `NVIDIA GeForce RTX 4090`."""
+
+
+def choose_device(cfg: DevicesConfig, cpu_threads: int) -> Chosen:
+    """Resolve `auto`, and set torch's threads: `cpu_threads`, at most the usable cores; 0: all of them.
+
+    MachineError, with the mend, if a GPU or a precision is asked for that is not there.
+    """
+    cores = usable_cores()
+    torch.set_num_threads(min(cpu_threads, cores) if cpu_threads else cores)
+    has_gpu = torch.cuda.is_available()
+    if cfg.device == "cuda" and not has_gpu:
+        raise MachineError(_why_no_gpu(), code="no_gpu")
+    if cfg.device == "cpu" or not has_gpu:
+        return Chosen(torch.device("cpu"), "bf16" if cfg.precision == "bf16" else "fp32", _cpu_name())
+    device = torch.device("cuda", 0)
+    name = torch.cuda.get_device_name(device)
+    has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
+    if cfg.precision == "bf16" and not has_bf16:
+        raise MachineError(f"{name} has no bf16: set devices.precision to fp32 or auto.", code="no_bf16")
+    return Chosen(device, "bf16" if has_bf16 and cfg.precision != "fp32" else "fp32", name)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: its affinity, and the quota of its container if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max")) or cores))
+
+
+def describe(device: torch.device) -> DeviceInfo:
+    """Its figures now; None for what cannot be known. Of a CPU: the machine's load, this process's memory."""
+    return _describe_gpu(device) if device.type == "cuda" else _describe_cpu()
+
+
+def _why_no_gpu() -> str:
+    mend = "or set devices.device to auto or cpu."
+    if torch.version.cuda is None:
+        return f"devices.device is cuda, but this PyTorch is built without CUDA: install a CUDA build of torch, {mend}"
+    return (
+        f"devices.device is cuda, but no NVIDIA GPU can be used here: check nvidia-smi and that the driver is new "
+        f"enough for CUDA {torch.version.cuda}, {mend}"
+    )
+
+
+def _quota_cores(file: Path) -> int | None:
+    """cgroup v2 writes `QUOTA PERIOD` in microseconds, or `max PERIOD`. None without a quota."""
+    try:
+        quota, period = file.read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _describe_cpu() -> DeviceInfo:
+    return DeviceInfo(
+        kind="cpu",
+        name=_cpu_name(),
+        utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
+        memory_used_bytes=psutil.Process().memory_info().rss,
+        memory_size_bytes=psutil.virtual_memory().total,
+    )
+
+
+def _describe_gpu(device: torch.device) -> DeviceInfo:
+    free_bytes, size_bytes = torch.cuda.mem_get_info(device)
+    return DeviceInfo(
+        kind="cuda",
+        name=torch.cuda.get_device_name(device),
+        memory_used_bytes=size_bytes - free_bytes,
+        memory_size_bytes=size_bytes,
+        **_nvml_figures(device),
+    )
+
+
+def _nvml_figures(device: torch.device) -> dict[str, float]:
+    """What only NVIDIA's management library knows; whatever it does not tell is left out."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    figures: dict[str, float] = {}
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+    except nvml.NVMLError:
+        return {}
+    readings: dict[str, Callable[[], float]] = {
+        "utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "temperature_celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "energy_joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
+    }
+    for name, read in readings.items():
+        try:
+            figures[name] = read()
+        except nvml.NVMLError:
+            continue
+    return figures

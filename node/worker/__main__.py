@@ -1,0 +1,65 @@
+"""The worker's process root: link, orders, log, and the last words."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from node.config import Config
+from node.errors import NodeError
+from node.link import Ended
+from node.logs import set_level
+from node.worker.channel import Channel, ChannelHandler
+
+START_S = 30.0
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="node.worker")
+    parser.add_argument("--fd", type=int, required=True)
+    arguments = parser.parse_args()
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=arguments.fd))
+    start = channel.wait_start(START_S)
+    config = Config.model_validate(start.config)
+    handler = ChannelHandler(channel)
+    logging.getLogger().addHandler(handler)
+    set_level(config.log.level)
+    # Here, not above: torch and hivemind take seconds, and hivemind sets up a log of its own.
+    from node.worker.work import Work, tame_foreign_logs
+
+    tame_foreign_logs()
+    try:
+        code, reason = Work(channel, start, config, handler).run()
+    except NodeError as exc:
+        if exc.exit_code == NodeError.exit_code:
+            raise
+        channel.send(Ended(exit_code=exc.exit_code, code=exc.code, reason=str(exc)))
+        return exc.exit_code
+    channel.send(Ended(exit_code=0, code=code, reason=reason))
+    return 0
+
+
+def _die_with_parent() -> None:
+    """The kernel ends this process when the supervisor dies, however it dies; p2pd in turn when this one does."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    # The kernel ends p2pd; waiting for library threads here could only delay a clean end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

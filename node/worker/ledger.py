@@ -1,0 +1,124 @@
+"""What a worker counts: seconds by activity, tokens, rounds, failures. Knows no training.
+
+Totals go into every checkpoint, so they last over restarts; the supervisor turns them into metrics.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from node.status import Activity, Channel, ContributionInfo, Counters, Outcome
+
+
+class Ledger:
+    """One writer: the main thread. `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._activity = Activity.IDLE
+        self._since_s = clock()
+        self.seconds: dict[Activity, float] = dict.fromkeys(Activity, 0.0)
+        self.inner_steps = 0
+        self.tokens = 0
+        self.rounds: Counter[Outcome] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.carried = 0
+        self.digest_mismatches = 0
+        self.rounds_joined = 0
+        self.rounds_attempted = 0
+        self.last_sync_at_s = 0.0
+        self._sent_before: Mapping[Channel, int] = {}
+        self._received_before: Mapping[Channel, int] = {}
+        self.durations: dict[str, list[float]] = defaultdict(list)
+        """Seconds not told yet, by the names of `link.Observed`."""
+        self._round_began_s = (clock(), 0.0)
+        self.utilization_ratio: float | None = None
+
+    @contextmanager
+    def doing(self, activity: Activity) -> Iterator[None]:
+        """The time until the end of the block, less inner blocks, is spent on this."""
+        before = self._activity
+        self._switch(activity)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, activity: Activity) -> None:
+        now_s = self._clock()
+        self.seconds[self._activity] += now_s - self._since_s
+        self._activity, self._since_s = activity, now_s
+
+    def step_done(self, seconds: float, tokens: int) -> None:
+        self.inner_steps += 1
+        self.tokens += tokens
+        self.durations["inner_step"].append(seconds)
+
+    def round_done(self, outcome: Outcome, *, attempted: bool, included: bool, at_s: float) -> None:
+        """`at_s`: Unix time, for display."""
+        self._switch(self._activity)
+        self.rounds[outcome] += 1
+        self.rounds_attempted += attempted
+        self.rounds_joined += included
+        self.last_sync_at_s = at_s
+        began_s, compute_s = self._round_began_s
+        now_s, compute_now_s = self._clock(), self.seconds[Activity.COMPUTE]
+        if now_s > began_s:
+            self.utilization_ratio = min(1.0, (compute_now_s - compute_s) / (now_s - began_s))
+        self._round_began_s = (now_s, compute_now_s)
+
+    def counters(self, sent: Mapping[Channel, int], received: Mapping[Channel, int]) -> Counters:
+        """A snapshot. `sent`, `received`: bytes of this process's wire."""
+        self._switch(self._activity)
+        return Counters(
+            activity_seconds=dict(self.seconds),
+            tokens_processed=self.tokens,
+            inner_steps=self.inner_steps,
+            sync_rounds=dict(self.rounds),
+            sync_failures=dict(self.failures),
+            contributions_carried=self.carried,
+            digest_mismatches=self.digest_mismatches,
+            peers_rejected=dict(self.rejected),
+            network_sent_bytes={c: self._sent_before.get(c, 0) + sent.get(c, 0) for c in Channel},
+            network_received_bytes={c: self._received_before.get(c, 0) + received.get(c, 0) for c in Channel},
+            last_sync_at_s=self.last_sync_at_s,
+        )
+
+    def contribution(self, counters: Counters) -> ContributionInfo:
+        return ContributionInfo(
+            rounds_joined=self.rounds_joined,
+            rounds_attempted=self.rounds_attempted,
+            tokens_total=self.tokens,
+            bytes_sent=sum(counters.network_sent_bytes.values()),
+            bytes_received=sum(counters.network_received_bytes.values()),
+        )
+
+    def take_durations(self) -> dict[str, list[float]]:
+        taken, self.durations = dict(self.durations), defaultdict(list)
+        return taken
+
+    def save(self, counters: Counters) -> dict[str, Any]:
+        """JSON for a checkpoint."""
+        return {
+            "counters": counters.model_dump(mode="json"),
+            "rounds_joined": self.rounds_joined,
+            "rounds_attempted": self.rounds_attempted,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `save` gave."""
+        counters = Counters.model_validate(saved["counters"])
+        self.seconds.update(counters.activity_seconds)
+        self.tokens, self.inner_steps = counters.tokens_processed, counters.inner_steps
+        self.rounds.update(counters.sync_rounds)
+        self.failures.update(counters.sync_failures)
+        self.rejected.update(counters.peers_rejected)
+        self.carried, self.digest_mismatches = counters.contributions_carried, counters.digest_mismatches
+        self.last_sync_at_s = counters.last_sync_at_s
+        self._sent_before, self._received_before = counters.network_sent_bytes, counters.network_received_bytes
+        self.rounds_joined, self.rounds_attempted = saved["rounds_joined"], saved["rounds_attempted"]
+        self._round_began_s = (self._clock(), self.seconds[Activity.COMPUTE])

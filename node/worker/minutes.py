@@ -1,0 +1,67 @@
+"""A committed round, told for people. Knows the swarm's words and the status's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from node.status import Member, Outcome, RoundRecord, Seconds, Stage, utc_now
+from node.swarm.records import Join, parse
+from node.swarm.rounds import Committed
+
+
+def record_of(
+    done: Committed,
+    me: str,
+    names: Mapping[str, str],
+    *,
+    blocked_s: float,
+    apply_s: float,
+    moved_bytes: tuple[int, int],
+) -> RoundRecord:
+    """What this node saw of a round. `moved_bytes`: sent and received since the round before."""
+    plan = done.outcome.plan
+    left_out = [peer for peer in plan.members if peer not in done.outcome.included]
+    stages = {stage: done.stage_s.get(stage, 0.0) for stage in Stage}
+    return RoundRecord(
+        round=done.outcome.round,
+        outcome=_outcome(done, me),
+        members=tuple(
+            Member(
+                peer_id=join.signer,
+                name=names.get(join.signer, join.signer[-6:]),
+                weight=parse(Join, join.text).tokens,
+                included=join.signer in done.outcome.included,
+            )
+            for join in plan.joins
+        ),
+        started_at=utc_now(),
+        seconds=Seconds(
+            rendezvous=stages[Stage.RENDEZVOUS],
+            reduce=stages[Stage.REDUCE],
+            commit=stages[Stage.COMMIT],
+            apply=stages[Stage.APPLY] + apply_s,
+            blocked=blocked_s,
+        ),
+        bytes_sent=moved_bytes[0],
+        bytes_received=moved_bytes[1],
+        head=done.tip.head,
+        state_digest=done.tip.digest,
+        swarm_tokens=done.tip.state.tokens,
+        reason=_reason(done, left_out, names),
+    )
+
+
+def _outcome(done: Committed, me: str) -> Outcome:
+    plan = done.outcome.plan
+    if me not in plan.members:
+        return Outcome.SKIPPED
+    if len(plan.members) == 1:
+        return Outcome.ALONE
+    return Outcome.COMPLETE if len(done.outcome.included) == len(plan.members) else Outcome.PARTIAL
+
+
+def _reason(done: Committed, left_out: list[str], names: Mapping[str, str]) -> str:
+    if left_out:
+        who = ", ".join(names.get(peer, peer[-6:]) for peer in left_out)
+        return f"Left out, as not all of it arrived in time: {who}."
+    return "" if done.offered else "This node had nothing to give to it."

@@ -1,0 +1,319 @@
+"""From an order to a place in the swarm: found a run, go on with one, or join one. Knows folders, manifests, states.
+
+The main thread; every wait tells the supervisor what is waited for and ends when the worker is asked to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from node.config import Config
+from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.digest import leaf_bounds
+from node.diloco.outer import OuterState, genesis
+from node.errors import DataFolderError, MachineError, PeerError, TransferFailed, UsageError
+from node.link import Start
+from node.manifest import Invite, Manifest, RunConfig, parse_invite, parse_manifest
+from node.status import Phase
+from node.swarm.chain import Outer, Tip
+from node.swarm.faults import faults_from
+from node.swarm.identity import load_identity
+from node.swarm.member import Member, MemberOptions
+from node.swarm.p2pd import DaemonOptions
+from node.swarm.reduce import Grid
+from node.swarm.rendezvous import Quorum
+from node.swarm.rounds import Rules
+from node.swarm.state import Snapshot, most_trusted_digest, tip_of
+from node.swarm.thread import SwarmThread
+from node.training.checkpoint import Checkpoint, CheckpointStore
+from node.training.tensorfile import read_slice
+from node.worker.snapshot import initial_checkpoint, load_proof
+from node.worker.teller import Teller
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_S = 0.1
+RETRY_S = 1.0
+NOBODY_REASON = "No peer answers yet ({problem}); trying on: is the bootstrap peer up, and its port open?"
+
+
+class CheckpointSource:
+    """The newest checkpoint, as joiners are served: in memory its hash tree, on disk its tensors."""
+
+    def __init__(self, store: CheckpointStore, parameters: int) -> None:
+        self._store = store
+        self._parameters = parameters
+        self._newest: Snapshot | None = None
+
+    def publish(self, tip: Tip) -> None:
+        """A checkpoint of this tip is on disk."""
+        self._newest = Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+
+    def newest(self) -> Snapshot | None:
+        return self._newest
+
+    def leaf(self, round: int, index: int) -> bytes:  # noqa: A002
+        path = self._store.outer_file(round)
+        if path is None:
+            raise LookupError(f"no checkpoint of round {round}")
+        per_vector = len(leaf_bounds(self._parameters))
+        which, place = divmod(index, per_vector)
+        start, end = leaf_bounds(self._parameters)[place]
+        return read_slice(path, ("anchor", "momentum")[which], 4 * start, 4 * (end - start))
+
+
+@dataclass(slots=True)
+class Session:
+    """A node's place in a run."""
+
+    manifest: Manifest
+    rules: Rules
+    swarm: SwarmThread
+    store: CheckpointStore
+    source: CheckpointSource
+    tip: Tip | None
+    """None for a relay, which holds no state."""
+    checkpoint: Checkpoint | None
+    """What this node goes on from; None where it starts from a downloaded state."""
+
+
+class Opening:
+    """The steps to a session. `check` raises when the worker is asked to stop."""
+
+    def __init__(self, start: Start, config: Config, teller: Teller, check: Callable[[], None]) -> None:
+        self._start, self._config, self._teller, self._check = start, config, teller, check
+        self._folder = config.node.data_dir
+        self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
+        self._invite = parse_invite(start.join) if start.join else None
+
+    def open(self) -> Session:
+        """Raises NodeError with the mend, or whatever `check` raises."""
+        manifest = self._known_manifest()
+        if manifest is None and self._invite is None:
+            if self._start.mode == "relay":
+                raise UsageError("A relay serves a run: give it one with --join INVITE.")
+            manifest = self._found(self._config.run)
+        run = manifest.hash if manifest else self._invite.manifest_hash if self._invite else ""
+        swarm = SwarmThread(self._member_options(run))
+        self._teller.swarm = swarm
+        swarm.open()
+        try:
+            return self._enter(swarm, manifest)
+        except BaseException:
+            swarm.close(Phase.STOPPED)
+            raise
+
+    def _enter(self, swarm: SwarmThread, manifest: Manifest | None) -> Session:
+        if manifest is None:
+            manifest = self._fetch_manifest(swarm)
+        text = manifest.canonical()
+        swarm.start_call(lambda member: _serve_manifest(member, text)).result(RETRY_S * 5)
+        rules = rules_of(manifest)
+        source = CheckpointSource(self._store, manifest.parameters)
+        session = Session(manifest, rules, swarm, self._store, source, None, None)
+        if self._start.mode == "relay":
+            return session
+        session.checkpoint, session.tip = self._resume(manifest, rules)
+        if session.tip is None:
+            session.tip = self.download(swarm, manifest, rules)
+        else:
+            source.publish(session.tip)
+        return session
+
+    # manifests
+
+    @property
+    def _manifest_file(self) -> Path:
+        return self._folder / "manifest.json"
+
+    def _known_manifest(self) -> Manifest | None:
+        """The run of this data folder. Raises DataFolderError if that is not the run that is to be joined."""
+        try:
+            data = self._manifest_file.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            manifest = Manifest.model_validate_json(data)
+        except ValueError as exc:
+            raise DataFolderError(
+                f"{self._manifest_file} is damaged: restore it, or start with another --data-dir."
+            ) from exc
+        if self._invite is not None and self._invite.manifest_hash != manifest.hash:
+            raise DataFolderError(
+                f"The data folder {self._folder} belongs to another run ({manifest.run.name}, "
+                f"{manifest.hash[:12]}): give this invite a folder of its own with --data-dir."
+            )
+        return manifest
+
+    def _found(self, run: RunConfig) -> Manifest:
+        """A new run: draw the initial parameters, and write them down before anybody hears of it."""
+        from node.training.model import build_model, flatten
+
+        state = genesis(flatten(build_model(run.model, seed=secrets.randbits(63))))
+        draft = Manifest(
+            run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
+        )
+        tip = tip_of(state, draft.hash, None, rules_of(draft), time.monotonic())
+        manifest = draft.model_copy(update={"initial_digest": tip.digest})
+        self._store.save(initial_checkpoint(manifest, tip))
+        _write_whole(self._manifest_file, manifest.canonical())
+        logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
+        return manifest
+
+    def _fetch_manifest(self, swarm: SwarmThread) -> Manifest:
+        """From whoever answers; for ever, as an unreachable swarm may come up later."""
+        assert self._invite is not None
+        while True:
+            problem = swarm.view.problem or "nobody was found"
+            self._teller.enter(Phase.CONNECTING, NOBODY_REASON.format(problem=problem), "no_peers")
+            data = self.wait(swarm.start_call(lambda member: member.fetch_manifest()))
+            if data is not None:
+                manifest = parse_manifest(data, self._invite.manifest_hash)
+                _write_whole(self._manifest_file, data)
+                return manifest
+            self.pause(RETRY_S)
+
+    # states
+
+    def _resume(self, manifest: Manifest, rules: Rules) -> tuple[Checkpoint | None, Tip | None]:
+        checkpoint = self._store.newest()
+        if checkpoint is None:
+            return None, None
+        if checkpoint.manifest_hash != manifest.hash:
+            raise DataFolderError(
+                f"The checkpoints in {self._folder} are of another run than its manifest.json: restore either, "
+                "or start with another --data-dir."
+            )
+        state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
+        try:
+            tip = tip_of(state, checkpoint.head, load_proof(checkpoint), rules, time.monotonic())
+        except PeerError as exc:
+            logger.warning("The checkpoint of round %d is not used: %s.", checkpoint.round, exc)
+            return None, None
+        logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
+        return checkpoint, tip
+
+    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
+        """The swarm's state, however long it takes until somebody serves one."""
+        done = [0.0]
+
+        def progress(ratio: float) -> None:
+            done[0] = ratio
+
+        while True:
+            self._teller.enter(Phase.DOWNLOADING, "Fetching the outer state from the peers.", "downloading")
+            call = swarm.start_call(lambda member: member.download(rules, manifest.parameters, progress))
+            try:
+                tip = self.wait(call, lambda: self._show_progress(done[0]))
+                self._check_tip(swarm, manifest, tip)
+                return tip
+            except TransferFailed as exc:
+                logger.info("The state could not be fetched yet: %s", exc)
+                reason = f"{exc} Trying on; what was verified is asked for again."
+                self._teller.enter(Phase.CONNECTING, reason, "no_state")
+                self.pause(RETRY_S)
+
+    def _show_progress(self, ratio: float) -> None:
+        self._teller.sync = self._teller.sync.model_copy(update={"progress_ratio": round(ratio, 3)})
+
+    def _check_tip(self, swarm: SwarmThread, manifest: Manifest, tip: Tip) -> None:
+        """The state must be the one that most tokens stand behind, where anybody still speaks of its round."""
+        if tip.round == -1:
+            trusted: str | None = manifest.initial_digest
+        else:
+
+            async def votes(member: Member) -> str | None:
+                return most_trusted_digest(member.directory.live()[1:], tip.round)
+
+            trusted = self.wait(swarm.start_call(votes))
+        if trusted is not None and trusted != tip.digest:
+            raise TransferFailed(f"The state after round {tip.round} is not the one that most peers have.")
+
+    # waiting
+
+    def wait(self, future: Future[T], look: Callable[[], None] = lambda: None) -> T:
+        """The future's result; meanwhile the supervisor is told, and orders are obeyed."""
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                look()
+                self._teller.tell()
+                self._check()
+
+    def pause(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            self._teller.tell()
+            self._check()
+            time.sleep(POLL_S)
+
+    def _member_options(self, run: str) -> MemberOptions:
+        config = self._config
+        key = self._folder / "identity.key"
+        identity = load_identity(key)
+        return MemberOptions(
+            run=run,
+            data_dir=self._folder,
+            name=config.node.name or identity.peer_id[-6:],
+            version=_version(),
+            daemon=DaemonOptions(
+                identity_file=key,
+                listen=config.swarm.listen,
+                announce=config.swarm.announce,
+                relay=config.swarm.relay,
+                port_mapping=config.swarm.port_mapping,
+            ),
+            bootstrap=(*config.swarm.bootstrap, *(self._invite.addresses if self._invite else ())),
+            faults=faults_from(os.environ),
+        )
+
+
+def rules_of(manifest: Manifest) -> Rules:
+    run = manifest.run
+    return Rules(
+        run=manifest.hash,
+        grid=Grid(make_codec(run.sync.codec), chunk_bounds(manifest.parameters)),
+        quorum=Quorum(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
+        outer=Outer(run.outer.lr, run.outer.momentum, run.round.inner_steps),
+    )
+
+
+def invite_of(manifest: Manifest, addresses: tuple[str, ...]) -> str:
+    return str(Invite(manifest.hash, addresses)) if addresses else ""
+
+
+async def _serve_manifest(member: Member, text: bytes) -> None:
+    member.serve_manifest(text)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("diloco-node")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing, and on the disk when this returns."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as exc:
+        raise MachineError(f"{path} could not be written ({exc.strerror}): free some space on that disk.") from exc

@@ -1,0 +1,99 @@
+"""What the worker says of itself, and when: phases at once, everything else once a second. Knows no training.
+
+The phase changes in `enter` and nowhere else: it sets the state, tells the swarm and the supervisor together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from node.link import Observed, RoundTold, Told
+from node.status import (
+    DeviceInfo,
+    PeersInfo,
+    Phase,
+    PhaseState,
+    Report,
+    RoundRecord,
+    RunInfo,
+    SyncInfo,
+    TrainingInfo,
+    utc_now,
+)
+from node.swarm.member import View
+from node.swarm.thread import SwarmThread
+from node.worker.channel import Channel
+from node.worker.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+TELL_S = 1.0
+DEVICE_S = 5.0
+
+
+class Teller:
+    """One writer: the main thread."""
+
+    def __init__(self, channel: Channel, ledger: Ledger, describe: Callable[[], tuple[DeviceInfo, ...]]) -> None:
+        self._channel, self._ledger, self._describe = channel, ledger, describe
+        self.swarm: SwarmThread | None = None
+        self.state = PhaseState(since=utc_now())
+        self.run = RunInfo()
+        self.training = TrainingInfo()
+        self.sync = SyncInfo()
+        self._told_at_s = 0.0
+        self._devices: tuple[DeviceInfo, ...] = ()
+        self._devices_at_s = 0.0
+
+    def enter(self, phase: Phase, reason: str, code: str) -> None:
+        """Be in a phase for a reason. Repeating it changes nothing."""
+        if (phase, reason, code) == (self.state.phase, self.state.reason, self.state.code):
+            return
+        since = self.state.since if phase == self.state.phase else utc_now()
+        self.state = PhaseState(phase=phase, reason=reason, code=code, since=since)
+        logger.debug("%s: %s", phase, reason)
+        if self.swarm is not None:
+            self.swarm.say(phase, self.training.tokens_per_second)
+        self.tell(now=True)
+
+    def round_over(self, record: RoundRecord) -> None:
+        self.sync = self.sync.model_copy(update={"last": record})
+        self._channel.send(RoundTold(record=record))
+
+    def tell(self, *, now: bool = False) -> None:
+        """A beat, and a report if one is due."""
+        self._channel.beat()
+        now_s = time.monotonic()
+        if not now and now_s - self._told_at_s < TELL_S:
+            return
+        self._told_at_s = now_s
+        if now_s - self._devices_at_s >= DEVICE_S:
+            self._devices, self._devices_at_s = self._describe(), now_s
+        self._channel.send(Told(report=self._report()))
+        durations = self._ledger.take_durations()
+        if durations:
+            self._channel.send(Observed(seconds=durations))
+
+    @property
+    def view(self) -> View:
+        return self.swarm.view if self.swarm is not None else View()
+
+    def _report(self) -> Report:
+        view = self.view
+        counters = self._ledger.counters(view.sent_bytes, view.received_bytes)
+        return Report(
+            state=self.state,
+            peer_id=view.peer_id,
+            run=self.run.model_copy(update={"swarm_round": max(view.swarm_round, self.run.round)}),
+            training=self.training.model_copy(update={"tokens_total": self._ledger.tokens}),
+            sync=self.sync.model_copy(update={"stage": view.stage}),
+            peers=PeersInfo(connected=view.connected, training=view.training),
+            swarm=view.rows,
+            compute_utilization_ratio=self._ledger.utilization_ratio,
+            reachability=view.reachability,
+            devices=self._devices,
+            contribution=self._ledger.contribution(counters),
+            counters=counters,
+        )

@@ -1,0 +1,139 @@
+"""What a worker does between its start and its end: train, or serve. The composition root of the worker process."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from node.config import Config
+from node.errors import SwarmError
+from node.link import Start
+from node.status import DeviceInfo, Phase
+from node.training.device import Chosen, choose_device, describe
+from node.worker.channel import Channel, ChannelHandler
+from node.worker.ledger import Ledger
+from node.worker.loop import train
+from node.worker.session import Opening, Session, invite_of
+from node.worker.teller import Teller
+from node.worker.trainer import RejoinNeeded, Trainer
+
+logger = logging.getLogger(__name__)
+
+SERVE_POLL_S = 0.2
+
+
+class StopAsked(Exception):
+    """The supervisor wants the worker to end; not an error."""
+
+
+def tame_foreign_logs() -> None:
+    """hivemind writes to stderr in a format of its own; what it warns of goes the way of our own log."""
+    for name in ("hivemind", "asyncio", "filelock", "urllib3"):
+        foreign = logging.getLogger(name)
+        foreign.handlers.clear()
+        foreign.setLevel(logging.WARNING)
+        foreign.propagate = True
+
+
+class Work:
+    """One worker's life, on the main thread."""
+
+    def __init__(self, channel: Channel, start: Start, config: Config, handler: ChannelHandler) -> None:
+        self._channel, self._start, self._config, self._handler = channel, start, config, handler
+        self._chosen: Chosen | None = None
+        self._ledger = Ledger(time.monotonic)
+        self._teller = Teller(channel, self._ledger, self._devices)
+        self._opening = Opening(start, config, self._teller, self._check)
+        self._round_over = False
+
+    def run(self) -> tuple[str, str]:
+        """Until asked to stop, or the run is complete. Returns code and reason of the end; raises NodeError."""
+        self._teller.enter(Phase.STARTING, "Loading.", "starting")
+        if self._start.mode == "train":
+            self._chosen = choose_device(self._config.devices, self._config.limits.cpu_threads)
+        try:
+            session = self._opening.open()
+        except StopAsked:
+            return "stopped", "Stopped as asked."
+        try:
+            if self._start.mode == "train":
+                self._train(session)
+                return "run_complete", f"The run is complete: {session.manifest.run.total_tokens} tokens."
+            self._serve(session)
+        except StopAsked:
+            pass  # Asked and obeyed: what had to be saved is saved.
+        finally:
+            stop = self._channel.stop
+            session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
+        return "stopped", "Stopped as asked."
+
+    def _check(self) -> None:
+        """Raise where an order to stop is to be obeyed now; a drain waits for the round's end."""
+        stop = self._channel.stop
+        if stop is not None and (stop.how != "drain" or self._round_over):
+            raise StopAsked(stop.how)
+
+    def _devices(self) -> tuple[DeviceInfo, ...]:
+        return (describe(self._chosen.device),) if self._chosen is not None else ()
+
+    # training
+
+    def _train(self, session: Session) -> None:
+        from node.training.data import load_corpus
+        from node.training.model import build_model
+
+        assert self._chosen is not None and session.tip is not None
+        run = session.manifest.run
+        self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
+        corpus = load_corpus(run.data)
+        model = build_model(run.model, seed=0)
+        session.swarm.take_part(session.rules, session.tip, session.source)
+        while True:
+            trainer = Trainer(
+                self._config, session, model, corpus, self._chosen, self._teller, self._ledger, self._check
+            )
+            try:
+                self._align(session, trainer)
+                train(trainer, self._after_round)
+                trainer.save()
+                return
+            except RejoinNeeded:
+                self._rejoin(session)
+            except (StopAsked, SwarmError):
+                trainer.save()
+                raise
+
+    def _align(self, session: Session, trainer: Trainer) -> None:
+        """Come to the head, and to the age, of the round that the others are in."""
+        tip = self._opening.wait(session.swarm.start_call(lambda member: member.align()))
+        trainer.obey_all_mail()
+        trainer.take_age(tip, fresh=session.checkpoint is None)
+
+    def _rejoin(self, session: Session) -> None:
+        """This node's line of rounds leads nowhere: take the state of the others, and say so."""
+        logger.warning("This node's rounds are not those that most tokens stand behind: fetching the state again.")
+        self._ledger.digest_mismatches += 1
+        session.checkpoint = None
+        session.tip = self._opening.download(session.swarm, session.manifest, session.rules)
+        session.swarm.restart_at(session.tip)
+
+    def _after_round(self) -> None:
+        stop = self._channel.stop
+        self._round_over = stop is not None and stop.how == "drain"
+        self._check()
+
+    # serving
+
+    def _serve(self, session: Session) -> None:
+        """Bootstrap, relay, and serve the state from disk, without model and without GPU."""
+        if self._start.mode == "relay":
+            self._teller.enter(Phase.TRAINING, "Relaying for the run; this node does not train.", "relay")
+        else:
+            self._teller.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
+            session.swarm.serve(session.tip, session.source)
+        while True:
+            addresses = session.swarm.view.addresses
+            self._teller.run = self._teller.run.model_copy(
+                update={"manifest_hash": session.manifest.hash, "invite": invite_of(session.manifest, addresses)}
+            )
+            self._opening.pause(SERVE_POLL_S)

@@ -1,0 +1,82 @@
+"""A small node behind the real application, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+
+from node.api.app import build_app
+from node.api.auth import Keys
+from node.api.metrics import Build, Metrics
+from node.api.routes import Served
+from node.api.seam import ActionName, NotAllowed, PauseOrder, View
+from node.config import Config
+from node.daemon.board import Board
+from node.status import NodeInfo, Phase, PhaseState, Status
+
+TOKEN = "t" * 43
+BASE = "http://127.0.0.1:8080"
+
+
+@dataclass
+class StillNode:
+    """A node that does nothing but remember; its board is the real one."""
+
+    board: Board
+    alive: bool = True
+    acted: list[tuple[ActionName, PauseOrder]] = field(default_factory=list)
+    refuse: bool = False
+    metrics: Metrics = field(init=False)
+    keys: Keys = field(init=False)
+
+    def view(self) -> View:
+        return self.board.view(alive=self.alive)
+
+    def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
+        return self.board.subscribe()
+
+    def act(self, action: ActionName, order: PauseOrder) -> Phase:
+        if self.refuse:
+            raise NotAllowed("The node is leaving.")
+        self.acted.append((action, order))
+        return Phase.PAUSED
+
+
+@pytest.fixture
+def still_node() -> StillNode:
+    node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
+    node.metrics = Metrics(
+        Build("1.2", "abc", "2.13", "1.1"), node.view, disk_used_bytes=lambda: {"cache": 3}, clock=time.monotonic
+    )
+    node.keys = Keys(TOKEN, time.monotonic)
+    return node
+
+
+@pytest.fixture
+def app(still_node: StillNode) -> ASGIApp:
+    config = Config.model_validate({"api": {"allowed_hosts": ["node.example"]}})
+    origins = {"api.allowed_hosts": "file"}
+    build = Build("1.2", "abc", "2.13", "1.1")
+    return build_app(Served(still_node, still_node.metrics, still_node.keys, config, origins, build))
+
+
+ClientMaker = Callable[..., httpx.AsyncClient]
+
+
+@pytest.fixture
+def client(app: ASGIApp) -> ClientMaker:
+    """Makes clients: `client()` carries the token, `client(token=None)` nothing."""
+
+    def make(token: str | None = TOKEN, address: str = "127.0.0.1") -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 1))
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        return httpx.AsyncClient(transport=transport, base_url=BASE, headers=headers, timeout=5)
+
+    return make

@@ -1,0 +1,113 @@
+"""Helpers that start `node_main.py` as a process, talk to it over its real port, and end it by its own id."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20.0
+
+
+def wait_for(what: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
+    """The first true value of `what`; fails after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain"
+        time.sleep(0.03)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Daemon:
+    """A supervisor under test. Use as a context manager."""
+
+    def __init__(self, data_dir: Path, act: str = "work", **timings: object) -> None:
+        self.data_dir = data_dir
+        self.client: httpx.Client | None = None
+        command = [sys.executable, str(Path(__file__).with_name("node_main.py")), str(data_dir), act]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(timings)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.client is not None:
+            self.client.close()
+        self.process.kill()
+        self.process.communicate()
+
+    def ready(self) -> Daemon:
+        wait_for((self.data_dir / "api.json").exists)
+        address = json.loads((self.data_dir / "api.json").read_text())
+        assert address["pid"] == self.process.pid
+        token = (self.data_dir / "api-token").read_text().strip()
+        self.client = httpx.Client(
+            base_url=address["url"], headers={"Authorization": f"Bearer {token}"}, timeout=5, trust_env=False
+        )
+        return self
+
+    @property
+    def http(self) -> httpx.Client:
+        assert self.client is not None, "call ready() first"
+        return self.client
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.http.get("/api/v1/status").json())
+
+    def code(self, path: str) -> int:
+        return self.http.get(path).status_code
+
+    def act(self, action: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        return self.http.post(f"/api/v1/actions/{action}", json=body or {})
+
+    def until_phase(self, phase: str, code: str | None = None) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            status = self.status()
+            return status if status["phase"] == phase and code in (None, status["code"]) else None
+
+        return dict(wait_for(there))
+
+    def worker_pid(self, other_than: int = 0) -> int:
+        """Of the worker that reports now; the scripted one tells it as peer id."""
+
+        def there() -> int:
+            pid = int(self.status()["node"]["peer_id"].removeprefix("fake-") or 0)
+            return pid if pid != other_than else 0
+
+        return int(wait_for(there))
+
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str, float]:
+        """Exit code, stdout, stderr, seconds."""
+        began_s = time.monotonic()
+        self.process.send_signal(number)
+        return *self.end(), time.monotonic() - began_s
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err

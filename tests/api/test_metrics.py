@@ -1,0 +1,143 @@
+"""The Prometheus names, types and labels are a promise; this is its text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from node.status import (
+    FAILURE_REASONS,
+    REACHABILITIES,
+    REJECT_REASONS,
+    TRANSPORTS,
+    Activity,
+    Channel,
+    Counters,
+    DeviceInfo,
+    Outcome,
+    Phase,
+    PhaseState,
+    Report,
+    Stage,
+)
+from tests.api.conftest import StillNode
+
+PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "build_info": ("gauge", {}),
+    "node_phase": ("gauge", {"phase": tuple(Phase)}),
+    "activity_seconds_total": ("counter", {"activity": tuple(Activity)}),
+    "compute_utilization_ratio": ("gauge", {}),
+    "tokens_processed_total": ("counter", {}),
+    "inner_steps_total": ("counter", {}),
+    "inner_step_duration_seconds": ("histogram", {}),
+    "training_loss": ("gauge", {}),
+    "evaluation_loss": ("gauge", {}),
+    "learning_rate": ("gauge", {}),
+    "local_round": ("gauge", {}),
+    "swarm_round": ("gauge", {}),
+    "swarm_tokens": ("gauge", {}),
+    "sync_rounds_total": ("counter", {"result": tuple(Outcome)}),
+    "sync_failures_total": ("counter", {"reason": FAILURE_REASONS}),
+    "sync_duration_seconds": ("histogram", {"stage": tuple(Stage)}),
+    "sync_blocked_seconds": ("histogram", {"stage": tuple(Stage)}),
+    "last_sync_timestamp_seconds": ("gauge", {}),
+    "peers": ("gauge", {"transport": TRANSPORTS}),
+    "swarm_peers": ("gauge", {}),
+    "round_members": ("gauge", {}),
+    "contribution_carried_total": ("counter", {}),
+    "digest_mismatch_total": ("counter", {}),
+    "peer_rejected_total": ("counter", {"reason": REJECT_REASONS}),
+    "reachability": ("gauge", {"status": REACHABILITIES}),
+    "network_sent_bytes_total": ("counter", {"channel": tuple(Channel)}),
+    "network_received_bytes_total": ("counter", {"channel": tuple(Channel)}),
+    "disk_used_bytes": ("gauge", {"kind": ("cache",)}),
+    "log_messages_total": ("counter", {"level": ("debug", "info", "warning", "error")}),
+}
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def scrape(node: StillNode) -> tuple[dict[str, str], dict[Key, float]]:
+    """(family name -> type), (sample -> value), without the prefix."""
+    types: dict[str, str] = {}
+    samples: dict[Key, float] = {}
+    for family in text_string_to_metric_families(node.metrics.page().decode()):
+        assert family.name.startswith("diloco_")
+        name = family.name.removeprefix("diloco_") + ("_total" if family.type == "counter" else "")
+        types[name] = family.type
+        for sample in family.samples:
+            key = (sample.name.removeprefix("diloco_"), tuple(sorted(sample.labels.items())))
+            assert key not in samples
+            samples[key] = sample.value
+    return types, samples
+
+
+def test_all_series_exist_from_the_start(still_node: StillNode) -> None:
+    types, samples = scrape(still_node)
+    families = {name: kind for name, (kind, _) in PROMISED.items()}
+    assert {name: kind for name, kind in types.items() if not name.startswith("gpu_")} == families
+    for name, (kind, labels) in PROMISED.items():
+        sample = name + "_count" if kind == "histogram" else name
+        for label, values in labels.items():
+            found = {dict(key)[label] for n, key in samples if n == sample}
+            assert found == {str(value) for value in values}, name
+        if kind == "counter":
+            assert all(value == 0 for (n, _), value in samples.items() if n == name)
+    assert not any(name.startswith("gpu_") for name, _ in samples)
+    build = (("hivemind", "1.1"), ("revision", "abc"), ("torch", "2.13"), ("version", "1.2"))
+    assert samples[("build_info", build)] == 1
+    assert math.isnan(samples[("training_loss", ())])
+
+
+def test_gauges_follow_the_status(still_node: StillNode) -> None:
+    gpu = DeviceInfo(kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, energy_joules=9.0)
+    still_node.board.told(
+        Report(
+            state=PhaseState(phase=Phase.SYNCING),
+            devices=(DeviceInfo(kind="cpu", name="c"), gpu),
+            reachability="relay",
+        )
+    )
+    still_node.board.decide(None)
+    _, samples = scrape(still_node)
+    assert samples[("node_phase", (("phase", "syncing"),))] == 1
+    assert sum(value for (name, _), value in samples.items() if name == "node_phase") == 1
+    assert samples[("gpu_memory_used_bytes", (("gpu", "0"),))] == 7
+    assert samples[("gpu_energy_joules_total", (("gpu", "0"),))] == 9
+    assert ("gpu_temperature_celsius", (("gpu", "0"),)) not in samples
+    assert samples[("reachability", (("status", "relay"),))] == 1
+
+
+def test_counters_never_fall_over_workers(still_node: StillNode) -> None:
+    def told(steps: int, rejected: dict[str, int] | None = None) -> float:
+        still_node.metrics.told(Counters(inner_steps=steps, peers_rejected=rejected or {}))
+        return scrape(still_node)[1][("inner_steps_total", ())]
+
+    assert told(100) == 100
+    assert told(150) == 150
+    # The next worker starts from its checkpoint: 20 steps are done twice, and count twice.
+    assert told(130) == 150
+    assert told(150) == 170
+    # One that has not read its checkpoint yet tells nothing.
+    still_node.metrics.told(Counters())
+    assert told(160) == 180
+
+
+def test_unknown_reasons_join_the_general_one(still_node: StillNode) -> None:
+    still_node.metrics.told(Counters(sync_failures={"cosmic": 2, "timeout": 1}, last_sync_at_s=5.0))
+    _, samples = scrape(still_node)
+    assert samples[("sync_failures_total", (("reason", "round_failed"),))] == 2
+    assert samples[("sync_failures_total", (("reason", "timeout"),))] == 1
+    assert samples[("last_sync_timestamp_seconds", ())] == 5
+
+
+def test_histograms_take_each_duration(still_node: StillNode, caplog: pytest.LogCaptureFixture) -> None:
+    still_node.metrics.observe({"inner_step": [0.02, 0.2], "sync.reduce": [3.0], "blocked.apply": [1.0], "sync.x": [1]})
+    _, samples = scrape(still_node)
+    assert samples[("inner_step_duration_seconds_count", ())] == 2
+    assert samples[("inner_step_duration_seconds_sum", ())] == pytest.approx(0.22)
+    assert samples[("sync_duration_seconds_sum", (("stage", "reduce"),))] == 3
+    assert samples[("sync_blocked_seconds_count", (("stage", "apply"),))] == 1
+    assert "sync.x" in caplog.text

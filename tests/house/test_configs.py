@@ -1,0 +1,87 @@
+"""The shipped configuration files: all parse, and node.toml documents every key with its true default."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from node.config import Config
+from node.settings import load, value_of
+from node.sources import known_keys, preset_names, presets_folder
+
+ROOT = Path(__file__).parents[2]
+NODE_TOML = ROOT / "configs" / "node.toml"
+
+
+def with_keys_turned_on() -> str:
+    """node.toml as it would be if every key in it held."""
+    return re.sub(r"^#(?=[a-z0-9_]+ = )", "", NODE_TOML.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def keys_of(table: dict[str, object], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in table.items():
+        found += keys_of(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return found
+
+
+def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    kinds = [field.annotation for field in model.model_fields.values()]
+    return [model, *(s for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel) for s in sections(kind))]
+
+
+def test_every_key_has_a_docstring() -> None:
+    assert [key for key, known in known_keys().items() if not known.doc] == []
+    assert [section.__name__ for section in sections(Config) if not section.__doc__] == []
+
+
+def test_node_toml_has_every_key_and_no_other() -> None:
+    found = keys_of(tomllib.loads(with_keys_turned_on()))
+    assert sorted(found) == sorted(known_keys()), "configs/node.toml and the classes of node.config differ"
+
+
+def test_node_toml_tells_each_key_s_meaning() -> None:
+    prose = " ".join(line.lstrip("# ") for line in NODE_TOML.read_text(encoding="utf-8").splitlines())
+    missing = {key: doc for key, known in known_keys().items() if (doc := " ".join(known.doc.split())) not in prose}
+    assert missing == {}
+
+
+def test_node_toml_s_values_are_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(with_keys_turned_on(), encoding="utf-8")
+    loaded = load(file=file, environ={"HOME": "/home/somebody"}, flags=[])
+    for key, known in known_keys().items():
+        expected = Path("/home/somebody/.local/share/diloco-node") if key == "node.data_dir" else known.default
+        assert value_of(loaded, key) == expected, key
+
+
+def test_node_toml_as_shipped_changes_nothing() -> None:
+    shipped = load(file=NODE_TOML, environ={}, flags=[])
+    assert shipped == load(file=None, environ={}, flags=[])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
+def test_every_shipped_file_parses(name: str) -> None:
+    path = presets_folder() / name
+    assert path.samefile(ROOT / "configs" / name)
+    if path.stem in preset_names():
+        loaded = load(file=None, environ={}, flags=["--run.preset", path.stem])
+        assert loaded.preset == path.stem
+        assert f"preset {path.stem}" in loaded.origins.values()
+    else:
+        load(file=path, environ={}, flags=[])
+
+
+def test_the_presets_the_interface_names_are_there() -> None:
+    assert "builtin" in preset_names()
+
+
+def test_configuration_survives_json() -> None:
+    """As it travels to the worker."""
+    config = load(file=None, environ={}, flags=["--swarm.bootstrap", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]).config
+    assert Config.model_validate(json.loads(config.model_dump_json())) == config

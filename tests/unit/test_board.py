@@ -1,0 +1,92 @@
+"""The board: who has the word about the phase, and what listeners get."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from node.daemon.board import LOGS_KEPT, ROUNDS_KEPT, Board, BoardHandler
+from node.status import NodeInfo, Outcome, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
+
+TRAINING = PhaseState(phase=Phase.TRAINING, code="training", reason="Trains.", since="2026-01-01T00:00:00Z")
+PAUSED = PhaseState(phase=Phase.PAUSED, code="paused", reason="Paused.", since="2026-01-02T00:00:00Z")
+
+
+def make_board(heard: list[Status] | None = None) -> Board:
+    on_status = heard.append if heard is not None else None
+    return Board(NodeInfo(version="1"), {"cpu_threads": 2}, state=PhaseState(), on_status=on_status)
+
+
+def test_supervisor_has_the_word_over_the_worker() -> None:
+    board = make_board()
+    board.told(Report(state=TRAINING))
+    assert board.status.phase is Phase.STARTING
+    board.decide(None)
+    assert (board.status.phase, board.status.since) == (Phase.TRAINING, TRAINING.since)
+    board.decide(PAUSED)
+    board.told(Report(state=TRAINING, run=RunInfo(round=3)))
+    assert (board.status.phase, board.status.code, board.status.run.round) == (Phase.PAUSED, "paused", 3)
+
+
+def test_listener_hears_changes_only() -> None:
+    heard: list[Status] = []
+    board = make_board(heard)
+    board.decide(None)
+    assert heard == []
+    board.told(Report(state=TRAINING))
+    board.told(Report(state=TRAINING))
+    assert [status.phase for status in heard] == [Phase.TRAINING]
+
+
+def test_name_is_a_short_form_of_the_peer_id_unless_given() -> None:
+    board = make_board()
+    board.told(Report(peer_id="Qm123456789"))
+    assert board.status.node.name == "23456789"
+
+
+def test_slow_reader_gets_the_newest_and_then_the_end() -> None:
+    async def main() -> None:
+        board = make_board()
+        with board.subscribe() as queue:
+            first = queue.get_nowait()
+            assert first is not None and first.phase is Phase.STARTING
+            for number in range(5):
+                board.told(Report(run=RunInfo(round=number)))
+            newest = queue.get_nowait()
+            assert newest is not None and newest.run.round == 4
+            assert queue.empty()
+            board.close()
+            assert queue.get_nowait() is None
+            board.told(Report(run=RunInfo(round=9)))
+            assert queue.empty()
+        with board.subscribe() as late:
+            assert late.get_nowait() is None
+
+    asyncio.run(main())
+
+
+def test_rounds_and_logs_are_bounded() -> None:
+    board = make_board()
+    for number in range(ROUNDS_KEPT + 5):
+        board.add_round(RoundRecord(round=number, outcome=Outcome.ALONE))
+    record = logging.LogRecord("node.x", logging.WARNING, "", 0, "number %d", (7,), None)
+    for _ in range(LOGS_KEPT + 5):
+        board.add_log(record)
+    view = board.view(alive=True)
+    assert [r.round for r in view.rounds[:2]] == [ROUNDS_KEPT + 4, ROUNDS_KEPT + 3]
+    assert (len(view.rounds), len(view.logs)) == (ROUNDS_KEPT, LOGS_KEPT)
+    assert (view.logs[-1].id, view.logs[-1].message) == (LOGS_KEPT + 5, "number 7")
+    assert view.log_counts == {"debug": 0, "info": 0, "warning": LOGS_KEPT + 5, "error": 0}
+
+
+def test_handler_keeps_round_and_traceback() -> None:
+    board = make_board()
+    log = logging.Logger("node.test")
+    log.addHandler(BoardHandler(board))
+    try:
+        raise RuntimeError("out of cheese")
+    except RuntimeError:
+        log.critical("failed", exc_info=True, extra={"round": 5})
+    line = board.view(alive=True).logs[0]
+    assert (line.level, line.round) == ("error", 5)
+    assert "out of cheese" in line.message

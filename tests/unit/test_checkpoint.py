@@ -1,0 +1,324 @@
+"""Checkpoints: what was saved comes back; what is damaged never does; a full disk costs nothing that was there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from node.errors import MachineError
+from node.training.checkpoint import LOCAL, META, OUTER, Checkpoint, CheckpointStore
+from node.training.tensorfile import read_slice, read_tensors, write_tensors
+
+P = 5000
+
+
+def checkpoint(round: int = 12, parameters: int = P) -> Checkpoint:
+    generator = torch.Generator().manual_seed(round + 100)
+
+    def draw() -> Tensor:
+        return torch.randn(parameters, generator=generator)
+
+    return Checkpoint(
+        manifest_hash="ab" * 32, head="cd" * 32, round=round, tokens=10**12, state_digest="ef" * 32,
+        leaves=("01" * 32, "23" * 32), anchor=draw(), momentum=draw(), local=draw(),
+        optimizer={"exp_avg": draw(), "step": torch.tensor([7.0])}, inner_step=3, data_round=13, data_position=2048,
+        contribution={"tokens_total": 5}, records=[{"round": 11, "members": ["a"]}],
+        other={"carried": draw(), "counts": torch.arange(4), "halves": draw().bfloat16(), "none": torch.empty(0)},
+        extra={"words": "grün", "numbers": [1, 2.5, None]},
+    )  # fmt: skip
+
+
+def same(a: Checkpoint | None, b: Checkpoint) -> bool:
+    assert a is not None
+    for name in Checkpoint.__dataclass_fields__:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(y, Tensor):
+            assert torch.equal(x, y), name
+        elif isinstance(y, dict) and name in ("optimizer", "other"):
+            assert list(x) == list(y)
+            assert all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in y), name
+        else:
+            assert x == y, name
+    return True
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize("round", [-1, 0, 12, 123_456_789])
+def test_what_was_saved_comes_back(tmp_path: Path, round: int) -> None:
+    path = CheckpointStore(tmp_path / "checkpoints", keep=2).save(checkpoint(round))
+    assert path == tmp_path / "checkpoints" / f"round-{round:08d}"
+    assert same(CheckpointStore(tmp_path / "checkpoints", keep=2).newest(), checkpoint(round))
+    assert names(path) == [LOCAL, META, OUTER]
+
+
+def test_a_node_without_parameters_of_its_own(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    bare = replace(checkpoint(), local=None, optimizer={}, other={})
+    store.save(bare)
+    assert same(store.newest(), bare)
+
+
+def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "nowhere", keep=2)
+    assert store.newest() is None
+    assert store.rounds() == []
+    assert not store.has_round(0)
+
+
+def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path, keep=2).save(checkpoint())
+    outer, local = load_file(path / OUTER), load_file(path / LOCAL)
+    assert torch.equal(outer["momentum"], checkpoint().momentum)
+    assert set(outer) == {"anchor", "momentum"}
+    assert torch.equal(local["other.halves"], checkpoint().other["halves"])
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for round in (-1, 3, 4, 100_000_000):
+        store.save(checkpoint(round))
+    assert names(tmp_path) == ["round-00000004", "round-100000000"]
+    assert store.rounds() == [100_000_000, 4]
+    assert store.has_round(4)
+    assert not store.has_round(3)
+
+
+def test_the_same_round_is_replaced(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint())
+    store.save(replace(checkpoint(), inner_step=99))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.inner_step == 99
+    assert names(tmp_path) == ["round-00000012"]
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(11))
+    store.save(checkpoint(12)).rename(tmp_path / "replaced-round-00000012")
+    assert same(store.newest(), checkpoint(12))
+    assert store.has_round(12)
+    store.save(checkpoint(12))
+    assert names(tmp_path) == ["round-00000011", "round-00000012"]
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "outer cut short": lambda p: os.truncate(p / OUTER, 1000),
+    "outer empty": lambda p: os.truncate(p / OUTER, 0),
+    "local cut by a byte": lambda p: os.truncate(p / LOCAL, (p / LOCAL).stat().st_size - 1),
+    "outer longer": lambda p: (p / OUTER).write_bytes((p / OUTER).read_bytes() + b"x"),
+    "byte of the anchor": lambda p: _flip(p / OUTER, 5000),
+    "last byte of local": lambda p: _flip(p / LOCAL, -1),
+    "header's length": lambda p: _flip(p / OUTER, 6),
+    "header's text": lambda p: _flip(p / OUTER, 10),
+    "header's space": lambda p: _flip(p / LOCAL, 9),
+    "no outer": lambda p: (p / OUTER).unlink(),
+    "no meta": lambda p: (p / META).unlink(),
+    "meta is not JSON": lambda p: (p / META).write_text('{"format": 1,'),
+    "meta is not UTF-8": lambda p: (p / META).write_bytes(b"\xff\xfe"),
+    "meta is another thing": lambda p: (p / META).write_text("[1, 2]"),
+    "meta of another version": lambda p: (p / META).write_text('{"format": 2}'),
+    "a number in meta": lambda p: (p / META).write_text(
+        (p / META).read_text().replace("1000000000000", "1000000000001")
+    ),
+    "a file is a folder": lambda p: ((p / OUTER).unlink(), (p / OUTER).mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(11))
+    DAMAGES[damage](store.save(checkpoint(12)))
+    with caplog.at_level(logging.WARNING):
+        assert same(store.newest(), checkpoint(11))
+    assert names(tmp_path) == ["damaged-round-00000012", "round-00000011"]
+    assert len(caplog.records) == 1
+    assert "set aside" in caplog.text
+    store.save(checkpoint(12))
+    assert same(store.newest(), checkpoint(12))
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    small = replace(checkpoint(parameters=8), optimizer={}, other={})
+    path = store.save(small)
+    for name in (OUTER, LOCAL, META):
+        data = (path / name).read_bytes()
+        for at in range(0, len(data), 3):
+            _flip(path / name, at)
+            found = store.newest()
+            # A bit in the white space of the JSON may change nothing; nothing wrong may ever be read.
+            assert found is None or same(found, small), (name, at)
+            if found is None:
+                (tmp_path / f"damaged-{path.name}").rename(path)
+            (path / name).write_bytes(data)
+    assert same(store.newest(), small)
+
+
+def test_only_one_damaged_one_stays_on_the_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for round in (1, 2, 3):
+        (store.save(checkpoint(round)) / META).unlink()
+    assert store.newest() is None
+    assert len(names(tmp_path)) == 1
+
+
+def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / ".writing-round-00000011").mkdir()
+    (tmp_path / ".writing-round-00000011" / OUTER).write_bytes(b"half")
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.newest() is None
+    store.save(checkpoint(12))
+    assert names(tmp_path) == ["round-00000012"]
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from node.training.checkpoint import Checkpoint, CheckpointStore\n"
+        "store = CheckpointStore(Path(sys.argv[1]), keep=2)\n"
+        "for i in range(10**6):\n"
+        "    v = torch.full((200_000,), float(i))\n"
+        "    store.save(Checkpoint('', '', i // 3, i, '', (), v, v, local=v)); print(i, flush=True)\n"
+    )
+    for pause_s in (0.0, 0.003, 0.011):
+        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _ in range(4):
+            said = int(child.stdout.readline())
+        time.sleep(pause_s)
+        child.send_signal(signal.SIGKILL)
+        said = max([said, *map(int, child.stdout.read().split())])
+        child.stdout.close()
+        child.wait(timeout=10)
+        newest = CheckpointStore(tmp_path, keep=2).newest()
+        assert newest is not None
+        assert newest.tokens in (said, said + 1)
+        assert torch.equal(newest.anchor, torch.full((200_000,), float(newest.tokens)))
+        assert not list(tmp_path.glob("damaged-*"))
+        shutil.rmtree(tmp_path)
+
+
+def test_slices_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint())
+    path = store.outer_file(12)
+    assert path is not None
+    for name, tensor in (("anchor", checkpoint().anchor), ("momentum", checkpoint().momentum)):
+        whole = tensor.numpy().tobytes()
+        for start, length in ((0, 4 * P), (0, 0), (17, 1000), (4 * P - 1, 1), (4 * P, 0)):
+            assert read_slice(path, name, start, length) == whole[start : start + length]
+        for start, length in ((0, 4 * P + 1), (-1, 2), (4 * P, 1), (5, -1)):
+            with pytest.raises(ValueError, match="not all among them"):
+                read_slice(path, name, start, length)
+    with pytest.raises(ValueError, match="ask for one of anchor, momentum"):
+        read_slice(path, "local", 0, 1)
+    assert store.outer_file(11) is None
+
+
+def test_a_tensor_file_with_a_lying_header_is_refused(tmp_path: Path) -> None:
+    facts = write_tensors(tmp_path / "x", {"a": torch.zeros(4)})
+    data = (tmp_path / "x").read_bytes().replace(b"[4]", b"[5]")
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        read_tensors(tmp_path / "x", facts)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        read_slice(tmp_path / "x", "a", 0, 4)
+
+
+def test_tensors_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    facts = write_tensors(tmp_path / "x", {"a": tensor})
+    assert torch.equal(read_tensors(tmp_path / "x", facts)["a"], tensor)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """1 MiB of real file system."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=10, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+def test_a_full_disk_is_said_and_costs_nothing(tiny_disk: Path) -> None:
+    store = CheckpointStore(tiny_disk / "checkpoints", keep=2)
+    store.save(checkpoint(11))
+    large = checkpoint(12, parameters=100_000)
+    with pytest.raises(MachineError) as caught:
+        store.save(large)
+    assert caught.value.exit_code == 3
+    assert caught.value.code == "disk_full"
+    message = str(caught.value)
+    for part in ("needs 2.1 MiB", "0.9 MiB are free", "older checkpoint is kept", "free some space"):
+        assert part in message
+    assert names(tiny_disk / "checkpoints") == ["round-00000011"]
+    assert same(store.newest(), checkpoint(11))
+    store.save(checkpoint(12))
+    assert same(store.newest(), checkpoint(12))
+
+
+def test_a_full_disk_while_the_same_round_is_replaced(tiny_disk: Path) -> None:
+    store = CheckpointStore(tiny_disk, keep=1)
+    store.save(checkpoint(12))
+    with pytest.raises(MachineError, match="full"):
+        store.save(checkpoint(12, parameters=100_000))
+    assert same(store.newest(), checkpoint(12))
+
+
+def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(11))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(MachineError, match="older checkpoint is kept") as caught:
+            store.save(checkpoint(12))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.code == "disk_full"
+    assert names(tmp_path) == ["round-00000011"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="could not be written") as caught:
+        CheckpointStore(tmp_path / "file" / "checkpoints", keep=2).save(checkpoint())
+    assert caught.value.exit_code == 3
+
+
+def test_meta_is_readable_json(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path, keep=2).save(checkpoint())
+    body = json.loads((path / META).read_text())["body"]
+    assert body["round"] == 12
+    assert body["records"] == [{"round": 11, "members": ["a"]}]
+    assert body["files"][OUTER]["bytes"] == (path / OUTER).stat().st_size

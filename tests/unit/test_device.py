@@ -1,0 +1,90 @@
+"""The device: asked for and missing is said with the mend; figures are real or None."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from node.config import DevicesConfig
+from node.errors import MachineError
+from node.training.device import _quota_cores, choose_device, describe, usable_cores
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_cpu_computes_in_fp32_unless_asked() -> None:
+    chosen = choose_device(DevicesConfig(device="cpu"), 1)
+    assert (chosen.device.type, chosen.precision) == ("cpu", "fp32")
+    assert chosen.name
+    assert choose_device(DevicesConfig(device="cpu", precision="bf16"), 1).precision == "bf16"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_said_with_the_mend() -> None:
+    assert choose_device(DevicesConfig(), 1).device.type == "cpu"
+    with pytest.raises(MachineError, match=r"devices\.device to auto or cpu") as caught:
+        choose_device(DevicesConfig(device="cuda"), 1)
+    assert caught.value.exit_code == 3
+    assert caught.value.code == "no_gpu"
+
+
+def test_threads_are_as_asked_and_never_more_than_cores() -> None:
+    choose_device(DevicesConfig(device="cpu"), 1)
+    assert torch.get_num_threads() == 1
+    choose_device(DevicesConfig(device="cpu"), 0)
+    assert torch.get_num_threads() == usable_cores()
+    choose_device(DevicesConfig(device="cpu"), 10_000)
+    assert torch.get_num_threads() == usable_cores()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_cores_follow_the_affinity() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("", None)]
+)
+def test_a_containers_quota_is_read(tmp_path: Path, text: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert _quota_cores(tmp_path / "cpu.max") == cores
+    assert _quota_cores(tmp_path / "nowhere") is None
+
+
+def test_a_cpu_describes_itself() -> None:
+    info = describe(torch.device("cpu"))
+    assert info.kind == "cpu"
+    assert info.name
+    assert info.utilization_ratio is not None
+    assert 0 <= info.utilization_ratio <= 1
+    assert info.memory_used_bytes is not None
+    assert info.memory_size_bytes == psutil.virtual_memory().total
+    assert 10 * 2**20 < info.memory_used_bytes < info.memory_size_bytes
+    assert info.temperature_celsius is None
+    assert info.energy_joules is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_chosen_and_describes_itself() -> None:
+    chosen = choose_device(DevicesConfig(), 1)
+    assert chosen.device.type == "cuda"
+    info = describe(chosen.device)
+    assert info.kind == "cuda"
+    assert info.memory_used_bytes is not None
+    assert info.memory_size_bytes is not None
+    assert 0 < info.memory_used_bytes <= info.memory_size_bytes

@@ -1,0 +1,100 @@
+"""The digest: every bit counts, and each leaf can be checked alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+
+import pytest
+import torch
+
+from node.diloco.digest import (
+    LEAF_BYTES,
+    LEAF_ELEMENTS,
+    leaf_bounds,
+    leaf_hash,
+    leaf_hashes,
+    root_digest,
+    state_digest,
+)
+from node.diloco.outer import OuterState
+
+GOLDEN = "bd7e4d7065a4d325f81e5f4d037330b59420f29282a00e4b32ee3e14ee98daa2"
+
+
+def state_of(n: int) -> OuterState:
+    generator = torch.Generator().manual_seed(n)
+    anchor, momentum = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
+    return OuterState(anchor=anchor, momentum=momentum, round=7, tokens=123_456)
+
+
+def flipped(x: torch.Tensor, element: int, bit: int) -> torch.Tensor:
+    values = x.clone()
+    values.numpy().view("uint32")[element] ^= 1 << bit
+    return values
+
+
+def test_it_is_the_hash_that_the_docstring_tells() -> None:
+    state = state_of(3)
+    leaves = [
+        hashlib.blake2b(x.numpy().astype("<f4").tobytes(), digest_size=32, person=b"diloco-leaf").digest()
+        for x in (state.anchor, state.momentum)
+    ]
+    header = struct.pack("<qQQ", 7, 123_456, 3)
+    root = hashlib.blake2b(header + b"".join(leaves), digest_size=32, person=b"diloco-state").hexdigest()
+    assert leaf_hashes(state) == leaves
+    assert state_digest(state) == root
+    assert len(root) == 64
+
+
+def test_it_never_changes_from_one_version_to_the_next() -> None:
+    state = OuterState(anchor=torch.arange(5.0), momentum=torch.zeros(5), round=-1, tokens=0)
+    assert state_digest(state) == GOLDEN
+
+
+@pytest.mark.parametrize("element", [0, 1, 998, 999])
+def test_every_bit_counts(element: int) -> None:
+    state = state_of(1000)
+    seen = {state_digest(state)}
+    for bit in range(32):
+        seen.add(state_digest(dataclasses.replace(state, anchor=flipped(state.anchor, element, bit))))
+        seen.add(state_digest(dataclasses.replace(state, momentum=flipped(state.momentum, element, bit))))
+    assert len(seen) == 65
+
+
+def test_round_tokens_length_and_places_count() -> None:
+    state = state_of(1000)
+    others = [
+        dataclasses.replace(state, round=8),
+        dataclasses.replace(state, tokens=123_457),
+        OuterState(anchor=state.momentum, momentum=state.anchor, round=7, tokens=123_456),
+        OuterState(anchor=state.anchor[:-1], momentum=state.momentum[:-1], round=7, tokens=123_456),
+        dataclasses.replace(state, anchor=state.anchor.roll(1)),
+    ]
+    assert len({state_digest(s) for s in [state, *others]}) == 6
+
+
+def test_leaves_cover_the_vectors_and_never_straddle_them() -> None:
+    parameters = 4 * LEAF_ELEMENTS + 3
+    state = state_of(parameters)
+    leaves, bounds = leaf_hashes(state), leaf_bounds(parameters)
+    assert len(leaves) == 2 * len(bounds) == 10
+    assert [end - start for start, end in bounds] == [LEAF_ELEMENTS] * 4 + [3]
+    spans = [vector[a:b].numpy().tobytes() for vector in (state.anchor, state.momentum) for a, b in bounds]
+    assert max(len(s) for s in spans) == LEAF_BYTES
+    # Each alone, as a downloader checks it.
+    assert [leaf_hash(s) for s in spans] == leaves
+    changed = dataclasses.replace(state, momentum=flipped(state.momentum, 2 * LEAF_ELEMENTS + 5, 0))
+    different = [i for i, (a, b) in enumerate(zip(leaves, leaf_hashes(changed), strict=True)) if a != b]
+    assert different == [5 + 2]
+    assert root_digest(7, 123_456, parameters, leaves) == state_digest(state) != state_digest(changed)
+
+
+def test_a_root_needs_all_its_leaves() -> None:
+    leaves = leaf_hashes(state_of(10))
+    for wrong in ([], leaves[:1], [*leaves, leaves[0]], [leaves[0], b"short"]):
+        with pytest.raises(ValueError, match="do not make the tree"):
+            root_digest(0, 0, 10, wrong)
+    with pytest.raises(ValueError, match="64 bits"):
+        root_digest(0, 2**64, 10, leaves)

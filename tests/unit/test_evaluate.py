@@ -1,0 +1,36 @@
+"""Evaluation: the mean over tokens, and nothing changed by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from node.manifest import ModelConfig
+from node.training.evaluate import evaluate
+from node.training.model import build_model, flatten, next_token_loss
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=1)
+
+
+def test_it_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
+    model = build_model(TINY, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 258, shape, generator=generator) for shape in ((2, 33), (1, 33), (4, 9))]
+    with torch.no_grad():
+        total = sum(next_token_loss(model, b).item() * b[:, 1:].numel() for b in batches)
+    assert evaluate(model, batches, CPU, "fp32") == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
+    assert math.isnan(evaluate(model, [], CPU, "fp32"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_changes_nothing(training: bool) -> None:
+    model = build_model(TINY, seed=0).train(training)
+    before = flatten(model)
+    batches = [torch.zeros(2, 9, dtype=torch.int64)]
+    assert evaluate(model, batches, CPU, "bf16") == pytest.approx(evaluate(model, batches, CPU, "fp32"), rel=0.02)
+    assert model.training is training
+    assert torch.equal(flatten(model), before)
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,86 @@
+"""Learning rate, round length, progress."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from node.diloco.schedule import learning_rate, progress, round_seconds, swarm_tokens_at
+
+
+def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.1) -> float:
+    return learning_rate(tokens, peak=4e-4, warmup_tokens=warmup, total_tokens=total, min_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [(0, 0.0), (25, 0.25), (99, 0.99), (100, 1.0), (600, 0.55), (1100, 0.1), (1101, 0.1), (10**15, 0.1)],
+)
+def test_rate_at_its_corners(tokens: int, share: float) -> None:
+    assert rate(tokens) == pytest.approx(4e-4 * share, rel=1e-12)
+
+
+def test_rate_rises_then_falls_without_a_jump() -> None:
+    rates = [rate(t) for t in range(1300)]
+    assert all(a < b for a, b in itertools.pairwise(rates[:101]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[100:]))
+    assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 4e-4 / 100 * 1.001
+
+
+def test_rate_without_warmup_starts_at_the_peak_and_with_nothing_else_stays_defined() -> None:
+    assert rate(0, warmup=0) == 4e-4
+    assert rate(0, warmup=50, total=10) == 0.0
+    assert rate(60, warmup=50, total=10) == pytest.approx(4e-5)
+    assert rate(5, warmup=0, total=1) == pytest.approx(4e-5)
+    assert rate(-3) == 0.0
+
+
+def test_swarm_tokens_inside_a_round() -> None:
+    assert swarm_tokens_at(1000, 0.0, 400) == 1000
+    assert swarm_tokens_at(1000, 0.25, 400) == 1100
+    assert swarm_tokens_at(1000, 1.0, 400) == swarm_tokens_at(1000, 7.5, 400) == 1400
+    assert swarm_tokens_at(1000, -1.0, 400) == 1000
+    assert isinstance(swarm_tokens_at(0, 1 / 3, 100), int)
+
+
+def test_a_late_joiner_trains_at_the_rate_of_the_others() -> None:
+    veteran, joiner = (rate(swarm_tokens_at(500, progress("steps", inner_step=k, inner_steps=n, elapsed_s=0.0,
+                       round_s=None), 300)) for k, n in ((50, 100), (10, 20)))  # fmt: skip
+    assert veteran == joiner
+
+
+@pytest.mark.parametrize(
+    ("seconds", "weights", "median"),
+    [
+        ([2.0], [5], 2.0),
+        ([1.0, 3.0], [1, 1], 1.0),
+        ([3.0, 1.0, 2.0], [1, 1, 1], 2.0),
+        ([1.0, 9.0], [1, 2], 9.0),
+        ([9.0, 1.0, 2.0], [10, 1, 1], 9.0),
+        ([1.0, 2.0, 3.0, 4.0], [1, 1, 1, 1], 2.0),
+    ],
+)
+def test_round_lasts_h_median_steps(seconds: list[float], weights: list[int], median: float) -> None:
+    assert round_seconds(seconds, weights, 500) == 500 * median
+    assert round_seconds(seconds[::-1], weights[::-1], 500) == 500 * median
+
+
+def test_a_minority_of_weight_cannot_stretch_the_round() -> None:
+    assert round_seconds([1.0, 1.1, 1e9], [10, 10, 19], 10) == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "weights"),
+    [([], []), ([1.0], [1, 1]), ([0.0], [1]), ([float("nan")], [1]), ([float("inf")], [1]), ([1.0], [0])],
+)
+def test_times_without_meaning_are_refused(seconds: list[float], weights: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"median|finite"):
+        round_seconds(seconds, weights, 10)
+
+
+def test_progress_by_policy() -> None:
+    assert progress("steps", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=10.0) == 0.25
+    assert progress("time", inner_step=5, inner_steps=20, elapsed_s=5.0, round_s=10.0) == 0.5
+    assert progress("time", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=None) == 0.25
+    assert progress("time", inner_step=0, inner_steps=20, elapsed_s=20.0, round_s=10.0) == 2.0

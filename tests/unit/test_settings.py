@@ -1,0 +1,228 @@
+"""Order and origin of settings, and what is said about the wrong ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from node.errors import ConfigError
+from node.settings import Loaded, load, value_of
+from node.sources import known_keys, nearest
+
+STEPS = "run.round.inner_steps"
+STEPS_ENV = "DILOCO_RUN__ROUND__INNER_STEPS"
+
+
+def loaded(file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> Loaded:
+    return load(file=file, environ=environ or {}, flags=flags)
+
+
+def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def complaint(file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, environ, flags)
+    return str(caught.value)
+
+
+def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+    preset = written(tmp_path, "[run.round]\ninner_steps = 2\n", "preset.toml")
+    file = written(tmp_path, f"[run]\npreset = '{preset}'\n[run.round]\ninner_steps = 3\n")
+    environ, flags = {STEPS_ENV: "4"}, [f"--{STEPS}", "5"]
+    only_preset = ["--run.preset", str(preset)]
+    starts = [
+        (loaded(flags=only_preset), 2, f"preset {preset}"),
+        (loaded(file), 3, f"file {file}"),
+        (loaded(file, environ), 4, f"environment variable {STEPS_ENV}"),
+        (loaded(file, environ, flags), 5, f"flag --{STEPS}"),
+    ]
+    for start, steps, origin in starts:
+        assert start.config.run.round.inner_steps == steps
+        assert start.origins[STEPS] == origin
+        assert start.preset == str(preset)
+        assert start.origins["api.port"] == "default"
+
+
+def test_every_key_has_a_value_and_an_origin() -> None:
+    start = loaded()
+    assert set(start.origins) == set(known_keys())
+    for key in known_keys():
+        value_of(start, key)
+
+
+def test_flag_and_variable_say_the_same() -> None:
+    by_flag, by_equals = loaded(flags=[f"--{STEPS}", "20"]), loaded(flags=[f"--{STEPS}=20"])
+    by_variable = loaded(environ={STEPS_ENV: "20"})
+    assert by_flag.config == by_equals.config == by_variable.config
+    assert by_flag.config.run.round.inner_steps == 20
+
+
+def test_the_last_of_two_flags_wins() -> None:
+    assert loaded(flags=["--api.port=1", "--api.port=2"]).config.api.port == 2
+
+
+def test_lists_come_as_lists_or_between_commas(tmp_path: Path) -> None:
+    both = ("/ip4/1.2.3.4/tcp/1", "/ip4/5.6.7.8/tcp/2")
+    file = written(tmp_path, f"[swarm]\nlisten = {list(both)}\nannounce = '{both[0]}'\n")
+    assert loaded(file).config.swarm.listen == both
+    assert loaded(file).config.swarm.announce == both[:1]
+    assert loaded(environ={"DILOCO_SWARM__LISTEN": " , ".join(both)}).config.swarm.listen == both
+    assert loaded(flags=["--swarm.listen", ",".join(both)]).config.swarm.listen == both
+    assert loaded(file, flags=["--swarm.listen="]).config.swarm.listen == ()
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("1", True), ("no", False)])
+def test_yes_and_no(word: str, value: bool) -> None:
+    assert loaded(flags=["--swarm.relay", word]).config.swarm.relay is value
+    assert loaded(environ={"DILOCO_SWARM__RELAY": word}).config.swarm.relay is value
+
+
+def test_a_yes_or_no_flag_may_stand_alone() -> None:
+    start = loaded(flags=["--api.metrics_public", "--api.port", "9"])
+    assert start.config.api.metrics_public is True
+    assert start.config.api.port == 9
+
+
+def test_data_folder_is_absolute_and_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert loaded(environ={"HOME": "/home/x"}).config.node.data_dir == Path("/home/x/.local/share/diloco-node")
+    assert loaded(flags=["--node.data_dir", "here"]).config.node.data_dir == tmp_path / "here"
+
+
+UNKNOWN = [
+    ("--run.round.inner_step", "--run.round.inner_steps"),
+    ("--run.inner_steps", "--run.round.inner_steps"),
+    ("--log_level", "--log.level"),
+    ("--api.prot", "--api.port"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "right"), UNKNOWN)
+def test_unknown_flag_names_the_nearest(wrong: str, right: str) -> None:
+    said = complaint(flags=[wrong, "5"])
+    assert f"Unknown flag {wrong}:" in said
+    assert said.endswith(f" {right}.")
+
+
+@pytest.mark.parametrize("variable", ["DILOCO_RUN__ROUND__INNER_STEP", "DILOCO_RNU__ROUND__INNER_STEPS", "DILOCO_INNER_STEPS"])
+def test_unknown_variable_names_the_nearest(variable: str) -> None:
+    said = complaint(environ={variable: "5", "PATH": "/bin", "NOT_DILOCO_X": "1"})
+    assert variable in said
+    assert said.endswith(f" {STEPS_ENV}.")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        ("[run.round]\ninner_step = 5\n", "run.round.inner_step", STEPS),
+        ("[rnu.round]\ninner_steps = 5\n", "rnu.round.inner_steps", STEPS),
+        ("port = 5\n", "port", "api.port"),
+        ("[limits]\n[limit]\n", "limit", None),
+    ],
+)
+def test_unknown_key_in_a_file_names_the_nearest_and_the_file(
+    tmp_path: Path, text: str, wrong: str, right: str | None
+) -> None:
+    file = written(tmp_path, text)
+    said = complaint(file)
+    assert f"Unknown key {wrong} in file {file}:" in said
+    if right:
+        assert said.endswith(f" {right}.")
+
+
+def test_unknown_key_in_a_preset(tmp_path: Path) -> None:
+    preset = written(tmp_path, "[run.round]\ninner_step = 5\n", "odd.toml")
+    assert f"Unknown key run.round.inner_step in preset {preset}" in complaint(flags=["--run.preset", str(preset)])
+
+
+BAD = [
+    ("api.port", "70000", "65535"),
+    ("api.port", "many", "integer"),
+    ("log.level", "loud", "'debug', 'info', 'warning' or 'error'"),
+    ("run.inner.lr", "0", "greater than 0"),
+    ("run.inner.lr", "inf", "finite"),
+    ("run.inner.lr", "nan", "greater than 0"),
+    ("swarm.relay", "perhaps", "boolean"),
+    ("run.sync.codec", "int3", "'fp32'"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), BAD)
+def test_bad_value_names_key_value_source_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
+    variable = "DILOCO_" + key.replace(".", "__").upper()
+    for said, source in (
+        (complaint(flags=[f"--{key}", value]), f"flag --{key}"),
+        (complaint(environ={variable: value}), f"environment variable {variable}"),
+    ):
+        for part in (key, repr(value), source, allowed):
+            assert part in said
+
+
+@pytest.mark.parametrize("line", ["port = true", "port = 'x'", "port = [1]", "port = {a = 1}"])
+def test_bad_value_in_a_file(tmp_path: Path, line: str) -> None:
+    file = written(tmp_path, f"[api]\n{line}\n")
+    said = complaint(file)
+    assert "api.port = " in said
+    assert str(file) in said
+
+
+def test_a_bad_value_is_told_even_where_a_later_source_wins() -> None:
+    assert "'many'" in complaint(environ={"DILOCO_API__PORT": "many"}, flags=["--api.port", "1"])
+
+
+def test_values_that_do_not_fit_together_name_both_and_their_origins() -> None:
+    said = complaint(environ={"DILOCO_RUN__INNER__SEQUENCE_LENGTH": "99999"})
+    assert "run.inner.sequence_length from environment variable DILOCO_RUN__INNER__SEQUENCE_LENGTH" in said
+    assert "run.model.max_position_embeddings from " in said
+    said = complaint(flags=["--run.model.num_attention_heads=3"])
+    assert "run.model.num_attention_heads from flag --run.model.num_attention_heads" in said
+
+
+def test_a_section_is_no_value(tmp_path: Path) -> None:
+    assert "write [run.round]" in complaint(written(tmp_path, "[run]\nround = 5\n"))
+    assert "Unknown flag --run.round" in complaint(flags=["--run.round", "5"])
+
+
+def test_flags_without_value_or_name() -> None:
+    assert "--api.port VALUE" in complaint(flags=["--api.port"])
+    assert "--api.port VALUE" in complaint(flags=["--api.port", "--swarm.relay"])
+    assert "belongs to no flag" in complaint(flags=["--api.port", "1", "2"])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in complaint(tmp_path / "none.toml")
+    assert "not valid TOML" in complaint(written(tmp_path, "[run\n"))
+
+
+def test_a_preset_s_path_is_seen_from_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    written(tmp_path / "sub", "[run]\nname = 'tiny'\n", "tiny.toml")
+    file = written(tmp_path / "sub", "[run]\npreset = 'tiny.toml'\n")
+    monkeypatch.chdir(tmp_path)
+    assert loaded(file).config.run.name == "tiny"
+    assert loaded(flags=["--run.preset", f"sub{os.sep}tiny.toml"]).config.run.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[api]\nport = 1\n", "only [run] tables"), ("[run]\npreset = 'builtin'\n", "preset inside a preset")],
+)
+def test_a_preset_holds_only_the_run(tmp_path: Path, text: str, said: str) -> None:
+    assert said in complaint(flags=["--run.preset", str(written(tmp_path, text))])
+
+
+def test_unknown_preset_names_the_shipped_ones() -> None:
+    said = complaint(flags=["--run.preset", "bulitin"])
+    assert "'bulitin'" in said
+    assert "builtin" in said.replace("bulitin", "")
+
+
+def test_nearest_prefers_the_same_name_over_the_same_section() -> None:
+    assert nearest("inner.momentum", list(known_keys())) == "run.outer.momentum"
