@@ -52,7 +52,7 @@ lint: $(SET_UP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "Not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 swarm: $(SET_UP)
 	@exec $(BIN)/python tools/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)

@@ -17,7 +17,7 @@ from rich.text import Text
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
 
-def configure(level: str, format: Literal["console", "json"], *, to: TextIO | Console) -> None:  # noqa: A002
+def configure(level: str, format: Literal["console", "json"], *, to: TextIO | Console) -> None:
     """Send records of this process to `to`. Called again, it replaces what it set up before, and nothing else."""
     handler: logging.Handler = ConsoleHandler(to) if isinstance(to, Console) else logging.StreamHandler(to)
     handler.setFormatter(JsonFormatter() if format == "json" else LineFormatter())

@@ -90,7 +90,8 @@ class Child:
         """Start `command --fd N` and send it `start`. Raises OSError where the system refuses a process."""
         ours, theirs = socket.socketpair()
         # A pipe of our own: with asyncio's, `Process.wait` would wait for whatever the worker left behind with it open.
-        output, output_end = (os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        output_fd, output_end_fd = os.pipe()
+        output, output_end = os.fdopen(output_fd, "rb", buffering=0), os.fdopen(output_end_fd, "wb", buffering=0)
         with theirs, output_end:
             try:
                 process = await asyncio.create_subprocess_exec(

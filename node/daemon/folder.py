@@ -167,5 +167,5 @@ def _size_bytes(folder: Path) -> int:
     for root, _folders, files in os.walk(folder):
         for name in files:
             with suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_size
+                total += (Path(root) / name).lstat().st_size
     return total

@@ -17,6 +17,7 @@ from importlib import metadata
 
 import uvicorn
 
+from node import __version__
 from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build
@@ -134,7 +135,7 @@ async def _until_end(keeper: Keeper, board: Board, server: uvicorn.Server, sock:
 
 def _build(revision: str) -> Build:
     """Versions from the packages' own words: importing torch only to ask would cost 300 MB."""
-    return Build(_version("diloco-node"), revision, _version("torch"), _version("hivemind"))
+    return Build(__version__, revision, _version("torch"), _version("hivemind"))
 
 
 def _version(distribution: str) -> str:

@@ -34,7 +34,7 @@ class Message:
 
 
 Handler = Callable[[str, Message], Awaitable[Message]]
-"""(authenticated peer id of the caller, request) to reply. Raises SwarmError to refuse; the caller gets its sentence."""
+"""(authenticated peer id of the caller, request) to reply. SwarmError refuses; the caller gets its sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,10 @@ async def answer(service: Service, caller: str, message: Message) -> Message:
         return await service.handler(caller, message)
     except (ValueError, TypeError, LookupError) as exc:
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
+
+
+def late(peer_id: str, verb: str, timeout_s: float) -> PeerError:
+    return PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout")
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,8 +16,7 @@ from node.diloco.outer import OuterState, outer_step
 from node.diloco.schedule import round_seconds
 from node.swarm.records import Join, Proof
 from node.swarm.reduce import Grid
-
-KEPT_ROUNDS = 8
+from node.swarm.results import KEPT_ROUNDS, ResultStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Tip:
 def tip_at(
     state: OuterState, head: str, proof: Proof | None, outer: Outer, included: Mapping[str, Join], now_s: float
 ) -> Tip:
-    """The tip with this state, `included` being the joins that the newest record counts. Heavy: hashes the state."""
+    """The tip with this state; `included`: the joins that the newest record counts. Heavy: hashes the state."""
     leaves = leaf_hashes(state)
     joins = list(included.values())
     return Tip(
@@ -65,12 +63,16 @@ def tip_at(
         state=state,
         digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
         last_weights={peer: join.tokens for peer, join in included.items()},
-        round_s=round_seconds([j.step_s for j in joins], [j.tokens for j in joins], outer.inner_steps) if joins else None,
+        round_s=_round_s(joins, outer.inner_steps),
         last_round_tokens=sum(join.tokens for join in joins) if joins else None,
         anchor_at_s=now_s,
         leaves=leaves,
         proof=proof,
     )
+
+
+def _round_s(joins: Sequence[Join], inner_steps: int) -> float | None:
+    return round_seconds([j.step_s for j in joins], [j.tokens for j in joins], inner_steps) if joins else None
 
 
 def next_tip(
@@ -89,41 +91,6 @@ def next_tip(
     tokens = sum(join.tokens for join in included.values())
     state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
     return tip_at(state, proof.outcome.hash, proof, outer, included, now_s)
-
-
-class ResultStore:
-    """The encoded means of the last KEPT_ROUNDS rounds, one file a round, found by chunk hash."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left_over in folder.glob("results-*.bin"):
-            left_over.unlink()
-        self._folder = folder
-        self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
-
-    def put(self, head: str, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
-        index, offset = {}, 0
-        with self._path(head).open("wb") as file:
-            for digest, chunk in zip(hashes, chunks, strict=True):
-                file.write(chunk)
-                index[digest] = (offset, len(chunk))
-                offset += len(chunk)
-        self._rounds[head] = index
-        while len(self._rounds) > KEPT_ROUNDS:
-            old, _ = self._rounds.popitem(last=False)
-            self._path(old).unlink(missing_ok=True)
-
-    def get(self, digest: bytes) -> bytes | None:
-        for head, index in self._rounds.items():
-            if digest in index:
-                offset, size = index[digest]
-                with self._path(head).open("rb") as file:
-                    file.seek(offset)
-                    return file.read(size)
-        return None
-
-    def _path(self, head: str) -> Path:
-        return self._folder / f"results-{head[:16]}.bin"
 
 
 class Chain:

@@ -1,8 +1,9 @@
 """Who is there: signed records of peers, spread by gossip. Knows no round and no transport.
 
-Every node signs a record of itself about once a second, with a number that only grows, and exchanges what it knows with
-a few random peers (gossip heartbeats, van Renesse et al. 1998). A record whose number has not grown for DEAD_S is a dead
-peer's: nobody vouches for anybody else. hivemind's DHT holds the same records for strangers to find (`discovery`).
+Every node signs a record of itself about once a second, with a number that only grows, and exchanges what it knows
+with a few random peers (gossip heartbeats, van Renesse et al. 1998). A record whose number has not grown for DEAD_S is
+a dead peer's: nobody vouches for anybody else. hivemind's DHT holds the same records for strangers to find
+(`discovery`).
 """
 
 from __future__ import annotations

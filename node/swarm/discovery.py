@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgpack
@@ -43,7 +43,14 @@ class Discovery:
     """Keeps a way into the swarm, from first contact to the return after everybody was gone."""
 
     def __init__(
-        self, wire: P2PWire, directory: Directory, gossip: Gossip, bootstrap: Sequence[str], cache: Path, rng: random.Random
+        self,
+        wire: P2PWire,
+        directory: Directory,
+        gossip: Gossip,
+        *,
+        bootstrap: Sequence[str],
+        cache: Path,
+        rng: random.Random,
     ) -> None:
         self._wire, self._directory, self._gossip = wire, directory, gossip
         self._bootstrap = list(bootstrap)
@@ -63,10 +70,8 @@ class Discovery:
             alone = len(self._directory.live()) == 1
             wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
             self._directory.changed.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._directory.changed.wait(), wait_s if alone else LONELY_S)
-            except TimeoutError:
-                pass  # No news; look again.
             self._learn()
             if not alone:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)
@@ -130,6 +135,6 @@ class Discovery:
         temporary = self._cache.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps({"addresses": kept}, indent=1))
-            os.replace(temporary, self._cache)
+            temporary.replace(self._cache)
         except OSError as exc:
             logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)

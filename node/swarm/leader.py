@@ -45,7 +45,7 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
 
 
 async def _gather(rounds: Rounds, attempt: Attempt) -> None:
-    """Wait until the rule closes the group. Ends by itself only with the attempt: without a quorum there is no round."""
+    """Wait until the rule closes the group; without a quorum there is no round, and this ends with the attempt."""
     opened_at_s, quorum_at_s = rounds.clock(), None
     tip = rounds.chain.tip
     while True:
@@ -125,9 +125,7 @@ async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[
     for peer, reply in replies.items():
         hashes.update(zip(plan.chunks_of(peer), reply.header.get("hashes", ()), strict=True))
     ordered = [bytes(hashes[chunk]) for chunk in range(len(plan.owners))]
-    outcome = Outcome(
-        round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
-    )
+    outcome = Outcome(round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered))
     return Accepted(attempt.number, sign(rounds.directory.identity, outcome), b"".join(ordered).hex())
 
 
@@ -135,9 +133,7 @@ async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof
     """Propose to the group; committed once more than half of it holds the whole result."""
     live = {record.peer_id for record in rounds.directory.members()}
     group = sorted(set(attempt.joins) & live)
-    message = Message(
-        _key(attempt) | {"hashes": accepted.hashes}, [accepted.outcome.model_dump_json().encode()]
-    )
+    message = Message(_key(attempt) | {"hashes": accepted.hashes}, [accepted.outcome.model_dump_json().encode()])
     timeout_s = rounds.rules.bulk_s
     calls = [asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group]
     accepts: dict[str, str] = {}

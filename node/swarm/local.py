@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError as FutureCancelled
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service, Traffic, answer, pack_header, unpack_header
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service, Traffic, answer, late, pack_header, unpack_header
 
 
 class LocalHub:
@@ -73,7 +73,7 @@ class LocalWire:
             self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
             return reply
         except TimeoutError as exc:
-            raise PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+            raise late(peer_id, verb, timeout_s) from exc
         except (RuntimeError, FutureCancelled) as exc:
             work.close()
             raise PeerError(f"peer {peer_id[-6:]} is gone", code="unreachable") from exc

@@ -18,13 +18,14 @@ from typing import Any
 from node.errors import PeerError, SwarmError
 from node.status import Channel, PeerRow, Phase
 from node.swarm.base import Message, Service
-from node.swarm.chain import Chain, ResultStore, Tip
+from node.swarm.chain import Chain, Tip
 from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.faults import Faults
 from node.swarm.identity import load_identity
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
+from node.swarm.results import ResultStore
 from node.swarm.rounds import Deliver, Rounds, Rules
 from node.swarm.state import CatchUp, Download, StateServer, StateSource
 
@@ -74,10 +75,12 @@ class Member:
     def __init__(self, options: MemberOptions, wire: P2PWire, directory: Directory) -> None:
         self.options, self.wire, self.directory = options, wire, directory
         self.view = View(peer_id=wire.peer_id)
-        self._rng = random.Random(wire.peer_id)
+        self._rng = random.Random(wire.peer_id)  # noqa: S311 - whom to gossip with is no secret
         self.gossip = Gossip(wire, directory, self._rng)
         cache = options.data_dir / "peers.json"
-        self.discovery = Discovery(wire, directory, self.gossip, options.bootstrap, cache, self._rng)
+        self.discovery = Discovery(
+            wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
+        )
         self.rounds: Rounds | None = None
         self._catch_up: CatchUp | None = None
         self._tasks: list[asyncio.Task[Any]] = []

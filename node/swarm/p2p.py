@@ -24,7 +24,17 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, Service, Traffic, answer, pack_header, unpack_header
+from node.swarm.base import (
+    MAX_HEADER_BYTES,
+    STALL_S,
+    Message,
+    Service,
+    Traffic,
+    answer,
+    late,
+    pack_header,
+    unpack_header,
+)
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 
 logger = logging.getLogger(__name__)
@@ -62,7 +72,7 @@ class P2PWire:
             async with asyncio.timeout(timeout_s):
                 return await self._call_remote(peer_id, verb, message)
         except TimeoutError as exc:
-            raise PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+            raise late(peer_id, verb, timeout_s) from exc
         except _FOREIGN as exc:
             self._connected.discard(peer_id)
             raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
@@ -71,7 +81,7 @@ class P2PWire:
         try:
             return await asyncio.wait_for(answer(self._services[verb], self.peer_id, message), timeout_s)
         except TimeoutError as exc:
-            raise PeerError(f"this node did not answer {verb!r} in {timeout_s:.0f} s", code="timeout") from exc
+            raise late(self.peer_id, verb, timeout_s) from exc
 
     async def _call_remote(self, peer_id: str, verb: str, message: Message) -> Message:
         await self._ensure_connected(peer_id)

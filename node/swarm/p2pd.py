@@ -26,7 +26,12 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 2.0
-_LAUNCH = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9) if sys.platform=='linux' else 0;os.execv(sys.argv[1],sys.argv[1:])"
+_LAUNCH = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 """PR_SET_PDEATHSIG (1), SIGKILL (9), then become p2pd. Bound to the *thread* that starts it: the swarm's own."""
 
 

@@ -99,7 +99,8 @@ Model = TypeVar("Model", bound=Content)
 
 def sign(identity: Identity, content: Content) -> Document:
     text = content.model_dump_json()
-    return Document(signer=identity.peer_id, text=text, signature=identity.sign(_purpose(type(content)), text.encode()).hex())
+    signature = identity.sign(_purpose(type(content)), text.encode())
+    return Document(signer=identity.peer_id, text=text, signature=signature.hex())
 
 
 def read(document: Document, kind: type[Model]) -> Model:
@@ -150,7 +151,7 @@ def check_plan(plan: Plan, *, run: str, parent: str, chunks: int) -> dict[str, J
 
 
 def check_proof(proof: Proof, *, run: str, chunks: int) -> tuple[Outcome, dict[str, Join]]:
-    """The outcome and its joins, if it is committed. Says nothing about whether its parent is ours. Raises PeerError."""
+    """The outcome and its joins, if it is committed, whatever its parent. Raises PeerError."""
     outcome = read(proof.outcome, Outcome)
     joins = check_outcome(outcome, run=run, chunks=chunks, hashes=split_hashes(proof.hashes))
     head = proof.outcome.hash

@@ -13,14 +13,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
-from node.status import Channel
-from node.swarm import leader
+from node.swarm.answers import Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, raise_failure
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service, Wire
+from node.swarm.base import Message, Wire
 from node.swarm.chain import Chain, Outer, Tip, next_tip
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
@@ -30,18 +28,15 @@ from node.swarm.records import (
     Outcome,
     Plan,
     Proof,
-    accept,
-    check_outcome,
-    check_plan,
     check_proof,
     included_joins,
     parse,
-    read,
     sign,
     split_hashes,
 )
-from node.swarm.reduce import Bench, Grid, chunk_hash
+from node.swarm.reduce import Grid
 from node.swarm.rendezvous import Quorum, leader_of
+from node.swarm.results import Results
 
 logger = logging.getLogger(__name__)
 
@@ -93,32 +88,17 @@ class Rounds:
         self.clock = asyncio.get_running_loop().time
         self.behind = asyncio.Event()
         """Somebody is ahead of this node; `state` catches up."""
+        self.results = Results(wire, rules.grid, chain.store, rules.bulk_s, self._others)
         self._deliver = deliver
         self._attempts: dict[int, Attempt] = {}
-        self._number = 0
-        self._mine: Contribution | None = None
-        self._accepted: Accepted | None = None
-        self._chunks: dict[bytes, bytes] = {}
+        self.number = 0
+        self.mine: Contribution | None = None
+        self.accepted: Accepted | None = None
         self._offered = asyncio.Event()
         self._adopting = asyncio.Lock()
         self._background: set[asyncio.Future[Any]] = set()
         self.stage, self._stage_at_s, self._stage_s = "idle", self.clock(), dict[str, float]()
-        wire.serve(self._services())
-
-    def _services(self) -> dict[str, Service]:
-        bulk = self.rules.grid.encoded_bytes() + MAX_HEADER_BYTES
-        small = partial(Service, channel=Channel.REDUCE)
-        return {
-            "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
-            "plan": small(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
-            "contribute": small(self._on_contribute, max_request_bytes=bulk),
-            "collect": small(self._on_collect),
-            "average": small(self._on_average),
-            "propose": small(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
-            "commit": small(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
-            "failed": small(self._on_failed),
-            "fetch": small(self._on_fetch),
-        }
+        wire.serve(Answers(self).services())
 
     # the member
 
@@ -132,7 +112,7 @@ class Rounds:
 
     def offer(self, contribution: Contribution) -> None:
         """Take part with this in the round after its parent, as soon as may be. The newest offer counts."""
-        self._mine = contribution
+        self.mine = contribution
         self._offered.set()
 
     async def run(self) -> None:
@@ -140,15 +120,15 @@ class Rounds:
         while True:
             await self._offered.wait()
             self._offered.clear()
-            mine = self._mine
+            mine = self.mine
             if mine is not None and mine.parent == self.chain.tip.head:
                 await self._take_part(mine)
 
     async def _take_part(self, mine: Contribution) -> None:
-        self._enter_stage("rendezvous")
+        self.enter_stage("rendezvous")
         failures = 0
-        while self.chain.tip.head == mine.parent and self._mine is mine:
-            attempt = self._attempt(self._number)
+        while self.chain.tip.head == mine.parent and self.mine is mine:
+            attempt = self._attempt(self.number)
             try:
                 await self._attend(attempt, mine)
             except (RoundFailed, PeerError) as exc:
@@ -156,16 +136,15 @@ class Rounds:
                 failures += 1
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
                 self._deliver(RoundFailed(str(exc), code=exc.code))
-                self._number = max(self._number, attempt.number + 1)
-                self._enter_stage("rendezvous")
+                self.number = max(self.number, attempt.number + 1)
+                self.enter_stage("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
     async def _attend(self, attempt: Attempt, mine: Contribution) -> None:
         """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
         await self.faults.at("rendezvous", self.next_round)
-        join = sign(
-            self.directory.identity, Join(run=self.rules.run, parent=mine.parent, tokens=mine.tokens, step_s=mine.step_s)
-        )
+        content = Join(run=self.rules.run, parent=mine.parent, tokens=mine.tokens, step_s=mine.step_s)
+        join = sign(self.directory.identity, content)
         strange = 0
         while not attempt.planned.is_set():
             target = leader_of(mine.parent, [r.peer_id for r in self.directory.members()], attempt.number)
@@ -188,8 +167,8 @@ class Rounds:
     async def _join(self, attempt: Attempt, target: str, join: Document) -> str:
         """Tell the leader that this node is ready. Returns what it says; raises PeerError where it is gone."""
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump()}
-        if self._accepted is not None:
-            header["accepted"] = [self._accepted.attempt, self._accepted.outcome.model_dump(), self._accepted.hashes]
+        if self.accepted is not None:
+            header["accepted"] = [self.accepted.attempt, self.accepted.outcome.model_dump(), self.accepted.hashes]
         try:
             reply = await self.wire.call(target, "join", Message(header), timeout_s=CALL_S)
         except PeerError as exc:
@@ -201,16 +180,16 @@ class Rounds:
         if status == "ahead":
             await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
         elif status == "stale":
-            self._number = max(self._number, int(reply.header.get("attempt", 0)))
+            self.number = max(self.number, int(reply.header.get("attempt", 0)))
             raise RoundFailed("a later attempt is under way", code="round_failed")
         return status
 
     def waiting(self) -> tuple[str, str]:
         """What this node's current attempt waits for: one sentence, one word."""
-        attempt = self._attempt(self._number)
+        attempt = self._attempt(self.number)
         return attempt.waiting_reason, attempt.waiting_code
 
-    async def _send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         """Give every reducer its chunks."""
         await self.faults.at("reduce", self.next_round)
         await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in plan.reducers))
@@ -224,6 +203,9 @@ class Rounds:
             # The reducer, not the sender, decides what arrived; the leader hears it from there.
             logger.info("Reducer %s did not take this node's chunks: %s", peer[-6:], exc)
 
+    def _others(self) -> list[str]:
+        return [record.peer_id for record in self.directory.members()]
+
     # attempts
 
     def _attempt(self, number: int) -> Attempt:
@@ -235,10 +217,10 @@ class Rounds:
         """The attempt that a peer speaks of, if it may. A higher one than any before supersedes those."""
         if parent != self.chain.tip.head:
             raise PeerError("that is not the round this node is in", code="round_failed")
-        if number < self._number:
+        if number < self.number:
             raise PeerError("a later attempt is under way", code="round_failed")
-        if number > self._number:
-            self._number = number
+        if number > self.number:
+            self.number = number
             for old in self._attempts.values():
                 if old.number < number:
                     old.fail(RoundFailed("a later attempt is under way"))
@@ -248,179 +230,7 @@ class Rounds:
     def _key(self, attempt: Attempt) -> dict[str, Any]:
         return {"parent": attempt.parent, "attempt": attempt.number}
 
-    def _keyed(self, message: Message) -> Attempt:
-        parent, number = message.header.get("parent"), message.header.get("attempt")
-        if not isinstance(parent, str) or not isinstance(number, int) or not 0 <= number < 10_000:
-            raise PeerError("a message names no attempt")
-        return self.enter(parent, number)
-
-    def _led(self, caller: str, message: Message) -> Attempt:
-        """The attempt, if the caller is its leader."""
-        attempt = self._keyed(message)
-        if attempt.leader and attempt.leader != caller:
-            raise PeerError("this attempt has another leader")
-        return attempt
-
-    # answers
-
-    async def _on_join(self, caller: str, message: Message) -> Message:
-        document = Document.model_validate(message.header.get("join"))
-        join = read(document, Join)
-        number = message.header.get("attempt")
-        if document.signer != caller or join.run != self.rules.run or not isinstance(number, int):
-            raise PeerError("a join is not the caller's, or of another run")
-        if join.parent != self.chain.tip.head:
-            proof = self.chain.proof_after(join.parent)
-            if proof is None:
-                self.behind.set()
-                return Message({"status": "behind"})
-            return Message({"status": "ahead"}, [proof.model_dump_json().encode()])
-        if number < self._number:
-            return Message({"status": "stale", "attempt": self._number})
-        members = [r.peer_id for r in self.directory.members()]
-        if self.me not in members or leader_of(join.parent, members, number) != self.me:
-            return Message({"status": "elsewhere"})
-        attempt = self.enter(join.parent, number)
-        attempt.joins[caller] = document
-        if proposal := message.header.get("accepted"):
-            attempt.proposals.append(self._read_accepted(proposal))
-        if attempt.leading is None:
-            attempt.leading = self.spawn(leader.lead(self, attempt))
-        return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
-
-    def _read_accepted(self, proposal: Any) -> Accepted:
-        number, document, hashes = proposal
-        accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
-        self._check_outcome(accepted.outcome, accepted.hashes)
-        return accepted
-
-    async def _on_plan(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        document = Document.model_validate_json(message.blobs[0])
-        plan = read(document, Plan)
-        joins = check_plan(plan, run=self.rules.run, parent=attempt.parent, chunks=len(self.rules.grid.bounds))
-        mine = self._mine
-        if document.signer != caller or plan.attempt != attempt.number or caller not in joins:
-            raise PeerError("a plan is not its leader's")
-        if mine is None or self.me not in joins or joins[self.me].tokens != mine.tokens:
-            raise PeerError("a plan does not hold this node's join")
-        if attempt.planned.is_set():
-            return Message()
-        attempt.plan, attempt.leader, attempt.weights = plan, caller, joins
-        owned = plan.chunks_of(self.me)
-        if self.me in plan.reducers:
-            attempt.bench = Bench(self.rules.grid, owned, {peer: join.tokens for peer, join in joins.items()})
-        attempt.planned.set()
-        self._enter_stage("reduce")
-        attempt.sending = self.spawn(self._send(attempt, plan, mine))
-        return Message()
-
-    async def _on_contribute(self, caller: str, message: Message) -> Message:
-        attempt = self._keyed(message)
-        bench = await attempt.bench_ready(CALL_S)
-        chunks = message.header.get("chunks")
-        if not isinstance(chunks, list) or len(chunks) != len(message.blobs):
-            raise PeerError("a contribution has the wrong form")
-        parts = dict(zip(chunks, message.blobs, strict=True))
-        await asyncio.to_thread(bench.check, caller, parts)
-        bench.take(caller, parts)
-        return Message()
-
-    async def _on_collect(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        bench = await attempt.bench_ready(CALL_S)
-        members = set(attempt.weights)
-
-        def awaited() -> set[str]:
-            return members & {record.peer_id for record in self.directory.members()}
-
-        return Message({"arrived": await bench.arrived(awaited, self.rules.bulk_s)})
-
-    async def _on_average(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        bench = await attempt.bench_ready(CALL_S)
-        included = message.header.get("included")
-        if not isinstance(included, list) or included != sorted(set(included)) or not included:
-            raise PeerError("the list of the included has the wrong form")
-        await self.faults.at("average", self.next_round)
-        means = await asyncio.to_thread(bench.average, included)
-        hashes = {chunk: chunk_hash(data) for chunk, data in means.items()}
-        self._chunks.update({hashes[chunk]: data for chunk, data in means.items()})
-        return Message({"hashes": [hashes[chunk] for chunk in bench.chunks]})
-
-    async def _on_propose(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        attempt.leader = caller
-        self._enter_stage("commit")
-        await self.faults.at("commit", self.next_round)
-        document = Document.model_validate_json(message.blobs[0])
-        hashes = str(message.header.get("hashes"))
-        outcome, _ = self._check_outcome(document, hashes)
-        if outcome.plan.parent != self.chain.tip.head:
-            raise PeerError("an outcome is for another round")
-        await self._complete(outcome, split_hashes(hashes))
-        if attempt.number != self._number:
-            raise PeerError("a later attempt is under way", code="round_failed")
-        self._accepted = Accepted(attempt.number, document, hashes)
-        return Message({"accept": accept(self.directory.identity, document.hash, attempt.number)})
-
-    def _check_outcome(self, document: Document, hashes: str) -> tuple[Outcome, dict[str, Join]]:
-        outcome = read(document, Outcome)
-        chunks = len(self.rules.grid.bounds)
-        joins = check_outcome(outcome, run=self.rules.run, chunks=chunks, hashes=split_hashes(hashes))
-        return outcome, joins
-
-    async def _on_commit(self, caller: str, message: Message) -> Message:
-        self.spawn(self._adopt_quietly(parse(Proof, message.blobs[0])))
-        return Message()
-
-    async def _on_failed(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        reason, code = str(message.header.get("reason"))[:200], str(message.header.get("code"))[:40]
-        attempt.fail(RoundFailed(reason, code=code))
-        return Message()
-
-    async def _on_fetch(self, caller: str, message: Message) -> Message:
-        wanted = message.header.get("hashes")
-        if not isinstance(wanted, list) or len(wanted) > len(self.rules.grid.bounds):
-            raise PeerError("a fetch has the wrong form")
-        await self.faults.at("serve", self.next_round)
-        found = [self._chunks.get(digest) or self.chain.store.get(digest) for digest in wanted]
-        if any(data is None for data in found):
-            raise PeerError("this node does not have all of these chunks", code="round_failed")
-        return Message(blobs=[data for data in found if data is not None])
-
     # commit
-
-    async def _complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
-        """All chunks of the result, fetched by hash: from their reducers first, then from any member."""
-        by_owner: dict[str, set[int]] = {}
-        for chunk, digest in enumerate(hashes):
-            if digest not in self._chunks:
-                by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], set()).add(chunk)
-        await asyncio.gather(*(self._fetch_from(o, sorted(c), hashes) for o, c in by_owner.items()))
-        others = {*outcome.plan.members, *(r.peer_id for r in self.directory.members())} - {self.me}
-        for peer in sorted(others):
-            missing = [chunk for chunk, digest in enumerate(hashes) if digest not in self._chunks]
-            if not missing:
-                break
-            await self._fetch_from(peer, missing, hashes)
-        if any(digest not in self._chunks for digest in hashes):
-            raise RoundFailed("nobody has all of the result's chunks", code="reducer_lost")
-        return [self._chunks[digest] for digest in hashes]
-
-    async def _fetch_from(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Take what is right of what a peer gives; what is not stays missing."""
-        request = Message({"hashes": [hashes[chunk] for chunk in chunks]})
-        try:
-            reply = await self.wire.call(peer, "fetch", request, timeout_s=self.rules.bulk_s)
-            for chunk, data in zip(chunks, reply.blobs, strict=False):
-                if chunk_hash(data) != hashes[chunk]:
-                    raise PeerError(f"chunk {chunk} from {peer[-6:]} has a wrong hash", code="bad_message")
-                self.rules.grid.check(chunk, data)
-                self._chunks[hashes[chunk]] = data
-        except PeerError as exc:
-            logger.info("Peer %s did not give %d result chunks: %s", peer[-6:], len(chunks), exc)
 
     async def adopt(self, proof: Proof) -> bool:
         """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
@@ -433,8 +243,8 @@ class Rounds:
                     self.behind.set()
                 return False
             hashes = split_hashes(proof.hashes)
-            chunks = await self._complete(outcome, hashes)
-            self._enter_stage("apply")
+            chunks = await self.results.complete(outcome, hashes)
+            self.enter_stage("apply")
             if outcome.round != self.next_round:
                 raise PeerError(f"an outcome calls round {self.next_round} round {outcome.round}")
             included = included_joins(outcome, joins)
@@ -445,7 +255,7 @@ class Rounds:
             self._commit(tip, outcome, proof)
             return True
 
-    async def _adopt_quietly(self, proof: Proof) -> None:
+    async def adopt_quietly(self, proof: Proof) -> None:
         try:
             await self.adopt(proof)
         except SwarmError as exc:
@@ -453,15 +263,13 @@ class Rounds:
             self.behind.set()
 
     def _commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
-        mine = self._mine
+        mine = self.mine
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
-        self.directory.say(
-            round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens
-        )
+        self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         attempts = list(self._attempts.values())
         self._leave_round()
-        self._enter_stage("idle")
+        self.enter_stage("idle")
         stage_s, self._stage_s = self._stage_s, {}
         self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s))
         for attempt in attempts:
@@ -469,8 +277,9 @@ class Rounds:
             attempt.stop()
 
     def _leave_round(self) -> None:
-        self._attempts, self._number = {}, 0
-        self._mine, self._accepted, self._chunks = None, None, {}
+        self._attempts, self.number = {}, 0
+        self.mine, self.accepted = None, None
+        self.results.clear()
 
     def restart_at(self, tip: Tip) -> None:
         """Go on from a downloaded state."""
@@ -483,7 +292,7 @@ class Rounds:
 
     # upkeep
 
-    def _enter_stage(self, stage: str) -> None:
+    def enter_stage(self, stage: str) -> None:
         now = self.clock()
         if self.stage != "idle":
             self._stage_s[self.stage] = self._stage_s.get(self.stage, 0.0) + now - self._stage_at_s

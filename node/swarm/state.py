@@ -1,7 +1,7 @@
 """Outer state for joiners and for those behind: served from checkpoints, checked chunk by chunk, then replayed.
 
-Knows no checkpoint format: a `StateSource` reads slices. The digest is a hash tree, so every leaf is checked before it is
-kept, whoever sent it; the end of the replay is checked against the digest that most signed tokens stand behind.
+Knows no checkpoint format: a `StateSource` reads slices. The digest is a hash tree, so every leaf is checked before it
+is kept, whoever sent it; the end of the replay is checked against the digest that most signed tokens stand behind.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -203,10 +204,8 @@ class CatchUp:
     async def run(self) -> None:
         """Look for peers ahead for ever."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._rounds.behind.wait(), LOOK_S)
-            except TimeoutError:
-                pass  # Nobody called; look all the same.
             self._rounds.behind.clear()
             ahead = self._ahead()
             if ahead and not await self.replay(ahead):

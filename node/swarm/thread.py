@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from node.errors import RoundFailed, SwarmError
 from node.status import Phase
+from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
 from node.swarm.member import Member, MemberOptions, View, start_member
-from node.swarm.attempt import Contribution
 from node.swarm.rounds import Committed, Rules
 from node.swarm.state import StateSource
 
@@ -63,7 +63,7 @@ class SwarmThread:
         self._closing = asyncio.Event()
         try:
             self._member = await start_member(self._options)
-        except Exception as exc:  # The root of this thread: the opener is told.
+        except Exception as exc:  # noqa: BLE001 - the root of this thread: the opener is told
             self._started.set_exception(exc)
             return
         self._started.set_result(None)

@@ -143,7 +143,7 @@ class Stream:
     and round. The pass is cut into rows of T inputs; a row's last target is the next row's first input, so every token
     of the text is a target once in a pass (up to T - 1 of them twice, where the ring closes). Rows are taken with a
     stride of about 0.618 of the pass, so those of one batch come from documents far apart: in the order of the text the
-    gradients follow one file after the other (seen: held-out loss 3.2 instead of 2.4 after 200 steps).
+    gradients follow one file after the other (built-in preset, 200 steps: held-out loss 2.98 instead of 2.01).
     """
 
     def __init__(self, corpus: Corpus, run_id: str, peer_id: str, round: int, position: int = 0) -> None:

@@ -63,6 +63,10 @@ class Channel:
             self.send(Beat())
 
 
+def rfc3339(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class ChannelHandler(logging.Handler):
     """Log records go to the supervisor, which writes them."""
 
@@ -77,7 +81,7 @@ class ChannelHandler(logging.Handler):
                 level=record.levelname.lower(),
                 logger=record.name,
                 message=self.format(record),
-                at=datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+                at=rfc3339(record.created),
                 round=self.round,
             )
         )

@@ -1,10 +1,10 @@
 """DiLoCo, Algorithm 1 (arXiv 2311.08105), from one worker's side. Knows the order of things, not how they are done.
 
-    repeat:  H inner steps of AdamW from the anchor
-             Delta_i = anchor - local parameters
-             Delta   = the others' and ours, averaged by weight           (masterless, `node.swarm`)
-             anchor := Nesterov(anchor, Delta)                            (the same bits on every node)
-             local  := anchor
+repeat:  H inner steps of AdamW from the anchor
+         Delta_i = anchor - local parameters
+         Delta   = the others' and ours, averaged by weight           (masterless, `node.swarm`)
+         anchor := Nesterov(anchor, Delta)                            (the same bits on every node)
+         local  := anchor
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CheckpointSource:
     def newest(self) -> Snapshot | None:
         return self._newest
 
-    def leaf(self, round: int, index: int) -> bytes:  # noqa: A002
+    def leaf(self, round: int, index: int) -> bytes:
         path = self._store.outer_file(round)
         if path is None:
             raise LookupError(f"no checkpoint of round {round}")
@@ -314,6 +314,6 @@ def _write_whole(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as exc:
         raise MachineError(f"{path} could not be written ({exc.strerror}): free some space on that disk.") from exc

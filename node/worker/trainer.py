@@ -291,10 +291,7 @@ class Trainer:
 
     def _checkpoint_is_due(self) -> bool:
         since_s = time.monotonic() - self._checkpoint_at_s
-        return (
-            since_s >= self.config.checkpoint.every_s
-            or self.tip.round - self._checkpoint_round >= CHECKPOINT_ROUNDS
-        )
+        return since_s >= self.config.checkpoint.every_s or self.tip.round - self._checkpoint_round >= CHECKPOINT_ROUNDS
 
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens
@@ -336,5 +333,3 @@ class Trainer:
         view = self.session.swarm.view
         reason = view.waiting_reason or f"Averaging round {self.tip.round + 1} with the others ({view.stage})."
         self.teller.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")
-
-

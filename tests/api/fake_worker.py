@@ -1,8 +1,8 @@
 """A worker without torch: a real process that speaks the link and behaves as told. Run as `fake_worker.py ACT --fd N`.
 
 ACT: work (be a good worker), crash (exit at once), crash-once:FILE (crash unless FILE exists, and make it), refuse,
-complete, rubbish (a line that is no message), deaf (never obey), silent (never beat), brood:FILE (leave a grandchild that
-holds all pipes; its pid goes to FILE).
+complete, rubbish (a line that is no message), deaf (never obey), silent (never beat), brood:FILE (leave a grandchild
+that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def test_signal_ends_cleanly_with_an_event_stream_open(tmp_path: Path, number: s
         code, out, _ = daemon.end()
         assert (code, time.monotonic() - began_s < 10) == (0, True)
         assert '"phase":"stopped"' in [line for line in rest if line.startswith("data: ")][-1]
-        assert "leaving leaving" in out and out.rstrip().endswith("stopped stopped")
+        assert "leaving leaving" in out
+        assert out.rstrip().endswith("stopped stopped")
         assert not alive(worker)
         assert not (tmp_path / "api.json").exists()
 
@@ -45,7 +46,8 @@ def test_signal_right_after_the_start(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready()
         code, _, _, seconds = daemon.terminate()
-        assert code == 0 and seconds < 5
+        assert code == 0
+        assert seconds < 5
 
 
 def test_resident_memory_and_private_files(tmp_path: Path) -> None:
@@ -69,7 +71,8 @@ def test_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         second = daemon.worker_pid(other_than=first)
         daemon.until_phase("training")
-        assert not alive(first) and alive(second)
+        assert not alive(first)
+        assert alive(second)
         errors = [r["message"] for r in daemon.http.get("/api/v1/logs?level=error").json()["records"]]
         assert any("SIGKILL" in message and "memory" in message for message in errors)
 
@@ -77,7 +80,8 @@ def test_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
 def test_five_crashes_are_an_error_that_can_be_mended(tmp_path: Path) -> None:
     with Daemon(tmp_path, "crash", **QUICK) as daemon:
         status = daemon.ready().until_phase("error", "worker_crashes")
-        assert "exit status 3" in status["reason"] and "out of cheese" in status["reason"]
+        assert "exit status 3" in status["reason"]
+        assert "out of cheese" in status["reason"]
         assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 503)
         assert daemon.act("pause").status_code == 409
         assert daemon.act("drain").status_code == 409
@@ -118,7 +122,8 @@ def test_deaf_worker_is_killed_at_leave(tmp_path: Path) -> None:
         daemon.ready().until_phase("training")
         worker = daemon.worker_pid()
         code, _, _, seconds = daemon.terminate()
-        assert code == 0 and 1.0 < seconds < 5
+        assert code == 0
+        assert 1.0 < seconds < 5
         assert not alive(worker)
 
 
@@ -128,7 +133,8 @@ def test_second_interrupt_hurries(tmp_path: Path) -> None:
         daemon.process.send_signal(signal.SIGINT)
         daemon.until_phase("leaving")
         code, _, _, seconds = daemon.terminate(signal.SIGINT)
-        assert code == 0 and seconds < 5
+        assert code == 0
+        assert seconds < 5
 
 
 def test_killed_supervisor_leaves_no_worker(tmp_path: Path) -> None:
@@ -165,7 +171,9 @@ def test_rubbish_on_the_link_counts_as_a_crash(tmp_path: Path) -> None:
         assert "no message" in status["reason"]
 
 
-@pytest.mark.parametrize(("act", "code", "last"), [("refuse", 4, "error refused"), ("complete", 0, "stopped run_complete")])
+@pytest.mark.parametrize(
+    ("act", "code", "last"), [("refuse", 4, "error refused"), ("complete", 0, "stopped run_complete")]
+)
 def test_worker_that_ends_of_itself_ends_the_node(tmp_path: Path, act: str, code: int, last: str) -> None:
     with Daemon(tmp_path, act) as daemon:
         returned, out, _ = daemon.end()
@@ -180,7 +188,9 @@ def test_locked_folder_names_its_holder(tmp_path: Path) -> None:
         if daemon.process.poll() is not None:
             winner, loser = second, daemon
         code, _, err = loser.end()
-        assert code == 2 and f"process {winner.process.pid}" in err and "--data-dir" in err
+        assert code == 2
+        assert f"process {winner.process.pid}" in err
+        assert "--data-dir" in err
         winner.ready().until_phase("training")
 
 

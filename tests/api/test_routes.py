@@ -127,7 +127,8 @@ def test_actions(client: ClientMaker, still_node: StillNode) -> None:
 )
 def test_pause_refuses_bad_orders(client: ClientMaker, still_node: StillNode, body: Any) -> None:
     code, problem = post(client, "/api/v1/actions/pause", body)
-    assert code == 422 and problem["faults"]
+    assert code == 422
+    assert problem["faults"]
     assert still_node.acted == []
 
 
@@ -186,9 +187,12 @@ def test_page_is_its_own_and_needs_no_token(client: ClientMaker) -> None:
     async def main() -> None:
         async with client(token=None) as http:
             page = await http.get("/")
-            assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+            assert page.status_code == 200
+            assert page.headers["content-type"].startswith("text/html")
             # The content security policy forbids inline scripts and styles.
-            assert "<script src=" in page.text and "<style" not in page.text and " style=" not in page.text
+            assert "<script src=" in page.text
+            assert "<style" not in page.text
+            assert " style=" not in page.text
             assert "/api/v1/status" in page.text
             script = await http.get("/assets/page.js")
             assert script.headers["content-type"].startswith("text/javascript")
@@ -205,7 +209,8 @@ def test_events_start_full_are_paced_and_end_with_the_node(still_node: StillNode
         loop = asyncio.get_running_loop()
         assert await anext(events) == b"retry: 2000\n\n"
         first = await anext(events)
-        assert first.startswith(b"event: status\ndata: {") and first.endswith(b"}\n\n")
+        assert first.startswith(b"event: status\ndata: {")
+        assert first.endswith(b"}\n\n")
         began_s = loop.time()
         for number in range(3):
             board.told(Report(run=RunInfo(round=number)))

@@ -32,7 +32,10 @@ def keys_of(table: dict[str, object], prefix: str = "") -> list[str]:
 
 def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
     kinds = [field.annotation for field in model.model_fields.values()]
-    return [model, *(s for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel) for s in sections(kind))]
+    return [
+        model,
+        *(s for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel) for s in sections(kind)),
+    ]
 
 
 def test_every_key_has_a_docstring() -> None:

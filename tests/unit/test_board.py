@@ -49,11 +49,13 @@ def test_slow_reader_gets_the_newest_and_then_the_end() -> None:
         board = make_board()
         with board.subscribe() as queue:
             first = queue.get_nowait()
-            assert first is not None and first.phase is Phase.STARTING
+            assert first is not None
+            assert first.phase is Phase.STARTING
             for number in range(5):
                 board.told(Report(run=RunInfo(round=number)))
             newest = queue.get_nowait()
-            assert newest is not None and newest.run.round == 4
+            assert newest is not None
+            assert newest.run.round == 4
             assert queue.empty()
             board.close()
             assert queue.get_nowait() is None
@@ -81,12 +83,15 @@ def test_rounds_and_logs_are_bounded() -> None:
 
 def test_handler_keeps_round_and_traceback() -> None:
     board = make_board()
-    log = logging.Logger("node.test")
-    log.addHandler(BoardHandler(board))
+    log = logging.getLogger("node.test")
+    handler = BoardHandler(board)
+    log.addHandler(handler)
     try:
         raise RuntimeError("out of cheese")
     except RuntimeError:
         log.critical("failed", exc_info=True, extra={"round": 5})
+    finally:
+        log.removeHandler(handler)
     line = board.view(alive=True).logs[0]
     assert (line.level, line.round) == ("error", 5)
     assert "out of cheese" in line.message

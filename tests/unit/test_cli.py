@@ -193,7 +193,15 @@ def test_a_bug_is_exit_code_70(tmp_path: Path, node: FakeNode, capsys: pytest.Ca
 def test_status_for_people(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("status", "--data-dir", str(tmp_path)) == 0
     out = capsys.readouterr().out
-    for part in ("training since", "Round 4 is under way.", "round 3", "1,234 tokens/s", "2.5000", "1 min 05 s", "95.0%"):
+    for part in (
+        "training since",
+        "Round 4 is under way.",
+        "round 3",
+        "1,234 tokens/s",
+        "2.5000",
+        "1 min 05 s",
+        "95.0%",
+    ):
         assert part in out
 
 
@@ -271,12 +279,26 @@ def test_export_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_settings_are_told_from_options() -> None:
-    argv = ["--log.level", "debug", "run", "--join", "x", "--api.port=0", "--swarm.relay", "--name", "n", "--run.round.inner_steps", "5"]
+    argv = [
+        "--log.level",
+        "debug",
+        "run",
+        "--join",
+        "x",
+        "--api.port=0",
+        "--swarm.relay",
+        "--name",
+        "n",
+        "--run.round.inner_steps",
+        "5",
+    ]
     rest, flags = split_flags(argv)
     assert rest == ["run", "--join", "x", "--name", "n"]
     assert flags == ["--log.level", "debug", "--api.port=0", "--swarm.relay", "--run.round.inner_steps", "5"]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400), ("0.5d", 43200)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400), ("0.5d", 43200)]
+)
 def test_lengths_of_time(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds

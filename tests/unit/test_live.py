@@ -124,6 +124,8 @@ def test_set_up_twice_writes_once(clean_logging: None) -> None:
     assert second.getvalue().count("once") == 1
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (65, "1 min 05 s"), (7805, "2 h 10 min"), (-3, "0 s")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (65, "1 min 05 s"), (7805, "2 h 10 min"), (-3, "0 s")]
+)
 def test_durations(seconds: float, text: str) -> None:
     assert short_duration(seconds) == text

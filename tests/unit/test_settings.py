@@ -111,7 +111,9 @@ def test_unknown_flag_names_the_nearest(wrong: str, right: str) -> None:
     assert said.endswith(f" {right}.")
 
 
-@pytest.mark.parametrize("variable", ["DILOCO_RUN__ROUND__INNER_STEP", "DILOCO_RNU__ROUND__INNER_STEPS", "DILOCO_INNER_STEPS"])
+@pytest.mark.parametrize(
+    "variable", ["DILOCO_RUN__ROUND__INNER_STEP", "DILOCO_RNU__ROUND__INNER_STEPS", "DILOCO_INNER_STEPS"]
+)
 def test_unknown_variable_names_the_nearest(variable: str) -> None:
     said = complaint(environ={variable: "5", "PATH": "/bin", "NOT_DILOCO_X": "1"})
     assert variable in said

@@ -49,7 +49,8 @@ def test_pause_until_outlives_a_restart(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("paused", "paused")
         code, out, _, _ = daemon.terminate()
-        assert code == 0 and "training" not in out
+        assert code == 0
+        assert "training" not in out
     past = {"until": (until - timedelta(hours=2)).isoformat()}
     (tmp_path / "pause.json").write_text(json.dumps(past))
     with Daemon(tmp_path) as daemon:
@@ -86,7 +87,7 @@ def test_pause_is_reached_though_the_worker_is_deaf(tmp_path: Path) -> None:
         daemon.until_phase("paused", "paused")
         assert not alive(trainer)
         # A kill that the owner asked for is no crash.
-        assert daemon.status()["code"] != "worker_crashed"
+        assert daemon.http.get("/api/v1/logs?level=error").json()["records"] == []
 
 
 @pytest.mark.parametrize(("action", "phase"), [("drain", "draining"), ("leave", "leaving")])
@@ -96,7 +97,8 @@ def test_stops_end_with_code_0(tmp_path: Path, action: str, phase: str) -> None:
         assert daemon.act(action).json() == {"phase": phase}
         code, out, _ = daemon.end()
         assert code == 0
-        assert [line.split()[0] for line in out.splitlines()][-1] == "stopped" and f"{phase} {phase}" in out
+        assert [line.split()[0] for line in out.splitlines()][-1] == "stopped"
+        assert f"{phase} {phase}" in out
 
 
 def test_no_way_back_from_leave_and_drain(tmp_path: Path) -> None:
@@ -109,6 +111,7 @@ def test_no_way_back_from_leave_and_drain(tmp_path: Path) -> None:
         assert daemon.status()["phase"] == "draining"
         assert daemon.act("leave").json() == {"phase": "leaving"}
         refused = daemon.act("pause")
-        assert refused.status_code == 409 and refused.headers["content-type"] == "application/problem+json"
+        assert refused.status_code == 409
+        assert refused.headers["content-type"] == "application/problem+json"
         assert [daemon.act(a).status_code for a in ("leave", "drain", "resume")] == [202, 409, 409]
         assert daemon.end()[0] == 0

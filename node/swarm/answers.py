@@ -1,0 +1,199 @@
+"""What a node answers in a round: every call of the protocol that a peer may make. Knows one `Rounds`.
+
+Callers are authenticated by the wire; everything else they say is checked here before it touches state. What a message
+makes a handler stumble over is turned into a refusal by the wire (`base.answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from node.errors import PeerError, RoundFailed
+from node.status import Channel
+from node.swarm import leader
+from node.swarm.attempt import Accepted, Attempt
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service
+from node.swarm.records import (
+    Document,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    accept,
+    check_outcome,
+    check_plan,
+    parse,
+    read,
+    split_hashes,
+)
+from node.swarm.reduce import Bench
+from node.swarm.rendezvous import leader_of
+
+if TYPE_CHECKING:
+    from node.swarm.rounds import Rounds
+
+CALL_S = 5.0
+MAX_ATTEMPTS = 10_000
+
+
+class Answers:
+    """The handlers of one node's rounds."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def services(self) -> dict[str, Service]:
+        bulk = self._rounds.rules.grid.encoded_bytes() + MAX_HEADER_BYTES
+        small = partial(Service, channel=Channel.REDUCE)
+        return {
+            "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "plan": small(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "contribute": small(self._on_contribute, max_request_bytes=bulk),
+            "collect": small(self._on_collect),
+            "average": small(self._on_average),
+            "propose": small(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
+            "commit": small(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
+            "failed": small(self._on_failed),
+            "fetch": small(self._on_fetch),
+        }
+
+    def _keyed(self, message: Message) -> Attempt:
+        parent, number = message.header.get("parent"), message.header.get("attempt")
+        if not isinstance(parent, str) or not isinstance(number, int) or not 0 <= number < MAX_ATTEMPTS:
+            raise PeerError("a message names no attempt")
+        return self._rounds.enter(parent, number)
+
+    def _led(self, caller: str, message: Message) -> Attempt:
+        """The attempt, if the caller is its leader."""
+        attempt = self._keyed(message)
+        if attempt.leader and attempt.leader != caller:
+            raise PeerError("this attempt has another leader")
+        return attempt
+
+    async def _on_join(self, caller: str, message: Message) -> Message:
+        document = Document.model_validate(message.header.get("join"))
+        join = read(document, Join)
+        number = message.header.get("attempt")
+        if document.signer != caller or join.run != self._rounds.rules.run or not isinstance(number, int):
+            raise PeerError("a join is not the caller's, or of another run")
+        if join.parent != self._rounds.chain.tip.head:
+            proof = self._rounds.chain.proof_after(join.parent)
+            if proof is None:
+                self._rounds.behind.set()
+                return Message({"status": "behind"})
+            return Message({"status": "ahead"}, [proof.model_dump_json().encode()])
+        if number < self._rounds.number:
+            return Message({"status": "stale", "attempt": self._rounds.number})
+        members = [r.peer_id for r in self._rounds.directory.members()]
+        if self._rounds.me not in members or leader_of(join.parent, members, number) != self._rounds.me:
+            return Message({"status": "elsewhere"})
+        attempt = self._rounds.enter(join.parent, number)
+        attempt.joins[caller] = document
+        if proposal := message.header.get("accepted"):
+            attempt.proposals.append(self._read_accepted(proposal))
+        if attempt.leading is None:
+            attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
+        return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
+
+    def _read_accepted(self, proposal: Any) -> Accepted:
+        number, document, hashes = proposal
+        accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
+        self._check_outcome(accepted.outcome, accepted.hashes)
+        return accepted
+
+    async def _on_plan(self, caller: str, message: Message) -> Message:
+        attempt = self._led(caller, message)
+        document = Document.model_validate_json(message.blobs[0])
+        plan = read(document, Plan)
+        rules = self._rounds.rules
+        joins = check_plan(plan, run=rules.run, parent=attempt.parent, chunks=len(rules.grid.bounds))
+        mine = self._rounds.mine
+        if document.signer != caller or plan.attempt != attempt.number or caller not in joins:
+            raise PeerError("a plan is not its leader's")
+        if mine is None or self._rounds.me not in joins or joins[self._rounds.me].tokens != mine.tokens:
+            raise PeerError("a plan does not hold this node's join")
+        if attempt.planned.is_set():
+            return Message()
+        attempt.plan, attempt.leader, attempt.weights = plan, caller, joins
+        owned = plan.chunks_of(self._rounds.me)
+        if self._rounds.me in plan.reducers:
+            attempt.bench = Bench(self._rounds.rules.grid, owned, {peer: join.tokens for peer, join in joins.items()})
+        attempt.planned.set()
+        self._rounds.enter_stage("reduce")
+        attempt.sending = self._rounds.spawn(self._rounds.send(attempt, plan, mine))
+        return Message()
+
+    async def _on_contribute(self, caller: str, message: Message) -> Message:
+        attempt = self._keyed(message)
+        bench = await attempt.bench_ready(CALL_S)
+        chunks = message.header.get("chunks")
+        if not isinstance(chunks, list) or len(chunks) != len(message.blobs):
+            raise PeerError("a contribution has the wrong form")
+        parts = dict(zip(chunks, message.blobs, strict=True))
+        await asyncio.to_thread(bench.check, caller, parts)
+        bench.take(caller, parts)
+        return Message()
+
+    async def _on_collect(self, caller: str, message: Message) -> Message:
+        attempt = self._led(caller, message)
+        bench = await attempt.bench_ready(CALL_S)
+        members = set(attempt.weights)
+
+        def awaited() -> set[str]:
+            return members & {record.peer_id for record in self._rounds.directory.members()}
+
+        return Message({"arrived": await bench.arrived(awaited, self._rounds.rules.bulk_s)})
+
+    async def _on_average(self, caller: str, message: Message) -> Message:
+        attempt = self._led(caller, message)
+        bench = await attempt.bench_ready(CALL_S)
+        included = message.header.get("included")
+        if not isinstance(included, list) or included != sorted(set(included)) or not included:
+            raise PeerError("the list of the included has the wrong form")
+        await self._rounds.faults.at("average", self._rounds.next_round)
+        means = await asyncio.to_thread(bench.average, included)
+        return Message({"hashes": self._rounds.results.add(means[chunk] for chunk in bench.chunks)})
+
+    async def _on_propose(self, caller: str, message: Message) -> Message:
+        attempt = self._led(caller, message)
+        attempt.leader = caller
+        self._rounds.enter_stage("commit")
+        await self._rounds.faults.at("commit", self._rounds.next_round)
+        document = Document.model_validate_json(message.blobs[0])
+        hashes = str(message.header.get("hashes"))
+        outcome, _ = self._check_outcome(document, hashes)
+        if outcome.plan.parent != self._rounds.chain.tip.head:
+            raise PeerError("an outcome is for another round")
+        await self._rounds.results.complete(outcome, split_hashes(hashes))
+        if attempt.number != self._rounds.number:
+            raise PeerError("a later attempt is under way", code="round_failed")
+        self._rounds.accepted = Accepted(attempt.number, document, hashes)
+        return Message({"accept": accept(self._rounds.directory.identity, document.hash, attempt.number)})
+
+    def _check_outcome(self, document: Document, hashes: str) -> tuple[Outcome, dict[str, Join]]:
+        outcome = read(document, Outcome)
+        chunks = len(self._rounds.rules.grid.bounds)
+        joins = check_outcome(outcome, run=self._rounds.rules.run, chunks=chunks, hashes=split_hashes(hashes))
+        return outcome, joins
+
+    async def _on_commit(self, caller: str, message: Message) -> Message:
+        self._rounds.spawn(self._rounds.adopt_quietly(parse(Proof, message.blobs[0])))
+        return Message()
+
+    async def _on_failed(self, caller: str, message: Message) -> Message:
+        attempt = self._led(caller, message)
+        reason, code = str(message.header.get("reason"))[:200], str(message.header.get("code"))[:40]
+        attempt.fail(RoundFailed(reason, code=code))
+        return Message()
+
+    async def _on_fetch(self, caller: str, message: Message) -> Message:
+        wanted = message.header.get("hashes")
+        if not isinstance(wanted, list) or len(wanted) > len(self._rounds.rules.grid.bounds):
+            raise PeerError("a fetch has the wrong form")
+        await self._rounds.faults.at("serve", self._rounds.next_round)
+        found = [self._rounds.results.get(digest) for digest in wanted]
+        if any(data is None for data in found):
+            raise PeerError("this node does not have all of these chunks", code="round_failed")
+        return Message(blobs=[data for data in found if data is not None])

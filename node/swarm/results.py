@@ -1,0 +1,114 @@
+"""Encoded results, found by hash: of the round in progress in memory, of the last rounds on disk. Knows a wire.
+
+Whoever has a chunk may give it: its hash says whether it is the right one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from node.errors import PeerError, RoundFailed
+from node.swarm.base import Message, Wire
+from node.swarm.records import Outcome
+from node.swarm.reduce import Grid, chunk_hash
+
+logger = logging.getLogger(__name__)
+
+KEPT_ROUNDS = 8
+
+
+class ResultStore:
+    """The encoded means of the last KEPT_ROUNDS rounds, one file a round, found by chunk hash."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left_over in folder.glob("results-*.bin"):
+            left_over.unlink()
+        self._folder = folder
+        self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
+
+    def put(self, head: str, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        index, offset = {}, 0
+        with self._path(head).open("wb") as file:
+            for digest, chunk in zip(hashes, chunks, strict=True):
+                file.write(chunk)
+                index[digest] = (offset, len(chunk))
+                offset += len(chunk)
+        self._rounds[head] = index
+        while len(self._rounds) > KEPT_ROUNDS:
+            old, _ = self._rounds.popitem(last=False)
+            self._path(old).unlink(missing_ok=True)
+
+    def get(self, digest: bytes) -> bytes | None:
+        for head, index in self._rounds.items():
+            if digest in index:
+                offset, size = index[digest]
+                with self._path(head).open("rb") as file:
+                    file.seek(offset)
+                    return file.read(size)
+        return None
+
+    def _path(self, head: str) -> Path:
+        return self._folder / f"results-{head[:16]}.bin"
+
+
+class Results:
+    """Chunks of the round in progress, and the way to those that others have."""
+
+    def __init__(
+        self, wire: Wire, grid: Grid, store: ResultStore, timeout_s: float, others: Callable[[], Iterable[str]]
+    ) -> None:
+        """`others`: peers that may be asked, best first."""
+        self._wire, self._grid, self._store, self._timeout_s, self._others = wire, grid, store, timeout_s, others
+        self._chunks: dict[bytes, bytes] = {}
+
+    def add(self, chunks: Iterable[bytes]) -> list[bytes]:
+        """Keep these; returns their hashes."""
+        hashes = []
+        for data in chunks:
+            hashes.append(chunk_hash(data))
+            self._chunks[hashes[-1]] = data
+        return hashes
+
+    def get(self, digest: bytes) -> bytes | None:
+        return self._chunks.get(digest) or self._store.get(digest)
+
+    def clear(self) -> None:
+        """The round is over."""
+        self._chunks = {}
+
+    async def complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
+        """All chunks of a result, in order: from their reducers first, then from anybody. Raises RoundFailed."""
+        by_owner: dict[str, list[int]] = {}
+        for chunk in self._missing(hashes):
+            by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)
+        await asyncio.gather(*(self._fetch(owner, chunks, hashes) for owner, chunks in by_owner.items()))
+        for peer in dict.fromkeys((*outcome.plan.members, *self._others())):
+            missing = self._missing(hashes)
+            if not missing:
+                break
+            if peer != self._wire.peer_id:
+                await self._fetch(peer, missing, hashes)
+        if self._missing(hashes):
+            raise RoundFailed("nobody has all of the result's chunks", code="reducer_lost")
+        return [self._chunks[digest] for digest in hashes]
+
+    def _missing(self, hashes: Sequence[bytes]) -> list[int]:
+        return [chunk for chunk, digest in enumerate(hashes) if digest not in self._chunks]
+
+    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Take what is right of what a peer gives; what is not stays missing."""
+        request = Message({"hashes": [hashes[chunk] for chunk in chunks]})
+        try:
+            reply = await self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s)
+            for chunk, data in zip(chunks, reply.blobs, strict=False):
+                if chunk_hash(data) != hashes[chunk]:
+                    raise PeerError(f"chunk {chunk} has a wrong hash")
+                self._grid.check(chunk, data)
+                self._chunks[hashes[chunk]] = data
+        except PeerError as exc:
+            logger.info("Peer %s did not give %d result chunks: %s", peer[-6:], len(chunks), exc)
