@@ -26,6 +26,7 @@ from node.status import (
     Counters,
     Outcome,
     Phase,
+    Report,
     Stage,
 )
 
@@ -36,6 +37,8 @@ SYNC_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000
 DISK_INTERVAL_S = 30.0
 """Walking the data folder at each scrape would be waste."""
 
+UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
+"""A worker in these may not have read its checkpoint yet."""
 STAGES = tuple(stage.value for stage in Stage)
 
 Series = dict[tuple[str, str], float]
@@ -87,19 +90,29 @@ def flatten(counters: Counters) -> Series:
 
 
 class Totals:
-    """Totals that never fall, over workers whose totals may: after a fall, what was there before is kept as a base."""
+    """Totals that never fall and count nothing twice, over workers that each go on from a checkpoint, or from nothing.
+
+    A worker first tells totals from zero, and those of its checkpoint once it has read it. So each worker is tied twice
+    to what was told before: at its first report, and at its first settled one.
+    """
 
     def __init__(self) -> None:
         self._told = flatten(Counters())
         self._base = dict.fromkeys(self._told, 0.0)
+        self._tied = self._settled = False
 
-    def told(self, counters: Counters) -> None:
-        if counters == Counters():
-            return  # a worker that has not read its checkpoint yet, not one that lost everything
-        fresh = flatten(counters)
-        for key, total in fresh.items():
-            self._base[key] += max(0.0, self._told[key] - total)
-        self._told = fresh
+    def worker_started(self) -> None:
+        self._tied = self._settled = False
+
+    def told(self, counters: Counters, *, settled: bool) -> None:
+        """`settled`: the worker is past reading its checkpoint."""
+        before, fresh = self.read(), flatten(counters)
+        if not self._tied or (settled and not self._settled):
+            self._base = {key: max(0.0, before[key] - total) for key, total in fresh.items()}
+        else:
+            for key, total in fresh.items():
+                self._base[key] += max(0.0, self._told[key] - total)
+        self._told, self._tied, self._settled = fresh, True, self._settled or settled
 
     def read(self) -> Series:
         return {key: self._base[key] + total for key, total in self._told.items()}
@@ -135,9 +148,13 @@ class Metrics(Collector):
         self._blocked = _by_stage("diloco_sync_blocked_seconds", "Time the trainer stood still, by stage.")
         self._registry.register(self)
 
-    def told(self, counters: Counters) -> None:
-        self._totals.told(counters)
-        self._last_sync_at_s = max(self._last_sync_at_s, counters.last_sync_at_s)
+    def worker_started(self) -> None:
+        """Another worker's totals follow."""
+        self._totals.worker_started()
+
+    def told(self, report: Report) -> None:
+        self._totals.told(report.counters, settled=report.state.phase not in UNSETTLED)
+        self._last_sync_at_s = max(self._last_sync_at_s, report.counters.last_sync_at_s)
 
     def observe(self, seconds: Mapping[str, Iterable[float]]) -> None:
         """Durations under the keys of `link.Observed`."""

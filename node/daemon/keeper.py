@@ -158,6 +158,7 @@ class Keeper:
         except OSError as exc:
             return Fate(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
         self._child = child
+        self.metrics.worker_started()
         logger.debug("Worker %d runs, mode %s", child.pid, mode)
         if self._changed.is_set():  # the owner changed his mind while it was starting
             child.asked = "leave"
@@ -173,7 +174,7 @@ class Keeper:
             case Beat():
                 self._beat_at_s = time.monotonic()
             case Told(report=report):
-                self.metrics.told(report.counters)
+                self.metrics.told(report)
                 self._board.told(report)
                 if self._want == "run" and self._child is not None and self._child.asked is None:
                     self._board.decide(None)

@@ -92,15 +92,17 @@ class Answers:
         attempt = self._rounds.enter(join.parent, number)
         attempt.joins[caller] = document
         if proposal := message.header.get("accepted"):
-            attempt.proposals.append(self._read_accepted(proposal))
+            attempt.proposals.append(self._read_accepted(proposal, join.parent))
         if attempt.leading is None:
             attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
         return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
 
-    def _read_accepted(self, proposal: Any) -> Accepted:
+    def _read_accepted(self, proposal: Any, parent: str) -> Accepted:
         number, document, hashes = proposal
         accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
-        self._check_outcome(accepted.outcome, accepted.hashes)
+        outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes)
+        if outcome.plan.parent != parent:
+            raise PeerError("an accepted outcome is for another round")
         return accepted
 
     async def _on_plan(self, caller: str, message: Message) -> Message:
@@ -167,8 +169,8 @@ class Answers:
         if outcome.plan.parent != self._rounds.chain.tip.head:
             raise PeerError("an outcome is for another round")
         await self._rounds.results.complete(outcome, split_hashes(hashes))
-        if attempt.number != self._rounds.number:
-            raise PeerError("a later attempt is under way", code="round_failed")
+        if attempt.number != self._rounds.number or attempt.parent != self._rounds.chain.tip.head:
+            raise PeerError("that attempt is over", code="round_failed")
         self._rounds.accepted = Accepted(attempt.number, document, hashes)
         return Message({"accept": accept(self._rounds.directory.identity, document.hash, attempt.number)})
 

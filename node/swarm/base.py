@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgpack
 
-from node.errors import PeerError
-from node.status import Channel
+from node.errors import PeerError, SwarmError
+from node.status import REJECT_REASONS, Channel
 
 MAX_HEADER_BYTES = 2**20
 MAX_BLOBS = 4096
@@ -61,10 +61,18 @@ def late(peer_id: str, verb: str, timeout_s: float) -> PeerError:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that crossed the wire, headers of ours included, per channel. One writer: the swarm's loop."""
+    """What crossed the wire, and what was refused. One writer: the swarm's loop."""
 
     sent_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    """Per channel, headers of ours included."""
     received_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECT_REASONS, 0))
+    """Messages and contributions of peers that broke a rule, by reason."""
+
+    def reject(self, error: SwarmError) -> None:
+        """Count it, if it is somebody's fault."""
+        if error.code in self.rejected:
+            self.rejected[error.code] += 1
 
 
 class Wire(Protocol):

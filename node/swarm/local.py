@@ -86,6 +86,7 @@ class LocalWire:
         try:
             reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
+            self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc
         if caller != self.peer_id:
             self.traffic.sent_bytes[service.channel] += len(pack_header("", reply)) + reply.blob_bytes

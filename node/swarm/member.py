@@ -65,6 +65,7 @@ class View:
     waiting_code: str = ""
     sent_bytes: Mapping[Channel, int] = field(default_factory=dict)
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
     """Why nobody was reached, while nobody is."""
 
@@ -181,6 +182,7 @@ class Member:
             waiting_code=code,
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
+            rejected=dict(self.wire.traffic.rejected),
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 

@@ -112,9 +112,11 @@ class P2PWire:
             try:
                 status, reply = "ok", await answer(service, caller, message)
             except SwarmError as exc:
+                self.traffic.reject(exc)
                 status, reply = exc.code, Message({"error": str(exc)})
             self.traffic.sent_bytes[service.channel] += await _write(writer, status, reply)
         except PeerError as exc:
+            self.traffic.reject(exc)
             logger.debug("dropped a stream of %s: %s", caller[-6:], exc)
         except _FOREIGN as exc:
             logger.debug("a stream of %s broke off: %r", caller[-6:], exc)

@@ -111,4 +111,5 @@ class Results:
                 self._grid.check(chunk, data)
                 self._chunks[hashes[chunk]] = data
         except PeerError as exc:
+            self._wire.traffic.reject(exc)
             logger.info("Peer %s did not give %d result chunks: %s", peer[-6:], len(chunks), exc)

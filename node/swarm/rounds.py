@@ -133,6 +133,7 @@ class Rounds:
                 await self._attend(attempt, mine)
             except (RoundFailed, PeerError) as exc:
                 attempt.fail(exc)
+                attempt.stop()
                 failures += 1
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
                 self._deliver(RoundFailed(str(exc), code=exc.code))
@@ -172,7 +173,8 @@ class Rounds:
         try:
             reply = await self.wire.call(target, "join", Message(header), timeout_s=CALL_S)
         except PeerError as exc:
-            self.directory.suspect(target)
+            if exc.code in ("unreachable", "timeout"):
+                self.directory.suspect(target)
             raise RoundFailed(f"the leader {target[-6:]} does not answer", code="leader_lost") from exc
         status = str(reply.header.get("status"))
         attempt.waiting_reason = str(reply.header.get("reason", ""))[:200]

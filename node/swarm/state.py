@@ -165,6 +165,7 @@ class Download:
                 try:
                     data = await self._leaf(peer, snapshot, index)
                 except PeerError as exc:
+                    self._wire.traffic.reject(exc)
                     todo.append(index)
                     logger.warning("Peer %s is dropped from the download: %s", peer[-6:], exc)
                     return

@@ -13,6 +13,7 @@ from node.errors import RoundFailed, SwarmError
 from node.status import Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
+from node.swarm.directory import MEMBER_PHASES
 from node.swarm.member import Member, MemberOptions, View, start_member
 from node.swarm.rounds import Committed, Rules
 from node.swarm.state import StateSource
@@ -115,7 +116,8 @@ class SwarmThread:
     def say(self, phase: Phase, tokens_per_second: float) -> None:
         async def tell(member: Member) -> None:
             member.directory.say(tokens_per_second=tokens_per_second)
-            await member.say(phase, at_once=phase != member.directory.me.phase)
+            was_member = member.directory.me.phase in MEMBER_PHASES
+            await member.say(phase, at_once=was_member != (phase in MEMBER_PHASES))
 
         self.start_call(tell)
 

@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from node.status import Activity, Channel, ContributionInfo, Counters, Outcome
+from node.status import Activity, ContributionInfo, Counters, Outcome
+from node.swarm.member import View
+
+K = TypeVar("K")
+
+
+def _sum(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
 
 
 class Ledger:
@@ -25,14 +32,13 @@ class Ledger:
         self.tokens = 0
         self.rounds: Counter[Outcome] = Counter()
         self.failures: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()
         self.carried = 0
         self.digest_mismatches = 0
         self.rounds_joined = 0
         self.rounds_attempted = 0
         self.last_sync_at_s = 0.0
-        self._sent_before: Mapping[Channel, int] = {}
-        self._received_before: Mapping[Channel, int] = {}
+        self._before = Counters()
+        """Of earlier processes: what the wire counts starts at 0 with each."""
         self.durations: dict[str, list[float]] = defaultdict(list)
         """Seconds not told yet, by the names of `link.Observed`."""
         self._round_began_s = (clock(), 0.0)
@@ -71,8 +77,8 @@ class Ledger:
             self.utilization_ratio = min(1.0, (compute_now_s - compute_s) / (now_s - began_s))
         self._round_began_s = (now_s, compute_now_s)
 
-    def counters(self, sent: Mapping[Channel, int], received: Mapping[Channel, int]) -> Counters:
-        """A snapshot. `sent`, `received`: bytes of this process's wire."""
+    def counters(self, view: View) -> Counters:
+        """A snapshot. `view`: what this process's wire has counted since its start."""
         self._switch(self._activity)
         return Counters(
             activity_seconds=dict(self.seconds),
@@ -82,9 +88,9 @@ class Ledger:
             sync_failures=dict(self.failures),
             contributions_carried=self.carried,
             digest_mismatches=self.digest_mismatches,
-            peers_rejected=dict(self.rejected),
-            network_sent_bytes={c: self._sent_before.get(c, 0) + sent.get(c, 0) for c in Channel},
-            network_received_bytes={c: self._received_before.get(c, 0) + received.get(c, 0) for c in Channel},
+            peers_rejected=_sum(self._before.peers_rejected, view.rejected),
+            network_sent_bytes=_sum(self._before.network_sent_bytes, view.sent_bytes),
+            network_received_bytes=_sum(self._before.network_received_bytes, view.received_bytes),
             last_sync_at_s=self.last_sync_at_s,
         )
 
@@ -116,9 +122,8 @@ class Ledger:
         self.tokens, self.inner_steps = counters.tokens_processed, counters.inner_steps
         self.rounds.update(counters.sync_rounds)
         self.failures.update(counters.sync_failures)
-        self.rejected.update(counters.peers_rejected)
         self.carried, self.digest_mismatches = counters.contributions_carried, counters.digest_mismatches
         self.last_sync_at_s = counters.last_sync_at_s
-        self._sent_before, self._received_before = counters.network_sent_bytes, counters.network_received_bytes
+        self._before = counters
         self.rounds_joined, self.rounds_attempted = saved["rounds_joined"], saved["rounds_attempted"]
         self._round_began_s = (self._clock(), self.seconds[Activity.COMPUTE])

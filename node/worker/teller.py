@@ -82,7 +82,7 @@ class Teller:
 
     def _report(self) -> Report:
         view = self.view
-        counters = self._ledger.counters(view.sent_bytes, view.received_bytes)
+        counters = self._ledger.counters(view)
         return Report(
             state=self.state,
             peer_id=view.peer_id,

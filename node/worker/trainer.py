@@ -123,8 +123,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of outer and local state. Raises MachineError where the disk does not take it."""
         with self.ledger.doing(Activity.CHECKPOINT):
-            view = self.session.swarm.view
-            ledger = self.ledger.save(self.ledger.counters(view.sent_bytes, view.received_bytes))
+            ledger = self.ledger.save(self.ledger.counters(self.session.swarm.view))
             done = {"tokens": self.progress.tokens, "carried": self.progress.carried}
             checkpoint = checkpoint_of(
                 self.session.manifest,

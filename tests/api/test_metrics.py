@@ -110,23 +110,43 @@ def test_gauges_follow_the_status(still_node: StillNode) -> None:
     assert samples[("reachability", (("status", "relay"),))] == 1
 
 
-def test_counters_never_fall_over_workers(still_node: StillNode) -> None:
-    def told(steps: int, rejected: dict[str, int] | None = None) -> float:
-        still_node.metrics.told(Counters(inner_steps=steps, peers_rejected=rejected or {}))
-        return scrape(still_node)[1][("inner_steps_total", ())]
+def test_counters_never_fall_and_count_nothing_twice(still_node: StillNode) -> None:
+    metrics = still_node.metrics
 
-    assert told(100) == 100
-    assert told(150) == 150
-    # The next worker starts from its checkpoint: 20 steps are done twice, and count twice.
-    assert told(130) == 150
-    assert told(150) == 170
-    # One that has not read its checkpoint yet tells nothing.
-    still_node.metrics.told(Counters())
-    assert told(160) == 180
+    def told(phase: Phase, steps: int, paused_s: float = 0.0) -> tuple[float, float]:
+        counters = Counters(inner_steps=steps, activity_seconds={Activity.PAUSED: paused_s})
+        metrics.told(Report(state=PhaseState(phase=phase), counters=counters))
+        samples = scrape(still_node)[1]
+        return samples[("inner_steps_total", ())], samples[("activity_seconds_total", (("activity", "paused"),))]
+
+    metrics.worker_started()
+    assert told(Phase.CONNECTING, 0) == (0, 0)
+    assert told(Phase.TRAINING, 100) == (100, 0)
+    assert told(Phase.TRAINING, 150) == (150, 0)
+    # Paused, the worker tells from zero.
+    metrics.worker_started()
+    assert told(Phase.PAUSED, 0, 0.5) == (150, 0.5)
+    assert told(Phase.PAUSED, 0, 9.0) == (150, 9.0)
+    # The next one tells from zero until it has read its checkpoint, which holds two steps that were never told.
+    metrics.worker_started()
+    assert told(Phase.CONNECTING, 0) == (150, 9)
+    assert told(Phase.TRAINING, 152) == (152, 9)
+    assert told(Phase.SYNCING, 160) == (160, 9)
+    # After a crash, from an older checkpoint: steps that are done twice count twice.
+    metrics.worker_started()
+    assert told(Phase.DOWNLOADING, 0) == (160, 9)
+    assert told(Phase.TRAINING, 140) == (160, 9)
+    assert told(Phase.TRAINING, 160) == (180, 9)
+    # One that lost its checkpoint counts on.
+    metrics.worker_started()
+    assert told(Phase.TRAINING, 0) == (180, 9)
+    assert told(Phase.TRAINING, 7) == (187, 9)
+    assert told(Phase.TRAINING, 3) == (187, 9)
 
 
 def test_unknown_reasons_join_the_general_one(still_node: StillNode) -> None:
-    still_node.metrics.told(Counters(sync_failures={"cosmic": 2, "timeout": 1}, last_sync_at_s=5.0))
+    counters = Counters(sync_failures={"cosmic": 2, "timeout": 1}, last_sync_at_s=5.0)
+    still_node.metrics.told(Report(counters=counters))
     _, samples = scrape(still_node)
     assert samples[("sync_failures_total", (("reason", "round_failed"),))] == 2
     assert samples[("sync_failures_total", (("reason", "timeout"),))] == 1
