@@ -55,7 +55,7 @@ lint: $(SET_UP)
 	@$(BIN)/lint-imports --no-logo
 
 swarm: $(SET_UP)
-	@exec $(BIN)/python tools/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
+	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
 bench: $(SET_UP)
 	@$(BIN)/python -m pytest tests/benchmarks -p no:timeout -s $(ARGS)

@@ -191,6 +191,12 @@ def _run(call: Call) -> int:
         from node.manifest import parse_invite
 
         parse_invite(join)
+        unused = [key for key, origin in call.loaded.origins.items() if key.startswith("run.") and _asked(origin)]
+        if unused:
+            print(
+                f"diloco-node: with --join the swarm decides, so these are not used: {', '.join(unused)}",
+                file=sys.stderr,
+            )
     console = Console()
     live_line = console.is_terminal and config.log.format == "console"
     logs.configure(config.log.level, config.log.format, to=console if live_line else sys.stderr)
@@ -198,6 +204,11 @@ def _run(call: Call) -> int:
     with LiveView(console, call.data_dir, line=live_line, pid=os.getpid()) as view:
         parts = supervisor.Parts(origins=call.loaded.origins)
         return supervisor.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
+
+
+def _asked(origin: str) -> bool:
+    """Whether the person set this value, rather than a default or a preset."""
+    return not origin.startswith(("default", "preset "))
 
 
 def _status(call: Call) -> int:

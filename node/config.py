@@ -49,7 +49,7 @@ class ApiConfig(Section):
     """The HTTP port."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Other than loopback, the page can be reached from elsewhere; the token is needed all the same."""
+    """Address to bind. Other than loopback: reachable from elsewhere; the token is needed all the same."""
     port: int = Field(8080, ge=0, le=65535)
     """Port to bind; 0: any free one."""
     allowed_hosts: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class RoundTold(Value):
 
 
 class Observed(Value):
-    """Durations since the last one, for the histograms, in seconds. Keys: `inner_step`, `sync.STAGE`, `blocked.STAGE`."""
+    """Seconds since the last one, for the histograms. Keys: `inner_step`, `sync.STAGE`, `blocked.STAGE`"""
 
     type: Literal["observed"] = "observed"
     seconds: dict[str, list[float]]

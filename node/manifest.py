@@ -57,9 +57,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                "hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads"
-            )
+            raise ValueError("hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads")
         return self
 
 
@@ -196,7 +194,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
     """Read a manifest that came from elsewhere. Raises ProtocolError before it looks at fields it cannot know."""
     if hashlib.sha256(data).hexdigest() != expected_hash:
         raise ManifestError(
-            "The swarm's manifest does not have the hash of the invite: ask for a new invite, or leave this swarm alone."
+            "The swarm's manifest does not have the hash of the invite: ask for a new invite, or leave it alone."
         )
     try:
         raw = json.loads(data)
@@ -210,7 +208,9 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
     try:
         return Manifest.model_validate(raw)
     except ValidationError as exc:
-        raise ManifestError(f"The swarm's manifest is not valid ({exc.error_count()} faults): ask its founder.") from exc
+        raise ManifestError(
+            f"The swarm's manifest is not valid ({exc.error_count()} faults): ask its founder."
+        ) from exc
 
 
 @dataclass(frozen=True, slots=True)

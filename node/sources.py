@@ -22,6 +22,8 @@ from node.errors import ConfigError
 ENV_PREFIX = "DILOCO_"
 PRESET_KEY = "run.preset"
 DEFAULT_PRESET = "builtin"
+NOT_SETTINGS = frozenset({"DILOCO_FAULTS"})
+"""Variables of ours that are no settings: the plan of faults that tests inject into the swarm."""
 NOT_PRESETS = frozenset({"node"})
 """Files of the presets' folder that document the keys and are no presets."""
 
@@ -104,7 +106,7 @@ def from_file(path: Path) -> Iterator[Setting]:
 def from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
     """Every variable that starts with DILOCO_ is a setting: DILOCO_SECTION__KEY."""
     for variable in sorted(environ):
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and variable not in NOT_SETTINGS:
             key = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
             yield _known(Setting(key, environ[variable], "environment variable", variable))
 

@@ -93,5 +93,3 @@ def _conflict(_request: Request, error: Exception) -> Response:
 
 def _our_fault(_request: Request, _error: Exception) -> Response:
     return problem_response(500, "The node failed at this request: its log says why.", code="internal")
-
-

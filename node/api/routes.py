@@ -215,4 +215,3 @@ def hide_secrets(values: dict[str, Any]) -> dict[str, Any]:
         else:
             shown[key] = value
     return shown
-

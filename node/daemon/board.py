@@ -70,9 +70,7 @@ class Board:
             message += "\n" + logging.Formatter().formatException(record.exc_info)
         round_number: int | None = getattr(record, "round", None)
         self._logs.append(
-            LogLine(
-                id=next(self._log_ids), at=at, level=level, logger=record.name, message=message, round=round_number
-            )
+            LogLine(id=next(self._log_ids), at=at, level=level, logger=record.name, message=message, round=round_number)
         )
 
     def view(self, *, alive: bool) -> View:
@@ -117,9 +115,7 @@ class Board:
     def _build(self) -> Status:
         report = self._report
         state = self._own or report.state
-        node = self._node.model_copy(
-            update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]}
-        )
+        node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(
             node=node,
             phase=state.phase,

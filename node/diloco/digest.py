@@ -53,7 +53,7 @@ def leaf_hashes(state: OuterState) -> list[bytes]:
         return list(pool.map(_slice_hash, slices))
 
 
-def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -> str:  # noqa: A002
+def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -> str:
     """The state's digest from its leaves, 64 hex characters. ValueError when the leaves do not fit the parameters."""
     if len(leaves) != 2 * len(leaf_bounds(parameters)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")

@@ -88,11 +88,16 @@ class P2PWire:
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
         service = self._services.get(verb)
         channel = service.channel if service else Channel.DHT
+        # Beside the reading: a peer may refuse, and hang up, before it has read it all.
+        sending = asyncio.create_task(_write(writer, verb, message))
         try:
-            self.traffic.sent_bytes[channel] += await _write(writer, verb, message)
             status, reply, size = await _read(reader, lambda _: 2**40)
             self.traffic.received_bytes[channel] += size
+            if status == "ok":
+                self.traffic.sent_bytes[channel] += await sending
         finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
             writer.close()
         if status != "ok":
             raise PeerError(str(reply.header.get("error", "refused"))[:300], code=status[:40])

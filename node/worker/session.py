@@ -36,6 +36,7 @@ from node.swarm.state import Snapshot, most_trusted_digest, tip_of
 from node.swarm.thread import SwarmThread
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.tensorfile import read_slice
+from node.worker.ledger import Ledger
 from node.worker.snapshot import initial_checkpoint, load_proof
 from node.worker.teller import Teller
 
@@ -82,7 +83,7 @@ class Session:
     store: CheckpointStore
     source: CheckpointSource
     tip: Tip | None
-    """None for a relay, which holds no state."""
+    """None for a node that holds no state: a relay, or one that was paused before it had any."""
     checkpoint: Checkpoint | None
     """What this node goes on from; None where it starts from a downloaded state."""
 
@@ -90,8 +91,8 @@ class Session:
 class Opening:
     """The steps to a session. `check` raises when the worker is asked to stop."""
 
-    def __init__(self, start: Start, config: Config, teller: Teller, check: Callable[[], None]) -> None:
-        self._start, self._config, self._teller, self._check = start, config, teller, check
+    def __init__(self, start: Start, config: Config, teller: Teller, ledger: Ledger, check: Callable[[], None]) -> None:
+        self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
         self._folder = config.node.data_dir
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
         self._invite = parse_invite(start.join) if start.join else None
@@ -103,17 +104,18 @@ class Opening:
             if self._start.mode == "relay":
                 raise UsageError("A relay serves a run: give it one with --join INVITE.")
             manifest = self._found(self._config.run)
+        saved = self._resume(manifest) if manifest is not None and self._start.mode != "relay" else None
         run = manifest.hash if manifest else self._invite.manifest_hash if self._invite else ""
         swarm = SwarmThread(self._member_options(run))
         self._teller.swarm = swarm
         swarm.open()
         try:
-            return self._enter(swarm, manifest)
+            return self._enter(swarm, manifest, saved)
         except BaseException:
             swarm.close(Phase.STOPPED)
             raise
 
-    def _enter(self, swarm: SwarmThread, manifest: Manifest | None) -> Session:
+    def _enter(self, swarm: SwarmThread, manifest: Manifest | None, saved: tuple[Checkpoint, Tip] | None) -> Session:
         if manifest is None:
             manifest = self._fetch_manifest(swarm)
         text = manifest.canonical()
@@ -121,13 +123,11 @@ class Opening:
         rules = rules_of(manifest)
         source = CheckpointSource(self._store, manifest.parameters)
         session = Session(manifest, rules, swarm, self._store, source, None, None)
-        if self._start.mode == "relay":
-            return session
-        session.checkpoint, session.tip = self._resume(manifest, rules)
-        if session.tip is None:
-            session.tip = self.download(swarm, manifest, rules)
-        else:
+        if saved is not None:
+            session.checkpoint, session.tip = saved
             source.publish(session.tip)
+        elif self._start.mode == "train":
+            session.tip = self.download(swarm, manifest, rules)
         return session
 
     # manifests
@@ -185,10 +185,11 @@ class Opening:
 
     # states
 
-    def _resume(self, manifest: Manifest, rules: Rules) -> tuple[Checkpoint | None, Tip | None]:
+    def _resume(self, manifest: Manifest) -> tuple[Checkpoint, Tip] | None:
+        """Where this node was when it last saved; None where it has to begin with a download."""
         checkpoint = self._store.newest()
         if checkpoint is None:
-            return None, None
+            return None
         if checkpoint.manifest_hash != manifest.hash:
             raise DataFolderError(
                 f"The checkpoints in {self._folder} are of another run than its manifest.json: restore either, "
@@ -196,10 +197,12 @@ class Opening:
             )
         state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
         try:
-            tip = tip_of(state, checkpoint.head, load_proof(checkpoint), rules, time.monotonic())
+            tip = tip_of(state, checkpoint.head, load_proof(checkpoint), rules_of(manifest), time.monotonic())
         except PeerError as exc:
             logger.warning("The checkpoint of round %d is not used: %s.", checkpoint.round, exc)
-            return None, None
+            return None
+        if "ledger" in checkpoint.extra:
+            self._ledger.load(checkpoint.extra["ledger"])
         logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
         return checkpoint, tip
 

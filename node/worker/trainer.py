@@ -107,8 +107,6 @@ class Trainer:
         load_flat_(self._model, saved.anchor if saved.local is None else saved.local)
         if saved.optimizer:
             self._inner.load_state_tensors(saved.optimizer)
-        if "ledger" in saved.extra:
-            self.ledger.load(saved.extra["ledger"])
         done = saved.extra.get("progress", {})
         self.progress = Progress(saved.inner_step, done.get("tokens", 0), 0.0, done.get("carried", 0))
         self._stream = self._new_stream(saved.data_round, saved.data_position)
@@ -274,11 +272,17 @@ class Trainer:
         included = done.included and attempted
         self.ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
         self.teller.round_over(record)
+        loss = self.teller.training.loss
         logger.info(
-            "Round %d: %s with %d of %d members in %.1f s, loss %.3f, %s.",
-            record.round, record.outcome, len(done.outcome.included), len(record.members), blocked_s,
-            self.teller.training.loss or float("nan"), record.state_digest[:12],
-        )  # fmt: skip
+            "Round %d: %s with %d of %d members in %.1f s%s; digest %s.",
+            record.round,
+            record.outcome,
+            len(done.outcome.included),
+            len(record.members),
+            blocked_s,
+            f", loss {loss:.3f}" if loss is not None else "",
+            record.state_digest[:12],
+        )
 
     def _evaluate(self) -> None:
         """Loss of the anchor, which the model holds just now, on the held-out split."""
@@ -330,5 +334,6 @@ class Trainer:
 
     def _show_waiting(self) -> None:
         view = self.session.swarm.view
-        reason = view.waiting_reason or f"Averaging round {self.tip.round + 1} with the others ({view.stage})."
+        stage = f" ({view.stage})" if view.stage != "idle" else ""
+        reason = view.waiting_reason or f"Averaging round {self.tip.round + 1}{stage}."
         self.teller.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")

@@ -43,12 +43,11 @@ class Work:
         self._chosen: Chosen | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
-        self._opening = Opening(start, config, self._teller, self._check)
+        self._opening = Opening(start, config, self._teller, self._ledger, self._check)
         self._round_over = False
 
     def run(self) -> tuple[str, str]:
         """Until asked to stop, or the run is complete. Returns code and reason of the end; raises NodeError."""
-        self._teller.enter(Phase.STARTING, "Loading.", "starting")
         if self._start.mode == "train":
             self._chosen = choose_device(self._config.devices, self._config.limits.cpu_threads)
         try:

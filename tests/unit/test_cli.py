@@ -278,6 +278,17 @@ def test_export_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "belongs to no run yet" in capsys.readouterr().err
 
 
+def test_settings_that_a_joiner_does_not_use_are_named(tmp_path: Path) -> None:
+    """The data folder is a file, so the node goes no further."""
+    (tmp_path / "file").touch()
+    argv = ["run", "--join", INVITE, "--data-dir", str(tmp_path / "file"), "--run.outer.lr", "0.5", "--api.port", "0"]
+    done = program(*argv)
+    assert done.returncode == 2
+    first, *_, last = done.stderr.splitlines()
+    assert first == "diloco-node: with --join the swarm decides, so these are not used: run.outer.lr"
+    assert str(tmp_path / "file") in last
+
+
 def test_settings_are_told_from_options() -> None:
     argv = [
         "--log.level",

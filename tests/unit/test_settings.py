@@ -50,6 +50,10 @@ def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
         assert start.origins["api.port"] == "default"
 
 
+def test_the_plan_of_faults_is_no_setting() -> None:
+    assert loaded(environ={"DILOCO_FAULTS": "reduce@1=hang"}) == loaded()
+
+
 def test_every_key_has_a_value_and_an_origin() -> None:
     start = loaded()
     assert set(start.origins) == set(known_keys())

@@ -1,0 +1,64 @@
+"""The baseline of the inner loop: plain PyTorch and nothing else. Run by `inner`.
+
+The same model, batches, optimizer and number of threads as the worker's; the batches lie in memory beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from node.manifest import Manifest
+from node.training.data import Stream, load_corpus
+from node.training.device import usable_cores
+from node.training.model import build_model
+from tests.benchmarks.processes import answer, orders
+
+BATCHES = 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--peer-id", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads or usable_cores())
+    manifest = Manifest.model_validate_json(arguments.manifest.read_bytes())
+    inner = manifest.run.inner
+    stream = Stream(load_corpus(manifest.run.data), manifest.run_id, arguments.peer_id, 0)
+    batches = [stream.next_batch(inner.batch_size, inner.sequence_length) for _ in range(BATCHES)]
+    model = build_model(manifest.run.model, seed=0).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=inner.lr,
+        betas=(inner.beta1, inner.beta2),
+        eps=inner.eps,
+        weight_decay=inner.weight_decay,
+        fused=True,
+    )
+    step = 0
+    answer({"ready": True, "threads": torch.get_num_threads()})
+    for order in orders():
+        began_s = time.monotonic()
+        tokens = 0
+        while time.monotonic() - began_s < order["seconds"]:
+            batch = batches[step % BATCHES]
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            tokens += batch[:, 1:].numel()
+        loss.item()
+        answer({"tokens": tokens, "seconds": time.monotonic() - began_s})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

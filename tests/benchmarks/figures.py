@@ -1,0 +1,105 @@
+"""What a benchmark comes to: figures with their baselines and limits, as a table and as JSON. Knows no node."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("figure", "ours", "baseline", "ratio", "allowed", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number with a verdict."""
+
+    name: str
+    unit: str
+    ours: float
+    baseline: float
+    baseline_name: str
+    low: float | None = None
+    """Least ratio (ours / baseline) that passes; None: any."""
+    high: float | None = None
+    """Largest ratio that passes; None: any."""
+    ratio_measured: float | None = None
+    """Where the ratio is a median of paired ratios, rather than the ratio of the two medians."""
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.baseline if self.ratio_measured is None else self.ratio_measured
+
+    @property
+    def passed(self) -> bool:
+        return (self.low is None or self.ratio >= self.low) and (self.high is None or self.ratio <= self.high)
+
+    def row(self) -> tuple[str, ...]:
+        low = "" if self.low is None else f">= {self.low:g}"
+        high = "" if self.high is None else f"<= {self.high:g}"
+        return (
+            self.name,
+            f"{_short(self.ours)} {self.unit}",
+            f"{_short(self.baseline)} {self.baseline_name}",
+            f"{self.ratio:.3f}",
+            " ".join(part for part in (low, high) if part),
+            "PASS" if self.passed else "FAIL",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one benchmark hands back."""
+
+    benchmark: str
+    figures: Sequence[Figure]
+    notes: Sequence[str] = ()
+    """Lines for people, printed under the table."""
+    samples: dict[str, object] = field(default_factory=dict)
+    """All that was measured, for the JSON file."""
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = [asdict(f) | {"ratio": f.ratio, "passed": f.passed} for f in self.figures]
+        content = {
+            "benchmark": self.benchmark,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {
+                "processor": platform.machine(),
+                "cores": psutil.cpu_count(),
+                "python": platform.python_version(),
+            },
+            "load_average": psutil.getloadavg(),
+            "figures": figures,
+            "notes": list(self.notes),
+            "samples": self.samples,
+        }
+        (folder / f"{self.benchmark}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def table(figures: Sequence[Figure]) -> str:
+    rows = [COLUMNS, *(figure.row() for figure in figures)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most."""
+    return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
+
+
+def _short(value: float) -> str:
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2e}"

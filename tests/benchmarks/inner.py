@@ -1,0 +1,184 @@
+"""Tokens per second of a running worker against a bare PyTorch loop.
+
+The worker is the real process (`python -m node.worker`), alone in its swarm, with its p2pd, its swarm thread, its ledger
+and its reports; this benchmark stands where the supervisor stands. Rounds are set so long that none ends meanwhile.
+The two take turns, A B B A, and whichever is not measured is stopped by a signal, p2pd and all.
+
+The worker's time is its own clock's: `activity_seconds`, all of it, so what the loop does between steps counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from node.config import Config
+from node.link import Beat, Ended, LogTold, Observed, Start, Told, decode_up, encode
+from node.settings import load
+from node.status import Activity, Report
+from tests.benchmarks.figures import RESULTS, Figure, Result, median, spread
+from tests.benchmarks.processes import ROOT, Helper, end_group
+
+START_S = 90.0
+REPORT_S = 30.0
+WARM_S = 3.0
+LEAST_RATIO = 0.95
+
+
+class Worker:
+    """The worker process, seen from the supervisor's end of the link."""
+
+    def __init__(self, config: Config, log: Path) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "node.worker", "--fd", str(theirs.fileno())],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._socket.settimeout(REPORT_S)
+        self._file = self._socket.makefile("rb")
+        self._log = log
+        self.step_s: list[float] = []
+        """Inner steps that the worker told of since this was emptied."""
+        self._socket.sendall(encode(Start(mode="train", config=config.model_dump(mode="json"))))
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        end_group(self.process)
+        self._file.close()
+        self._socket.close()
+
+    def report(self) -> Report:
+        """The next report."""
+        while True:
+            message = decode_up(self._file.readline())
+            if isinstance(message, Told):
+                return message.report
+            if isinstance(message, Observed):
+                self.step_s += message.seconds.get("inner_step", [])
+            elif isinstance(message, Ended):
+                raise RuntimeError(
+                    f"The worker ended: {message.reason} {self._log.read_text(errors='replace')[-2000:]}"
+                )
+            elif not isinstance(message, Beat | LogTold):
+                raise TypeError(f"The worker said {message!r} in the middle of a segment")
+
+    def wait_trained(self, steps: int) -> Report:
+        end_s = time.monotonic() + START_S
+        while (report := self.report()).counters.inner_steps < steps:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"The worker has not trained after {START_S:.0f} s: {report.state.reason}")
+        return report
+
+    def pause(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Tokens and seconds of the loop, between the first report after the start and one `seconds` later."""
+        self.go_on()
+        first = self.report()
+        self.step_s.clear()
+        end_s = time.monotonic() + seconds
+        while True:
+            last = self.report()
+            if time.monotonic() >= end_s:
+                break
+        self.pause()
+        spent = {a: last.counters.activity_seconds[a] - first.counters.activity_seconds[a] for a in Activity}
+        assert spent[Activity.SYNC_WAIT] == 0, "a round ended inside a segment"
+        tokens = last.counters.tokens_processed - first.counters.tokens_processed
+        return {
+            "tokens": tokens,
+            "seconds": sum(spent.values()),
+            "compute_s": spent[Activity.COMPUTE],
+            "data_s": spent[Activity.DATA],
+            "between_s": spent[Activity.IDLE],
+            "steps": last.counters.inner_steps - first.counters.inner_steps,
+        }
+
+
+def measure(pairs: int, seconds: float, threads: int) -> Result:
+    ours: list[dict[str, float]] = []
+    bare: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
+        folder = Path(name)
+        config = load(file=None, environ={}, flags=_flags(folder / "node", threads)).config
+        (folder / "node").mkdir()
+        with Worker(config, folder / "worker.log") as worker:
+            report = worker.wait_trained(steps=10)
+            worker.pause()
+            arguments = ["--manifest", str(folder / "node" / "manifest.json"), "--peer-id", report.peer_id]
+            arguments += ["--threads", str(threads)]
+            with Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", threads or 0) as loop:
+                threads = loop.hear(START_S)["threads"]
+                loop.ask(REPORT_S, seconds=WARM_S)
+                for number in range(pairs):
+                    turns = [0, 1] if number % 2 else [1, 0]
+                    for turn in turns:
+                        if turn:
+                            ours.append(worker.measure(seconds))
+                        else:
+                            bare.append(loop.ask(REPORT_S + seconds, seconds=seconds))
+    return _result(ours, bare, threads)
+
+
+def _flags(folder: Path, threads: int) -> list[str]:
+    return [
+        f"--node.data_dir={folder}",
+        "--swarm.listen=/ip4/127.0.0.1/tcp/0",
+        f"--limits.cpu_threads={threads}",
+        "--run.round.inner_steps=1000000",
+    ]
+
+
+def _result(ours: Sequence[dict[str, float]], bare: Sequence[dict[str, float]], threads: int) -> Result:
+    our_rates = [one["tokens"] / one["seconds"] for one in ours]
+    bare_rates = [one["tokens"] / one["seconds"] for one in bare]
+    ratios = [a / b for a, b in zip(our_rates, bare_rates, strict=True)]
+    steps, seconds = sum(one["steps"] for one in ours), sum(one["seconds"] for one in ours)
+    parts = {key: sum(one[key] for one in ours) / steps * 1e3 for key in ("compute_s", "data_s", "between_s")}
+    figure = Figure(
+        name="inner loop", unit="tokens/s", ours=median(our_rates), baseline=median(bare_rates),
+        baseline_name="bare PyTorch", low=LEAST_RATIO, ratio_measured=median(ratios),
+    )  # fmt: skip
+    notes = [
+        f"inner loop: {len(ours)} pairs of turns, {threads} threads; ratio of a pair {spread(ratios)}",
+        f"  worker tokens/s {spread(our_rates)}; bare {spread(bare_rates)}",
+        f"  worker ms/step {seconds / steps * 1e3:.2f}: compute {parts['compute_s']:.2f}, "
+        f"data {parts['data_s']:.3f}, between steps {parts['between_s']:.3f}",
+    ]
+    return Result("inner", [figure], notes, {"ours": list(ours), "bare": list(bare), "threads": threads})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--threads", type=int, default=0, help="0: all usable cores")
+    arguments = parser.parse_args()
+    result = measure(arguments.pairs, arguments.seconds, arguments.threads)
+    result.save(RESULTS)
+    print(*result.notes, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,105 @@
+"""Helpers that run as processes of their own and answer one JSON line to one. Knows pipes and process groups.
+
+Each helper leads a session, so that all it started (hivemind's processes, p2pd) is ended by its group's id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+END_S = 10.0
+TAIL_CHARACTERS = 2000
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, and whatever it left in its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_S)
+
+
+class Helper:
+    """`python -m MODULE ARGUMENTS`, told what to do over its stdin. Use as a context manager."""
+
+    def __init__(self, module: str, arguments: Sequence[str], log: Path, threads: int) -> None:
+        self._module, self._log, self._rest = module, log, b""
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                env=environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Helper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        end_group(self.process)
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next answer. Raises RuntimeError with the end of the helper's log."""
+        assert self.process.stdout is not None
+        end_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                ready = selector.select(max(0.0, end_s - time.monotonic()))
+                data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+                if not data:
+                    raise RuntimeError(f"{self._module} {'ended' if ready else 'is silent'}: {self._tail()}")
+                self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, timeout_s: float, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.hear(timeout_s)
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-TAIL_CHARACTERS:]
+
+
+def answer(content: dict[str, Any]) -> None:
+    """The helper's side: one line to the one who asked."""
+    sys.stdout.write(json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+def orders() -> Iterator[dict[str, Any]]:
+    """The helper's side: what is asked for, until the asker is gone or says `end`."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("do") == "end":
+            return
+        yield order
+
+
+def wait_until(true: Callable[[], object], timeout_s: float, what: str) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{what} did not happen within {timeout_s:.0f} s")
+        time.sleep(0.1)

@@ -1,0 +1,324 @@
+"""Real nodes on loopback: started, asked, hurt, and ended for sure. Knows the command line, the HTTP API, processes.
+
+Every process of a node carries that node's mark in its environment, so whatever it left behind is found, also what has
+lost its parent. Nothing is ended but by its own id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "SWARM_TEST_MARK"
+PATIENCE = 3.0
+"""Tests run on shared machines: a figure that users are promised may take so many times as long here."""
+START_S = 60.0
+ASK_S = 10.0
+LOOK_S = 0.1
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "total_tokens": 1_000_000_000,
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "inner": {"batch_size": 4, "sequence_length": 64, "lr": 2e-3},
+    "round": {"policy": "steps", "inner_steps": 100, "min_peers": 1},
+    "evaluation": {"batches": 0},
+}
+
+
+def tiny(**tables: Any) -> dict[str, Any]:
+    """`TINY` with other values: `tiny(round={"inner_steps": 5}, total_tokens=10)`."""
+    return {
+        key: {**TINY.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in {**TINY, **tables}.items()
+    }
+
+
+def write_preset(path: Path, run: Mapping[str, Any]) -> Path:
+    """A run as TOML; JSON's scalars are TOML's."""
+    lines = ["[run]", *(f"{k} = {json.dumps(v)}" for k, v in run.items() if not isinstance(v, dict))]
+    for table, values in run.items():
+        if isinstance(values, dict):
+            lines += [f"[run.{table}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def wait_for(what: Callable[[], Any], timeout_s: float, why: str) -> Any:
+    """The first true value of `what`. AssertionError at the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := what()):
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s in vain: {why}"
+        time.sleep(LOOK_S)
+    return value
+
+
+def command(*words: str, env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str, str]:
+    """One call of the command line that ends by itself: exit code, stdout, stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "node.cli", *words],
+        env=environment(env or {}), capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+class Node:
+    """One node and its data folder, over any number of starts."""
+
+    def __init__(self, folder: Path, name: str, *, preset: Path | None, join: str | None) -> None:
+        self.folder, self.name, self.preset, self.join = folder, name, preset, join
+        self.log = folder.with_suffix(".log")
+        self.mark = uuid.uuid4().hex
+        self.process: subprocess.Popen[bytes] | None = None
+        self._client: httpx.Client | None = None
+
+    # starting and ending
+
+    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
+        words = [sys.executable, "-m", "node.cli", "run", "--data-dir", str(self.folder), "--name", self.name]
+        words += ["--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0", "--limits.cpu_threads=1"]
+        words += [f"--run.preset={self.preset}"] if self.preset else []
+        words += ["--join", self.join] if self.join else []
+        self.forget()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*words, *flags],
+                env=environment({MARK: self.mark, **(env or {})}),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        assert self.process is not None, "start it first"
+        return self.process
+
+    def wait_end(self, timeout_s: float) -> int:
+        """Exit code of the supervisor. Fails with the log's end where it does not end in time."""
+        try:
+            return self.running.wait(timeout_s)
+        except subprocess.TimeoutExpired as exc:
+            raise AssertionError(f"{self.name} did not end within {timeout_s:g} s:\n{self.said()[-3000:]}") from exc
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that lives and carries this node's mark: supervisor, worker, p2pd; no zombies."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def find(self, what: str) -> psutil.Process:
+        """`supervisor`, `worker` or `p2pd`."""
+        word = {"supervisor": "node.cli", "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
+
+        def there() -> psutil.Process | None:
+            for process in self.processes():
+                with suppress(psutil.NoSuchProcess):
+                    if any(word in part for part in process.cmdline()):
+                        return process
+            return None
+
+        found: psutil.Process = wait_for(there, 10, f"{self.name} has no {what}")
+        return found
+
+    def end_by_force(self) -> list[str]:
+        """Whatever still lives is killed by its id. Returns what that was."""
+        left = self.processes()
+        lines = []
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                lines.append(f"{self.name}: {process.pid} {' '.join(process.cmdline())[:120]}")
+                process.kill()
+        if self.process is not None:
+            self.process.wait(10)
+        psutil.wait_procs(left, 10)
+        self.forget()
+        return lines
+
+    # asking
+
+    def forget(self) -> None:
+        """Drop the client of an earlier start."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    @property
+    def http(self) -> httpx.Client:
+        """A client of the node's API, once that is up."""
+        if self._client is None:
+            pid = self.running.pid
+
+            def there() -> dict[str, Any] | None:
+                assert self.running.poll() is None, f"{self.name} ended: {self.said()[-3000:]}"
+                with suppress(OSError, ValueError):
+                    address: dict[str, Any] = json.loads((self.folder / "api.json").read_text())
+                    return address if address["pid"] == pid else None
+                return None
+
+            address = wait_for(there, START_S, f"{self.name} has no API")
+            token = (self.folder / "api-token").read_text().strip()
+            self._client = httpx.Client(
+                base_url=address["url"], headers={"Authorization": f"Bearer {token}"}, timeout=ASK_S, trust_env=False
+            )
+        return self._client
+
+    def _get(self, path: str) -> dict[str, Any]:
+        answer = self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def status(self) -> dict[str, Any]:
+        return self._get("/api/v1/status")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        return list(self._get("/api/v1/rounds?limit=200")["rounds"])
+
+    def digests(self) -> dict[int, str]:
+        return {record["round"]: record["state_digest"] for record in self.rounds()}
+
+    def peers(self) -> list[dict[str, Any]]:
+        return list(self._get("/api/v1/swarm")["peers"])
+
+    def act(self, action: str, **body: Any) -> httpx.Response:
+        return self.http.post(f"/api/v1/actions/{action}", json=body)
+
+    def invite(self) -> str:
+        return str(self.until(lambda s: s["run"]["invite"], START_S)["run"]["invite"])
+
+    def until(self, ready: Callable[[dict[str, Any]], Any], timeout_s: float) -> dict[str, Any]:
+        """The first status that is as wanted; fails with the newest one and the log's end."""
+        newest: dict[str, Any] = {}
+
+        def there() -> bool:
+            nonlocal newest
+            newest = self.status()
+            return bool(ready(newest))
+
+        try:
+            wait_for(there, timeout_s, f"{self.name}'s status")
+        except (AssertionError, httpx.HTTPError) as exc:
+            raise AssertionError(
+                f"{self.name} after {timeout_s:g} s ({exc!r}): {json.dumps(newest)}\n{self.said()[-3000:]}"
+            ) from exc
+        return newest
+
+    def until_training(self, timeout_s: float = START_S) -> dict[str, Any]:
+        """Training, with at least one inner step done."""
+        return self.until(lambda s: s["phase"] == "training" and s["training"]["loss"] is not None, timeout_s)
+
+    def until_round(self, number: int, timeout_s: float = START_S) -> dict[str, Any]:
+        return self.until(lambda s: s["run"]["round"] >= number, timeout_s)
+
+    def said(self) -> str:
+        """The log, stdout and stderr, of all starts."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    @contextmanager
+    def events(self) -> Any:
+        """An open event stream that somebody reads."""
+        with self.http.stream("GET", "/api/v1/events", timeout=60) as answer:
+            reader = threading.Thread(target=_drain, args=(answer,), daemon=True)
+            reader.start()
+            yield reader
+            reader.join(15)
+            assert not reader.is_alive(), "the event stream did not end with the node"
+
+    def checkpoints(self) -> list[Path]:
+        """Folders, newest first."""
+        return sorted((self.folder / "checkpoints").glob("round-*"), key=checkpoint_round, reverse=True)
+
+
+def _drain(answer: httpx.Response) -> None:
+    with suppress(httpx.HTTPError):
+        for _ in answer.iter_lines():
+            pass
+
+
+def checkpoint_round(path: Path) -> int:
+    return int(path.name.removeprefix("round-"))
+
+
+def checkpoint_meta(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / "meta.json").read_text())["body"])
+
+
+class Swarm:
+    """Some nodes of one run. A context manager: at its end all are stopped, and nothing of them may remain."""
+
+    def __init__(self, folder: Path, run: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.preset = write_preset(folder / "run.toml", run or TINY)
+        self.nodes: list[Node] = []
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for node in self.nodes:
+            if node.process is not None and node.process.poll() is None:
+                node.process.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + 15
+        for node in self.nodes:
+            if node.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    node.process.wait(max(0.1, deadline_s - time.monotonic()))
+        left = [line for node in self.nodes for line in node.end_by_force()]
+        if kind is None:
+            assert left == [], f"processes were left behind: {left}"
+
+    def node(self, name: str, *, join: str | None = None) -> Node:
+        """Known to the swarm, so that it is ended with it; not started."""
+        made = Node(self.folder / name, name, preset=self.preset, join=join)
+        self.nodes.append(made)
+        return made
+
+    def found(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
+        return self.node("founder").start(*flags, env=env)
+
+    def join(self, *names: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> list[Node]:
+        """Nodes that know nothing but the founder's invite; all start at once."""
+        invite = self.nodes[0].invite()
+        joined = [self.node(name, join=invite) for name in names]
+        for node in joined:
+            node.preset = None
+            node.start(*flags, env=env)
+        return joined
+
+
+def common_rounds(nodes: Sequence[Node]) -> dict[int, set[str]]:
+    """Digests by round number, of the rounds that all of these nodes tell about."""
+    told = [node.digests() for node in nodes]
+    return {number: {one[number] for one in told} for number in set.intersection(*(set(one) for one in told))}
