@@ -8,6 +8,7 @@ import pytest
 
 # Before anything imports torch: two cores are shared by all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(autouse=True)
