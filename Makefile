@@ -58,7 +58,7 @@ swarm: $(SET_UP)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
 bench: $(SET_UP)
-	@$(BIN)/python -m pytest tests/benchmarks -p no:timeout -s $(ARGS)
+	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
 lock:
 	@rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock

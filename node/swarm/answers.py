@@ -112,7 +112,8 @@ class Answers:
         rules = self._rounds.rules
         joins = check_plan(plan, run=rules.run, parent=attempt.parent, chunks=len(rules.grid.bounds))
         mine = self._rounds.mine
-        if document.signer != caller or plan.attempt != attempt.number or caller not in joins:
+        is_member = self._rounds.directory.is_member(caller)
+        if document.signer != caller or plan.attempt != attempt.number or not is_member:
             raise PeerError("a plan is not its leader's")
         if mine is None or self._rounds.me not in joins or joins[self._rounds.me].tokens != mine.tokens:
             raise PeerError("a plan does not hold this node's join")
@@ -130,11 +131,12 @@ class Answers:
     async def _on_contribute(self, caller: str, message: Message) -> Message:
         attempt = self._keyed(message)
         bench = await attempt.bench_ready(CALL_S)
-        chunks = message.header.get("chunks")
-        if not isinstance(chunks, list) or len(chunks) != len(message.blobs):
-            raise PeerError("a contribution has the wrong form")
-        parts = dict(zip(chunks, message.blobs, strict=True))
-        await asyncio.to_thread(bench.check, caller, parts)
+        try:
+            parts = dict(zip(message.header["chunks"], message.blobs, strict=True))
+            await asyncio.to_thread(bench.check, caller, parts)
+        except (PeerError, ValueError, TypeError, LookupError):
+            bench.refuse(caller)
+            raise
         bench.take(caller, parts)
         return Message()
 
@@ -171,13 +173,23 @@ class Answers:
         await self._rounds.results.complete(outcome, split_hashes(hashes))
         if attempt.number != self._rounds.number or attempt.parent != self._rounds.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
+        before = self._rounds.accepted
+        if before is not None and before.attempt == attempt.number and before.outcome.hash != document.hash:
+            raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
         self._rounds.accepted = Accepted(attempt.number, document, hashes)
         return Message({"accept": accept(self._rounds.directory.identity, document.hash, attempt.number)})
 
     def _check_outcome(self, document: Document, hashes: str) -> tuple[Outcome, dict[str, Join]]:
         outcome = read(document, Outcome)
         chunks = len(self._rounds.rules.grid.bounds)
-        joins = check_outcome(outcome, run=self._rounds.rules.run, chunks=chunks, hashes=split_hashes(hashes))
+        rules = self._rounds.rules
+        joins = check_outcome(
+            outcome,
+            run=rules.run,
+            chunks=chunks,
+            hashes=split_hashes(hashes),
+            min_peers=rules.quorum.min_peers,
+        )
         return outcome, joins
 
     async def _on_commit(self, caller: str, message: Message) -> Message:

@@ -6,6 +6,7 @@ suite runs against both, and everything above them is one code. A third transpor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ import msgpack
 
 from node.errors import PeerError, SwarmError
 from node.status import REJECT_REASONS, Channel
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
 MAX_BLOBS = 4096
@@ -53,6 +56,11 @@ async def answer(service: Service, caller: str, message: Message) -> Message:
         return await service.handler(caller, message)
     except (ValueError, TypeError, LookupError) as exc:
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
+    except SwarmError:
+        raise
+    except Exception as exc:  # the root of every answer: one that fails must not end who asks, or who serves
+        logger.exception("An answer failed.")
+        raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
 
 
 def late(peer_id: str, verb: str, timeout_s: float) -> PeerError:

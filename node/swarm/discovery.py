@@ -58,6 +58,10 @@ class Discovery:
         self._rng = rng
         self._key = f"{directory.me.run}/peers"
         self.last_problem = ""
+        self.strangers: frozenset[str] = frozenset()
+        """Peers that answered the last dial, but not as peers of this run."""
+        self.unreached: frozenset[str] = frozenset()
+        """Peers that did not answer the last dial."""
 
     async def run(self) -> None:
         """Look for others for ever: eagerly while alone, calmly in company."""
@@ -87,17 +91,24 @@ class Discovery:
         for address in [*self._bootstrap, *self._read_cache()]:
             by_peer.setdefault(address.rsplit("/p2p/", 1)[1], []).append(address)
         by_peer.pop(self._wire.peer_id, None)
-        await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
+        answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
+        self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
+        self.strangers = frozenset(p for p in by_peer if p not in self.unreached and self._directory.find(p) is None)
 
-    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> None:
+    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
         try:
             await self._wire.connect(addresses)
         except PeerError as exc:
             self.last_problem = str(exc)
-            return
+            return False
         self._wire.learn(peer_id, addresses)
-        await self._gossip.exchange(peer_id)
+        if not await self._gossip.exchange(peer_id):
+            return False
+        if self._directory.find(peer_id) is None:
+            self.last_problem = f"{addresses[0]} is of another run"
+            return True
         await self._wire.dht_meet(peer_id)
+        return True
 
     async def _use_dht(self) -> None:
         """Leave this node's record for strangers, and read theirs."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.attempt import Accepted, Attempt
 from node.swarm.base import Message
-from node.swarm.records import Join, Outcome, Plan, Proof, accepted_by, parse, read, results_root, sign
+from node.swarm.records import HASH_BYTES, Join, Outcome, Plan, Proof, accepted_by, parse, read, results_root, sign
 from node.swarm.rendezvous import Gathering, chunk_owners, judge
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ LOOK_S = 0.1
 CALL_S = 5.0
 BEHIND_GRACE_S = 3.0
 """A member whose record still names an older round is waited for only so long: it may just not have told yet."""
+AHEAD_GRACE_S = 5.0
+"""Time for fetching the rounds of a member that claims to be further; after it, the claim is taken for a false one."""
 
 
 async def lead(rounds: Rounds, attempt: Attempt) -> None:
@@ -36,7 +38,9 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
         if accepted is None:
             plan = await _plan(rounds, attempt)
             included = await _collect(rounds, attempt, plan)
-            accepted = await _average(rounds, attempt, plan, included)
+            fresh = await _average(rounds, attempt, plan, included)
+            # Who joined since may bring an outcome that it has accepted: that one goes first.
+            accepted = _newest(attempt.proposals) or fresh
         proof = await _ratify(rounds, attempt, accepted)
     except (RoundFailed, PeerError) as exc:
         await _tell_failure(rounds, attempt, exc)
@@ -60,7 +64,11 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
         )
         verdict = judge(rounds.rules.quorum, seen, now_s)
         attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
-        if verdict.close:
+        overtaken = _overtaken(rounds) and now_s - opened_at_s < AHEAD_GRACE_S
+        if overtaken:
+            rounds.behind.set()
+            attempt.waiting_reason, attempt.waiting_code = "Another member is further: fetching its rounds.", "behind"
+        if verdict.close and not overtaken:
             return
         if quorum_at_s is None and verdict.has_quorum:
             quorum_at_s = now_s
@@ -77,6 +85,15 @@ def _waitable(rounds: Rounds, now_s: float) -> list[str]:
     settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S
     members = rounds.directory.members()
     return [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+
+
+def _overtaken(rounds: Rounds) -> bool:
+    """A member tells of a later round: this one is over already, and to close it here once more would fork the chain."""
+    tip = rounds.chain.tip
+    return any(
+        r.round > tip.round and r.swarm_tokens > tip.state.tokens and r.head != tip.head
+        for r in rounds.directory.members()
+    )
 
 
 def _newest(proposals: Sequence[Accepted]) -> Accepted | None:
@@ -109,8 +126,11 @@ async def _collect(rounds: Rounds, attempt: Attempt, plan: Plan) -> list[str]:
     timeout_s = rounds.rules.bulk_s + CALL_S
     replies = await _ask_all(rounds, plan.reducers, "collect", Message(_key(attempt)), timeout_s, code="reducer_lost")
     included = set(plan.members)
-    for reply in replies.values():
-        included &= set(reply.header.get("arrived", ()))
+    for peer, reply in replies.items():
+        arrived = reply.header.get("arrived")
+        if not isinstance(arrived, list) or not all(isinstance(sender, str) for sender in arrived):
+            raise RoundFailed(f"{peer[-6:]} does not say what arrived", code="reducer_lost")
+        included &= set(arrived)
     if len(included) < rounds.rules.quorum.min_peers:
         raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
     return sorted(included)
@@ -123,16 +143,25 @@ async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[
     replies = await _ask_all(rounds, busy, "average", message, rounds.rules.bulk_s, code="reducer_lost")
     hashes: dict[int, bytes] = {}
     for peer, reply in replies.items():
-        hashes.update(zip(plan.chunks_of(peer), reply.header.get("hashes", ()), strict=True))
-    ordered = [bytes(hashes[chunk]) for chunk in range(len(plan.owners))]
+        chunks, given = plan.chunks_of(peer), reply.header.get("hashes")
+        if not isinstance(given, list) or len(given) != len(chunks) or not all(map(_is_hash, given)):
+            raise RoundFailed(f"{peer[-6:]} does not say what it averaged", code="reducer_lost")
+        hashes.update(zip(chunks, given, strict=True))
+    ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
     outcome = Outcome(round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered))
     return Accepted(attempt.number, sign(rounds.directory.identity, outcome), b"".join(ordered).hex())
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, bytes) and len(value) == HASH_BYTES
 
 
 async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof:
     """Propose to the group; committed once more than half of it holds the whole result."""
     live = {record.peer_id for record in rounds.directory.members()}
     group = sorted(set(attempt.joins) & live)
+    if len(group) < rounds.rules.quorum.min_peers:
+        raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
     message = Message(_key(attempt) | {"hashes": accepted.hashes}, [accepted.outcome.model_dump_json().encode()])
     timeout_s = rounds.rules.bulk_s
     calls = [asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError as FutureCancelled
+from typing import Any
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
@@ -40,7 +40,7 @@ class LocalHub:
     def find(self, caller: str, peer_id: str) -> LocalWire:
         with self._lock:
             wire = self._wires.get(peer_id)
-            if wire is None or frozenset((caller, peer_id)) in self._cuts:
+            if wire is None or caller not in self._wires or frozenset((caller, peer_id)) in self._cuts:
                 raise PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
             return wire
 
@@ -54,6 +54,8 @@ class LocalWire:
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._services: dict[str, Service] = {}
+        self._answering: set[asyncio.Task[Any]] = set()
+        self._closed = False
         hub.join(self)
 
     def serve(self, services: Mapping[str, Service]) -> None:
@@ -68,22 +70,38 @@ class LocalWire:
             if other is self:
                 return await asyncio.wait_for(work, timeout_s)
             self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
-            future = asyncio.run_coroutine_threadsafe(work, other._loop)
-            reply = await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
+            future.add_done_callback(_look)
+            # As on a real wire, a caller that gives up does not stop who answers.
+            reply = await asyncio.wait_for(asyncio.shield(future), timeout_s)
             self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
             return reply
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
-        except (RuntimeError, FutureCancelled) as exc:
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _gone(peer_id) from exc
+        except RuntimeError as exc:
             work.close()
-            raise PeerError(f"peer {peer_id[-6:]} is gone", code="unreachable") from exc
+            raise _gone(peer_id) from exc
 
     async def _answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
-        verb, header, sizes = unpack_header(request, self._limit)
-        service = self._services[verb]
+        if self._closed:
+            raise _gone(self.peer_id)
+        task = asyncio.current_task()
+        assert task is not None
         if caller != self.peer_id:
-            self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
         try:
+            if len(request) > MAX_HEADER_BYTES:
+                raise PeerError("a header is longer than allowed", code="bad_size")
+            verb, header, sizes = unpack_header(request, self._limit)
+            service = self._services[verb]
+            if caller != self.peer_id:
+                self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
             reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
             self.traffic.reject(exc)
@@ -95,7 +113,20 @@ class LocalWire:
     def _limit(self, verb: str) -> int:
         if verb not in self._services:
             raise PeerError(f"this node does not answer {verb!r}")
-        return self._services[verb].max_request_bytes + MAX_HEADER_BYTES
+        return self._services[verb].max_request_bytes
 
     async def close(self) -> None:
         self._hub.leave(self.peer_id)
+        self._closed = True
+        for task in list(self._answering):
+            task.cancel()
+
+
+def _gone(peer_id: str) -> PeerError:
+    return PeerError(f"peer {peer_id[-6:]} is gone", code="unreachable")
+
+
+def _look(future: asyncio.Future[Any]) -> None:
+    """Nobody may be waiting for this any more; then what it ends with is nobody's error."""
+    if not future.cancelled():
+        future.exception()

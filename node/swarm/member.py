@@ -6,6 +6,7 @@ The composition root of this room. `thread` runs it beside a trainer.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
@@ -106,14 +107,19 @@ class Member:
     # before the run is known
 
     async def fetch_manifest(self) -> bytes | None:
-        """The run's manifest from whoever answers; None while nobody does. The caller checks the hash."""
+        """The run's manifest from whoever answers; None while nobody does. The caller checks the hash.
+
+        A manifest of another run is returned only where every known peer answers, and none of them has the right one.
+        """
         await self.discovery.meet()
-        for record in self.directory.live()[1:]:
+        other_run: bytes | None = None
+        for peer in [*(record.peer_id for record in self.directory.live()[1:]), *self.discovery.strangers]:
             with suppress(PeerError):
-                reply = await self.wire.call(record.peer_id, "manifest", Message(), timeout_s=CALL_S)
-                if reply.blobs:
+                reply = await self.wire.call(peer, "manifest", Message(), timeout_s=CALL_S)
+                if reply.blobs and hashlib.sha256(reply.blobs[0]).hexdigest() == self.options.run:
                     return reply.blobs[0]
-        return None
+                other_run = reply.blobs[0] if reply.blobs else other_run
+        return None if self.discovery.unreached else other_run
 
     def serve_manifest(self, manifest: bytes) -> None:
         async def on_manifest(_caller: str, _message: Message) -> Message:

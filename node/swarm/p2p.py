@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -43,6 +43,7 @@ PROTOCOL = "/diloco/1"
 PIECE_BYTES = 256 * 1024
 CONNECT_TIMEOUT_S = 5.0
 DHT_TIMEOUT_S = 10.0
+LINGER_S = 1.0
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -78,6 +79,7 @@ class P2PWire:
             raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
 
     async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
+        self._limit(verb)
         try:
             return await asyncio.wait_for(answer(self._services[verb], self.peer_id, message), timeout_s)
         except TimeoutError as exc:
@@ -94,7 +96,8 @@ class P2PWire:
             status, reply, size = await _read(reader, lambda _: 2**40)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
-                self.traffic.sent_bytes[channel] += await sending
+                sent_bytes = await sending
+                self.traffic.sent_bytes[channel] += sent_bytes
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -110,21 +113,26 @@ class P2PWire:
         assert task is not None
         self._streams.add(task)
         caller = info.peer_id.to_base58()
+        channel = Channel.DHT
         try:
-            verb, message, size = await _read(reader, self._limit, STALL_S)
-            service = self._services[verb]
-            self.traffic.received_bytes[service.channel] += size
             try:
+                verb, message, size = await _read(reader, self._limit, STALL_S)
+                service = self._services[verb]
+                channel = service.channel
+                self.traffic.received_bytes[channel] += size
                 status, reply = "ok", await answer(service, caller, message)
             except SwarmError as exc:
                 self.traffic.reject(exc)
+                logger.debug("refused %s: %s", caller[-6:], exc)
                 status, reply = exc.code, Message({"error": str(exc)})
-            self.traffic.sent_bytes[service.channel] += await _write(writer, status, reply)
-        except PeerError as exc:
-            self.traffic.reject(exc)
-            logger.debug("dropped a stream of %s: %s", caller[-6:], exc)
+            # Not `+= await`: that reads the total before it waits, and loses what other streams add meanwhile.
+            sent_bytes = await _write(writer, status, reply)
+            self.traffic.sent_bytes[channel] += sent_bytes
+            await _linger(reader)
         except _FOREIGN as exc:
             logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
+        except asyncio.CancelledError:
+            logger.debug("a stream of %s ends with this wire", caller[-6:])
         finally:
             self._streams.discard(task)
             writer.close()
@@ -237,6 +245,14 @@ async def _read(
     verb, header, sizes = unpack_header(await _read_blob(reader, length), limit)
     blobs = [await _read_blob(reader, size) for size in sizes]
     return verb, Message(header, blobs), 4 + length + sum(sizes)
+
+
+async def _linger(reader: asyncio.StreamReader) -> None:
+    """Let the caller hang up first: hanging up on one that still writes would lose the answer. Drops what comes."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while await reader.read(PIECE_BYTES):
+                pass
 
 
 async def _read_blob(reader: asyncio.StreamReader, size: int) -> bytes:

@@ -150,10 +150,13 @@ def check_plan(plan: Plan, *, run: str, parent: str, chunks: int) -> dict[str, J
     return joins
 
 
-def check_proof(proof: Proof, *, run: str, chunks: int) -> tuple[Outcome, dict[str, Join]]:
+def check_proof(proof: Proof, *, run: str, chunks: int, min_peers: int) -> tuple[Outcome, dict[str, Join]]:
     """The outcome and its joins, if it is committed, whatever its parent. Raises PeerError."""
     outcome = read(proof.outcome, Outcome)
-    joins = check_outcome(outcome, run=run, chunks=chunks, hashes=split_hashes(proof.hashes))
+    hashes = split_hashes(proof.hashes)
+    joins = check_outcome(outcome, run=run, chunks=chunks, hashes=hashes, min_peers=min_peers)
+    if len(set(proof.group)) < min_peers:
+        raise PeerError("a proof is of a smaller group than the run allows")
     head = proof.outcome.hash
     votes = [p for p in set(proof.group) if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))]
     if len(votes) * 2 <= len(set(proof.group)):
@@ -161,10 +164,14 @@ def check_proof(proof: Proof, *, run: str, chunks: int) -> tuple[Outcome, dict[s
     return outcome, joins
 
 
-def check_outcome(outcome: Outcome, *, run: str, chunks: int, hashes: Sequence[bytes]) -> dict[str, Join]:
+def check_outcome(
+    outcome: Outcome, *, run: str, chunks: int, hashes: Sequence[bytes], min_peers: int
+) -> dict[str, Join]:
     joins = check_plan(outcome.plan, run=run, parent=outcome.plan.parent, chunks=chunks)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
+    if len(outcome.included) < min_peers:
+        raise PeerError("an outcome includes fewer peers than the run allows")
     if len(hashes) != chunks or results_root(hashes) != outcome.results:
         raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
     return joins

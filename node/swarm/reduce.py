@@ -51,6 +51,7 @@ class Bench:
         self._grid = grid
         self._weights = dict(weights)
         self._parts: dict[str, Mapping[int, bytes]] = {}
+        self._refused: set[str] = set()
         self._changed = asyncio.Event()
 
     def check(self, sender: str, parts: Mapping[int, bytes]) -> None:
@@ -67,11 +68,16 @@ class Bench:
         self._parts.setdefault(sender, parts)
         self._changed.set()
 
+    def refuse(self, sender: str) -> None:
+        """What this member sent broke a rule: nobody waits for it any longer."""
+        self._refused.add(sender)
+        self._changed.set()
+
     async def arrived(self, awaited: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
         """Who is here whole, once all of `awaited()` (asked again as peers die) are, or the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not set(awaited()) <= set(self._parts):
+                while not set(awaited()) - self._refused <= set(self._parts):
                     self._changed.clear()
                     try:
                         await asyncio.wait_for(self._changed.wait(), 0.5)

@@ -32,12 +32,17 @@ class ResultStore:
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
 
     def put(self, head: str, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        """A disk that does not take them is no reason to miss the round: only late peers cannot replay it from here."""
         index, offset = {}, 0
-        with self._path(head).open("wb") as file:
-            for digest, chunk in zip(hashes, chunks, strict=True):
-                file.write(chunk)
-                index[digest] = (offset, len(chunk))
-                offset += len(chunk)
+        for digest, chunk in zip(hashes, chunks, strict=True):
+            index[digest] = (offset, len(chunk))
+            offset += len(chunk)
+        try:
+            self._path(head).write_bytes(b"".join(chunks))
+        except OSError as exc:
+            self._path(head).unlink(missing_ok=True)
+            logger.warning("A round's result could not be kept for late peers in %s: %s.", self._folder, exc.strerror)
+            return
         self._rounds[head] = index
         while len(self._rounds) > KEPT_ROUNDS:
             old, _ = self._rounds.popitem(last=False)

@@ -237,7 +237,11 @@ class Rounds:
     async def adopt(self, proof: Proof) -> bool:
         """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
         outcome, joins = await asyncio.to_thread(
-            check_proof, proof, run=self.rules.run, chunks=len(self.rules.grid.bounds)
+            check_proof,
+            proof,
+            run=self.rules.run,
+            chunks=len(self.rules.grid.bounds),
+            min_peers=self.rules.quorum.min_peers,
         )
         async with self._adopting:
             if outcome.plan.parent != self.chain.tip.head:

@@ -67,7 +67,8 @@ def tip_of(state: OuterState, head: str, proof: Proof | None, rules: Rules, now_
         if head != rules.run or state.round != -1:
             raise PeerError("a state comes without proof of its round")
         return tip_at(state, head, None, rules.outer, {}, now_s)
-    outcome, joins = check_proof(proof, run=rules.run, chunks=len(rules.grid.bounds))
+    chunks, min_peers = len(rules.grid.bounds), rules.quorum.min_peers
+    outcome, joins = check_proof(proof, run=rules.run, chunks=chunks, min_peers=min_peers)
     if proof.outcome.hash != head or outcome.round != state.round:
         raise PeerError("a state's proof is for another round")
     return tip_at(state, head, proof, rules.outer, included_joins(outcome, joins), now_s)
@@ -158,21 +159,25 @@ class Download:
         todo = list(range(len(snapshot.leaves)))
         rng.shuffle(todo)
         total = len(todo)
+        good = list(peers)
 
         async def draw(peer: str) -> None:
-            while todo:
+            while todo and peer in good:
                 index = todo.pop()
                 try:
                     data = await self._leaf(peer, snapshot, index)
                 except PeerError as exc:
                     self._wire.traffic.reject(exc)
                     todo.append(index)
-                    logger.warning("Peer %s is dropped from the download: %s", peer[-6:], exc)
+                    if peer in good:
+                        good.remove(peer)
+                        logger.warning("Peer %s is dropped from the download: %s", peer[-6:], exc)
                     return
                 _put(vectors, index, data)
                 self._on_progress(1 - len(todo) / max(1, total))
 
-        await asyncio.gather(*(draw(peer) for peer in peers for _ in range(PARALLEL)))
+        while todo and good:  # A peer may break off when the others have found nothing left to do: once more, then.
+            await asyncio.gather(*(draw(peer) for peer in good for _ in range(PARALLEL)))
         if todo:
             raise TransferFailed(f"{len(todo)} of {total} parts of the state could not be had from {len(peers)} peers.")
         return OuterState(anchor=vectors[0], momentum=vectors[1], round=snapshot.round, tokens=snapshot.tokens)
@@ -226,7 +231,7 @@ class CatchUp:
 
     async def replay(self, ahead: Sequence[PeerRecord]) -> bool:
         """Take over what peers have committed since. False, after telling, if none of them knows this node's head."""
-        unknown = 0
+        unknown, began = 0, self._rounds.chain.tip
         for record in ahead:
             tip = self._rounds.chain.tip
             try:
@@ -239,12 +244,15 @@ class CatchUp:
             except SwarmError as exc:
                 logger.info("Peer %s does not help to catch up: %s", record.peer_id[-6:], exc)
                 continue
-            if self._rounds.chain.tip is not tip:
+            moved = self._rounds.chain.tip is not tip
+            if moved:
                 logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
             if reply.header.get("head") == self._rounds.chain.tip.head:
                 self._set_age(reply)
-            return True
-        if unknown:
+            if moved or record.swarm_tokens <= tip.state.tokens:
+                return True
+            # It says that it is ahead, and shows nothing: the next one, then.
+        if unknown and self._rounds.chain.tip is began:
             self._on_lost()
         return False
 

@@ -42,6 +42,7 @@ class SwarmThread:
         self._started: Future[None] = Future()
         self._closing: asyncio.Event | None = None
         self._goodbye = Phase.STOPPED
+        self._failure: SwarmError | None = None
         self._thread = threading.Thread(target=self._main, name="swarm", daemon=True)
 
     def open(self) -> None:
@@ -72,10 +73,16 @@ class SwarmThread:
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and (error := watch.exception()) is not None:
-            self.mailbox.put(SwarmError(f"The swarm's thread ended: {error}"))
+            self._failure = SwarmError(f"The swarm's thread ended: {error}")
+            self.mailbox.put(self._failure)
         watch.cancel()
         closing.cancel()
         await self._member.close(self._goodbye)
+
+    def check(self) -> None:
+        """Raises SwarmError where the thread has ended by itself; for whoever waits without reading the mailbox."""
+        if self._failure is not None:
+            raise self._failure
 
     def start_call(self, work: Callable[[Member], Coroutine[Any, Any, T]]) -> Future[T]:
         """Run a coroutine of the member there; the future is polled here."""

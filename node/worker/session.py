@@ -253,15 +253,20 @@ class Opening:
                 if future.done():
                     raise
                 look()
-                self._teller.tell()
-                self._check()
+                self._breathe()
 
     def pause(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            self._teller.tell()
-            self._check()
+            self._breathe()
             time.sleep(POLL_S)
+
+    def _breathe(self) -> None:
+        """Raises SwarmError where the swarm's thread has ended: what is waited for would never come."""
+        self._teller.tell()
+        self._check()
+        if self._teller.swarm is not None:
+            self._teller.swarm.check()
 
     def _member_options(self, run: str) -> MemberOptions:
         config = self._config

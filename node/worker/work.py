@@ -9,6 +9,7 @@ from node.config import Config
 from node.errors import SwarmError
 from node.link import Start
 from node.status import DeviceInfo, Phase
+from node.swarm.chain import Tip
 from node.training.device import Chosen, choose_device, describe
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.ledger import Ledger
@@ -121,6 +122,12 @@ class Work:
         self._round_over = stop is not None and stop.how == "drain"
         self._check()
 
+    def _show_place(self, tip: Tip | None) -> None:
+        """Where the state that is served stands in the run."""
+        if tip is not None:
+            place = {"round": tip.round, "swarm_tokens": tip.state.tokens, "head": tip.head, "state_digest": tip.digest}
+            self._teller.run = self._teller.run.model_copy(update=place)
+
     # serving
 
     def _serve(self, session: Session) -> None:
@@ -130,6 +137,7 @@ class Work:
         else:
             self._teller.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
             session.swarm.serve(session.tip, session.source)
+        self._show_place(session.tip)
         while True:
             addresses = session.swarm.view.addresses
             self._teller.run = self._teller.run.model_copy(

@@ -1,8 +1,9 @@
 """Tokens per second of a running worker against a bare PyTorch loop.
 
-The worker is the real process (`python -m node.worker`), alone in its swarm, with its p2pd, its swarm thread, its ledger
-and its reports; this benchmark stands where the supervisor stands. Rounds are set so long that none ends meanwhile.
-The two take turns, A B B A, and whichever is not measured is stopped by a signal, p2pd and all.
+The worker is the real process (`python -m node.worker`), alone in its swarm, with p2pd, swarm thread, ledger and
+reports; this benchmark stands where the supervisor stands. Rounds are set so long that none ends meanwhile.
+The two take turns, A B B A, and whichever is not measured is stopped by a signal, p2pd and all. Both have the OpenMP
+settings of the supervisor: beside other programs, threads that spin at barriers make a loop several times slower.
 
 The worker's time is its own clock's: `activity_seconds`, all of it, so what the loop does between steps counts.
 """
@@ -22,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 
 from node.config import Config
+from node.daemon.child import WORKER_ENVIRONMENT
 from node.link import Beat, Ended, LogTold, Observed, Start, Told, decode_up, encode
 from node.settings import load
 from node.status import Activity, Report
 from tests.benchmarks.figures import RESULTS, Figure, Result, median, spread
-from tests.benchmarks.processes import ROOT, Helper, end_group
+from tests.benchmarks.processes import ROOT, Helper, end_group, processor_s
 
 START_S = 90.0
 REPORT_S = 30.0
@@ -43,6 +45,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "node.worker", "--fd", str(theirs.fileno())],
                 cwd=ROOT,
+                env=WORKER_ENVIRONMENT | os.environ,
                 pass_fds=[theirs.fileno()],
                 stdout=output,
                 stderr=output,
@@ -51,8 +54,6 @@ class Worker:
         self._socket.settimeout(REPORT_S)
         self._file = self._socket.makefile("rb")
         self._log = log
-        self.step_s: list[float] = []
-        """Inner steps that the worker told of since this was emptied."""
         self._socket.sendall(encode(Start(mode="train", config=config.model_dump(mode="json"))))
 
     def __enter__(self) -> Worker:
@@ -69,13 +70,11 @@ class Worker:
             message = decode_up(self._file.readline())
             if isinstance(message, Told):
                 return message.report
-            if isinstance(message, Observed):
-                self.step_s += message.seconds.get("inner_step", [])
-            elif isinstance(message, Ended):
+            if isinstance(message, Ended):
                 raise RuntimeError(
                     f"The worker ended: {message.reason} {self._log.read_text(errors='replace')[-2000:]}"
                 )
-            elif not isinstance(message, Beat | LogTold):
+            if not isinstance(message, Beat | LogTold | Observed):
                 raise TypeError(f"The worker said {message!r} in the middle of a segment")
 
     def wait_trained(self, steps: int) -> Report:
@@ -94,13 +93,13 @@ class Worker:
     def measure(self, seconds: float) -> dict[str, float]:
         """Tokens and seconds of the loop, between the first report after the start and one `seconds` later."""
         self.go_on()
-        first = self.report()
-        self.step_s.clear()
+        first, first_cpu_s = self.report(), processor_s(self.process.pid)
         end_s = time.monotonic() + seconds
         while True:
             last = self.report()
             if time.monotonic() >= end_s:
                 break
+        cpu_s = processor_s(self.process.pid)
         self.pause()
         spent = {a: last.counters.activity_seconds[a] - first.counters.activity_seconds[a] for a in Activity}
         assert spent[Activity.SYNC_WAIT] == 0, "a round ended inside a segment"
@@ -111,6 +110,8 @@ class Worker:
             "compute_s": spent[Activity.COMPUTE],
             "data_s": spent[Activity.DATA],
             "between_s": spent[Activity.IDLE],
+            "cpu_s": cpu_s["python"] - first_cpu_s["python"],
+            "p2pd_cpu_s": cpu_s["p2pd"] - first_cpu_s["p2pd"],
             "steps": last.counters.inner_steps - first.counters.inner_steps,
         }
 
@@ -127,7 +128,7 @@ def measure(pairs: int, seconds: float, threads: int) -> Result:
             worker.pause()
             arguments = ["--manifest", str(folder / "node" / "manifest.json"), "--peer-id", report.peer_id]
             arguments += ["--threads", str(threads)]
-            with Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", threads or 0) as loop:
+            with Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", WORKER_ENVIRONMENT) as loop:
                 threads = loop.hear(START_S)["threads"]
                 loop.ask(REPORT_S, seconds=WARM_S)
                 for number in range(pairs):
@@ -159,19 +160,24 @@ def _result(ours: Sequence[dict[str, float]], bare: Sequence[dict[str, float]], 
         name="inner loop", unit="tokens/s", ours=median(our_rates), baseline=median(bare_rates),
         baseline_name="bare PyTorch", low=LEAST_RATIO, ratio_measured=median(ratios),
     )  # fmt: skip
+    cpu = [
+        sum(one[key] for one in some) / sum(one["tokens"] for one in some)
+        for some, key in ((ours, "cpu_s"), (ours, "p2pd_cpu_s"), (bare, "cpu_s"))
+    ]
+    per_step = ", ".join(f"{key.removesuffix('_s')} {value:.3f}" for key, value in parts.items())
     notes = [
         f"inner loop: {len(ours)} pairs of turns, {threads} threads; ratio of a pair {spread(ratios)}",
         f"  worker tokens/s {spread(our_rates)}; bare {spread(bare_rates)}",
-        f"  worker ms/step {seconds / steps * 1e3:.2f}: compute {parts['compute_s']:.2f}, "
-        f"data {parts['data_s']:.3f}, between steps {parts['between_s']:.3f}",
+        f"  worker ms/step {seconds / steps * 1e3:.2f}: {per_step}",
+        f"  processor ms/1,000 tokens: worker {cpu[0] * 1e6:.1f}, p2pd {cpu[1] * 1e6:.2f}; bare {cpu[2] * 1e6:.1f}",
     ]
     return Result("inner", [figure], notes, {"ours": list(ours), "bare": list(bare), "threads": threads})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=0, help="0: all usable cores")
     arguments = parser.parse_args()
     result = measure(arguments.pairs, arguments.seconds, arguments.threads)

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 END_S = 10.0
@@ -33,14 +35,14 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 class Helper:
     """`python -m MODULE ARGUMENTS`, told what to do over its stdin. Use as a context manager."""
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path, threads: int) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
         self._module, self._log, self._rest = module, log, b""
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
-                env=environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+                env=inherited | environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -80,6 +82,16 @@ class Helper:
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-TAIL_CHARACTERS:]
+
+
+def processor_s(pid: int) -> dict[str, float]:
+    """Processor seconds of a process and its children so far, p2pd apart. Other programs do not lengthen them."""
+    total = {"python": 0.0, "p2pd": 0.0}
+    parent = psutil.Process(pid)
+    for process in (parent, *parent.children(recursive=True)):
+        times = process.cpu_times()
+        total["p2pd" if process.name() == "p2pd" else "python"] += times.user + times.system
+    return total
 
 
 def answer(content: dict[str, Any]) -> None:

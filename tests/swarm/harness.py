@@ -30,6 +30,7 @@ PATIENCE = 3.0
 START_S = 60.0
 ASK_S = 10.0
 LOOK_S = 0.1
+CALM = 5
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -148,6 +149,12 @@ class Node:
 
         found: psutil.Process = wait_for(there, 10, f"{self.name} has no {what}")
         return found
+
+    def calm(self) -> None:
+        """Training yields to nodes that start. On Linux niceness is a thread's: the swarm's own thread keeps its."""
+        if sys.platform == "linux" and self.process is not None and self.process.poll() is None:
+            with suppress(psutil.Error):
+                self.find("worker").nice(CALM)
 
     def end_by_force(self) -> list[str]:
         """Whatever still lives is killed by its id. Returns what that was."""
@@ -311,6 +318,8 @@ class Swarm:
     def join(self, *names: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> list[Node]:
         """Nodes that know nothing but the founder's invite; all start at once."""
         invite = self.nodes[0].invite()
+        for node in self.nodes:
+            node.calm()
         joined = [self.node(name, join=invite) for name in names]
         for node in joined:
             node.preset = None

@@ -1,0 +1,58 @@
+"""All benchmarks, one after the other, each in a process of its own: a table, and exit code 1 if a figure fails.
+
+    python -m tests.benchmarks [inner] [rounds] [memory]
+
+Each can be run alone with its own options: `python -m tests.benchmarks.rounds --help`. What was measured in full is in
+results/*.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import psutil
+
+from tests.benchmarks.figures import RESULTS, Figure, table
+from tests.benchmarks.processes import ROOT
+
+BENCHMARKS = ("inner", "rounds", "memory")
+LIMIT_S = 240.0
+
+
+def run(name: str) -> list[Figure]:
+    """Its figures; none if it did not come to an end."""
+    file = RESULTS / f"{name}.json"
+    file.unlink(missing_ok=True)
+    try:
+        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], cwd=ROOT, timeout=LIMIT_S, check=True)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (subprocess.SubprocessError, OSError) as exc:
+        print(f"{name}: did not end well: {exc}", file=sys.stderr)
+        return []
+    known = {field.name for field in fields(Figure)}
+    return [Figure(**{key: value for key, value in one.items() if key in known}) for one in content["figures"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=", ".join(BENCHMARKS))
+    chosen = parser.parse_args().benchmarks or BENCHMARKS
+    if unknown := set(chosen) - set(BENCHMARKS):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+    if load > cores / 2:
+        print(f"Other programs use this machine (load {load:.1f} on {cores} cores): the figures will be rough.\n")
+    began_s = time.monotonic()
+    found = {name: run(name) for name in chosen}
+    figures = [figure for some in found.values() for figure in some]
+    print(f"\n{table(figures)}\n\n{time.monotonic() - began_s:.0f} s")
+    return 0 if all(found.values()) and all(figure.passed for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""One of our peers in the round benchmark: the worker's swarm thread as it is, without training. Run by `rounds`.
+
+Orders: `meet` waits for all peers; `round` offers a contribution and answers when it is committed; `traffic` tells the
+bytes so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import time
+from pathlib import Path
+
+import torch
+
+from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.outer import genesis
+from node.errors import RoundFailed
+from node.status import Phase
+from node.swarm.attempt import Contribution
+from node.swarm.chain import Outer
+from node.swarm.member import Member, MemberOptions
+from node.swarm.p2pd import DaemonOptions
+from node.swarm.reduce import Grid
+from node.swarm.rendezvous import Quorum
+from node.swarm.rounds import Committed, Rules
+from node.swarm.state import Snapshot, tip_of
+from node.swarm.thread import SwarmThread
+from tests.benchmarks.processes import answer, orders, wait_until
+from tests.benchmarks.tensors import check_mean, contribution, ends_of
+
+RUN = "ab" * 32
+ROUND_S = 120.0
+MEET_S = 60.0
+
+
+class NoState:
+    """Nobody joins late here, so no checkpoint is served."""
+
+    def newest(self) -> Snapshot | None:
+        return None
+
+    def leaf(self, round: int, index: int) -> bytes:
+        raise LookupError("no checkpoint here")
+
+
+class Peer:
+    """A swarm thread, and the trainer's side of a round."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
+        self.grid = Grid(make_codec("fp16"), chunk_bounds(n))
+        # With outer lr 1 and no momentum the anchor is minus the sum of the means, so the means can be checked.
+        rules = Rules(RUN, self.grid, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100))
+        self.vector = contribution(self.rank, n)
+        folder = arguments.folder
+        folder.mkdir()
+        self.swarm = SwarmThread(
+            MemberOptions(
+                run=RUN,
+                data_dir=folder,
+                name=f"peer-{self.rank}",
+                version="0",
+                daemon=DaemonOptions(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], relay=False),
+                bootstrap=arguments.bootstrap,
+            )
+        )
+        self.swarm.open()
+        self.tip = tip_of(genesis(torch.zeros(n)), RUN, None, rules, time.monotonic())
+        self.swarm.take_part(rules, self.tip, NoState())
+        self.swarm.say(Phase.TRAINING, 0.0)
+
+    def meet(self) -> dict[str, object]:
+        wait_until(lambda: self.swarm.view.training == self.peers, MEET_S, "the meeting of all peers")
+        return {"met": True}
+
+    def round(self) -> dict[str, object]:
+        began_s = time.monotonic()
+        chunks = [self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds]
+        encode_s = time.monotonic() - began_s
+        self.swarm.offer(Contribution(self.tip.head, chunks, 1000, 0.1))
+        done, failures = self._await()
+        ended_s = time.monotonic()
+        before, self.tip = self.tip, done.tip
+        ends = zip(ends_of(before.state.anchor), ends_of(self.tip.state.anchor), strict=True)
+        check_mean([old - new for old, new in ends], self.peers)
+        plan = done.outcome.plan
+        return {
+            "encode_s": encode_s,
+            "stage_s": done.stage_s,
+            "ended_s": ended_s,
+            "digest": self.tip.digest,
+            "included": len(done.outcome.included),
+            "reducers": len(plan.reducers),
+            "failures": failures,
+        }
+
+    def _await(self) -> tuple[Committed, list[str]]:
+        failures: list[str] = []
+        while True:
+            try:
+                mail = self.swarm.mailbox.get(timeout=ROUND_S)
+            except queue.Empty as exc:
+                raise TimeoutError(f"no commit within {ROUND_S:.0f} s; before: {failures}") from exc
+            if isinstance(mail, Committed):
+                return mail, failures
+            if not isinstance(mail, RoundFailed):
+                raise mail
+            failures.append(str(mail))
+
+    def traffic(self) -> dict[str, object]:
+        async def read(member: Member) -> dict[str, object]:
+            traffic = member.wire.traffic
+            return {"sent": dict(traffic.sent_bytes), "received": dict(traffic.received_bytes)}
+
+        return self.swarm.start_call(read).result(5.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--peers", type=int, required=True)
+    parser.add_argument("--parameters", type=int, required=True)
+    parser.add_argument("--bootstrap", action="append", default=[])
+    peer = Peer(parser.parse_args())
+    wait_until(lambda: peer.swarm.view.addresses, MEET_S, "an address of this peer")
+    answer({"address": peer.swarm.view.addresses[0], "payload_bytes": peer.grid.encoded_bytes()})
+    for order in orders():
+        answer({"meet": peer.meet, "round": peer.round, "traffic": peer.traffic}[order["do"]]())
+    peer.swarm.close(Phase.STOPPED)
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())

@@ -1,0 +1,313 @@
+"""A swarm in one process: every node on a thread and an asyncio loop of its own. Knows both transports, no trainer.
+
+A `Seat` is a place in the network (thread, loop, identity, wire). A `Node` sits there and takes part in rounds. Their
+methods are called from the test's thread; what they start ends in `Swarm.close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.outer import OuterState, genesis
+from node.errors import RoundFailed
+from node.status import Phase
+from node.swarm.attempt import Contribution
+from node.swarm.base import Wire
+from node.swarm.chain import Chain, Outer, Tip, tip_at
+from node.swarm.directory import Directory, Gossip, PeerRecord
+from node.swarm.faults import Faults, StageName
+from node.swarm.identity import load_identity
+from node.swarm.local import LocalHub, LocalWire
+from node.swarm.reduce import Grid
+from node.swarm.rendezvous import Quorum, leader_order
+from node.swarm.results import ResultStore
+from node.swarm.rounds import Committed, Rounds, Rules
+from node.swarm.state import CatchUp
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.discovery import SignedRecordValidator
+    from node.swarm.p2p import open_wire
+    from node.swarm.p2pd import DaemonOptions
+
+T = TypeVar("T")
+Transport = Literal["local", "p2p"]
+WAIT_S = 30.0
+RUN = "ab" * 32
+OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=10)
+
+
+@dataclass(frozen=True)
+class Trap(Faults):
+    """A plan of faults that tells the test when one of them begins."""
+
+    sprung: threading.Event = field(default_factory=threading.Event)
+
+    async def at(self, stage: StageName, round: int) -> None:
+        if any(fault.stage == stage and fault.round in (None, round) for fault in self.plan):
+            self.sprung.set()
+        await Faults.at(self, stage, round)
+
+
+class Seat:
+    """Thread, loop, identity and wire."""
+
+    def __init__(self, transport: Transport, hub: LocalHub, folder: Path) -> None:
+        folder.mkdir()
+        self.identity = load_identity(folder / "identity.key")
+        self.folder = folder
+        self.loop = asyncio.new_event_loop()
+        self._transport, self._hub = transport, hub
+        self._thread = threading.Thread(target=self.loop.run_forever, name=folder.name, daemon=True)
+        self._thread.start()
+        self._closed = False
+        self.wire: Wire = self.do(self._open())
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    async def _open(self) -> Wire:
+        if self._transport == "local":
+            return LocalWire(self._hub, self.peer_id)
+        options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",), relay=False)
+        return await open_wire(options, SignedRecordValidator())
+
+    def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
+        """Run a coroutine on this seat's loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def addresses(self) -> list[str]:
+        return self.do(self.wire.addresses()) if self._transport == "p2p" else []  # type: ignore[attr-defined]
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        if addresses:
+            self.loop.call_soon_threadsafe(self.wire.learn, peer_id, addresses)  # type: ignore[attr-defined]
+
+    def close_wire(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.do(self.wire.close())
+
+    def close(self) -> None:
+        self.close_wire()
+        self.do(_end_tasks())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.loop.close()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Node:
+    """A member of the run: everything of `node.swarm` but discovery."""
+
+    def __init__(self, seat: Seat, rules: Rules, tip: Tip, faults: Faults) -> None:
+        self.seat, self.rules = seat, rules
+        self.peer_id = seat.peer_id
+        self.mail: queue.SimpleQueue[Committed | RoundFailed] = queue.SimpleQueue()
+        self.failures: list[RoundFailed] = []
+        self.lost = threading.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        seat.do(self._start(tip, faults))
+
+    async def _start(self, tip: Tip, faults: Faults) -> None:
+        wire, rules = self.seat.wire, self.rules
+        record = PeerRecord(peer_id=self.peer_id, number=0, run=rules.run, head=tip.head, phase=Phase.TRAINING)
+        loop = asyncio.get_running_loop()
+        self.directory = Directory(self.seat.identity, record, loop.time)
+        self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
+        self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
+        self.chain = Chain(tip, ResultStore(self.seat.folder / "cache"))
+        self.rounds = Rounds(wire, self.directory, rules, self.chain, faults, self.mail.put)
+        self.catch_up = CatchUp(wire, self.directory, self.rounds, self.lost.set)
+        self._tasks = [loop.create_task(self.rounds.run()), loop.create_task(self.catch_up.run())]
+
+    def start_gossip(self) -> None:
+        async def start() -> None:
+            self._tasks.append(asyncio.create_task(self.gossip.run()))
+
+        self.seat.do(start())
+
+    def meet(self, others: Sequence[Node]) -> None:
+        """Know these nodes from now on."""
+        for other in others:
+            if other is not self:
+                self.seat.learn(other.peer_id, other.seat.addresses())
+                assert self.seat.do(self.gossip.exchange(other.peer_id))
+
+    # rounds
+
+    @property
+    def tip(self) -> Tip:
+        return self.chain.tip
+
+    def encode(self, x: torch.Tensor) -> list[bytes]:
+        grid = self.rules.grid
+        return [grid.codec.encode(x[start:end]) for start, end in grid.bounds]
+
+    def offer(self, x: torch.Tensor, tokens: int = 100, step_s: float = 0.01) -> None:
+        self.offer_chunks(self.encode(x), tokens, step_s)
+
+    def offer_chunks(self, chunks: Sequence[bytes], tokens: int = 100, step_s: float = 0.01) -> None:
+        contribution = Contribution(self.tip.head, chunks, tokens, step_s)
+        self.seat.loop.call_soon_threadsafe(self.rounds.offer, contribution)
+
+    def committed(self, timeout_s: float = WAIT_S) -> Committed:
+        """The next round's end; attempts that failed on the way are in `failures`."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                mail = self.mail.get(timeout=max(0.01, end_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{self.peer_id[-6:]}: no round in {timeout_s} s, {self.failures}") from None
+            if isinstance(mail, Committed):
+                return mail
+            self.failures.append(mail)
+
+    # leaving
+
+    def leave(self) -> None:
+        """Politely: say so, then go."""
+        self.directory.say(phase=Phase.STOPPED)
+        self.seat.do(self.gossip.announce())
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Without a word, whatever it is doing."""
+        self.seat.do(self._stop())
+        self.seat.close_wire()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.rounds.close()
+
+
+def rules_for(
+    parameters: int,
+    codec: str = "fp32",
+    *,
+    policy: Literal["time", "steps"] = "time",
+    min_peers: int = 1,
+    quorum_ratio: float = 0.5,
+    run: str = RUN,
+) -> Rules:
+    grid = Grid(make_codec(codec), chunk_bounds(parameters))
+    return Rules(run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER)
+
+
+def start_state(parameters: int) -> OuterState:
+    return genesis(torch.linspace(-1, 1, parameters))
+
+
+def start_tip(parameters: int, now_s: float = 0.0) -> Tip:
+    return tip_at(start_state(parameters), RUN, None, OUTER, {}, now_s)
+
+
+def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
+    """What a trainer might bring, fp32 [P]."""
+    generator = torch.Generator().manual_seed(1000 * round_ + node)
+    return torch.randn(parameters, generator=generator) * 10.0 ** -(node % 4)
+
+
+class Swarm:
+    """All that a test starts, over one transport."""
+
+    def __init__(self, transport: Transport, folder: Path) -> None:
+        self.transport: Transport = transport
+        self.hub = LocalHub()
+        self._folder = folder
+        self._seats: list[Seat] = []
+
+    def seats(self, count: int) -> list[Seat]:
+        folders = [self._folder / f"seat{len(self._seats) + i}" for i in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            made = list(pool.map(lambda folder: Seat(self.transport, self.hub, folder), folders))
+        self._seats += made
+        return made
+
+    def acquainted(self, count: int) -> list[Seat]:
+        """Seats that know each other's addresses."""
+        seats = self.seats(count)
+        for seat in seats:
+            for other in seats:
+                if other is not seat:
+                    seat.learn(other.peer_id, other.addresses())
+        return seats
+
+    def node(
+        self, rules: Rules, tip: Tip | None = None, faults: Faults | None = None, seat: Seat | None = None
+    ) -> Node:
+        """One node, that knows nobody yet."""
+        parameters = rules.grid.bounds[-1][1]
+        return Node(seat or self.seats(1)[0], rules, tip or start_tip(parameters), faults or Faults())
+
+    def nodes(self, count: int, rules: Rules, *, gossip: bool = True) -> list[Node]:
+        """So many nodes that all know each other, in the order in which they lead the first round."""
+        nodes = [self.node(rules, seat=seat) for seat in self.seats(count)]
+        for node in nodes:
+            node.meet(nodes)
+        if gossip:
+            for node in nodes:
+                node.start_gossip()
+        return in_leader_order(nodes)
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(max(1, len(self._seats))) as pool:
+            list(pool.map(Seat.close, self._seats))
+
+
+def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
+    """First who leads attempt 0 of the next round."""
+    by_id = {node.peer_id: node for node in nodes}
+    return [by_id[peer_id] for peer_id in leader_order(nodes[0].tip.head, list(by_id))]
+
+
+def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict[str, tuple[torch.Tensor, int]]:
+    """Everybody offers; returns peer id to (contribution, tokens)."""
+    given = {}
+    for i, node in enumerate(nodes):
+        x = gradient(i, round_, node.rules.grid.bounds[-1][1])
+        given[node.peer_id] = (x, 100 + 37 * i + extra_tokens)
+        node.offer(*given[node.peer_id])
+    return given
+
+
+def round_of(nodes: Sequence[Node], round_: int, timeout_s: float = WAIT_S, extra_tokens: int = 0) -> list[Committed]:
+    """One round of all these; everybody must come to the same end."""
+    offer_all(nodes, round_, extra_tokens)
+    done = [node.committed(timeout_s) for node in nodes]
+    assert_same(done)
+    return done
+
+
+def assert_same(done: Sequence[Committed]) -> None:
+    assert len({(d.tip.head, d.tip.digest) for d in done}) == 1, [d.tip.head[:8] for d in done]
+
+
+def wait_until(what: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end_s, "it did not come to pass"
+        time.sleep(0.01)

@@ -1,0 +1,230 @@
+"""One call, whatever happens to it: answered, refused, late, cut off. Nothing a peer sends ends a node."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from node.errors import PeerError, RoundFailed
+from node.status import Channel
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service
+from node.swarm.identity import new_identity
+from node.swarm.local import LocalWire
+from tests.contract.harness import Seat, Swarm, wait_until
+
+LIMIT_BYTES = 2**20
+
+
+async def echo(caller: str, message: Message) -> Message:
+    return Message({"caller": caller, "header": dict(message.header)}, message.blobs)
+
+
+def pair(swarm: Swarm, **services: Any) -> tuple[Seat, Seat]:
+    """A caller, and one that answers `echo` and these."""
+    caller, server = swarm.acquainted(2)
+    offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
+    server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES), **offered})
+    return caller, server
+
+
+def ask(caller: Seat, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> Message:
+    return caller.do(caller.wire.call(peer_id, verb, message or Message(), timeout_s=timeout_s))
+
+
+def refusal(caller: Seat, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> str:
+    """Code of the PeerError that this call ends with."""
+    with pytest.raises(PeerError) as caught:
+        ask(caller, peer_id, verb, message, timeout_s)
+    assert str(caught.value)
+    return caught.value.code
+
+
+def test_a_call_brings_header_and_blobs_there_and_back(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    blobs = [bytes([size % 251]) * size for size in (0, 1, 256 * 1024, 256 * 1024 + 1, 700_001)]
+    header = {"text": "ä", "number": 2**40, "list": [1, 2.5, None], "bytes": b"\0\xff", "map": {"a": True}}
+    reply = ask(caller, server.peer_id, "echo", Message(header, blobs))
+    assert reply.header == {"caller": caller.peer_id, "header": header}
+    assert list(reply.blobs) == blobs
+
+
+def test_a_node_calls_itself(swarm: Swarm) -> None:
+    _, server = pair(swarm)
+    reply = ask(server, server.peer_id, "echo", Message({}, [b"x"]))
+    assert (reply.header["caller"], list(reply.blobs)) == (server.peer_id, [b"x"])
+    assert refusal(server, server.peer_id, "no such verb") == "bad_message"
+    assert sum(server.wire.traffic.sent_bytes.values()) == 0, "nothing crossed the wire"
+
+
+def test_many_calls_at_once_do_not_mix(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+
+    async def all_at_once() -> list[Message]:
+        calls = [caller.wire.call(server.peer_id, "echo", Message({"i": i}), timeout_s=20) for i in range(50)]
+        return await asyncio.gather(*calls)
+
+    assert [reply.header["header"]["i"] for reply in caller.do(all_at_once())] == list(range(50))
+
+
+def test_silence_ends_with_a_timeout_and_does_not_stop_who_answers(swarm: Swarm) -> None:
+    finished = threading.Event()
+
+    async def slow(caller: str, message: Message) -> Message:
+        await asyncio.sleep(1.0)
+        finished.set()
+        return Message()
+
+    caller, server = pair(swarm, slow=slow)
+    began_s = time.monotonic()
+    assert refusal(caller, server.peer_id, "slow", timeout_s=0.3) == "timeout"
+    assert time.monotonic() - began_s < 2
+    assert finished.wait(5)
+
+
+def test_a_peer_that_nobody_knows_is_unreachable(swarm: Swarm) -> None:
+    caller, _ = pair(swarm)
+    assert refusal(caller, new_identity().peer_id, "echo") == "unreachable"
+
+
+def test_a_peer_that_has_gone_is_unreachable_and_says_so_to_who_waits(swarm: Swarm) -> None:
+    asked = threading.Event()
+
+    async def hang(caller: str, message: Message) -> Message:
+        asked.set()
+        await asyncio.sleep(60)
+        return Message()
+
+    caller, server = pair(swarm, hang=hang)
+    call = asyncio.run_coroutine_threadsafe(
+        caller.wire.call(server.peer_id, "hang", Message(), timeout_s=30), caller.loop
+    )
+    assert asked.wait(10)
+    began_s = time.monotonic()
+    server.close_wire()
+    assert time.monotonic() - began_s < 5, "a wire closes in bounded time, whatever it is doing"
+    with pytest.raises(PeerError) as caught:
+        call.result(5)
+    assert caught.value.code == "unreachable"
+    assert refusal(caller, server.peer_id, "echo") == "unreachable"
+    assert refusal(server, caller.peer_id, "echo") == "unreachable", "a closed wire calls nobody"
+
+
+def test_an_unknown_verb_is_refused_by_a_peer_that_is_there(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    assert refusal(caller, server.peer_id, "no such verb") == "bad_message"
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+@pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 20 * LIMIT_BYTES])
+def test_a_body_too_long_is_refused_before_it_is_read(swarm: Swarm, size: int) -> None:
+    seen: list[int] = []
+
+    async def count(caller: str, message: Message) -> Message:
+        seen.append(message.blob_bytes)
+        return Message()
+
+    caller, server = pair(swarm, count=count)
+    ask(caller, server.peer_id, "count", Message({}, [bytes(LIMIT_BYTES)]))
+    before = server.wire.traffic.received_bytes[Channel.REDUCE]
+    for _ in range(3):
+        assert refusal(caller, server.peer_id, "count", Message({}, [bytes(size)])) == "bad_size"
+    assert seen == [LIMIT_BYTES]
+    assert server.wire.traffic.received_bytes[Channel.REDUCE] == before
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+def test_a_header_too_long_is_refused(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    message = Message({"filler": bytes(MAX_HEADER_BYTES)})
+    assert refusal(caller, server.peer_id, "echo", message) == "bad_size"
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+GARBAGE = {
+    "no msgpack": b"\xc1 rubbish",
+    "not three things": msgpack.packb(["echo", {}]),
+    "a verb that is a number": msgpack.packb([1, {}, []]),
+    "a header that is a list": msgpack.packb(["echo", [], []]),
+    "a key that is a list": msgpack.packb(["echo", {1: 2}, []]),
+    "sizes below zero": msgpack.packb(["echo", {}, [-1]]),
+    "sizes that are text": msgpack.packb(["echo", {}, ["1"]]),
+    "too many blobs": msgpack.packb(["echo", {}, [0] * 5000]),
+    "a body of exabytes": msgpack.packb(["echo", {}, [2**60]]),
+    "nothing": b"",
+}
+
+
+def send_header(caller: Seat, server: Seat, data: bytes) -> None:
+    """The bytes of a header, right or wrong, as a peer might write them. Returns when the server has let go."""
+
+    async def send() -> None:
+        if isinstance(server.wire, LocalWire):
+            future = asyncio.run_coroutine_threadsafe(server.wire._answer(caller.peer_id, data, []), server.loop)
+            with pytest.raises(PeerError):
+                await asyncio.wrap_future(future)
+            return
+        from hivemind.p2p import PeerID
+
+        from node.swarm.p2p import PROTOCOL
+
+        wire: Any = caller.wire
+        await wire._ensure_connected(server.peer_id)
+        peer = PeerID.from_base58(server.peer_id)
+        _, reader, writer = await wire._p2p.call_binary_stream_handler(peer, PROTOCOL)
+        writer.write(len(data).to_bytes(4, "big") + data)
+        await writer.drain()
+        answer = await asyncio.wait_for(reader.read(4096), 10)
+        assert answer and b"ok" not in answer[:12], answer
+        writer.close()
+
+    caller.do(send())
+
+
+def test_rubbish_for_a_header_is_refused_and_forgotten(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    for what, data in GARBAGE.items():
+        try:
+            send_header(caller, server, data)
+        except AssertionError as exc:
+            raise AssertionError(what) from exc
+        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+FAILURES = {
+    PeerError("no", code="bad_norm"): "bad_norm",
+    RoundFailed("no", code="left_out"): "left_out",
+    ValueError("no"): "bad_message",
+    KeyError("no"): "bad_message",
+    OSError("disk"): "internal",
+    AssertionError("a bug"): "internal",
+    TimeoutError("inside"): "internal",
+}
+
+
+def test_a_handler_that_fails_tells_the_caller_and_goes_on(swarm: Swarm) -> None:
+    error: Exception
+
+    async def fail(caller: str, message: Message) -> Message:
+        raise error
+
+    caller, server = pair(swarm, fail=fail)
+    for error, code in FAILURES.items():
+        assert refusal(caller, server.peer_id, "fail") == code, error
+        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+def test_traffic_is_counted_on_both_ends_alike(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    caller.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
+    ask(caller, server.peer_id, "echo", Message({}, [bytes(100_000)]))
+    sent, received = caller.wire.traffic.sent_bytes, caller.wire.traffic.received_bytes
+    wait_until(lambda: server.wire.traffic.sent_bytes[Channel.REDUCE] > 0)
+    assert 100_000 < sent[Channel.REDUCE] < 101_000
+    assert 100_000 < received[Channel.REDUCE] < 101_000
+    assert server.wire.traffic.received_bytes[Channel.REDUCE] == sent[Channel.REDUCE]
+    assert server.wire.traffic.sent_bytes[Channel.REDUCE] == pytest.approx(received[Channel.REDUCE], abs=16)

@@ -1,0 +1,278 @@
+"""Peers that break the rules. What they send is refused, and they are left out, for everybody alike."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import pytest
+
+from node.errors import PeerError
+from node.swarm.attempt import Attempt, Contribution
+from node.swarm.base import Message
+from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
+from node.swarm.reduce import chunk_hash
+from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, rules_for
+
+PARAMETERS = 50_000
+SOON_S = 10.0
+NAN = struct.pack("<f", math.nan)
+
+Sender = Callable[[Any, Attempt, Plan, Contribution], Any]
+
+
+def wrong_parts(change: Callable[[list[int], list[bytes]], tuple[list[Any], list[bytes]]]) -> Sender:
+    """A sender that changes chunk numbers and chunks on their way to every reducer."""
+
+    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+        for peer in plan.reducers:
+            chunks, blobs = change(plan.chunks_of(peer), [mine.chunks[chunk] for chunk in plan.chunks_of(peer)])
+            message = Message({"parent": attempt.parent, "attempt": attempt.number, "chunks": chunks}, blobs)
+            try:
+                await rounds.wire.call(peer, "contribute", message, timeout_s=5)
+            except PeerError:
+                continue
+
+    return send
+
+
+CHANGES: dict[str, Callable[[list[int], list[bytes]], tuple[list[Any], list[bytes]]]] = {
+    "a chunk cut short": lambda chunks, blobs: (chunks, [blobs[0][:-4], *blobs[1:]]),
+    "a chunk too long": lambda chunks, blobs: (chunks, [blobs[0] + bytes(4), *blobs[1:]]),
+    "not a number": lambda chunks, blobs: (chunks, [*blobs[:-1], NAN + blobs[-1][4:]]),
+    "a chunk left out": lambda chunks, blobs: (chunks[1:], blobs[1:]),
+    "a foreign chunk": lambda chunks, blobs: ([*chunks[1:], 400], blobs),
+    "a chunk twice": lambda chunks, blobs: ([chunks[0], *chunks[:-1]], blobs),
+    "chunks named by text": lambda chunks, blobs: ([str(c) for c in chunks], blobs),
+    "fewer names than chunks": lambda chunks, blobs: (chunks[1:], blobs),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_contribution_that_breaks_a_rule_is_left_out_for_all_alike(swarm: Swarm, what: str) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp32", min_peers=2))
+    bad = nodes[1]
+    bad.rounds.send = MethodType(wrong_parts(CHANGES[what]), bad.rounds)  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    offer_all(nodes, 0)
+    done = [node.committed() for node in nodes]
+    assert time.monotonic() - began_s < SOON_S, "nobody waits for what has been refused"
+    assert_same(done)
+    for node, d in zip(nodes, done, strict=True):
+        assert set(d.outcome.plan.members) - set(d.outcome.included) == {bad.peer_id}
+        assert d.included == (node is not bad)
+        assert d.offered
+    assert done[0].tip.last_weights.keys() == set(done[0].outcome.included)
+
+
+def test_a_contribution_from_outside_the_group_changes_nothing(swarm: Swarm) -> None:
+    rules = rules_for(PARAMETERS, "fp32", min_peers=2)
+    nodes = swarm.nodes(2, rules)
+    outsider = swarm.node(rules)
+    outsider.meet(nodes)
+    chunks = outsider.encode(_ones())
+    refused = []
+
+    async def push() -> None:
+        for node in nodes:
+            for numbers in (range(len(chunks)), range(1)):
+                header = {"parent": node.tip.head, "attempt": 0, "chunks": list(numbers)}
+                try:
+                    blobs = [chunks[i] for i in numbers]
+                    await outsider.seat.wire.call(node.peer_id, "contribute", Message(header, blobs), timeout_s=5)
+                except PeerError as exc:
+                    refused.append(exc.code)
+
+    offer_all(nodes, 0)
+    outsider.seat.do(push())
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert done[0].outcome.included == tuple(sorted(node.peer_id for node in nodes))
+    assert len(refused) == 4
+
+
+def _ones() -> Any:
+    import torch
+
+    return torch.ones(PARAMETERS)
+
+
+def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
+    return node.seat.do(node.seat.wire.call(peer.peer_id, verb, message, timeout_s=5))
+
+
+RUBBISH: dict[str, Sequence[Message]] = {
+    "join": [
+        Message(),
+        Message({"attempt": 0, "join": {}}),
+        Message({"attempt": "0", "join": {"signer": "a", "text": "{}", "signature": "00" * 64}}),
+        Message({"attempt": 0, "join": {"signer": 5}}),
+    ],
+    "plan": [Message({"parent": "head", "attempt": 0}), Message({"parent": "head", "attempt": 0}, [b"{}"])],
+    "contribute": [Message(), Message({"parent": "head", "attempt": -1, "chunks": []})],
+    "collect": [Message({"parent": None, "attempt": None})],
+    "average": [Message({"parent": 7, "attempt": 0, "included": [[]]})],
+    "propose": [Message({"parent": "head", "attempt": 0}), Message({"parent": "head", "attempt": 0}, [b"\xff"])],
+    "commit": [Message(), Message(blobs=[b"[]"])],
+    "failed": [Message()],
+    "fetch": [Message(), Message({"hashes": [1]}), Message({"hashes": ["00"] * 10_000}), Message({"hashes": [[]]})],
+    "gossip": [Message(), Message({"signatures": 3}), Message({"signatures": ["x"]}, [b"x"])],
+}
+
+
+def test_rubbish_on_every_verb_is_survived(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    *honest, bad = nodes
+    for verb, messages in RUBBISH.items():
+        for message in messages:
+            parent = honest[0].tip.head if message.header.get("parent") == "head" else message.header.get("parent")
+            header = dict(message.header) | ({"parent": parent} if "parent" in message.header else {})
+            for peer in honest:
+                with pytest.raises(PeerError) as caught:
+                    _call(bad, peer, verb, Message(header, message.blobs))
+                assert caught.value.code not in ("unreachable", "internal"), (verb, header)
+    round_of([*honest, bad], 0)
+
+
+# proofs
+
+
+def forged_join(node: Node, parent: str, tokens: int = 100) -> Document:
+    join = Join(run=node.rules.run, parent=parent, tokens=tokens, step_s=0.01)
+    return sign(node.seat.identity, join)
+
+
+def send_commit(node: Node, peer: Node, proof: Proof) -> None:
+    _call(node, peer, "commit", Message(blobs=[proof.model_dump_json().encode()]))
+
+
+def with_outcome(proof: Proof, node: Node, **changes: Any) -> Proof:
+    """The same proof for an outcome that this node has changed and signed anew."""
+    outcome = parse(Outcome, proof.outcome.text).model_copy(update=changes)
+    return proof.model_copy(update={"outcome": sign(node.seat.identity, outcome)})
+
+
+def _other(proof: Proof, nodes: Sequence[Node]) -> str:
+    return next(node.peer_id for node in nodes if node.peer_id != proof.outcome.signer)
+
+
+def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
+    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    nodes = swarm.nodes(3, rules)
+    watcher = swarm.node(rules)
+    round_of(nodes, 0)
+    good = nodes[0].tip.proof
+    assert good is not None
+    bad = nodes[1]
+    text = good.outcome.text.replace('"round":0', '"round":7')
+    votes = dict(good.accepts)
+    first = tuple(votes)[:1]
+    forged = {
+        "text changed": good.model_copy(update={"outcome": good.outcome.model_copy(update={"text": text})}),
+        "signed by another": good.model_copy(
+            update={"outcome": good.outcome.model_copy(update={"signer": _other(good, nodes)})}
+        ),
+        "another round": with_outcome(good, bad, round=7),
+        "fewer included": with_outcome(good, bad, included=(bad.peer_id,)),
+        "hashes swapped": good.model_copy(update={"hashes": good.hashes[64:] + good.hashes[:64]}),
+        "hashes cut": good.model_copy(update={"hashes": good.hashes[:-64]}),
+        "another attempt": good.model_copy(update={"attempt": good.attempt + 1}),
+        "no votes": good.model_copy(update={"accepts": {}}),
+        "one vote": good.model_copy(update={"accepts": dict(list(votes.items())[:1])}),
+        "a vote of another": good.model_copy(update={"accepts": dict.fromkeys(votes, next(iter(votes.values())))}),
+        "a vote counted twice": good.model_copy(
+            update={"group": first * 3 + good.group, "accepts": {first[0]: votes[first[0]]}}
+        ),
+        "a group of one": good.model_copy(update={"group": first}),
+    }
+    watcher.meet(nodes)
+    for what, proof in forged.items():
+        with pytest.raises(PeerError):
+            watcher.seat.do(watcher.rounds.adopt(proof))
+        assert watcher.tip.round == -1, what
+    assert watcher.seat.do(watcher.rounds.adopt(good))
+    assert watcher.tip.digest == nodes[0].tip.digest
+    assert not watcher.seat.do(watcher.rounds.adopt(good)), "once is enough"
+
+
+def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> None:
+    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    nodes = swarm.nodes(3, rules)
+    round_of(nodes, 0)
+    bad = next(node for node in nodes if node.peer_id == min(n.peer_id for n in nodes))
+
+    class Liar:
+        def __init__(self, true: Any) -> None:
+            self._true = true
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._true, name)
+
+        def get(self, digest: bytes) -> bytes | None:
+            data = self._true.get(digest)
+            return bytes(len(data)) if data else None
+
+    bad.rounds.results = Liar(bad.rounds.results)  # type: ignore[assignment]
+    late = swarm.node(rules)
+    late.meet(nodes)
+    proof = nodes[0].tip.proof
+    assert proof is not None
+    assert late.seat.do(late.rounds.adopt(proof))
+    assert late.tip.digest == nodes[0].tip.digest
+
+
+def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Swarm) -> None:
+    rules = rules_for(PARAMETERS, "fp32", min_peers=1)
+    nodes = swarm.nodes(3, rules)
+    leader, victim, _ = in_leader_order(nodes)
+    parent = leader.tip.head
+    offer_all([victim], 0)
+    votes = []
+    for value in (1.0, 2.0):
+        outcome, hashes = lone_outcome(leader, parent, value)
+        header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
+        message = Message(header, [outcome.model_dump_json().encode()])
+        if not votes:
+            votes.append(_call(leader, victim, "propose", message))
+            continue
+        with pytest.raises(PeerError) as caught:
+            _call(leader, victim, "propose", message)
+        assert caught.value.code == "equivocation"
+
+
+def lone_outcome(node: Node, parent: str, value: float) -> tuple[Document, bytes]:
+    """An outcome that this node makes up all by itself, its chunks in its results; document and hashes."""
+    chunks = node.encode(_ones() * value)
+    hashes = [chunk_hash(chunk) for chunk in chunks]
+
+    async def keep() -> None:
+        node.rounds.results.add(chunks)
+
+    node.seat.do(keep())
+    plan = Plan(
+        run=node.rules.run,
+        parent=parent,
+        attempt=0,
+        joins=(forged_join(node, parent),),
+        reducers=(node.peer_id,),
+        owners=(0,) * len(chunks),
+    )
+    outcome = Outcome(round=0, plan=plan, included=(node.peer_id,), results=results_root(hashes))
+    return sign(node.seat.identity, outcome), b"".join(hashes)
+
+
+def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
+    """A proof must stand for more than the one who wrote it, where the run asks for more than one."""
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp32", min_peers=2))
+    *honest, bad = nodes
+    outcome, hashes = lone_outcome(bad, bad.tip.head, 1000.0)
+    vote = accept(bad.seat.identity, outcome.hash, 0)
+    proof = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes=hashes.hex())
+    for peer in honest:
+        send_commit(bad, peer, proof)
+    round_of(honest, 0)
+    assert all(node.tip.head != outcome.hash for node in honest)

@@ -1,0 +1,134 @@
+"""Peers that go: politely, in the middle of a round, as its leader. The others go on soon, and agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from node.swarm.faults import parse_faults
+from node.swarm.rounds import Committed
+from tests.contract.harness import (
+    Node,
+    Swarm,
+    Trap,
+    assert_same,
+    in_leader_order,
+    offer_all,
+    round_of,
+    rules_for,
+    wait_until,
+)
+
+SOON_S = 10.0
+"""Well above what is needed on a loaded machine, well below the time after which a silent peer is given up."""
+PARAMETERS = 50_000
+"""Thirteen chunks, so every member reduces some."""
+STAGES = ("rendezvous", "reduce", "average", "commit")
+
+
+def set_trap(node: Node, plan: str) -> Trap:
+    trap = Trap(parse_faults(plan).plan)
+    node.rounds.faults = trap
+    return trap
+
+
+def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[Committed]:
+    """All offer, one is lost when its trap springs; returns what the others commit."""
+    offer_all(nodes, round_)
+    assert trap.sprung.wait(SOON_S)
+    began_s = time.monotonic()
+    lost.vanish()
+    done = [node.committed() for node in nodes if node is not lost]
+    assert time.monotonic() - began_s < SOON_S
+    assert_same(done)
+    return done
+
+
+def test_one_of_three_leaves_politely_and_the_next_round_is_complete_at_once(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    gone, *stay = in_leader_order(nodes)
+    gone.leave()
+    began_s = time.monotonic()
+    done = round_of(stay, 1)
+    assert time.monotonic() - began_s < 3
+    assert all(d.included and d.outcome.plan.members == d.outcome.included for d in done)
+    assert len(done[0].outcome.included) == 2
+    assert not any(node.failures for node in stay), "nobody had to find out that it is gone"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_member_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    dying = nodes[2]
+    trap = set_trap(dying, f"{stage}@0=stall:60")
+    done = survive(nodes, dying, trap, 0)
+    for d in done:
+        assert {node.peer_id for node in nodes[:2]} <= set(d.outcome.included)
+        assert d.included
+    round_of(nodes[:2], 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_leader_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    leader = nodes[0]
+    trap = set_trap(leader, f"{stage}@0=stall:60")
+    done = survive(nodes, leader, trap, 0)
+    for d in done:
+        assert {node.peer_id for node in nodes[1:]} <= set(d.outcome.included)
+    round_of(nodes[1:], 1)
+
+
+def test_what_a_dead_leader_had_accepted_is_proposed_again(swarm: Swarm) -> None:
+    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=2))
+    leader, quick, *slow = nodes
+    set_trap(leader, "commit@0=stall:60")
+    for node in slow:
+        set_trap(node, "commit@0=stall:0.8")
+    offer_all(nodes, 0)
+    wait_until(lambda: quick.rounds.accepted is not None)
+    accepted = quick.rounds.accepted
+    leader.vanish()
+    done = [node.committed() for node in nodes[1:]]
+    assert_same(done)
+    for d in done:
+        assert accepted is not None and d.tip.head == accepted.outcome.hash
+        assert d.tip.proof is not None and d.tip.proof.attempt > 0, "a later leader ratified the first one's outcome"
+        assert len(d.outcome.included) == 4, "the dead one's contribution is in, as it was accepted"
+
+
+def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(swarm: Swarm) -> None:
+    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=2))
+    reducer = nodes[3]
+    trap = set_trap(reducer, "serve@0=stall:60")
+    done = survive(nodes, reducer, trap, 0)
+    assert {node.peer_id for node in nodes[:3]} <= set(done[0].outcome.included)
+    round_of(nodes[:3], 1)
+
+
+def test_all_but_one_die_and_the_last_goes_on_alone(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=1))
+    round_of(nodes, 0)
+    last, *others = nodes
+    for node in others:
+        node.vanish()
+    offer_all([last], 1)
+    done = last.committed(2 * SOON_S)
+    assert done.outcome.included == (last.peer_id,)
+
+
+def test_below_min_peers_nothing_is_committed_until_somebody_comes(swarm: Swarm) -> None:
+    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    (first,) = swarm.nodes(1, rules)
+    offer_all([first], 0)
+    time.sleep(1.0)
+    assert first.mail.empty() and first.tip.round == -1
+    assert first.rounds.waiting()[1] == "waiting_for_peers"
+    second = swarm.node(rules)
+    second.meet([first])
+    second.start_gossip()
+    offer_all([second], 0)
+    assert_same([first.committed(), second.committed()])

@@ -1,0 +1,74 @@
+"""The seam's promise: an exact, complete mean, the same bits everywhere, for the bytes that a butterfly takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from node.diloco.aggregate import weighted_mean
+from node.diloco.outer import outer_step
+from node.status import Channel
+from tests.contract.harness import OUTER, Swarm, offer_all, round_of, rules_for, start_state
+
+
+@pytest.mark.parametrize(("count", "parameters"), [(1, 4097), (2, 1), (3, 10_000), (4, 4097)])
+def test_the_mean_is_exact_in_fp32(swarm: Swarm, count: int, parameters: int) -> None:
+    nodes = swarm.nodes(count, rules_for(parameters, "fp32", min_peers=count))
+    given = offer_all(nodes, 0)
+    done = [node.committed() for node in nodes]
+    parts = [given[peer_id] for peer_id in sorted(given)]
+    mean = weighted_mean([x for x, _ in parts], [tokens for _, tokens in parts])
+    total = sum(tokens for _, tokens in parts)
+    state = outer_step(start_state(parameters), mean, lr=OUTER.lr, momentum=OUTER.momentum, tokens=total)
+    for d in done:
+        assert d.included and d.offered
+        assert torch.equal(d.tip.state.anchor, state.anchor)
+        assert torch.equal(d.tip.state.momentum, state.momentum)
+        assert d.tip.state.tokens == total and d.tip.round == 0
+        assert d.tip.last_weights == {peer_id: tokens for peer_id, (_, tokens) in given.items()}
+        assert d.outcome.included == tuple(sorted(given))
+
+
+def test_the_fp16_mean_is_the_codecs_rounding_of_the_exact_one(swarm: Swarm) -> None:
+    rules = rules_for(10_000, "fp16", min_peers=3)
+    nodes = swarm.nodes(3, rules)
+    given = offer_all(nodes, 0)
+    done = [node.committed() for node in nodes]
+    codec, bounds = rules.grid.codec, rules.grid.bounds
+    mean = torch.empty(10_000)
+    for start, end in bounds:
+        parts = [codec.decode(codec.encode(given[p][0][start:end]), end - start) for p in sorted(given)]
+        sent = codec.encode(weighted_mean(parts, [given[p][1] for p in sorted(given)]))
+        mean[start:end] = codec.decode(sent, end - start)
+    for d in done:
+        assert torch.equal(d.tip.state.momentum, mean)
+
+
+def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, rules_for(5000, "fp16", min_peers=3))
+    parent, heads = nodes[0].tip.head, set()
+    for round_ in range(5):
+        done = round_of(nodes, round_)
+        assert [d.tip.round for d in done] == [round_] * 3
+        assert all(d.outcome.plan.parent == parent for d in done), "each record names the one before it"
+        assert all(d.included for d in done)
+        parent = done[0].tip.head
+        heads.add(parent)
+    assert len(heads) == 5
+    assert all(not node.failures for node in nodes), "nothing was in the way"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
+    parameters = 400_000
+    rules = rules_for(parameters, "fp16", min_peers=count)
+    nodes = swarm.nodes(count, rules)
+    before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
+    round_of(nodes, 0)
+    sent = [n.seat.wire.traffic.sent_bytes[Channel.REDUCE] - b for n, b in zip(nodes, before, strict=True)]
+    received = [n.seat.wire.traffic.received_bytes[Channel.REDUCE] for n in nodes]
+    expected = 2 * (count - 1) / count * rules.grid.encoded_bytes()
+    assert sum(sent) / count == pytest.approx(expected, rel=0.03)
+    assert sum(received) / count == pytest.approx(expected, rel=0.03)
+    for node_bytes in sent:
+        assert node_bytes == pytest.approx(expected, rel=0.1), "equal reducers carry equal loads, the leader its papers"

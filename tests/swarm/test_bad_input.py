@@ -1,0 +1,204 @@
+"""What people get wrong, and what machines do to them: one sentence with the mend, the right exit code, no loss."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from node.manifest import Invite, parse_invite
+from node.training.checkpoint import CheckpointStore
+from tests.swarm.harness import (
+    PATIENCE,
+    START_S,
+    Node,
+    Swarm,
+    checkpoint_meta,
+    checkpoint_round,
+    command,
+)
+
+USUAL = ("--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0")
+DISK = "size=16m"
+
+
+@pytest.fixture(scope="module")
+def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with Swarm(tmp_path_factory.mktemp("founder")) as swarm:
+        node = swarm.found("--checkpoint.every_s=0.5")
+        node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
+        # It answers as before, and takes no time from the others.
+        node.act("pause")
+        node.until(lambda s: s["phase"] == "paused" and s["devices"] == [] and s["run"]["invite"], START_S)
+        yield node
+
+
+def assert_one_sentence(err: str, mend: str) -> None:
+    """As `run` says it before a node is up: nothing but `diloco-node: SENTENCE` on stderr."""
+    assert re.fullmatch(r"diloco-node: [^\n]+\.\n", err), err
+    assert mend in err
+
+
+def ended(node: Node, code: int) -> str:
+    """The one line in which the node that gave up says why. No traceback, no process left."""
+    assert node.wait_end(START_S) == code, node.said()
+    said = node.said()
+    assert "Traceback" not in said, said
+    lines = [line for line in said.splitlines() if "The worker gave up" in line]
+    assert len(lines) == 1 and lines[0].endswith("."), said
+    assert node.processes() == []
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "mend"),
+    [
+        ("--run.inner.learning_rate=1", "the nearest known one is --run.inner."),
+        ("--limits.cpu_treads=1", "limits.cpu_threads"),
+        ("--run.round.inner_steps=many", "run.round.inner_steps = 'many' from the flag"),
+        ("--run.outer.lr=-1", "should be greater than 0"),
+    ],
+)
+def test_unknown_key_or_mistyped_value(tmp_path: Path, flag: str, mend: str) -> None:
+    code, out, err = command("run", "--data-dir", str(tmp_path / "node"), *USUAL, flag)
+    assert (code, out) == (2, "")
+    assert_one_sentence(err, mend)
+    assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda i: i[:-3], lambda i: i.swapcase(), lambda i: "diloco1-", lambda i: "x"])
+def test_damaged_invite(tmp_path: Path, damage: object) -> None:
+    invite = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V",)))
+    assert callable(damage)
+    code, out, err = command("run", "--data-dir", str(tmp_path / "node"), *USUAL, "--join", damage(invite))
+    assert (code, out) == (2, "")
+    assert_one_sentence(err, "copy the whole string again")
+
+
+def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> None:
+    """The bootstrap peer answers, but it is of another run: waiting would not mend it."""
+    right = parse_invite(founder.invite())
+    node = swarm.node("stranger", join=str(Invite("ab" * 32, right.addresses)))
+    assert "ask for a new invite" in ended(node.start(), 4)
+    assert founder.status()["peers"]["connected"] == 0
+
+
+def test_api_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = command("run", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
+    assert (code, out) == (2, "")
+    assert_one_sentence(err, "--api.port 0")
+
+
+def test_listen_port_in_use(swarm: Swarm) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        node = swarm.found(f"--swarm.listen=/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
+        assert "--swarm.listen" in ended(node, 2)
+
+
+def test_data_folder_in_use(founder: Node) -> None:
+    code, out, err = command("run", "--data-dir", str(founder.folder), *USUAL)
+    assert (code, out) == (2, "")
+    assert_one_sentence(err, f"process {founder.running.pid}")
+    assert founder.status()["phase"] == "paused"
+
+
+def test_data_folder_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = command("run", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
+    assert (code, out) == (2, "")
+    assert_one_sentence(err, "--data-dir")
+
+
+def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
+    other = str(Invite("ab" * 32, parse_invite(founder.invite()).addresses))
+    node = swarm.node("other", join=other)
+    node.folder.mkdir()
+    manifest = shutil.copy(founder.folder / "manifest.json", node.folder)
+    before = Path(manifest).read_bytes()
+    assert "--data-dir" in ended(node.start(), 2)
+    assert Path(manifest).read_bytes() == before
+
+
+def test_nobody_answers_yet(swarm: Swarm) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        port = was.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
+    node = swarm.node("early", join=str(Invite("ab" * 32, (address,)))).start()
+    first = node.until(lambda s: s["phase"] == "connecting" and str(port) in s["reason"], START_S)
+    assert first["code"] == "no_peers"
+    assert node.http.get("/livez").status_code == 200
+    assert node.act("leave").status_code == 202
+    assert node.wait_end(10 * PATIENCE) == 0
+
+
+def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
+    """The last test that needs the founder: it stops it, and starts it again."""
+    founder.running.terminate()
+    assert founder.wait_end(10 * PATIENCE) == 0
+    newest, older = founder.checkpoints()
+    tokens = checkpoint_meta(older)["extra"]["ledger"]["counters"]["tokens_processed"]
+    tensors = newest / "outer.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    tensors.write_bytes(data)
+    founder.start()
+    founder.act("resume")
+    founder.until_round(checkpoint_round(newest) + 1)
+    assert founder.status()["training"]["tokens_total"] > tokens
+    warnings = [line for line in founder.said().splitlines() if "WARNING" in line and "is damaged" in line]
+    assert len(warnings) == 1 and newest.name in warnings[0]
+    assert f"Going on from the checkpoint of round {checkpoint_round(older)}." in founder.said()
+    assert "Traceback" not in founder.said()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A real file system that can be filled. Skips where this user may not mount one."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", DISK, "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    if not done or done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip() if done else 'no mount'}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], timeout=10, check=True)
+
+
+def test_disk_full_at_a_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk), Swarm(tmp_path / "swarm") as swarm:
+        node = swarm.node("full")
+        node.folder = disk / "node"
+        node.start("--checkpoint.every_s=0.5")
+        node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
+        fill(disk / "ballast")
+        line = ended(node, 3)
+        assert "The disk is full" in line and "the older checkpoint is kept" in line
+        kept = node.checkpoints()
+        assert len(kept) == 2
+        whole = CheckpointStore(node.folder / "checkpoints", keep=2).newest()
+        assert whole is not None and whole.round == checkpoint_round(kept[0])
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 65536):
+                pass
+        except OSError:
+            return

@@ -1,0 +1,129 @@
+"""What is killed leaves no orphan and comes back as what it was: same peer, same work, same place in the text."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, wait_for
+
+FIRST_LOSS = math.log(258)
+"""Of a model that knows nothing yet, nats per token."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    with Swarm(tmp_path_factory.mktemp("pair")) as swarm:
+        swarm.found("--checkpoint.every_s=1").until_training()
+        swarm.join("second", flags=["--checkpoint.every_s=1"])
+        for node in swarm.nodes:
+            node.until(lambda s: s["contribution"]["rounds_joined"] >= 8, 2 * START_S)
+        yield swarm.nodes
+
+
+class Before:
+    """What must not be lost."""
+
+    def __init__(self, node: Node) -> None:
+        status = node.until_training()
+        self.peer_id = status["node"]["peer_id"]
+        self.losses = round_losses(node)
+        newest = node.checkpoints()[0]
+        self.round = checkpoint_round(newest)
+        self.tokens = checkpoint_meta(newest)["extra"]["ledger"]["counters"]["tokens_processed"]
+        assert self.tokens > 0 and fmean(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
+
+    def check(self, node: Node) -> None:
+        """Right after it trains again."""
+        status = node.until_training()
+        assert status["node"]["peer_id"] == self.peer_id
+        assert status["run"]["round"] >= self.round
+        assert status["training"]["tokens_total"] >= self.tokens
+        known = status["run"]["round"]
+        node.until(lambda s: s["run"]["round"] > known + 2 and s["peers"]["training"] == 2, START_S)
+        after = round_losses(node)[len(self.losses) :]
+        assert fmean(after[:3]) < fmean(self.losses[-8:]) + 0.5, (self.losses, after)
+
+
+def round_losses(node: Node) -> list[float]:
+    """Of the rounds that the node trained for, in all its starts; nats per token."""
+    return [float(loss) for loss in re.findall(r"Round \d+: .* loss (\d+\.\d+)", node.said())]
+
+
+@pytest.mark.parametrize("what", ["worker", "p2pd"])
+def test_worker_or_p2pd_killed_comes_back(pair: list[Node], what: str, figures: Figures) -> None:
+    node = pair[1]
+    before = Before(node)
+    old = [node.find("worker"), node.find("p2pd")]
+    began_s = time.monotonic()
+    node.find(what).kill()
+    wait_for(lambda: not any(process.is_running() for process in old), 10 * PATIENCE, "the old ones still run")
+    figures.hold(f"{what} killed, until nothing of the old worker is left", time.monotonic() - began_s, 10)
+    node.until(lambda s: s["phase"] != "training", START_S)
+    before.check(node)
+    figures.hold(f"{what} killed, until a round later", time.monotonic() - began_s, 40)
+    assert len(node.processes()) == 3
+
+
+def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], figures: Figures) -> None:
+    node = pair[1]
+    before = Before(node)
+    began_s = time.monotonic()
+    node.find("supervisor").kill()
+    wait_for(lambda: node.processes() == [], 10 * PATIENCE, "orphans")
+    figures.hold("supervisor killed, until no process is left", time.monotonic() - began_s, 10)
+    assert node.wait_end(5) == -9
+    node.start("--checkpoint.every_s=1")
+    before.check(node)
+    digests = [other.digests() for other in pair]
+    shared = digests[0].keys() & digests[1].keys()
+    assert shared and all(digests[0][number] == digests[1][number] for number in shared)
+
+
+def test_p2pd_killed_in_pause_comes_back_paused(pair: list[Node]) -> None:
+    """Paused, too, the worker must not go on without p2pd: it serves others."""
+    node = pair[1]
+    node.act("pause")
+    node.until(serving, START_S)
+    old = node.find("worker")
+    node.find("p2pd").kill()
+    wait_for(lambda: not old.is_running(), 10 * PATIENCE, "the paused worker runs on without p2pd")
+    node.find("p2pd")
+    node.until(serving, START_S)
+
+
+def serving(status: dict[str, Any]) -> bool:
+    """Paused, and the worker without a device has found the others."""
+    return status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1
+
+
+def test_restart_goes_on_in_the_middle_of_a_round(swarm: Swarm) -> None:
+    """Alone, in a round that never ends: inner step and place in the text are those of the stop."""
+    swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
+    node = swarm.found()
+    node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
+    loss = stop(node)
+    first = checkpoint_meta(node.checkpoints()[0])
+    assert first["inner_step"] > 150 and first["data_position"] == first["inner_step"] * 4 * 64
+    again = node.start().until_training()
+    assert again["training"]["inner_step"] > first["inner_step"]
+    assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
+    assert again["training"]["loss"] < (loss + FIRST_LOSS) / 2
+    stop(node)
+    second = checkpoint_meta(node.checkpoints()[0])
+    assert second["data_round"] == first["data_round"]
+    assert second["data_position"] == second["inner_step"] * 4 * 64
+
+
+def stop(node: Node) -> float:
+    loss: float = node.status()["training"]["loss"]
+    node.running.terminate()
+    assert node.wait_end(10 * PATIENCE) == 0
+    return loss
