@@ -21,6 +21,8 @@ MIN_EXPONENT = -102
 """Smallest scale of fp16 is 2^-102: its least step is then 2^-126, so nothing decodes to a denormal fp32 number."""
 MAX_EXPONENT = 113
 """Scale that brings 2^128, the end of fp32, to 2^15."""
+LARGEST_HALF_BITS = 0x7800
+"""2^15 as fp16, the largest magnitude that an encoder writes."""
 HEADROOM_BITS = 15
 """The largest value of a block is scaled into [2^14, 2^15): a binade below fp16's end, so rounding cannot overflow."""
 
@@ -38,6 +40,9 @@ class Codec(Protocol):
     def encode(self, x: Tensor) -> bytes:
         """`x` is fp32 [n] on the cpu. ValueError when a value is not finite."""
 
+    def check(self, data: bytes | memoryview, n: int) -> None:
+        """ValueError unless `decode` would give `n` finite values. Cheaper than decoding."""
+
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         """A fresh fp32 [n]. ValueError when `data` is not an encoding of `n` finite values."""
 
@@ -53,6 +58,9 @@ class Fp32:
     def encode(self, x: Tensor) -> bytes:
         _require_finite(_checked(x), "The vector to encode")
         return _little(x.detach().contiguous().numpy()).tobytes()
+
+    def check(self, data: bytes | memoryview, n: int) -> None:
+        self.decode(data, n)
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         _require_size(data, self.encoded_bytes(n), self.name)
@@ -83,6 +91,19 @@ class Fp16:
             scaled.clamp_(-(2.0**HEADROOM_BITS) + 16, 2.0**HEADROOM_BITS - 16)
         halves = scaled.to(torch.float16).numpy()
         return b"".join((exponents.to(torch.int8).numpy().tobytes(), _little(halves).view(np.uint8).data))
+
+    def check(self, data: bytes | memoryview, n: int) -> None:
+        """Looks at the bits: no value above 2^15, as no encoder writes one, so that none can overflow its scale."""
+        _require_size(data, self.encoded_bytes(n), self.name)
+        if n == 0:
+            return
+        blocks = -(-n // BLOCK)
+        front = np.frombuffer(data, np.int8, count=blocks)
+        magnitudes = np.frombuffer(data, "<u2", offset=blocks) & 0x7FFF
+        if magnitudes.max() > LARGEST_HALF_BITS:
+            raise ValueError("The encoded vector has a value that is not finite.")
+        if front.min() < MIN_EXPONENT or front.max() >= MAX_EXPONENT:
+            self.decode(data, n)
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         _require_size(data, self.encoded_bytes(n), self.name)

@@ -4,19 +4,19 @@ Leaves are the hashes of 4 MiB slices, first of the anchor, then of the momentum
 straddles the two. The root is the hash of round, tokens, parameter count and all leaves. So a downloaded slice is
 checked alone, once the leaves are known and lead to the root.
 
-BLAKE2b, not SHA-256. Measured on one Xeon core, GB/s: BLAKE2b 0.8; SHA-256 1.7 with the SHA instructions, 0.4 with them
-masked, as on older desktops; and it is the slowest member that others wait for. `person` tells leaf from root.
+BLAKE3. Measured on one Xeon core, GB/s: BLAKE3 5.7, BLAKE2b 1.0, SHA-256 1.4 with the SHA instructions and 0.4 without;
+all members hash all of the state in every round. The key's context tells leaf from root.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from torch import Tensor
 
 from node.diloco.outer import OuterState
@@ -25,14 +25,16 @@ LEAF_BYTES = 4 * 2**20
 LEAF_ELEMENTS = LEAF_BYTES // 4
 HASH_BYTES = 32
 THREADS = 4
-"""hashlib lets go of the interpreter's lock while it hashes; more would only take cores from training."""
+"""blake3 lets go of the interpreter's lock while it hashes; more would only take cores from training."""
 ROOT_HEADER = struct.Struct("<qQQ")
 """Round, tokens, parameters."""
+LEAF_CONTEXT = "diloco-node outer state leaf v1"
+ROOT_CONTEXT = "diloco-node outer state root v1"
 
 
 def leaf_hash(data: bytes | memoryview) -> bytes:
     """Hash of one slice, 32 bytes."""
-    return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"diloco-leaf").digest()
+    return blake3(data, derive_key_context=LEAF_CONTEXT).digest()
 
 
 def leaf_bounds(parameters: int) -> list[tuple[int, int]]:
@@ -57,7 +59,7 @@ def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -
     """The state's digest from its leaves, 64 hex characters. ValueError when the leaves do not fit the parameters."""
     if len(leaves) != 2 * len(leaf_bounds(parameters)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
-    root = hashlib.blake2b(digest_size=HASH_BYTES, person=b"diloco-state")
+    root = blake3(derive_key_context=ROOT_CONTEXT)
     try:
         root.update(ROOT_HEADER.pack(round, tokens, parameters))
     except struct.error as exc:

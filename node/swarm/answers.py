@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
 
 CALL_S = 5.0
-MAX_ATTEMPTS = 10_000
+MAX_AHEAD = 1000
+"""Attempts that a peer may be ahead; so nobody can use up the numbers."""
 
 
 class Answers:
@@ -49,6 +50,7 @@ class Answers:
         small = partial(Service, channel=Channel.REDUCE)
         return {
             "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "attempt": small(self._on_attempt),
             "plan": small(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
             "contribute": small(self._on_contribute, max_request_bytes=bulk),
             "collect": small(self._on_collect),
@@ -61,9 +63,14 @@ class Answers:
 
     def _keyed(self, message: Message) -> Attempt:
         parent, number = message.header.get("parent"), message.header.get("attempt")
-        if not isinstance(parent, str) or not isinstance(number, int) or not 0 <= number < MAX_ATTEMPTS:
+        if not isinstance(parent, str):
+            raise PeerError("a message names no round")
+        return self._rounds.enter(parent, self._checked_number(number))
+
+    def _checked_number(self, number: object) -> int:
+        if not isinstance(number, int) or not 0 <= number <= self._rounds.number + MAX_AHEAD:
             raise PeerError("a message names no attempt")
-        return self._rounds.enter(parent, number)
+        return number
 
     def _led(self, caller: str, message: Message) -> Attempt:
         """The attempt, if the caller is its leader."""
@@ -75,8 +82,7 @@ class Answers:
     async def _on_join(self, caller: str, message: Message) -> Message:
         document = Document.model_validate(message.header.get("join"))
         join = read(document, Join)
-        number = message.header.get("attempt")
-        if document.signer != caller or join.run != self._rounds.rules.run or not isinstance(number, int):
+        if document.signer != caller or join.run != self._rounds.rules.run:
             raise PeerError("a join is not the caller's, or of another run")
         if join.parent != self._rounds.chain.tip.head:
             proof = self._rounds.chain.proof_after(join.parent)
@@ -84,6 +90,7 @@ class Answers:
                 self._rounds.behind.set()
                 return Message({"status": "behind"})
             return Message({"status": "ahead"}, [proof.model_dump_json().encode()])
+        number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number})
         members = [r.peer_id for r in self._rounds.directory.members()]
@@ -104,6 +111,10 @@ class Answers:
         if outcome.plan.parent != parent:
             raise PeerError("an accepted outcome is for another round")
         return accepted
+
+    async def _on_attempt(self, caller: str, message: Message) -> Message:
+        self._keyed(message)
+        return Message()
 
     async def _on_plan(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from node.errors import PeerError, RoundFailed, SwarmError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
+TELL_S = 1.0
 CALL_S = 5.0
 BEHIND_GRACE_S = 3.0
 """A member whose record still names an older round is waited for only so long: it may just not have told yet."""
@@ -51,11 +53,12 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
 async def _gather(rounds: Rounds, attempt: Attempt) -> None:
     """Wait until the rule closes the group; without a quorum there is no round, and this ends with the attempt."""
     opened_at_s, quorum_at_s = rounds.clock(), None
+    told_at_s = opened_at_s - TELL_S
     tip = rounds.chain.tip
     while True:
         now_s = rounds.clock()
         seen = Gathering(
-            ready=_tokens(attempt),
+            ready=_tokens(rounds, attempt),
             live=_waitable(rounds, now_s),
             last_weights=tip.last_weights,
             opened_at_s=opened_at_s,
@@ -72,11 +75,29 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
             return
         if quorum_at_s is None and verdict.has_quorum:
             quorum_at_s = now_s
+        if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | rounds.shunned:
+            rounds.shunned.clear()  # Without them there are too few: they get another chance.
+        if now_s - told_at_s >= TELL_S:
+            told_at_s = now_s
+            _tell_attempt(rounds, attempt, [peer for peer in seen.live if peer not in seen.ready])
         await asyncio.sleep(LOOK_S)
 
 
-def _tokens(attempt: Attempt) -> dict[str, int]:
-    return {peer: parse(Join, document.text).tokens for peer, document in attempt.joins.items()}
+def _tell_attempt(rounds: Rounds, attempt: Attempt, missing: Sequence[str]) -> None:
+    """Tell those that are waited for of a later attempt: each may be waiting, in an earlier one, for all the others."""
+
+    async def tell(peer: str) -> None:
+        with suppress(PeerError):
+            await rounds.wire.call(peer, "attempt", Message(_key(attempt)), timeout_s=CALL_S)
+
+    for peer in missing:
+        if attempt.number > 0 and peer != rounds.me:
+            rounds.spawn(tell(peer))
+
+
+def _tokens(rounds: Rounds, attempt: Attempt) -> dict[str, int]:
+    joins = {peer: parse(Join, document.text) for peer, document in attempt.joins.items()}
+    return {peer: join.tokens for peer, join in joins.items() if peer not in rounds.shunned}
 
 
 def _waitable(rounds: Rounds, now_s: float) -> list[str]:
@@ -88,7 +109,7 @@ def _waitable(rounds: Rounds, now_s: float) -> list[str]:
 
 
 def _overtaken(rounds: Rounds) -> bool:
-    """A member tells of a later round: this one is over already, and to close it here once more would fork the chain."""
+    """A member tells of a later round: this one is over already, and to close it once more would fork the chain."""
     tip = rounds.chain.tip
     return any(
         r.round > tip.round and r.swarm_tokens > tip.state.tokens and r.head != tip.head
@@ -103,7 +124,7 @@ def _newest(proposals: Sequence[Accepted]) -> Accepted | None:
 async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     """Fix the group; everybody in it has the plan before anything is sent."""
     live = {record.peer_id for record in rounds.directory.members()}
-    joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live]
+    joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live - rounds.shunned]
     reducers = tuple(join.signer for join in joins if read(join, Join).reduces)
     if not reducers:
         raise RoundFailed("no member can be reached from outside: one of them must open a port", code="reducer_lost")
@@ -129,6 +150,7 @@ async def _collect(rounds: Rounds, attempt: Attempt, plan: Plan) -> list[str]:
     for peer, reply in replies.items():
         arrived = reply.header.get("arrived")
         if not isinstance(arrived, list) or not all(isinstance(sender, str) for sender in arrived):
+            rounds.shunned.add(peer)
             raise RoundFailed(f"{peer[-6:]} does not say what arrived", code="reducer_lost")
         included &= set(arrived)
     if len(included) < rounds.rules.quorum.min_peers:
@@ -145,6 +167,7 @@ async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[
     for peer, reply in replies.items():
         chunks, given = plan.chunks_of(peer), reply.header.get("hashes")
         if not isinstance(given, list) or len(given) != len(chunks) or not all(map(_is_hash, given)):
+            rounds.shunned.add(peer)
             raise RoundFailed(f"{peer[-6:]} does not say what it averaged", code="reducer_lost")
         hashes.update(zip(chunks, given, strict=True))
     ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
@@ -216,7 +239,7 @@ async def _tell_failure(rounds: Rounds, attempt: Attempt, error: SwarmError) -> 
 async def _ask_all(
     rounds: Rounds, peers: Sequence[str], verb: str, message: Message, timeout_s: float, *, code: str
 ) -> dict[str, Message]:
-    """The same question to all. One that does not answer ends the attempt, and is suspected by the leader."""
+    """The same question to all. One that does not answer it ends the attempt, and is shunned by the leader."""
 
     async def ask(peer: str) -> Message:
         try:
@@ -224,6 +247,7 @@ async def _ask_all(
         except PeerError as exc:
             if exc.code in ("unreachable", "timeout"):
                 rounds.directory.suspect(peer)
+            rounds.shunned.add(peer)
             raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code=code) from exc
 
     replies = await asyncio.gather(*(ask(peer) for peer in peers))

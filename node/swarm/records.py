@@ -79,7 +79,7 @@ class Outcome(Content):
     plan: Plan
     included: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     results: Hex64
-    """SHA-256 over the concatenated SHA-256 hashes of the encoded mean's chunks."""
+    """SHA-256 over the concatenated hashes of the encoded mean's chunks."""
 
 
 class Proof(Content):

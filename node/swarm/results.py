@@ -70,6 +70,7 @@ class Results:
         """`others`: peers that may be asked, best first."""
         self._wire, self._grid, self._store, self._timeout_s, self._others = wire, grid, store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
+        self._running: dict[str, asyncio.Future[list[bytes]]] = {}
 
     def add(self, chunks: Iterable[bytes]) -> list[bytes]:
         """Keep these; returns their hashes."""
@@ -87,7 +88,26 @@ class Results:
         self._chunks = {}
 
     async def complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
-        """All chunks of a result, in order: from their reducers first, then from anybody. Raises RoundFailed."""
+        """All chunks of a result, in order: from their reducers first, then from anybody. Raises RoundFailed.
+
+        A proposal and the commit that overtakes it ask for the same: it is fetched once.
+        """
+        running = self._running.get(outcome.results)
+        if running is None:
+            running = self._running[outcome.results] = asyncio.ensure_future(self._complete(outcome, hashes))
+            running.add_done_callback(lambda done: self._forget(outcome.results, done))
+        return await asyncio.shield(running)
+
+    def _forget(self, results: str, done: asyncio.Future[list[bytes]]) -> None:
+        self._running.pop(results, None)
+        if not done.cancelled():
+            done.exception()  # Who still waits is told; if nobody does, it is nobody's error.
+
+    def close(self) -> None:
+        for running in list(self._running.values()):
+            running.cancel()
+
+    async def _complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
         by_owner: dict[str, list[int]] = {}
         for chunk in self._missing(hashes):
             by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)

@@ -94,6 +94,8 @@ class Rounds:
         self.number = 0
         self.mine: Contribution | None = None
         self.accepted: Accepted | None = None
+        self.shunned: set[str] = set()
+        """Members that failed an attempt that this node led: left out of its next plans for this round."""
         self._offered = asyncio.Event()
         self._adopting = asyncio.Lock()
         self._background: set[asyncio.Future[Any]] = set()
@@ -285,6 +287,7 @@ class Rounds:
     def _leave_round(self) -> None:
         self._attempts, self.number = {}, 0
         self.mine, self.accepted = None, None
+        self.shunned = set()
         self.results.clear()
 
     def restart_at(self, tip: Tip) -> None:
@@ -318,6 +321,7 @@ class Rounds:
             logger.log(level, "A task of the round ended: %s", error, exc_info=level == logging.ERROR and error)
 
     async def close(self) -> None:
+        self.results.close()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

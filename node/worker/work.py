@@ -10,6 +10,7 @@ from node.errors import SwarmError
 from node.link import Start
 from node.status import DeviceInfo, Phase
 from node.swarm.chain import Tip
+from node.swarm.directory import MEMBER_PHASES
 from node.training.device import Chosen, choose_device, describe
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.ledger import Ledger
@@ -96,6 +97,7 @@ class Work:
                 self._align(session, trainer)
                 train(trainer, self._after_round)
                 trainer.save()
+                self._see_off(session, trainer.tip)
                 return
             except RejoinNeeded:
                 self._rejoin(session)
@@ -116,6 +118,18 @@ class Work:
         session.checkpoint = None
         session.tip = self._opening.download(session.swarm, session.manifest, session.rules)
         session.swarm.restart_at(session.tip)
+
+    def _see_off(self, session: Session, tip: Tip) -> None:
+        """Stay until every live member has the last result: whoever misses it now would find nobody to ask."""
+        self._teller.enter(
+            Phase.DRAINING, "The run is complete; waiting until all have its last result.", "run_complete"
+        )
+        end_s = time.monotonic() + session.rules.bulk_s
+        while time.monotonic() < end_s:
+            rows = [row for row in session.swarm.view.rows if row.phase in MEMBER_PHASES]
+            if all(row.round >= tip.round for row in rows):
+                return
+            self._opening.pause(SERVE_POLL_S)
 
     def _after_round(self) -> None:
         stop = self._channel.stop

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
+from node.status import Channel
 from node.swarm.attempt import Attempt, Contribution
-from node.swarm.base import Message
+from node.swarm.base import Message, Service
 from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.reduce import chunk_hash
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, rules_for
@@ -136,6 +137,51 @@ def test_rubbish_on_every_verb_is_survived(swarm: Swarm) -> None:
                     _call(bad, peer, verb, Message(header, message.blobs))
                 assert caught.value.code not in ("unreachable", "internal"), (verb, header)
     round_of([*honest, bad], 0)
+
+
+BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "no hashes": ("average", {}),
+    "too few hashes": ("average", {"hashes": [bytes(32)]}),
+    "hashes of no bytes": ("average", {"hashes": [10**9] * 5}),
+    "arrived is a number": ("collect", {"arrived": 3}),
+    "arrived are lists": ("collect", {"arrived": [[]]}),
+    "refuses the plan": ("plan", None),
+    "refuses to average": ("average", None),
+}
+
+
+@pytest.mark.parametrize("what", BAD_REPLIES)
+def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+    verb, header = BAD_REPLIES[what]
+    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    *honest, bad = nodes
+
+    async def answer_badly(caller: str, message: Message) -> Message:
+        if header is None:
+            raise PeerError("no")
+        return Message(header)
+
+    bad.seat.wire.serve({verb: Service(answer_badly, Channel.REDUCE, 2**22)})
+    offer_all(nodes, 0)
+    done = [node.committed(2 * SOON_S) for node in honest]
+    assert_same(done)
+    assert all(d.included for d in done)
+
+
+@pytest.mark.parametrize("verb", ["attempt", "collect", "join"])
+def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
+    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    nodes = swarm.nodes(2, rules)
+    outsider = swarm.node(rules)
+    outsider.meet(nodes)
+    join = forged_join(outsider, outsider.tip.head).model_dump()
+    for number in (10**30, 2**31 - 1, 9999):
+        for peer in nodes:
+            header = {"parent": outsider.tip.head, "attempt": number, "join": join}
+            with pytest.raises(PeerError):
+                _call(outsider, peer, verb, Message(header))
+    outsider.leave()
+    round_of(nodes, 0, SOON_S)
 
 
 # proofs

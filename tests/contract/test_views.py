@@ -11,6 +11,7 @@ import pytest
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, rules_for
 
 PARAMETERS = 20_000
+SOON_S = 10.0
 
 
 def forget(node: Node, others: Sequence[Node]) -> None:
@@ -51,9 +52,22 @@ def test_random_views_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None
     assert_same([node.committed() for node in nodes])
 
 
+def test_two_that_wait_for_each_other_in_different_attempts_meet(swarm: Swarm) -> None:
+    """One has seen an attempt fail and leads the next; the other has not, and leads the first."""
+    nodes = swarm.nodes(2, rules_for(PARAMETERS, "fp16", min_peers=2))
+    first, second = nodes
+
+    async def fail_once() -> None:
+        second.rounds.number = 1
+
+    second.seat.do(fail_once())
+    offer_all(nodes, 0)
+    assert_same([first.committed(SOON_S), second.committed(SOON_S)])
+
+
 def test_a_leader_that_is_not_ready_leads_all_the_same(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
-    leader, *ready = nodes
+    ready = nodes[1:]
     offer_all(ready, 0)
     done = [node.committed() for node in nodes]
     assert_same(done)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from node.diloco.codec import (
     BLOCK,
@@ -239,3 +241,28 @@ def test_the_grid_is_the_smallest_that_makes_256_chunks(parameters: int) -> None
     assert [end for _, end in bounds[:-1]] == [start for start, _ in bounds[1:]]
     assert all(0 < end - start <= size for start, end in bounds)
     assert (bounds[0][0], bounds[-1][1]) == (0, parameters) if parameters else bounds == []
+
+
+@given(data=st.binary(min_size=19, max_size=19))
+@settings(max_examples=300, deadline=None)
+def test_what_check_lets_through_decodes_to_finite_numbers(data: bytes) -> None:
+    codec, n = make_codec("fp16"), 9
+    try:
+        codec.check(data, n)
+    except ValueError:
+        return
+    assert torch.isfinite(codec.decode(data, n)).all()
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_check_takes_every_encoding_and_refuses_what_decode_refuses(name: str) -> None:
+    codec = make_codec(name)
+    for scale in (0.0, 1e-30, 1.0, 3e38):
+        for n in (0, 1, BLOCK, BLOCK + 5):
+            x = (torch.rand(n) * 2 - 1) * scale
+            codec.check(codec.encode(x), n)
+    data = bytearray(codec.encode(torch.ones(100)))
+    data[-2:] = b"\xff\x7f" if name == "fp16" else b"\xc0\x7f"
+    for damaged in (bytes(data), bytes(data[:-1])):
+        with pytest.raises(ValueError, match="encoded vector"):
+            codec.check(damaged, 100)

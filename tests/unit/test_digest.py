@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import struct
 
 import pytest
 import torch
+from blake3 import blake3
 
 from node.diloco.digest import (
     LEAF_BYTES,
@@ -20,7 +20,7 @@ from node.diloco.digest import (
 )
 from node.diloco.outer import OuterState
 
-GOLDEN = "bd7e4d7065a4d325f81e5f4d037330b59420f29282a00e4b32ee3e14ee98daa2"
+GOLDEN = "b67514a7b35a5cdc32e2578aa134614648a2fe28c0a468345ab8a4f1c248ada0"
 
 
 def state_of(n: int) -> OuterState:
@@ -38,11 +38,11 @@ def flipped(x: torch.Tensor, element: int, bit: int) -> torch.Tensor:
 def test_it_is_the_hash_that_the_docstring_tells() -> None:
     state = state_of(3)
     leaves = [
-        hashlib.blake2b(x.numpy().astype("<f4").tobytes(), digest_size=32, person=b"diloco-leaf").digest()
+        blake3(x.numpy().astype("<f4").tobytes(), derive_key_context="diloco-node outer state leaf v1").digest()
         for x in (state.anchor, state.momentum)
     ]
     header = struct.pack("<qQQ", 7, 123_456, 3)
-    root = hashlib.blake2b(header + b"".join(leaves), digest_size=32, person=b"diloco-state").hexdigest()
+    root = blake3(header + b"".join(leaves), derive_key_context="diloco-node outer state root v1").hexdigest()
     assert leaf_hashes(state) == leaves
     assert state_digest(state) == root
     assert len(root) == 64
