@@ -9,13 +9,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.outer import OuterState, outer_step
 from node.diloco.schedule import round_seconds
 from node.swarm.records import Join, Proof
-from node.swarm.reduce import Grid
 from node.swarm.results import KEPT_ROUNDS, ResultStore
 
 
@@ -75,19 +74,8 @@ def _round_s(joins: Sequence[Join], inner_steps: int) -> float | None:
     return round_seconds([j.step_s for j in joins], [j.tokens for j in joins], inner_steps) if joins else None
 
 
-def next_tip(
-    tip: Tip,
-    outer: Outer,
-    grid: Grid,
-    proof: Proof,
-    included: Mapping[str, Join],
-    chunks: Sequence[bytes],
-    now_s: float,
-) -> Tip:
-    """The tip after a proven outcome: decode the mean, take the outer step, hash. Pure and heavy."""
-    mean = torch.empty_like(tip.state.anchor)
-    for chunk, (start, end) in enumerate(grid.bounds):
-        mean[start:end] = grid.codec.decode(chunks[chunk], end - start)
+def next_tip(tip: Tip, outer: Outer, mean: Tensor, proof: Proof, included: Mapping[str, Join], now_s: float) -> Tip:
+    """The tip after a proven outcome with this mean, fp32 [P]: take the outer step, hash. Pure and heavy."""
     tokens = sum(join.tokens for join in included.values())
     state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
     return tip_at(state, proof.outcome.hash, proof, outer, included, now_s)

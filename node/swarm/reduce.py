@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from blake3 import blake3
+from torch import Tensor
 
 from node.diloco.aggregate import weighted_mean
 from node.diloco.codec import Codec
@@ -33,6 +35,13 @@ class Grid:
         """Bytes of these chunks (of all) on the wire."""
         wanted = range(len(self.bounds)) if chunks is None else chunks
         return sum(self.codec.encoded_bytes(self.elements(chunk)) for chunk in wanted)
+
+    def decode(self, chunks: Sequence[bytes]) -> Tensor:
+        """The whole vector, fp32 [P], from all of its chunks."""
+        vector = torch.empty(self.bounds[-1][1] if self.bounds else 0)
+        for data, (start, end) in zip(chunks, self.bounds, strict=True):
+            vector[start:end] = self.codec.decode(data, end - start)
+        return vector
 
     def check(self, chunk: int, data: bytes) -> None:
         """Raises PeerError unless `data` is this chunk: right size, finite values."""

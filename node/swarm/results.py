@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from node.errors import PeerError, RoundFailed
@@ -49,10 +50,10 @@ class ResultStore:
             self._path(old).unlink(missing_ok=True)
 
     def get(self, digest: bytes) -> bytes | None:
-        for head, index in self._rounds.items():
+        for head, index in list(self._rounds.items()):  # `put` runs in a thread.
             if digest in index:
                 offset, size = index[digest]
-                with self._path(head).open("rb") as file:
+                with suppress(FileNotFoundError), self._path(head).open("rb") as file:
                     file.seek(offset)
                     return file.read(size)
         return None

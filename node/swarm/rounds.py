@@ -252,14 +252,17 @@ class Rounds:
                 return False
             hashes = split_hashes(proof.hashes)
             chunks = await self.results.complete(outcome, hashes)
+            mean = await asyncio.to_thread(self.rules.grid.decode, chunks)
             self.enter_stage("apply")
             if outcome.round != self.next_round:
                 raise PeerError(f"an outcome calls round {self.next_round} round {outcome.round}")
             included = included_joins(outcome, joins)
             tip = await asyncio.to_thread(
-                next_tip, self.chain.tip, self.rules.outer, self.rules.grid, proof, included, chunks, self.clock()
+                next_tip, self.chain.tip, self.rules.outer, mean, proof, included, self.clock()
             )
             await asyncio.to_thread(self.chain.store.put, tip.head, hashes, chunks)
+            if outcome.plan.parent != self.chain.tip.head:
+                return False  # This node has started again from a downloaded state meanwhile.
             self._commit(tip, outcome, proof)
             return True
 

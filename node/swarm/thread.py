@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from node.errors import RoundFailed, SwarmError
@@ -117,6 +118,9 @@ class SwarmThread:
         async def restart(member: Member) -> None:
             assert member.rounds is not None
             member.rounds.restart_at(tip)
+            with suppress(queue.Empty):  # All mail so far is of the line that this node has left.
+                while True:
+                    self.mailbox.get_nowait()
 
         self.start_call(restart).result(START_S)
 

@@ -140,13 +140,9 @@ def test_rubbish_on_every_verb_is_survived(swarm: Swarm) -> None:
 
 
 BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "no hashes": ("average", {}),
-    "too few hashes": ("average", {"hashes": [bytes(32)]}),
     "hashes of no bytes": ("average", {"hashes": [10**9] * 5}),
-    "arrived is a number": ("collect", {"arrived": 3}),
     "arrived are lists": ("collect", {"arrived": [[]]}),
     "refuses the plan": ("plan", None),
-    "refuses to average": ("average", None),
 }
 
 
@@ -175,7 +171,7 @@ def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm
     outsider = swarm.node(rules)
     outsider.meet(nodes)
     join = forged_join(outsider, outsider.tip.head).model_dump()
-    for number in (10**30, 2**31 - 1, 9999):
+    for number in (2**63, 2**31 - 1, 9999):
         for peer in nodes:
             header = {"parent": outsider.tip.head, "attempt": number, "join": join}
             with pytest.raises(PeerError):

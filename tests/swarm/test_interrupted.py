@@ -1,4 +1,4 @@
-"""What is killed leaves no orphan and comes back as what it was: same peer, same work, same place in the text."""
+"""What is killed, stopped or paused leaves no orphan and comes back as what it was: same peer, same work, same text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,31 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta,
 
 FIRST_LOSS = math.log(258)
 """Of a model that knows nothing yet, nats per token."""
+
+
+def test_restart_goes_on_in_the_middle_of_a_round(swarm: Swarm) -> None:
+    """Alone, in a round that never ends: inner step and place in the text are those of the stop."""
+    swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
+    node = swarm.found()
+    node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
+    loss = stop(node)
+    first = checkpoint_meta(node.checkpoints()[0])
+    assert first["inner_step"] > 150 and first["data_position"] == first["inner_step"] * 4 * 64
+    again = node.start().until_training()
+    assert again["training"]["inner_step"] > first["inner_step"]
+    assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
+    assert again["training"]["loss"] < (loss + FIRST_LOSS) / 2
+    stop(node)
+    second = checkpoint_meta(node.checkpoints()[0])
+    assert second["data_round"] == first["data_round"]
+    assert second["data_position"] == second["inner_step"] * 4 * 64
+
+
+def stop(node: Node) -> float:
+    loss: float = node.status()["training"]["loss"]
+    node.running.terminate()
+    assert node.wait_end(10 * PATIENCE) == 0
+    return loss
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +112,34 @@ def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], 
     assert shared and all(digests[0][number] == digests[1][number] for number in shared)
 
 
-def test_p2pd_killed_in_pause_comes_back_paused(pair: list[Node]) -> None:
-    """Paused, too, the worker must not go on without p2pd: it serves others."""
-    node = pair[1]
-    node.act("pause")
-    node.until(serving, START_S)
-    old = node.find("worker")
+def test_pause_frees_the_machine_and_resume_goes_on(pair: list[Node], figures: Figures) -> None:
+    founder, node = pair
+    before = Before(node)
+    worker = node.find("worker")
+    training_bytes = worker.memory_info().rss
+    began_s = time.monotonic()
+    assert node.act("pause").status_code == 202
+    wait_for(lambda: not worker.is_running(), 10 * PATIENCE, "the worker that trains")
+    figures.hold("pause until the worker that trains is gone", time.monotonic() - began_s, 10)
+    paused = node.until(serving, START_S)
+    assert paused["run"]["round"] >= before.round
+    assert paused["training"]["tokens_total"] >= before.tokens
+    serves = node.find("worker")
+    assert serves.memory_info().rss < 0.8 * training_bytes
+    assert founder.until(lambda s: s["peers"]["training"] == 1, 5 * PATIENCE)
+    assert [row["phase"] for row in founder.peers() if row["peer_id"] == before.peer_id] == ["paused"]
+    first = founder.status()["run"]["round"]
+    founder.until_round(first + 2)
+    assert all(len(record["members"]) == 1 for record in founder.rounds() if record["round"] > first + 1)
+
+    # Paused, too, it must not go on without p2pd: it serves others.
     node.find("p2pd").kill()
-    wait_for(lambda: not old.is_running(), 10 * PATIENCE, "the paused worker runs on without p2pd")
+    wait_for(lambda: not serves.is_running(), 10 * PATIENCE, "the paused worker runs on without p2pd")
     node.find("p2pd")
     node.until(serving, START_S)
+
+    assert node.act("resume").status_code == 202
+    before.check(node)
 
 
 def serving(status: dict[str, Any]) -> bool:
@@ -104,26 +147,15 @@ def serving(status: dict[str, Any]) -> bool:
     return status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1
 
 
-def test_restart_goes_on_in_the_middle_of_a_round(swarm: Swarm) -> None:
-    """Alone, in a round that never ends: inner step and place in the text are those of the stop."""
-    swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
-    node = swarm.found()
-    node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
-    loss = stop(node)
-    first = checkpoint_meta(node.checkpoints()[0])
-    assert first["inner_step"] > 150 and first["data_position"] == first["inner_step"] * 4 * 64
-    again = node.start().until_training()
-    assert again["training"]["inner_step"] > first["inner_step"]
-    assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
-    assert again["training"]["loss"] < (loss + FIRST_LOSS) / 2
-    stop(node)
-    second = checkpoint_meta(node.checkpoints()[0])
-    assert second["data_round"] == first["data_round"]
-    assert second["data_position"] == second["inner_step"] * 4 * 64
-
-
-def stop(node: Node) -> float:
-    loss: float = node.status()["training"]["loss"]
-    node.running.terminate()
-    assert node.wait_end(10 * PATIENCE) == 0
-    return loss
+def test_drain_takes_part_in_its_round_then_ends(pair: list[Node]) -> None:
+    founder, node = pair
+    status = node.until_training()
+    peer_id, number = status["node"]["peer_id"], status["run"]["round"]
+    assert node.act("drain").status_code == 202
+    assert node.wait_end(START_S) == 0
+    last = checkpoint_round(node.checkpoints()[0])
+    assert last > number
+    record = next(r for r in founder.rounds() if r["round"] == last)
+    assert peer_id in {m["peer_id"] for m in record["members"] if m["included"]}
+    assert node.processes() == []
+    founder.until_round(last + 2)
