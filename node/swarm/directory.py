@@ -31,6 +31,8 @@ DEAD_S = 7.0
 RELAYED_S = 4.0
 """Only records with news this young are passed on, so a dead peer's fade everywhere."""
 GOSSIP_FANOUT = 2
+MAX_GOSSIP_BYTES = 8 * 2**20
+"""A record is about 1 kB, and a message holds those of all live peers."""
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
 """Phases in which a peer takes part in rounds."""
 PURPOSE = "diloco peer record"
@@ -203,7 +205,7 @@ class Gossip:
 
     def __init__(self, wire: Wire, directory: Directory, rng: random.Random) -> None:
         self._wire, self._directory, self._rng = wire, directory, rng
-        wire.serve({"gossip": Service(self._answer, Channel.DHT)})
+        wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_GOSSIP_BYTES)})
 
     async def run(self) -> None:
         """Pulse for ever."""

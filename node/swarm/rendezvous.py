@@ -99,7 +99,8 @@ def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
 
 def _holds_majority(seen: Gathering) -> bool:
     """More than half (by count) of the last record's contributors that still live: two groups cannot both have it."""
-    voters = [peer for peer in seen.last_weights if peer in seen.live]
+    live = set(seen.live)
+    voters = [peer for peer in seen.last_weights if peer in live]
     return not voters or 2 * sum(peer in seen.ready for peer in voters) > len(voters)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from node.status import Channel, Phase
 from node.swarm.base import Message, Service, Wire
 from node.swarm.chain import Tip, tip_at
 from node.swarm.directory import Directory, PeerRecord
-from node.swarm.records import Proof, check_proof, included_joins, parse
+from node.swarm.records import Join, Proof, check_proof, included_joins, parse
 from node.swarm.rounds import Rounds, Rules
 
 logger = logging.getLogger(__name__)
@@ -61,17 +61,23 @@ class StateSource(Protocol):
         """One slice of the digest tree. LookupError if it is not kept any more."""
 
 
-def tip_of(state: OuterState, head: str, proof: Proof | None, rules: Rules, now_s: float) -> Tip:
-    """The tip that a checkpoint stands for. Raises PeerError where its proof does not lead to its head. Heavy."""
+def included_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
+    """The joins that the record at `head` counts. Raises PeerError where the proof does not lead to it."""
     if proof is None:
-        if head != rules.run or state.round != -1:
+        if head != rules.run or round != -1:
             raise PeerError("a state comes without proof of its round")
-        return tip_at(state, head, None, rules.outer, {}, now_s)
+        return {}
     chunks, min_peers = len(rules.grid.bounds), rules.quorum.min_peers
     outcome, joins = check_proof(proof, run=rules.run, chunks=chunks, min_peers=min_peers)
-    if proof.outcome.hash != head or outcome.round != state.round:
+    if proof.outcome.hash != head or outcome.round != round:
         raise PeerError("a state's proof is for another round")
-    return tip_at(state, head, proof, rules.outer, included_joins(outcome, joins), now_s)
+    return included_joins(outcome, joins)
+
+
+def tip_of(state: OuterState, head: str, proof: Proof | None, rules: Rules, now_s: float) -> Tip:
+    """The tip that a checkpoint stands for. Raises PeerError where its proof does not lead to its head. Heavy."""
+    included = included_at(head, state.round, proof, rules)
+    return tip_at(state, head, proof, rules.outer, included, now_s)
 
 
 class StateServer:
@@ -111,12 +117,18 @@ class Download:
         offers = await self._offers()
         if not offers:
             raise TransferFailed("No peer serves a state yet.")
-        best = max(offers, key=lambda digest: (offers[digest][0].round, len(offers[digest][1])))
-        snapshot, peers = offers[best]
-        logger.info("Downloading the state after round %d from %d peers.", snapshot.round, len(peers))
-        state = await self._fetch(snapshot, peers, rng)
-        now_s = asyncio.get_running_loop().time()
-        return await asyncio.to_thread(tip_of, state, snapshot.head, snapshot.proof, self._rules, now_s)
+        problem = None
+        for snapshot, peers in sorted(offers.values(), key=lambda offer: (offer[0].round, len(offer[1])), reverse=True):
+            logger.info("Downloading the state after round %d from %d peers.", snapshot.round, len(peers))
+            try:
+                state = await self._fetch(snapshot, peers, rng)
+            except TransferFailed as exc:
+                problem = problem or exc
+                continue
+            now_s = asyncio.get_running_loop().time()
+            return await asyncio.to_thread(tip_of, state, snapshot.head, snapshot.proof, self._rules, now_s)
+        assert problem is not None
+        raise problem
 
     async def _offers(self) -> dict[str, tuple[Snapshot, list[str]]]:
         """Digest to checkpoint, and who serves it."""
@@ -131,7 +143,9 @@ class Download:
     async def _offer(self, peer: str) -> Snapshot | None:
         try:
             reply = await self._wire.call(peer, "state", Message(), timeout_s=CALL_S)
-            return self._read_offer(reply)
+            snapshot = self._read_offer(reply)
+            await asyncio.to_thread(included_at, snapshot.head, snapshot.round, snapshot.proof, self._rules)
+            return snapshot
         except (PeerError, ValueError, LookupError, TypeError) as exc:
             logger.info("Peer %s offers no state: %s", peer[-6:], exc)
             return None
@@ -187,6 +201,11 @@ class Download:
         reply = await self._wire.call(peer, "leaf", message, timeout_s=LEAF_S)
         if len(reply.blobs) != 1 or leaf_hash(reply.blobs[0]) != snapshot.leaves[index]:
             raise PeerError(f"leaf {index} has a wrong hash")
+        start, end = leaf_bounds(self._parameters)[index % (len(snapshot.leaves) // 2)]
+        if len(reply.blobs[0]) != 4 * (end - start):
+            raise PeerError(f"leaf {index} has {len(reply.blobs[0])} bytes", code="bad_size")
+        if not np.isfinite(np.frombuffer(reply.blobs[0], dtype="<f4")).all():
+            raise PeerError(f"leaf {index} has a value that is not finite", code="not_finite")
         return reply.blobs[0]
 
 

@@ -1,0 +1,110 @@
+"""The line of committed rounds: what a tip says, what is remembered, where the line breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.diloco.digest import state_digest
+from node.diloco.outer import genesis, outer_step
+from node.swarm.chain import Chain, Outer, Tip, next_tip, tip_at
+from node.swarm.identity import new_identity
+from node.swarm.records import Join, Outcome, Plan, Proof, accept, results_root, sign
+from node.swarm.results import KEPT_ROUNDS, ResultStore
+
+P, RUN = 100, "ab" * 32
+OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=50)
+A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
+
+
+def join(tokens: int, step_s: float, parent: str = RUN) -> Join:
+    return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s)
+
+
+def proof_after(parent: str, round_: int, **changes: Any) -> Proof:
+    plan = Plan(
+        run=RUN,
+        parent=parent,
+        attempt=0,
+        joins=(sign(A, join(100, 0.1, parent)),),
+        reducers=(A.peer_id,),
+        owners=(0,),
+    )
+    outcome = Outcome(round=round_, plan=plan, included=(A.peer_id,), results=results_root([bytes(32)]))
+    document = sign(A, outcome)
+    votes = {A.peer_id: accept(A, document.hash, 0)}
+    return Proof(outcome=document, attempt=0, group=(A.peer_id,), accepts=votes, hashes=bytes(32).hex())
+
+
+def first() -> Tip:
+    return tip_at(genesis(torch.linspace(-1, 1, P)), RUN, None, OUTER, {}, 5.0)
+
+
+def step(tip: Tip, now_s: float = 7.0) -> Tip:
+    proof = proof_after(tip.head, tip.round + 1)
+    return next_tip(tip, OUTER, torch.ones(P), proof, {A.peer_id: join(100, 0.1, tip.head)}, now_s)
+
+
+def test_the_first_tip_knows_no_round() -> None:
+    tip = first()
+    assert (tip.head, tip.round, tip.proof) == (RUN, -1, None)
+    assert (tip.round_s, tip.last_round_tokens, dict(tip.last_weights)) == (None, None, {})
+    assert tip.digest == state_digest(tip.state)
+
+
+def test_the_next_tip_follows_from_mean_and_joins() -> None:
+    tip = first()
+    proof = proof_after(RUN, 0)
+    joins = {A.peer_id: join(100, 0.1), B.peer_id: join(300, 0.2)}
+    mean = torch.randn(P, generator=torch.Generator().manual_seed(0))
+    new = next_tip(tip, OUTER, mean, proof, joins, 7.0)
+    expected = outer_step(tip.state, mean, lr=0.7, momentum=0.9, tokens=400)
+    assert torch.equal(new.state.anchor, expected.anchor) and torch.equal(new.state.momentum, expected.momentum)
+    assert (new.head, new.proof, new.round, new.anchor_at_s) == (proof.outcome.hash, proof, 0, 7.0)
+    assert new.digest == state_digest(expected) != tip.digest
+    assert new.last_weights == {A.peer_id: 100, B.peer_id: 300} and new.last_round_tokens == 400
+    assert new.round_s == pytest.approx(50 * 0.2), "inner steps times the weighted median of the step times"
+    assert torch.equal(tip.state.anchor, torch.linspace(-1, 1, P)), "the old state is left as it was"
+
+
+def test_proofs_lead_from_any_kept_head_to_the_tip(tmp_path: Path) -> None:
+    chain = Chain(first(), ResultStore(tmp_path))
+    heads = [RUN]
+    for _ in range(KEPT_ROUNDS + 2):
+        tip = step(chain.tip)
+        assert tip.proof is not None
+        chain.advance(tip, heads[-1], tip.proof)
+        heads.append(tip.head)
+    assert chain.proofs_after(heads[-1]) == [] and chain.proof_after(heads[-1]) is None
+    for back in range(1, KEPT_ROUNDS + 1):
+        proofs = chain.proofs_after(heads[-1 - back])
+        assert [proof.outcome.hash for proof in proofs] == heads[-back:]
+    assert chain.proofs_after(heads[1]) == [] and chain.proof_after(heads[1]) is None, "eight are kept"
+    assert chain.proofs_after("00" * 32) == []
+
+
+def test_only_a_child_of_the_tip_extends_the_line(tmp_path: Path) -> None:
+    chain = Chain(first(), ResultStore(tmp_path))
+    tip = step(chain.tip)
+    assert tip.proof is not None
+    with pytest.raises(AssertionError):
+        chain.advance(tip, "00" * 32, tip.proof)
+    assert chain.tip.head == RUN
+
+
+def test_starting_again_elsewhere_forgets_the_old_line(tmp_path: Path) -> None:
+    chain = Chain(first(), ResultStore(tmp_path))
+    tip = step(chain.tip)
+    assert tip.proof is not None
+    chain.advance(tip, RUN, tip.proof)
+    elsewhere = step(step(tip))
+    chain.replace(elsewhere)
+    assert chain.tip is elsewhere and chain.proof_after(RUN) is None
+
+
+def test_two_histories_with_one_state_have_two_heads() -> None:
+    one = proof_after(RUN, 0)
+    assert one.outcome.hash != proof_after("cd" * 32, 0).outcome.hash

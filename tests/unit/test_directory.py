@@ -1,0 +1,225 @@
+"""The table of peers, with a clock of the test's own: news, death, suspicion, goodbyes, forgeries."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgpack
+import pytest
+
+from node.errors import PeerError
+from node.status import Phase
+from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES
+from node.swarm.directory import DEAD_S, MAX_GOSSIP_BYTES, RELAYED_S, Directory, Gossip, PeerRecord, Signed, sign_record
+from node.swarm.identity import Identity, new_identity
+from node.swarm.local import LocalHub, LocalWire
+
+RUN = "ab" * 32
+ME, YOU, THIRD = sorted((new_identity() for _ in range(3)), key=lambda identity: identity.peer_id)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def record(identity: Identity, number: int = 1, **fields: object) -> PeerRecord:
+    told: dict[str, object] = {"run": RUN, "head": RUN, "phase": Phase.TRAINING} | fields
+    return PeerRecord.model_validate({"peer_id": identity.peer_id, "number": number, **told})
+
+
+def signed(identity: Identity, number: int = 1, **fields: object) -> Signed:
+    return sign_record(identity, record(identity, number, **fields))
+
+
+def directory(clock: Clock) -> Directory:
+    return Directory(ME, record(ME, number=5), clock)
+
+
+def live_ids(table: Directory) -> set[str]:
+    return {r.peer_id for r in table.live()}
+
+
+def test_a_node_knows_itself_first() -> None:
+    table = directory(Clock())
+    assert [r.peer_id for r in table.live()] == [ME.peer_id]
+    assert table.is_member(ME.peer_id) and not table.is_member(YOU.peer_id)
+    table.say(phase=Phase.PAUSED)
+    assert table.members() == []
+
+
+def test_news_is_taken_in_once_and_only_if_newer() -> None:
+    table = directory(Clock())
+    assert [r.number for r in table.merge([signed(YOU, 3)])] == [3]
+    assert table.changed.is_set()
+    assert table.merge([signed(YOU, 3), signed(YOU, 2)]) == []
+    assert [r.round for r in table.merge([signed(YOU, 4, round=7)])] == [7]
+    found = table.find(YOU.peer_id)
+    assert found is not None and found.round == 7
+    assert table.find(THIRD.peer_id) is None
+
+
+def test_members_are_in_the_order_of_their_ids_and_only_those_that_train() -> None:
+    table = directory(Clock())
+    for phase in Phase:
+        table.merge([signed(THIRD, table.me.number + 1, phase=phase), signed(YOU)])
+        table.say(number=table.me.number + 1)
+        trains = phase in (Phase.TRAINING, Phase.SYNCING, Phase.DRAINING)
+        expected = [ME, YOU, THIRD] if trains else [ME, YOU]
+        assert [r.peer_id for r in table.members()] == [identity.peer_id for identity in expected], phase
+
+
+def test_silence_is_death_and_old_news_does_not_revive() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 1)])
+    clock.now_s += DEAD_S - 0.01
+    assert YOU.peer_id in live_ids(table)
+    clock.now_s += 0.02
+    assert live_ids(table) == {ME.peer_id}
+    assert [r.peer_id for r in table.forgotten()] == [YOU.peer_id]
+    table.merge([signed(YOU, 1)])
+    assert live_ids(table) == {ME.peer_id}
+    table.merge([signed(YOU, 2)])
+    assert YOU.peer_id in live_ids(table) and table.forgotten() == []
+
+
+def test_nobody_vouches_for_the_dead() -> None:
+    """Records go round only while they are young, so those of the dead fade everywhere."""
+    clock = Clock()
+    one, other = directory(clock), Directory(THIRD, record(THIRD), clock)
+    one.merge([signed(YOU, 1)])
+    clock.now_s += RELAYED_S + 0.1
+    assert YOU.peer_id in live_ids(one)
+    other.merge(one.fresh())
+    assert live_ids(other) == {ME.peer_id, THIRD.peer_id}
+
+
+def test_a_failed_call_is_suspicion_until_the_next_news() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, 1)])
+    table.changed.clear()
+    table.suspect(YOU.peer_id)
+    assert live_ids(table) == {ME.peer_id} and table.changed.is_set()
+    table.merge([signed(YOU, 1)])
+    assert live_ids(table) == {ME.peer_id}
+    table.merge([signed(YOU, 2)])
+    assert YOU.peer_id in live_ids(table)
+    table.suspect(THIRD.peer_id)
+    table.suspect(ME.peer_id)
+    assert ME.peer_id in live_ids(table)
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.LEAVING, Phase.ERROR])
+def test_who_says_goodbye_is_gone_at_once(phase: Phase) -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, 1), signed(YOU, 2, phase=phase)])
+    assert live_ids(table) == {ME.peer_id}
+    assert [s.open(RUN).phase for s in table.fresh()[1:]] == [phase], "the goodbye is passed on"
+    assert bool(table.forgotten()) == (phase is not Phase.STOPPED)
+
+
+def test_an_echo_of_a_former_life_is_outnumbered() -> None:
+    table = directory(Clock())
+    table.merge([signed(ME, 5000, phase=Phase.STOPPED)])
+    assert table.me.phase is Phase.TRAINING
+    assert table.pulse().open(RUN).number > 5000
+
+
+def forgeries() -> dict[str, Signed]:
+    good = signed(YOU, 9)
+    body = good.body
+    return {
+        "signature of another": sign_record(THIRD, record(YOU, 9)),
+        "changed text": Signed(body.replace(b'"number":9', b'"number":8'), good.signature),
+        "no signature": Signed(body, b""),
+        "cut": Signed(body[:-1], good.signature),
+        "no JSON": Signed(b"\xff", good.signature),
+        "another run": signed(YOU, 9, run="cd" * 32),
+        "another purpose": Signed(body, YOU.sign("diloco join", body)),
+        "an unknown field": raw(YOU, b', "admin": true}'),
+        "a name too long": raw(YOU, b', "name": "' + b"x" * 65 + b'"}'),
+        "a rate without end": raw(YOU, b', "tokens_per_second": 1e999}'),
+        "too many addresses": raw(YOU, b', "addresses": [' + b",".join([b'"/a"'] * 17) + b"]}"),
+        "an address that is none": raw(YOU, b', "addresses": ["http://x"]}'),
+        "a number too large": raw(YOU, b', "number": 9223372036854775808}'),
+    }
+
+
+def raw(identity: Identity, end: bytes) -> Signed:
+    body = signed(identity, 9).body[:-1] + end
+    return Signed(body, identity.sign("diloco peer record", body))
+
+
+@pytest.mark.parametrize("what", forgeries())
+def test_a_record_that_is_not_right_changes_nothing(what: str) -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, 3)])
+    forged = forgeries()[what]
+    with pytest.raises(PeerError):
+        forged.open(RUN)
+    assert table.merge([forged, signed(THIRD, 1)]) == [record(THIRD, 1)], "the good one beside it is taken"
+    found = table.find(YOU.peer_id)
+    assert found is not None and found.number == 3
+
+
+def test_rows_are_for_people() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 1, name="Ada", transport="relay")])
+    clock.now_s += 2.0
+    me, you = table.rows()
+    assert me.this_node and not you.this_node
+    assert (you.name, you.transport, you.last_seen_s) == ("Ada", "relay", 2.0)
+    assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
+
+
+def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
+    async def main() -> None:
+        hub, clock = LocalHub(), Clock()
+        tables, gossips = {}, {}
+        for identity in (ME, YOU, THIRD):
+            tables[identity] = Directory(identity, record(identity, number=1), clock)
+            gossips[identity] = Gossip(LocalWire(hub, identity.peer_id), tables[identity], random.Random(0))
+        assert await gossips[ME].exchange(YOU.peer_id)
+        assert await gossips[THIRD].exchange(YOU.peer_id)
+        assert live_ids(tables[THIRD]) == {ME.peer_id, YOU.peer_id, THIRD.peer_id}
+        tables[YOU].say(phase=Phase.STOPPED)
+        await gossips[YOU].announce()
+        assert YOU.peer_id not in live_ids(tables[ME]) | live_ids(tables[THIRD])
+        hub.cut(ME.peer_id, THIRD.peer_id)
+        tables[ME].merge(tables[THIRD].fresh())
+        assert THIRD.peer_id in live_ids(tables[ME])
+        assert not await gossips[ME].exchange(THIRD.peer_id)
+        assert THIRD.peer_id not in live_ids(tables[ME]), "a failed call is suspicion"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_the_news_of_a_thousand_peers_fits_into_one_message() -> None:
+    address = f"/ip4/203.0.113.255/tcp/31337/p2p/{YOU.peer_id}"
+    long = signed(
+        YOU,
+        2**62,
+        name="n" * 64,
+        state_digest="ef" * 32,
+        addresses=(address,) * 16,
+        swarm_tokens=2**60,
+        version="v" * 40,
+    )
+    assert 1000 * len(long.body) < MAX_GOSSIP_BYTES
+    assert MAX_BLOBS > 1000
+    assert 1000 * (len(msgpack.packb(long.signature)) + 5) < MAX_HEADER_BYTES
+
+
+def test_a_thousand_records_are_taken_in_fast() -> None:
+    table = directory(Clock())
+    identities = [new_identity() for _ in range(1000)]
+    news = [signed(identity) for identity in identities]
+    assert len(table.merge(news)) == 1000
+    assert len(table.members()) == 1001
+    assert table.merge(news) == []

@@ -1,0 +1,66 @@
+"""Keys, peer ids and signatures."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.errors import DataFolderError
+from node.swarm.identity import load_identity, new_identity, verify
+
+ONE, OTHER = new_identity(), new_identity()
+
+
+def test_a_signature_counts_for_its_signer_purpose_and_data_only() -> None:
+    signature = ONE.sign("purpose", b"data")
+    assert len(signature) == 64
+    assert verify(ONE.peer_id, "purpose", b"data", signature)
+    assert not verify(OTHER.peer_id, "purpose", b"data", signature)
+    assert not verify(ONE.peer_id, "another", b"data", signature)
+    assert not verify(ONE.peer_id, "purpose", b"date", signature)
+    assert not verify(ONE.peer_id, "purpose", b"data", signature[:-1] + bytes([signature[-1] ^ 1]))
+
+
+@given(st.text(), st.binary(max_size=100))
+def test_malformed_ids_and_signatures_are_just_false(peer_id: str, signature: bytes) -> None:
+    assert not verify(peer_id, "purpose", b"data", signature)
+    assert not verify(ONE.peer_id, "purpose", b"data", signature)
+
+
+def test_a_peer_id_of_another_key_type_is_refused() -> None:
+    # Of an RSA key: its hash, from which no key can be read.
+    assert not verify("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "purpose", b"data", bytes(64))
+
+
+def test_the_key_file_is_made_once_and_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    made = load_identity(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = load_identity(path)
+    assert again.peer_id == made.peer_id and made.peer_id.startswith("12D3KooW")
+    assert verify(made.peer_id, "p", b"d", again.sign("p", b"d"))
+    assert load_identity(tmp_path / "other.key").peer_id != made.peer_id
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: b"x" + d[1:], lambda d: b"", lambda d: d + b"x"])
+def test_a_damaged_key_file_is_not_overwritten(tmp_path: Path, damage: object) -> None:
+    path = tmp_path / "identity.key"
+    load_identity(path)
+    damaged = damage(path.read_bytes())  # type: ignore[operator]
+    path.write_bytes(damaged)
+    with pytest.raises(DataFolderError, match="move it away"):
+        load_identity(path)
+    assert path.read_bytes() == damaged
+
+
+def test_libp2p_reads_the_key(tmp_path: Path) -> None:
+    """The layout that p2pd reads: protobuf header, seed, public key, which the peer id holds."""
+    identity = new_identity()
+    data = identity.to_libp2p()
+    assert data[:4] == b"\x08\x01\x12\x40" and len(data) == 68
+    (tmp_path / "key").write_bytes(data)
+    assert load_identity(tmp_path / "key").peer_id == identity.peer_id

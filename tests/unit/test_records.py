@@ -1,0 +1,260 @@
+"""Documents that members sign, and every rule that a plan, an outcome and a proof can break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from node.errors import PeerError
+from node.swarm.identity import Identity, new_identity
+from node.swarm.records import (
+    Document,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    accept,
+    accepted_by,
+    check_outcome,
+    check_plan,
+    check_proof,
+    included_joins,
+    parse,
+    read,
+    results_root,
+    sign,
+    split_hashes,
+)
+
+RUN, PARENT, CHUNKS = "ab" * 32, "cd" * 32, 4
+PEERS = sorted((new_identity() for _ in range(4)), key=lambda identity: identity.peer_id)
+A, B, C, D = PEERS
+OUTSIDER = new_identity()
+HASHES = [bytes([i]) * 32 for i in range(CHUNKS)]
+
+
+def join(identity: Identity, **changes: Any) -> Document:
+    fields: dict[str, Any] = {"run": RUN, "parent": PARENT, "tokens": 100, "step_s": 0.5} | changes
+    return sign(identity, Join(**fields))
+
+
+def plan(**changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "run": RUN,
+        "parent": PARENT,
+        "attempt": 0,
+        "joins": tuple(join(p) for p in PEERS),
+        "reducers": (A.peer_id, C.peer_id),
+        "owners": (0, 0, 1, 1),
+    }
+    return Plan(**fields | changes)
+
+
+def outcome(**changes: Any) -> Outcome:
+    fields: dict[str, Any] = {
+        "round": 0,
+        "plan": plan(),
+        "included": (A.peer_id, B.peer_id, D.peer_id),
+        "results": results_root(HASHES),
+    }
+    return Outcome(**fields | changes)
+
+
+def proof(signed: Document | None = None, voters: tuple[Identity, ...] = (A, B, C), **changes: Any) -> Proof:
+    document = signed or sign(A, outcome())
+    fields: dict[str, Any] = {
+        "outcome": document,
+        "attempt": 2,
+        "group": tuple(p.peer_id for p in PEERS),
+        "accepts": {p.peer_id: accept(p, document.hash, 2) for p in voters},
+        "hashes": b"".join(HASHES).hex(),
+    }
+    return Proof(**fields | changes)
+
+
+def refused(work: Callable[[], object], match: str | None = None) -> str:
+    with pytest.raises(PeerError, match=match) as caught:
+        work()
+    return caught.value.code
+
+
+# documents
+
+
+def test_what_is_signed_is_read_back_and_hashes_alike() -> None:
+    document = sign(A, outcome())
+    again = Document.model_validate_json(document.model_dump_json())
+    assert again == document and again.hash == document.hash
+    assert read(again, Outcome) == outcome()
+    assert read(again, Outcome).plan.members == tuple(p.peer_id for p in PEERS)
+    assert read(again, Outcome).plan.chunks_of(C.peer_id) == [2, 3]
+    assert read(again, Outcome).plan.chunks_of(B.peer_id) == []
+
+
+def test_a_document_counts_for_its_signer_kind_and_text_only() -> None:
+    document = join(A)
+    assert refused(lambda: read(document.model_copy(update={"signer": B.peer_id}), Join)) == "bad_signature"
+    assert refused(lambda: read(document, Plan)) == "bad_signature"
+    changed = document.model_copy(update={"text": document.text.replace("100", "999")})
+    assert refused(lambda: read(changed, Join)) == "bad_signature"
+    spaced = document.model_copy(update={"text": document.text.replace(":", ": ")})
+    assert refused(lambda: read(spaced, Join)) == "bad_signature", "another writing of the same is another text"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": 0},
+        {"tokens": 2**48},
+        {"step_s": 0},
+        {"step_s": float("nan")},
+        {"step_s": float("inf")},
+        {"run": "x"},
+        {"parent": "AB" * 32},
+        {"admin": True},
+    ],
+)
+def test_a_join_out_of_bounds_is_refused_though_it_is_signed(fields: dict[str, Any]) -> None:
+    content = Join(run=RUN, parent=PARENT, tokens=1, step_s=1).model_copy(update=fields)
+    text = content.model_dump_json() if "admin" not in fields else content.model_dump_json()[:-1] + ',"admin":true}'
+    signature = A.sign("diloco join", text.encode()).hex()
+    refused(lambda: read(Document(signer=A.peer_id, text=text, signature=signature), Join), "join is not valid")
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", '"x"', "\ud800".encode("utf-8", "surrogatepass")])
+def test_what_cannot_be_parsed_is_refused(text: str | bytes) -> None:
+    refused(lambda: parse(Plan, text), "not valid")
+
+
+def test_a_vote_counts_for_its_head_and_attempt_only() -> None:
+    vote = accept(A, "head", 3)
+    assert accepted_by(A.peer_id, "head", 3, vote)
+    assert not accepted_by(B.peer_id, "head", 3, vote)
+    assert not accepted_by(A.peer_id, "tail", 3, vote)
+    assert not accepted_by(A.peer_id, "head", 4, vote)
+    for damaged in ("", "zz", vote[:-2], vote.upper() + "0"):
+        assert not accepted_by(A.peer_id, "head", 3, damaged)
+
+
+# plans
+
+
+def checked(candidate: Plan) -> dict[str, Join]:
+    return check_plan(candidate, run=RUN, parent=PARENT, chunks=CHUNKS)
+
+
+def test_a_good_plan_gives_its_joins() -> None:
+    assert {peer: j.tokens for peer, j in checked(plan()).items()} == {p.peer_id: 100 for p in PEERS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"run": "00" * 32}, "another round"),
+        ({"parent": "00" * 32}, "another round"),
+        ({"joins": (join(B), join(A)), "reducers": (A.peer_id,), "owners": (0,) * 4}, "once each"),
+        ({"joins": (join(A), join(A)), "reducers": (A.peer_id,), "owners": (0,) * 4}, "once each"),
+        ({"reducers": (A.peer_id, OUTSIDER.peer_id)}, "reducers are not its members"),
+        ({"owners": (0, 0, 1)}, "leave chunks out"),
+        ({"owners": (0, 0, 1, 1, 1)}, "leave chunks out"),
+        ({"owners": (0, 0, 1, 2)}, "does not exist"),
+        ({"owners": (0, 0, 1, -1)}, "does not exist"),
+        ({"joins": (join(A), join(C, run="00" * 32))}, "join for another round"),
+        ({"joins": (join(A), join(C, parent="00" * 32))}, "join for another round"),
+        ({"joins": (join(A), join(C).model_copy(update={"signature": "00" * 64}))}, "wrong signature"),
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused(changes: dict[str, Any], match: str) -> None:
+    refused(lambda: checked(plan(**changes)), match)
+
+
+def test_plans_without_members_or_reducers_cannot_be_written() -> None:
+    for changes in ({"joins": ()}, {"reducers": ()}, {"attempt": -1}, {"attempt": 2**31}):
+        with pytest.raises(ValueError, match="validation error"):
+            plan(**changes)
+
+
+# outcomes
+
+
+def weighed(candidate: Outcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
+    return check_outcome(candidate, run=RUN, chunks=CHUNKS, hashes=hashes, min_peers=min_peers)
+
+
+def test_a_good_outcome_gives_the_joins_that_count() -> None:
+    joins = weighed(outcome())
+    assert set(joins) == {p.peer_id for p in PEERS}
+    assert set(included_joins(outcome(), joins)) == {A.peer_id, B.peer_id, D.peer_id}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"included": (A.peer_id, OUTSIDER.peer_id)}, "did not join"),
+        ({"included": (B.peer_id, A.peer_id)}, "did not join"),
+        ({"included": (A.peer_id, A.peer_id)}, "did not join"),
+        ({"included": (A.peer_id,)}, "fewer peers"),
+        ({"results": "00" * 32}, "hashes do not match"),
+        ({"plan": plan(run="00" * 32)}, "another round"),
+        ({"plan": plan(owners=(0, 0, 0))}, "leave chunks out"),
+    ],
+)
+def test_an_outcome_that_breaks_a_rule_is_refused(changes: dict[str, Any], match: str) -> None:
+    refused(lambda: weighed(outcome(**changes)), match)
+
+
+@pytest.mark.parametrize("hashes", [HASHES[:-1], [*HASHES, bytes(32)], HASHES[::-1], []])
+def test_hashes_that_are_not_the_results_are_refused(hashes: list[bytes]) -> None:
+    assert refused(lambda: weighed(outcome(), hashes), "hashes do not match") == "bad_size"
+
+
+def test_hashes_travel_as_text() -> None:
+    assert split_hashes(b"".join(HASHES).hex()) == HASHES
+    refused(lambda: split_hashes("xyz"), "not readable")
+
+
+# proofs
+
+
+def proven(candidate: Proof, min_peers: int = 2) -> tuple[Outcome, dict[str, Join]]:
+    return check_proof(candidate, run=RUN, chunks=CHUNKS, min_peers=min_peers)
+
+
+def test_a_proof_by_more_than_half_holds() -> None:
+    found, joins = proven(proof())
+    assert found == outcome() and set(joins) == {p.peer_id for p in PEERS}
+    survivors = proof(voters=(C, D), group=(C.peer_id, D.peer_id))
+    assert proven(survivors)[0] == outcome(), "a later leader's group may be smaller than the plan's"
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (proof(voters=(A, B)), "more than half"),
+        (proof(voters=()), "more than half"),
+        (proof(voters=(A, B, OUTSIDER)), "more than half"),
+        (proof(voters=(A,), group=(A.peer_id,) * 3 + (B.peer_id,)), "more than half"),
+        (proof(attempt=3), "more than half"),
+        (proof(accepts={p.peer_id: accept(A, sign(A, outcome()).hash, 2) for p in PEERS}), "more than half"),
+        (proof(voters=(A,), group=(A.peer_id,)), "smaller group"),
+        (proof(sign(A, outcome(included=(A.peer_id,)))), "fewer peers"),
+        (proof(sign(A, outcome(plan=plan(run="00" * 32)))), "another round"),
+        (proof(hashes=b"".join(HASHES[:-1]).hex()), "hashes do not match"),
+        (proof(hashes="zz"), "not readable"),
+        (proof(sign(A, outcome()).model_copy(update={"text": sign(A, outcome(round=1)).text})), "wrong signature"),
+        (proof(sign(A, outcome()).model_copy(update={"signer": B.peer_id})), "wrong signature"),
+        (proof(sign(A, plan())), "wrong signature"),
+    ],
+)
+def test_a_proof_that_breaks_a_rule_is_refused(bad: Proof, match: str) -> None:
+    refused(lambda: proven(bad), match)
+
+
+def test_a_lone_proof_holds_where_the_run_lets_one_go_on_alone() -> None:
+    alone = plan(joins=(join(A),), reducers=(A.peer_id,), owners=(0,) * 4)
+    document = sign(A, outcome(plan=alone, included=(A.peer_id,)))
+    candidate = proof(document, voters=(A,), group=(A.peer_id,))
+    assert proven(candidate, min_peers=1)[0].included == (A.peer_id,)
+    refused(lambda: proven(candidate, min_peers=2), "fewer peers")

@@ -1,0 +1,208 @@
+"""Who leads, when a group is closed, who reduces what: pure rules, with time as an argument."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.swarm.rendezvous import (
+    GRACE_S,
+    Gathering,
+    Quorum,
+    Verdict,
+    chunk_owners,
+    judge,
+    leader_of,
+    leader_order,
+)
+
+TIME = Quorum("time", min_peers=2, quorum_ratio=0.5)
+STEPS = Quorum("steps", min_peers=2, quorum_ratio=0.5)
+
+
+def at(
+    rule: Quorum,
+    ready: str,
+    live: str,
+    last: dict[str, int] | None = None,
+    *,
+    now_s: float = 0.0,
+    quorum_at_s: float | None = None,
+    round_s: float | None = 10.0,
+) -> Verdict:
+    """The verdict at `now_s` seconds after the first became ready. Peers are letters."""
+    seen = Gathering(
+        ready=dict.fromkeys(ready, 1),
+        live=list(live),
+        last_weights=last or {},
+        opened_at_s=0.0,
+        quorum_at_s=quorum_at_s,
+        round_s=round_s,
+    )
+    return judge(rule, seen, now_s)
+
+
+EQUAL = dict.fromkeys("abcd", 100)
+ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "close", "quorum", "code"),
+    [
+        # min_peers
+        (at(TIME, "a", "a"), False, False, "waiting_for_peers"),
+        (at(Quorum("time", 1, 0.5), "a", "a"), True, True, "complete"),
+        (at(TIME, "ab", "ab"), True, True, "complete"),
+        (at(Quorum("time", 3, 0.5), "ab", "ab", now_s=1e9), False, False, "waiting_for_peers"),
+        # everybody is there: at once, whatever the weights
+        (at(TIME, "abcd", "abcd", EQUAL), True, True, "complete"),
+        (at(STEPS, "abcd", "abcd", ONE_HEAVY), True, True, "complete"),
+        # majority by count of the last contributors that live
+        (at(TIME, "ab", "abcd", EQUAL, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
+        (at(TIME, "abc", "abcd", EQUAL), False, True, "grace"),
+        (at(TIME, "ab", "abc", EQUAL), False, True, "grace"),
+        (at(TIME, "ab", "ab", EQUAL), True, True, "complete"),
+        (at(TIME, "ae", "abe", {"b": 1, "c": 1}, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
+        # quorum by weight, of the live
+        (at(TIME, "bcd", "abcd", ONE_HEAVY, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_quorum"),
+        (at(TIME, "abc", "abcd", ONE_HEAVY), False, True, "grace"),
+        (at(TIME, "bcd", "bcd", ONE_HEAVY), True, True, "complete"),
+        # a newcomer weighs as the mean of the known
+        (at(TIME, "ab", "abxy", {"a": 100, "b": 100}), False, True, "grace"),
+        (at(TIME, "ab", "abxyz", {"a": 100, "b": 100}), False, False, "waiting_for_quorum"),
+        # grace: max(2 s, 0.1 T_r) from the quorum on
+        (at(TIME, "abc", "abcd", EQUAL, now_s=6.9, quorum_at_s=5), False, True, "grace"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=7.1, quorum_at_s=5), True, True, "late"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=14, quorum_at_s=5, round_s=100), False, True, "grace"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=15.1, quorum_at_s=5, round_s=100), True, True, "late"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=2.1, quorum_at_s=0, round_s=None), True, True, "late"),
+        # steps: the slow are waited for, with patience of three rounds and half a minute
+        (at(STEPS, "abc", "abcd", EQUAL, now_s=59), False, True, "waiting_for_slow"),
+        (at(STEPS, "abc", "abcd", EQUAL, now_s=61), True, True, "late"),
+        (at(STEPS, "abc", "abcd", EQUAL, now_s=31, round_s=None), True, True, "late"),
+        (at(STEPS, "ab", "abcd", EQUAL, now_s=1e9), False, False, "waiting_for_peers"),
+        # the first round: nobody has a weight yet, all count alike
+        (at(TIME, "ab", "abcd"), False, True, "grace"),
+        (at(TIME, "ab", "abcde"), False, False, "waiting_for_quorum"),
+    ],
+)
+def test_the_table_of_cases(verdict: Verdict, close: bool, quorum: bool, code: str) -> None:
+    assert (verdict.close, verdict.has_quorum, verdict.code) == (close, quorum, code)
+    assert verdict.reason.endswith(".") and "members are ready" in verdict.reason
+
+
+@given(
+    st.sets(st.sampled_from("abcdefgh"), min_size=1),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 10**6)),
+    st.sampled_from(["time", "steps"]),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_two_disjoint_groups_never_both_close(
+    live: set[str], last: dict[str, int], policy: str, min_peers: int, rng: random.Random
+) -> None:
+    """As long as leaders see the same peers, and somebody of the last round is among them."""
+    first = {peer for peer in sorted(live) if rng.random() < 0.5}
+    second = live - first
+    rule = Quorum(policy, min_peers, 0.5)  # type: ignore[arg-type]
+    closes = [
+        at(rule, "".join(ready), "".join(sorted(live)), last, now_s=1e9, quorum_at_s=0.0).close
+        for ready in (first, second)
+    ]
+    if live & last.keys():
+        assert not all(closes)
+
+
+@given(st.sets(st.text(max_size=8), min_size=1, max_size=20), st.text(max_size=64), st.integers(0, 100))
+def test_the_leader_does_not_depend_on_the_order_in_which_peers_are_known(
+    peers: set[str], parent: str, attempt: int
+) -> None:
+    order = leader_order(parent, sorted(peers))
+    assert order == leader_order(parent, sorted(peers, reverse=True))
+    assert sorted(order) == sorted(peers)
+    assert leader_of(parent, sorted(peers), attempt) == order[attempt % len(order)]
+
+
+def test_one_that_leaves_does_not_change_the_order_of_the_others() -> None:
+    peers = [f"peer{i}" for i in range(50)]
+    order = leader_order("parent", peers)
+    for gone in peers:
+        assert leader_order("parent", [p for p in peers if p != gone]) == [p for p in order if p != gone]
+
+
+def test_everybody_leads_about_as_often() -> None:
+    peers = [f"peer{i}" for i in range(10)]
+    counts = Counter(leader_of(f"head{k}", peers, 0) for k in range(5000))
+    assert set(counts) == set(peers)
+    assert max(counts.values()) < 1.25 * min(counts.values())
+
+
+@given(st.integers(0, 256), st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_chunks_are_shared_by_capacity(chunks: int, capacities: list[float]) -> None:
+    if sum(capacities) <= 0:
+        with pytest.raises(ValueError, match="capacity"):
+            chunk_owners(chunks, capacities)
+        return
+    owners = chunk_owners(chunks, capacities)
+    assert len(owners) == chunks and list(owners) == sorted(owners)
+    for index, capacity in enumerate(capacities):
+        assert abs(owners.count(index) - chunks * capacity / sum(capacities)) <= 1.0 + 1e-6
+
+
+def test_equal_reducers_get_equal_shares_and_no_reducer_is_an_error() -> None:
+    assert chunk_owners(8, [1, 1, 1, 1]) == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert chunk_owners(1, [1, 1, 1]).__len__() == 1
+    assert chunk_owners(10, [0, 1]) == (1,) * 10
+    with pytest.raises(ValueError, match="at least one reducer"):
+        chunk_owners(3, [])
+
+
+class Crowd:
+    """A thousand peers that each take a while for a round, by the rules alone; seconds are simulated."""
+
+    def __init__(self, peers: int, rng: random.Random) -> None:
+        self.peers = [f"peer{i:04}" for i in range(peers)]
+        self.speed = {peer: rng.uniform(0.3, 1.0) for peer in self.peers}
+        self.last: dict[str, int] = {}
+        self._rng = rng
+
+    def round(self, live: Sequence[str], round_s: float) -> tuple[float, list[str]]:
+        """When the group closes after the anchor, and who is in it."""
+        ready_at_s = {peer: round_s * self._rng.uniform(1.0, 1.02) for peer in live}
+        for peer in self._rng.sample(list(live), len(live) // 50):
+            ready_at_s[peer] = round_s * 10  # A few stall.
+        opened_at_s = min(ready_at_s.values())
+        quorum_at_s: float | None = None
+        now_s = opened_at_s
+        while True:
+            ready = {peer: int(1000 * self.speed[peer]) for peer in live if ready_at_s[peer] <= now_s}
+            seen = Gathering(ready, list(live), self.last, opened_at_s, quorum_at_s, round_s)
+            verdict = judge(TIME, seen, now_s)
+            if verdict.close:
+                self.last = ready
+                return now_s, sorted(ready)
+            if verdict.has_quorum and quorum_at_s is None:
+                quorum_at_s = now_s
+            now_s += 0.1
+            assert now_s < 2 * round_s, verdict
+
+
+def test_a_thousand_peers_close_round_after_round_in_time() -> None:
+    rng = random.Random(0)
+    crowd = Crowd(1000, rng)
+    live, began_s = list(crowd.peers), time.monotonic()
+    for number in range(12):
+        closed_at_s, group = crowd.round(live, round_s=100.0)
+        assert closed_at_s <= 100 * 1.02 + max(GRACE_S, 0.1 * 100.0) + 0.2
+        assert len(group) >= 0.97 * len(live)
+        owners = chunk_owners(256, [1.0] * len(group))
+        assert len(owners) == 256
+        assert leader_of(f"head{number}", group, 0) in group
+        live = rng.sample(crowd.peers, 900)  # A tenth leaves, others come back.
+    assert time.monotonic() - began_s < 20

@@ -1,0 +1,66 @@
+"""Encoded results on disk and in memory: kept for eight rounds, found by hash."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from node.swarm.reduce import chunk_hash
+from node.swarm.results import KEPT_ROUNDS, ResultStore
+
+
+def put(store: ResultStore, number: int, sizes: tuple[int, ...] = (100, 0, 57)) -> list[bytes]:
+    chunks = [bytes([number, i]) * size for i, size in enumerate(sizes)]
+    store.put(f"{number:064x}"[::-1], [chunk_hash(c) for c in chunks], chunks)
+    return chunks
+
+
+def test_the_newest_eight_rounds_are_kept(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "cache")
+    rounds = [put(store, number) for number in range(KEPT_ROUNDS + 3)]
+    for number, chunks in enumerate(rounds):
+        for chunk in (c for c in chunks if c):
+            kept = chunk if number >= 3 else None
+            assert store.get(chunk_hash(chunk)) == kept
+    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS == 8
+
+
+def test_the_same_chunk_in_two_places_is_found(tmp_path: Path) -> None:
+    """All zeros, say: one hash, more than one chunk."""
+    store = ResultStore(tmp_path)
+    zero = bytes(64)
+    store.put("a" * 64, [chunk_hash(zero)] * 2, [zero, zero])
+    store.put("b" * 64, [chunk_hash(zero)], [zero])
+    assert store.get(chunk_hash(zero)) == zero
+
+
+def test_nothing_is_found_that_was_not_put(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path)
+    assert store.get(bytes(32)) is None
+    put(store, 1)
+    assert store.get(bytes(32)) is None
+
+
+def test_what_a_former_life_left_is_removed(tmp_path: Path) -> None:
+    (chunk, *_) = put(ResultStore(tmp_path), 1)
+    (tmp_path / "other.txt").write_text("not ours")
+    store = ResultStore(tmp_path)
+    assert store.get(chunk_hash(chunk)) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
+
+
+def test_a_file_that_is_gone_is_a_chunk_that_is_not_here(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path)
+    (chunk, *_) = put(store, 1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert store.get(chunk_hash(chunk)) is None
+
+
+def test_a_disk_that_does_not_take_it_costs_only_the_late(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "cache")
+    (old, *_) = put(store, 1)
+    shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
+    store.put("c" * 64, [chunk_hash(b"x")], [b"x"])
+    shutil.move(tmp_path / "elsewhere", tmp_path / "cache")
+    assert store.get(chunk_hash(b"x")) is None and store.get(chunk_hash(old)) == old
