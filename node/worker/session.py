@@ -203,7 +203,8 @@ class Opening:
             return None
         if "ledger" in checkpoint.extra:
             self._ledger.load(checkpoint.extra["ledger"])
-        logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
+        if checkpoint.round >= 0:
+            logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
         return checkpoint, tip
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:

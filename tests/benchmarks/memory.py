@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
@@ -26,14 +26,14 @@ START_S = 90.0
 STOP_S = 30.0
 LIMIT_MB = 100.0
 SAMPLE_S = 0.25
+SHORT_ROUNDS = ("--limits.cpu_threads=1", "--run.round.inner_steps=20")
+"""So that round records pass through the supervisor while it is measured."""
 
 
 @contextmanager
-def running_node(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_node(folder: Path, flags: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "node.cli", "run", "--data-dir", str(folder), "--name", "bench"]
-    command += ["--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0", "--limits.cpu_threads=1"]
-    # Short rounds, so that round records pass through the supervisor while it is measured.
-    command += ["--run.round.inner_steps=20"]
+    command += ["--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0", *flags]
     with (folder.parent / "node.log").open("ab") as log:
         node = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -88,7 +88,7 @@ def measure(seconds: float) -> Result:
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         folder = Path(name) / "node"
         folder.mkdir()
-        with running_node(folder) as node:
+        with running_node(folder, SHORT_ROUNDS) as node:
             client = Client(folder)
             wait_until(lambda: node.poll() is not None or is_training(client), START_S, "the first round")
             supervisor = psutil.Process(node.pid)
