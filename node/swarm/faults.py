@@ -1,8 +1,9 @@
 """Faults on purpose, by name, at a given round and stage. Knows no reason for them.
 
 A plan is text such as `reduce@3=stall:20, commit@5=die`: at the stage `reduce` of round 3 stand still for 20 s, at
-`commit` of round 5 kill this process with SIGKILL. `@*` means every round. Given in the environment variable
-DILOCO_FAULTS; a node without it has an empty plan.
+`commit` of round 5 kill this process with SIGKILL. `stop` stops it with SIGSTOP, `fail` raises an error that nobody
+expects, `corrupt` changes what the node holds just then (the anchor at `apply`). `@*` means every round. Given in the
+environment variable DILOCO_FAULTS; a node without it has an empty plan.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from node.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "serve")
-KINDS = ("stall", "die", "stop", "fail")
-StageName = Literal["inner", "rendezvous", "reduce", "average", "commit", "serve"]
+STAGES = ("rendezvous", "reduce", "average", "commit", "apply", "serve")
+KINDS = ("stall", "die", "stop", "fail", "corrupt")
+StageName = Literal["rendezvous", "reduce", "average", "commit", "apply", "serve"]
 
 
 class InjectedFault(Exception):
@@ -45,10 +46,19 @@ class Faults:
 
     async def at(self, stage: StageName, round: int) -> None:
         """Suffer what the plan says for this place."""
-        for fault in self.plan:
-            if fault.stage == stage and fault.round in (None, round):
-                logger.warning("Injected fault at %s of round %d: %s %g.", stage, round, fault.kind, fault.amount)
+        for fault in self._due(stage, round):
+            if fault.kind != "corrupt":
                 await _suffer(fault)
+
+    def corrupts(self, stage: StageName, round: int) -> bool:
+        """Whether the caller is to change what it holds here."""
+        return any(fault.kind == "corrupt" for fault in self._due(stage, round))
+
+    def _due(self, stage: StageName, round: int) -> list[Fault]:
+        due = [fault for fault in self.plan if fault.stage == stage and fault.round in (None, round)]
+        for fault in due:
+            logger.warning("Injected fault at %s of round %d: %s %g.", stage, round, fault.kind, fault.amount)
+        return due
 
 
 async def _suffer(fault: Fault) -> None:

@@ -136,8 +136,8 @@ class Member:
     def serve_state(self, source: StateSource) -> None:
         StateServer(self.wire, source)
 
-    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[], None]) -> None:
-        """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
+    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[str], None]) -> None:
+        """Rounds from this tip on. `on_lost`, with the reason: only a download leads back to the others."""
         store = ResultStore(self.options.data_dir / "cache")
         self.rounds = Rounds(self.wire, self.directory, rules, Chain(tip, store), self.options.faults, deliver)
         self.show_tip(tip)

@@ -264,6 +264,8 @@ class Rounds:
             if outcome.plan.parent != self.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.
             self._commit(tip, outcome, proof)
+            if self.faults.corrupts("apply", tip.round):
+                tip.state.anchor[0] += 1.0
             return True
 
     async def adopt_quietly(self, proof: Proof) -> None:

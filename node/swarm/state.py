@@ -219,9 +219,12 @@ def _put(vectors: Sequence[torch.Tensor], index: int, data: bytes) -> None:
 
 
 class CatchUp:
-    """Brings a node that missed rounds back to the head, by replay; says so where only a download can."""
+    """Brings a node that missed rounds back to the head, by replay; says so where only a download can.
 
-    def __init__(self, wire: Wire, directory: Directory, rounds: Rounds, on_lost: Callable[[], None]) -> None:
+    `on_lost` is called with the reason, once a look, until the rounds go on from another tip.
+    """
+
+    def __init__(self, wire: Wire, directory: Directory, rounds: Rounds, on_lost: Callable[[str], None]) -> None:
         self._wire, self._directory, self._rounds = wire, directory, rounds
         self._on_lost = on_lost
         wire.serve({"proofs": Service(self._on_proofs, Channel.STATE)})
@@ -232,6 +235,9 @@ class CatchUp:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._rounds.behind.wait(), LOOK_S)
             self._rounds.behind.clear()
+            if outvoted(self._directory.live(), self._rounds.chain.tip):
+                self._on_lost("most others have another state after the same rounds")
+                await asyncio.sleep(LOOK_S)
             ahead = self._ahead()
             if ahead and not await self.replay(ahead):
                 await asyncio.sleep(LOOK_S)
@@ -272,7 +278,7 @@ class CatchUp:
                 return True
             # It says that it is ahead, and shows nothing: the next one, then.
         if unknown and self._rounds.chain.tip is began:
-            self._on_lost()
+            self._on_lost("the others' rounds do not follow from this node's")
         return False
 
     def _set_age(self, reply: Message) -> None:
@@ -289,6 +295,19 @@ class CatchUp:
         header: dict[str, Any] = {"status": "ok" if proofs or after == tip.head else "unknown"}
         header |= {"head": tip.head, "age_s": float(self._rounds.clock() - tip.anchor_at_s)}
         return Message(header, [proof.model_dump_json().encode() for proof in proofs])
+
+
+def outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
+    """Whether another state after the same head has more signed tokens behind it; a tie goes to the smaller digest.
+
+    The first record is this node's own. Who did not contribute to the newest record has the weight of one token.
+    """
+    votes: dict[str, int] = defaultdict(int)
+    for record in records:
+        if record.head == tip.head and record.state_digest:
+            votes[record.state_digest] += tip.last_weights.get(record.peer_id, 1)
+    best = min(votes, key=lambda digest: (-votes[digest], digest), default=tip.digest)
+    return best != tip.digest
 
 
 def most_trusted_digest(records: Sequence[PeerRecord], round_: int) -> str | None:

@@ -93,7 +93,7 @@ class SwarmThread:
     def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
         async def begin(member: Member) -> None:
             member.serve_state(source)
-            member.take_part(rules, tip, self.mailbox.put, lambda: self.mailbox.put(Lost("The others are elsewhere.")))
+            member.take_part(rules, tip, self.mailbox.put, lambda reason: self.mailbox.put(Lost(reason)))
 
         self.start_call(begin).result(START_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from node.errors import RoundFailed
 from node.status import Member, Outcome, RoundRecord, Seconds, Stage, utc_now
 from node.swarm.records import Join, parse
 from node.swarm.rounds import Committed
@@ -48,6 +49,13 @@ def record_of(
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
         reason=_reason(done, left_out, names),
+    )
+
+
+def failed_record(round_: int, error: RoundFailed, swarm_tokens: int) -> RoundRecord:
+    """An attempt that came to nothing; the round goes on with another."""
+    return RoundRecord(
+        round=round_, outcome=Outcome.FAILED, started_at=utc_now(), swarm_tokens=swarm_tokens, reason=str(error)
     )
 
 

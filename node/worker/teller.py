@@ -60,6 +60,9 @@ class Teller:
 
     def round_over(self, record: RoundRecord) -> None:
         self.sync = self.sync.model_copy(update={"last": record})
+        self.tell_round(record)
+
+    def tell_round(self, record: RoundRecord) -> None:
         self._channel.send(RoundTold(record=record))
 
     def tell(self, *, now: bool = False) -> None:

@@ -29,7 +29,7 @@ from node.training.evaluate import evaluate
 from node.training.inner import InnerLoop
 from node.training.model import flatten, load_flat_
 from node.worker.ledger import Ledger
-from node.worker.minutes import record_of
+from node.worker.minutes import failed_record, record_of
 from node.worker.session import Session, invite_of
 from node.worker.snapshot import checkpoint_of
 from node.worker.teller import Teller
@@ -40,6 +40,7 @@ MAX_CARRIED = 2
 """Rounds for which a contribution that was left out is kept."""
 CHECKPOINT_ROUNDS = 4
 """A checkpoint at least so often: joiners replay from it, and peers keep the results of 8 rounds."""
+WAITING_RATIO = 2.0
 STEP_TIMES = 21
 """Inner steps whose median is this node's step time."""
 POLL_S = 0.1
@@ -148,7 +149,9 @@ class Trainer:
         )
 
     def round_is_due(self) -> bool:
-        return self.done_ratio >= 1 and self.progress.tokens > 0
+        """With too few peers there for a round, train on to twice its length; wait only then."""
+        below_quorum = self.session.swarm.view.training < self.run.round.min_peers
+        return self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) and self.progress.tokens > 0
 
     def inner_step(self) -> None:
         """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""
@@ -215,6 +218,8 @@ class Trainer:
             self._apply(mail, blocked_s)
         elif isinstance(mail, RoundFailed):
             self.ledger.failures[mail.code] += 1
+            self.ledger.rounds[Outcome.FAILED] += 1
+            self.teller.tell_round(failed_record(self.tip.round + 1, mail, self.tip.state.tokens))
         elif mail.code == "lost":
             raise RejoinNeeded(str(mail))
         else:

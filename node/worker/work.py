@@ -99,8 +99,8 @@ class Work:
                 trainer.save()
                 self._see_off(session, trainer.tip)
                 return
-            except RejoinNeeded:
-                self._rejoin(session)
+            except RejoinNeeded as exc:
+                self._rejoin(session, str(exc))
             except (StopAsked, SwarmError):
                 trainer.save()
                 raise
@@ -111,9 +111,9 @@ class Work:
         trainer.obey_all_mail()
         trainer.take_age(tip, fresh=session.checkpoint is None)
 
-    def _rejoin(self, session: Session) -> None:
+    def _rejoin(self, session: Session, reason: str) -> None:
         """This node's line of rounds leads nowhere: take the state of the others, and say so."""
-        logger.warning("This node's rounds are not those that most tokens stand behind: fetching the state again.")
+        logger.warning("Off the chain of rounds, as %s: fetching the state again.", reason)
         self._ledger.digest_mismatches += 1
         session.checkpoint = None
         session.tip = self._opening.download(session.swarm, session.manifest, session.rules)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.swarm import directory, rendezvous, state
-from tests.contract.harness import Swarm
+from node.swarm import directory, leader, rendezvous, rounds, state
+from tests.contract.harness import Ether, Swarm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,15 +22,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(60))
 
 
-@pytest.fixture(params=["local", "p2p"])
-def swarm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
-    # A faster pulse than in life, and less grace for the late, to save the tests' time; what is dead stays as it is.
-    monkeypatch.setattr(rendezvous, "GRACE_S", 0.5)
-    monkeypatch.setattr(directory, "PULSE_S", 0.25)
-    monkeypatch.setattr(state, "LOOK_S", 0.25)
+@pytest.fixture(scope="session", params=["local", "p2p"])
+def ether(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ether]:
     torch.set_num_threads(1)
-    made = Swarm(request.param, tmp_path)
+    made = Ether(request.param, tmp_path_factory.mktemp(request.param))
     yield made
     made.close()
-    if request.param == "p2p":
+
+
+@pytest.fixture
+def swarm(ether: Ether, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
+    # Faster than in life, to save the tests' time; after how long a peer counts as dead stays as it is.
+    monkeypatch.setattr(directory, "PULSE_S", 0.25)
+    monkeypatch.setattr(state, "LOOK_S", 0.25)
+    monkeypatch.setattr(rounds, "REJOIN_S", 0.25)
+    monkeypatch.setattr(leader, "TELL_S", 0.25)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.5)
+    made = Swarm(ether)
+    yield made
+    made.close()
+    if ether.transport == "p2p":
         gc.collect()  # So that what was not closed is found here, where that is known.

@@ -1,7 +1,7 @@
 """A swarm in one process: every node on a thread and an asyncio loop of its own. Knows both transports, no trainer.
 
 A `Seat` is a place in the network (thread, loop, identity, wire). A `Node` sits there and takes part in rounds. Their
-methods are called from the test's thread; what they start ends in `Swarm.close`.
+methods are called from the test's thread; what they start ends in `Swarm.close`, seats in `Ether.close`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import secrets
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from node.diloco.outer import OuterState, genesis
 from node.errors import RoundFailed
 from node.status import Phase
 from node.swarm.attempt import Contribution
-from node.swarm.base import Wire
+from node.swarm.base import Traffic, Wire
 from node.swarm.chain import Chain, Outer, Tip, tip_at
 from node.swarm.directory import Directory, Gossip, PeerRecord
 from node.swarm.faults import Faults, StageName
@@ -46,7 +47,6 @@ with warnings.catch_warnings():
 T = TypeVar("T")
 Transport = Literal["local", "p2p"]
 WAIT_S = 30.0
-RUN = "ab" * 32
 OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=10)
 
 
@@ -73,7 +73,7 @@ class Seat:
         self._transport, self._hub = transport, hub
         self._thread = threading.Thread(target=self.loop.run_forever, name=folder.name, daemon=True)
         self._thread.start()
-        self._closed = False
+        self.is_open = True
         self.wire: Wire = self.do(self._open())
 
     @property
@@ -98,9 +98,18 @@ class Seat:
             self.loop.call_soon_threadsafe(self.wire.learn, peer_id, addresses)  # type: ignore[attr-defined]
 
     def close_wire(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if self.is_open:
+            self.is_open = False
             self.do(self.wire.close())
+
+    def clear(self) -> None:
+        """As new, for the next test."""
+
+        async def forget() -> None:
+            self.wire._services.clear()  # type: ignore[attr-defined]
+            self.wire.traffic = Traffic()
+
+        self.do(forget())
 
     def close(self) -> None:
         self.close_wire()
@@ -194,8 +203,11 @@ class Node:
 
     def vanish(self) -> None:
         """Without a word, whatever it is doing."""
-        self.seat.do(self._stop())
+        self.stop()
         self.seat.close_wire()
+
+    def stop(self) -> None:
+        self.seat.do(self._stop())
 
     async def _stop(self) -> None:
         for task in self._tasks:
@@ -204,25 +216,12 @@ class Node:
         await self.rounds.close()
 
 
-def rules_for(
-    parameters: int,
-    codec: str = "fp32",
-    *,
-    policy: Literal["time", "steps"] = "time",
-    min_peers: int = 1,
-    quorum_ratio: float = 0.5,
-    run: str = RUN,
-) -> Rules:
-    grid = Grid(make_codec(codec), chunk_bounds(parameters))
-    return Rules(run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER)
-
-
 def start_state(parameters: int) -> OuterState:
     return genesis(torch.linspace(-1, 1, parameters))
 
 
-def start_tip(parameters: int, now_s: float = 0.0) -> Tip:
-    return tip_at(start_state(parameters), RUN, None, OUTER, {}, now_s)
+def start_tip(rules: Rules) -> Tip:
+    return tip_at(start_state(rules.grid.bounds[-1][1]), rules.run, None, OUTER, {}, 0.0)
 
 
 def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
@@ -231,19 +230,61 @@ def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
     return torch.randn(parameters, generator=generator) * 10.0 ** -(node % 4)
 
 
-class Swarm:
-    """All that a test starts, over one transport."""
+class Ether:
+    """A transport, and the seats that tests have left open: a libp2p daemon takes its time to start."""
 
     def __init__(self, transport: Transport, folder: Path) -> None:
         self.transport: Transport = transport
         self.hub = LocalHub()
         self._folder = folder
+        self._made = 0
+        self._free: list[Seat] = []
+
+    def take(self, count: int) -> list[Seat]:
+        taken, self._free = self._free[:count], self._free[count:]
+        folders = [self._folder / f"seat{self._made + i}" for i in range(count - len(taken))]
+        self._made += len(folders)
+        with ThreadPoolExecutor(count) as pool:
+            taken += pool.map(lambda folder: Seat(self.transport, self.hub, folder), folders)
+        return taken
+
+    def give_back(self, seats: Sequence[Seat]) -> None:
+        for seat in seats:
+            if seat.is_open:
+                seat.clear()
+                self._free.append(seat)
+            else:
+                seat.close()
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(max(1, len(self._free))) as pool:
+            list(pool.map(Seat.close, self._free))
+
+
+class Swarm:
+    """All that a test starts, over one transport. A run of its own, so nothing of another test is taken for news."""
+
+    def __init__(self, ether: Ether) -> None:
+        self.transport, self.hub = ether.transport, ether.hub
+        self.run = secrets.token_hex(32)
+        self._ether = ether
         self._seats: list[Seat] = []
+        self._nodes: list[Node] = []
+
+    def rules(
+        self,
+        parameters: int,
+        codec: str = "fp32",
+        *,
+        policy: Literal["time", "steps"] = "time",
+        min_peers: int = 1,
+        quorum_ratio: float = 0.5,
+    ) -> Rules:
+        grid = Grid(make_codec(codec), chunk_bounds(parameters))
+        return Rules(self.run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER)
 
     def seats(self, count: int) -> list[Seat]:
-        folders = [self._folder / f"seat{len(self._seats) + i}" for i in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            made = list(pool.map(lambda folder: Seat(self.transport, self.hub, folder), folders))
+        made = self._ether.take(count)
         self._seats += made
         return made
 
@@ -260,8 +301,9 @@ class Swarm:
         self, rules: Rules, tip: Tip | None = None, faults: Faults | None = None, seat: Seat | None = None
     ) -> Node:
         """One node, that knows nobody yet."""
-        parameters = rules.grid.bounds[-1][1]
-        return Node(seat or self.seats(1)[0], rules, tip or start_tip(parameters), faults or Faults())
+        made = Node(seat or self.seats(1)[0], rules, tip or start_tip(rules), faults or Faults())
+        self._nodes.append(made)
+        return made
 
     def nodes(self, count: int, rules: Rules, *, gossip: bool = True) -> list[Node]:
         """So many nodes that all know each other, in the order in which they lead the first round."""
@@ -274,8 +316,9 @@ class Swarm:
         return in_leader_order(nodes)
 
     def close(self) -> None:
-        with ThreadPoolExecutor(max(1, len(self._seats))) as pool:
-            list(pool.map(Seat.close, self._seats))
+        for node in self._nodes:
+            node.stop()
+        self._ether.give_back(self._seats)
 
 
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:

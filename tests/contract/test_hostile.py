@@ -17,7 +17,7 @@ from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
 from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.reduce import chunk_hash
-from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, rules_for
+from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of
 
 PARAMETERS = 50_000
 SOON_S = 10.0
@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[list[int], list[bytes]], tuple[list[Any], list[byte
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_contribution_that_breaks_a_rule_is_left_out_for_all_alike(swarm: Swarm, what: str) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp32", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=2))
     bad = nodes[1]
     bad.rounds.send = MethodType(wrong_parts(CHANGES[what]), bad.rounds)  # type: ignore[method-assign]
     began_s = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_contribution_that_breaks_a_rule_is_left_out_for_all_alike(swarm: Swar
 
 
 def test_a_contribution_from_outside_the_group_changes_nothing(swarm: Swarm) -> None:
-    rules = rules_for(PARAMETERS, "fp32", min_peers=2)
+    rules = swarm.rules(PARAMETERS, "fp32", min_peers=2)
     nodes = swarm.nodes(2, rules)
     outsider = swarm.node(rules)
     outsider.meet(nodes)
@@ -126,7 +126,7 @@ RUBBISH: dict[str, Sequence[Message]] = {
 
 
 def test_rubbish_on_every_verb_is_survived(swarm: Swarm) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
     for verb, messages in RUBBISH.items():
         for message in messages:
@@ -149,7 +149,7 @@ BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
 @pytest.mark.parametrize("what", BAD_REPLIES)
 def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
     verb, header = BAD_REPLIES[what]
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
 
     async def answer_badly(caller: str, message: Message) -> Message:
@@ -166,7 +166,7 @@ def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swa
 
 @pytest.mark.parametrize("verb", ["attempt", "collect", "join"])
 def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
-    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(2, rules)
     outsider = swarm.node(rules)
     outsider.meet(nodes)
@@ -203,7 +203,7 @@ def _other(proof: Proof, nodes: Sequence[Node]) -> str:
 
 
 def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
-    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     watcher = swarm.node(rules)
     round_of(nodes, 0)
@@ -242,7 +242,7 @@ def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
 
 
 def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> None:
-    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     round_of(nodes, 0)
     bad = next(node for node in nodes if node.peer_id == min(n.peer_id for n in nodes))
@@ -268,7 +268,7 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
 
 
 def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Swarm) -> None:
-    rules = rules_for(PARAMETERS, "fp32", min_peers=1)
+    rules = swarm.rules(PARAMETERS, "fp32", min_peers=1)
     nodes = swarm.nodes(3, rules)
     leader, victim, _ = in_leader_order(nodes)
     parent = leader.tip.head
@@ -309,7 +309,7 @@ def lone_outcome(node: Node, parent: str, value: float) -> tuple[Document, bytes
 
 def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
     """A proof must stand for more than the one who wrote it, where the run asks for more than one."""
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp32", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=2))
     *honest, bad = nodes
     outcome, hashes = lone_outcome(bad, bad.tip.head, 1000.0)
     vote = accept(bad.seat.identity, outcome.hash, 0)

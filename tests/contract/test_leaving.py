@@ -17,7 +17,6 @@ from tests.contract.harness import (
     in_leader_order,
     offer_all,
     round_of,
-    rules_for,
     wait_until,
 )
 
@@ -47,7 +46,7 @@ def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[
 
 
 def test_one_of_three_leaves_politely_and_the_next_round_is_complete_at_once(swarm: Swarm) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     gone, *stay = in_leader_order(nodes)
     gone.leave()
@@ -61,7 +60,7 @@ def test_one_of_three_leaves_politely_and_the_next_round_is_complete_at_once(swa
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_member_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     dying = nodes[2]
     trap = set_trap(dying, f"{stage}@0=stall:60")
     done = survive(nodes, dying, trap, 0)
@@ -73,7 +72,7 @@ def test_a_member_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm,
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_leader_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     leader = nodes[0]
     trap = set_trap(leader, f"{stage}@0=stall:60")
     done = survive(nodes, leader, trap, 0)
@@ -83,7 +82,7 @@ def test_a_leader_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm,
 
 
 def test_what_a_dead_leader_had_accepted_is_proposed_again(swarm: Swarm) -> None:
-    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     leader, quick, *slow = nodes
     set_trap(leader, "commit@0=stall:60")
     for node in slow:
@@ -101,7 +100,7 @@ def test_what_a_dead_leader_had_accepted_is_proposed_again(swarm: Swarm) -> None
 
 
 def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(swarm: Swarm) -> None:
-    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     reducer = nodes[3]
     trap = set_trap(reducer, "serve@0=stall:60")
     done = survive(nodes, reducer, trap, 0)
@@ -110,7 +109,7 @@ def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(sw
 
 
 def test_all_but_one_die_and_the_last_goes_on_alone(swarm: Swarm) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=1))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)
     last, *others = nodes
     for node in others:
@@ -121,10 +120,10 @@ def test_all_but_one_die_and_the_last_goes_on_alone(swarm: Swarm) -> None:
 
 
 def test_below_min_peers_nothing_is_committed_until_somebody_comes(swarm: Swarm) -> None:
-    rules = rules_for(PARAMETERS, "fp16", min_peers=2)
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     (first,) = swarm.nodes(1, rules)
     offer_all([first], 0)
-    time.sleep(1.0)
+    time.sleep(0.5)
     assert first.mail.empty() and first.tip.round == -1
     assert first.rounds.waiting()[1] == "waiting_for_peers"
     second = swarm.node(rules)

@@ -8,12 +8,12 @@ import torch
 from node.diloco.aggregate import weighted_mean
 from node.diloco.outer import outer_step
 from node.status import Channel
-from tests.contract.harness import OUTER, Swarm, offer_all, round_of, rules_for, start_state
+from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_state
 
 
 @pytest.mark.parametrize(("count", "parameters"), [(1, 4097), (2, 1), (3, 10_000), (4, 4097)])
 def test_the_mean_is_exact_in_fp32(swarm: Swarm, count: int, parameters: int) -> None:
-    nodes = swarm.nodes(count, rules_for(parameters, "fp32", min_peers=count))
+    nodes = swarm.nodes(count, swarm.rules(parameters, "fp32", min_peers=count))
     given = offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
     parts = [given[peer_id] for peer_id in sorted(given)]
@@ -30,7 +30,7 @@ def test_the_mean_is_exact_in_fp32(swarm: Swarm, count: int, parameters: int) ->
 
 
 def test_the_fp16_mean_is_the_codecs_rounding_of_the_exact_one(swarm: Swarm) -> None:
-    rules = rules_for(10_000, "fp16", min_peers=3)
+    rules = swarm.rules(10_000, "fp16", min_peers=3)
     nodes = swarm.nodes(3, rules)
     given = offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
@@ -45,7 +45,7 @@ def test_the_fp16_mean_is_the_codecs_rounding_of_the_exact_one(swarm: Swarm) -> 
 
 
 def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
-    nodes = swarm.nodes(3, rules_for(5000, "fp16", min_peers=3))
+    nodes = swarm.nodes(3, swarm.rules(5000, "fp16", min_peers=3))
     parent, heads = nodes[0].tip.head, set()
     for round_ in range(5):
         done = round_of(nodes, round_)
@@ -61,7 +61,7 @@ def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
     parameters = 400_000
-    rules = rules_for(parameters, "fp16", min_peers=count)
+    rules = swarm.rules(parameters, "fp16", min_peers=count)
     nodes = swarm.nodes(count, rules)
     before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
     round_of(nodes, 0)

@@ -19,7 +19,7 @@ from node.swarm.base import Message, Service
 from node.swarm.chain import Tip
 from node.swarm.results import KEPT_ROUNDS
 from node.swarm.state import Download, Snapshot, StateServer, most_trusted_digest
-from tests.contract.harness import RUN, Node, Swarm, assert_same, offer_all, round_of, rules_for, wait_until
+from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = LEAF_ELEMENTS + 1000
 """Two leaves a vector, four in all."""
@@ -81,7 +81,7 @@ def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
 
 
 def after_one_round(swarm: Swarm) -> list[Node]:
-    nodes = swarm.nodes(2, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     return nodes
 
@@ -130,7 +130,7 @@ def test_a_server_that_dies_in_the_middle_is_dropped(swarm: Swarm) -> None:
 
 
 def test_without_a_server_the_download_fails_with_a_sentence(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, rules_for(100, "fp32"))
+    nodes = swarm.nodes(2, swarm.rules(100, "fp32"))
     late = joiner(swarm, nodes)
     with pytest.raises(TransferFailed, match="No peer serves"):
         download(late)
@@ -154,7 +154,7 @@ def test_a_state_whose_proof_is_of_another_head_is_refused(swarm: Swarm) -> None
 
 
 def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, rules_for(5000, "fp16", min_peers=2))
+    nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
     serve(nodes[0], Memory(nodes[0].tip))
     late = joiner(swarm, nodes)
     tip = download(late)
@@ -174,7 +174,7 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
 
 
 def test_a_node_that_missed_more_rounds_than_are_kept_is_told(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, rules_for(64, "fp32", min_peers=2))
+    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
     for round_ in range(KEPT_ROUNDS + 1):
         round_of(nodes, round_)
     late = joiner(swarm, nodes)
@@ -198,14 +198,14 @@ def restart_at(node: Node, tip: Tip) -> None:
     node.seat.do(restart())
 
 
-@pytest.mark.parametrize("head", [RUN, "cd" * 32], ids=["my own head", "a head of its own"])
-def test_one_that_claims_to_be_ahead_does_not_keep_a_node_from_the_others(swarm: Swarm, head: str) -> None:
+@pytest.mark.parametrize("head", [None, "cd" * 32], ids=["my own head", "a head of its own"])
+def test_one_that_claims_to_be_ahead_does_not_keep_a_node_from_the_others(swarm: Swarm, head: str | None) -> None:
     """Tokens are self-declared: a liar is asked first, and must not be the only one asked."""
-    nodes = swarm.nodes(3, rules_for(64, "fp32", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(64, "fp32", min_peers=2))
     *honest, liar = nodes
 
     async def lie(caller: str, message: Message) -> Message:
-        return Message({"status": "ok", "head": head, "age_s": 0.0})
+        return Message({"status": "ok", "head": head or swarm.run, "age_s": 0.0})
 
     liar.seat.wire.serve({"proofs": Service(lie, Channel.STATE)})
     liar.directory.say(phase=Phase.PAUSED)
@@ -220,9 +220,9 @@ def test_one_that_claims_to_be_ahead_does_not_keep_a_node_from_the_others(swarm:
 
 
 def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, rules_for(64, "fp32", min_peers=2))
+    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
     round_of(nodes, 0)
-    time.sleep(1.0)
+    time.sleep(0.5)
     late = joiner(swarm, nodes)
     late.seat.do(late.catch_up.align())
     assert late.tip.head == nodes[0].tip.head
@@ -233,7 +233,7 @@ def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
 
 
 def test_most_trusted_digest_counts_tokens(swarm: Swarm) -> None:
-    (node,) = swarm.nodes(1, rules_for(64, "fp32"))
+    (node,) = swarm.nodes(1, swarm.rules(64, "fp32"))
     record = node.directory.me
     told = [
         record.model_copy(update={"round": 3, "state_digest": digest, "swarm_tokens": tokens})

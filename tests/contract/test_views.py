@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, rules_for
+from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of
 
 PARAMETERS = 20_000
 SOON_S = 10.0
@@ -26,7 +26,7 @@ def forget(node: Node, others: Sequence[Node]) -> None:
 
 def test_two_views_of_who_leads(swarm: Swarm) -> None:
     """Half of the nodes take the leader for dead; without news, they keep to another one."""
-    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=3), gossip=False)
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     leader, *others = nodes
     for node in others[1:]:
         forget(node, [leader])
@@ -41,12 +41,12 @@ def test_two_views_of_who_leads(swarm: Swarm) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_views_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None:
     """Each node takes some of the others for dead; min_peers is a majority, so two groups would share a member."""
-    nodes = swarm.nodes(5, rules_for(PARAMETERS, "fp16", min_peers=3), gossip=False)
+    nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     rng = random.Random(seed)
     for node in nodes:
         forget(node, [other for other in nodes if other is not node and rng.random() < 0.35])
     offer_all(nodes, 0)
-    time.sleep(1.0)
+    time.sleep(0.5)
     for node in nodes:
         node.start_gossip()
     assert_same([node.committed() for node in nodes])
@@ -54,7 +54,7 @@ def test_random_views_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None
 
 def test_two_that_wait_for_each_other_in_different_attempts_meet(swarm: Swarm) -> None:
     """One has seen an attempt fail and leads the next; the other has not, and leads the first."""
-    nodes = swarm.nodes(2, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     first, second = nodes
 
     async def fail_once() -> None:
@@ -66,7 +66,7 @@ def test_two_that_wait_for_each_other_in_different_attempts_meet(swarm: Swarm) -
 
 
 def test_a_leader_that_is_not_ready_leads_all_the_same(swarm: Swarm) -> None:
-    nodes = swarm.nodes(3, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     ready = nodes[1:]
     offer_all(ready, 0)
     done = [node.committed() for node in nodes]
@@ -79,7 +79,7 @@ def test_a_leader_that_is_not_ready_leads_all_the_same(swarm: Swarm) -> None:
 def test_a_split_forks_and_the_lesser_line_is_told_when_the_halves_meet(swarm: Swarm) -> None:
     if swarm.transport == "p2p":
         pytest.skip("only the local transport can cut a path")
-    nodes = swarm.nodes(4, rules_for(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     lesser, greater = nodes[:2], nodes[2:]
     cut(swarm, lesser, greater, True)

@@ -211,7 +211,7 @@ class Node:
         return list(self._get("/api/v1/rounds?limit=200")["rounds"])
 
     def digests(self) -> dict[int, str]:
-        return {record["round"]: record["state_digest"] for record in self.rounds()}
+        return {r["round"]: r["state_digest"] for r in self.rounds() if r["outcome"] != "failed"}
 
     def peers(self) -> list[dict[str, Any]]:
         return list(self._get("/api/v1/swarm")["peers"])

@@ -15,7 +15,7 @@ def test_a_plan_is_read() -> None:
     plan = parse_faults("reduce@3=stall:2.5, commit@5=die,serve@*=fail ,").plan
     assert plan == (Fault("reduce", 3, "stall", 2.5), Fault("commit", 5, "die"), Fault("serve", None, "fail"))
     assert parse_faults("").plan == () == faults_from({}).plan
-    assert faults_from({"DILOCO_FAULTS": "inner@0=stop"}).plan == (Fault("inner", 0, "stop"),)
+    assert faults_from({"DILOCO_FAULTS": "reduce@0=stop"}).plan == (Fault("reduce", 0, "stop"),)
 
 
 @pytest.mark.parametrize(
