@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from node.errors import ConfigError
@@ -43,6 +43,8 @@ class Faults:
     """A plan of faults. Empty by default."""
 
     plan: tuple[Fault, ...] = ()
+    _spent: set[Fault] = field(default_factory=set, compare=False)
+    """A fault of one round happens once, also where the node comes through that round again."""
 
     async def at(self, stage: StageName, round: int) -> None:
         """Suffer what the plan says for this place."""
@@ -55,7 +57,8 @@ class Faults:
         return any(fault.kind == "corrupt" for fault in self._due(stage, round))
 
     def _due(self, stage: StageName, round: int) -> list[Fault]:
-        due = [fault for fault in self.plan if fault.stage == stage and fault.round in (None, round)]
+        due = [f for f in self.plan if f.stage == stage and f.round in (None, round) and f not in self._spent]
+        self._spent.update(fault for fault in due if fault.round is not None)
         for fault in due:
             logger.warning("Injected fault at %s of round %d: %s %g.", stage, round, fault.kind, fault.amount)
         return due

@@ -149,8 +149,9 @@ class Trainer:
         )
 
     def round_is_due(self) -> bool:
-        """With too few peers there for a round, train on to twice its length; wait only then."""
-        below_quorum = self.session.swarm.view.training < self.run.round.min_peers
+        """By the clock, and with too few peers there for a round: train on to twice its length; wait only then."""
+        rounds = self.run.round
+        below_quorum = rounds.policy == "time" and self.session.swarm.view.training < rounds.min_peers
         return self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) and self.progress.tokens > 0
 
     def inner_step(self) -> None:

@@ -148,7 +148,7 @@ class Node:
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
         self.chain = Chain(tip, ResultStore(self.seat.folder / "cache"))
         self.rounds = Rounds(wire, self.directory, rules, self.chain, faults, self.mail.put)
-        self.catch_up = CatchUp(wire, self.directory, self.rounds, self.lost.set)
+        self.catch_up = CatchUp(wire, self.directory, self.rounds, lambda reason: self.lost.set())
         self._tasks = [loop.create_task(self.rounds.run()), loop.create_task(self.catch_up.run())]
 
     def start_gossip(self) -> None:

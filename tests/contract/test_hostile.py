@@ -206,6 +206,7 @@ def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     watcher = swarm.node(rules)
+    watcher.stop()  # It takes proofs from this test only.
     round_of(nodes, 0)
     good = nodes[0].tip.proof
     assert good is not None

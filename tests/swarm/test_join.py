@@ -60,7 +60,7 @@ def test_learning_rate_is_the_swarms(together: Together) -> None:
             status = node.status()
             last, training = status["sync"]["last"], status["training"]
             place = (status["run"]["round"], training["inner_step"])
-            if last is not None and last["round"] == place[0] and training["inner_step"]:
+            if last is not None and last["state_digest"] == status["run"]["state_digest"] and training["inner_step"]:
                 seen[node.name].add(place)
                 low, high = expected_rates(status, together.policy)
                 assert low <= training["learning_rate"] <= high, (node.name, status)
