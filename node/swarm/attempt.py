@@ -72,7 +72,8 @@ class Attempt:
     async def bench_ready(self, timeout_s: float) -> Bench:
         """The reducer's bench; contributions may come before the plan does."""
         try:
-            await asyncio.wait_for(self.planned.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.planned.wait()
         except TimeoutError as exc:
             raise PeerError("this node has no plan for that attempt", code="timeout") from exc
         if self.bench is None:

@@ -75,7 +75,8 @@ class Discovery:
             wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
             self._directory.changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._directory.changed.wait(), wait_s if alone else LONELY_S)
+                async with asyncio.timeout(wait_s if alone else LONELY_S):
+                    await self._directory.changed.wait()
             self._learn()
             if not alone:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)

@@ -68,12 +68,14 @@ class LocalWire:
         work = other._answer(self.peer_id, request, message.blobs)
         try:
             if other is self:
-                return await asyncio.wait_for(work, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    return await work
             self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
             future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
             future.add_done_callback(_look)
             # As on a real wire, a caller that gives up does not stop who answers.
-            reply = await asyncio.wait_for(asyncio.shield(future), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                reply = await asyncio.shield(future)
             self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
             return reply
         except TimeoutError as exc:

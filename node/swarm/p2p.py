@@ -81,7 +81,8 @@ class P2PWire:
     async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
         self._limit(verb)
         try:
-            return await asyncio.wait_for(answer(self._services[verb], self.peer_id, message), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer(self._services[verb], self.peer_id, message)
         except TimeoutError as exc:
             raise late(self.peer_id, verb, timeout_s) from exc
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -89,10 +90,9 @@ class Bench:
             async with asyncio.timeout(timeout_s):
                 while not set(awaited()) - self._refused <= set(self._parts):
                     self._changed.clear()
-                    try:
-                        await asyncio.wait_for(self._changed.wait(), 0.5)
-                    except TimeoutError:
-                        continue
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.5):
+                            await self._changed.wait()
         except TimeoutError:
             pass  # Who is not here by now is left out, for everybody alike.
         return sorted(self._parts)

@@ -233,7 +233,8 @@ class CatchUp:
         """Look for peers ahead for ever."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._rounds.behind.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._rounds.behind.wait()
             self._rounds.behind.clear()
             if outvoted(self._directory.live(), self._rounds.chain.tip):
                 self._on_lost("most others have another state after the same rounds")

@@ -127,7 +127,11 @@ def test_pause_frees_the_machine_and_resume_goes_on(pair: list[Node], figures: F
     serves = node.find("worker")
     assert serves.memory_info().rss < 0.8 * training_bytes
     assert founder.until(lambda s: s["peers"]["training"] == 1, 5 * PATIENCE)
-    assert [row["phase"] for row in founder.peers() if row["peer_id"] == before.peer_id] == ["paused"]
+
+    def seen_paused() -> bool:
+        return [row["phase"] for row in founder.peers() if row["peer_id"] == before.peer_id] == ["paused"]
+
+    wait_for(seen_paused, START_S, "the paused node is not seen as such")
     first = founder.status()["run"]["round"]
     founder.until_round(first + 2)
     assert all(len(record["members"]) == 1 for record in founder.rounds() if record["round"] > first + 1)
