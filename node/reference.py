@@ -204,6 +204,8 @@ def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
     run_rounds(member, options.rounds, lambda own: gather(own, options.stream_ids, device))
     if options.out and rank == 0:
         save(member.state, options.out)
+    if dist.is_initialized():
+        dist.barrier()  # Nobody hangs up on one that still listens.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -233,4 +235,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the interpreter's teardown: gloo's threads now and then abort a process there, with all its work done.
+    os._exit(status)
