@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -277,12 +277,3 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P
         await daemon.stop()
         raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc
     return wire
-
-
-@asynccontextmanager
-async def wire_opened(options: DaemonOptions, validator: RecordValidatorBase) -> AsyncIterator[P2PWire]:
-    wire = await open_wire(options, validator)
-    try:
-        yield wire
-    finally:
-        await wire.close()

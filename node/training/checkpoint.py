@@ -129,9 +129,6 @@ class CheckpointStore:
         """Rounds with a checkpoint, newest first."""
         return list(dict.fromkeys(_round(path) for path in self._candidates()))
 
-    def has_round(self, round: int) -> bool:
-        return self.outer_file(round) is not None
-
     def outer_file(self, round: int) -> Path | None:
         """The file with `anchor` and `momentum`, for `read_slice`; None if that round is not kept (any more)."""
         for path in self._candidates():

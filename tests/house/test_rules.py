@@ -67,7 +67,7 @@ print(sorted({{"torch", "transformers", "hivemind"}} & set(sys.modules)))
 
 def test_nothing_here_names_this_machine_or_a_registry() -> None:
     """A clone works anywhere: no path of a checkout, no host of a package registry."""
-    registries = ["pypi" + ".org", "python" + "hosted.org", "registry.npm" + "js.org", "deb.debian" + ".org"]
+    registries = ["pypi" + ".org", "python" + "hosted.org", "registry.npm" + "js.org", "deb.deb" + "ian.org"]
     # Where this is developed, and where this clone stands; a folder right under the root, as /app, says nothing.
     folders = ["/".join(("", "work", name)) for name in ("main", "shared")]
     folders += [str(ROOT)] if len(ROOT.parts) > 2 else []

@@ -80,7 +80,7 @@ def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere", keep=2)
     assert store.newest() is None
     assert store.rounds() == []
-    assert not store.has_round(0)
+    assert store.outer_file(0) is None
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         store.save(checkpoint(round))
     assert names(tmp_path) == ["round-00000004", "round-100000000"]
     assert store.rounds() == [100_000_000, 4]
-    assert store.has_round(4)
-    assert not store.has_round(3)
+    assert store.outer_file(4) is not None
+    assert store.outer_file(3) is None
 
 
 def test_the_same_round_is_replaced(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     store.save(checkpoint(11))
     store.save(checkpoint(12)).rename(tmp_path / "replaced-round-00000012")
     assert same(store.newest(), checkpoint(12))
-    assert store.has_round(12)
+    assert store.outer_file(12) is not None
     store.save(checkpoint(12))
     assert names(tmp_path) == ["round-00000011", "round-00000012"]
 
