@@ -133,6 +133,8 @@ def describe(status: Status) -> str:
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {status.reachability}"),
         ("given", f"{done.tokens_total:,} tokens, {done.rounds_joined} of {done.rounds_attempted} rounds joined"),
     ]
+    if status.reachability != "direct" and status.reachability_reason:
+        rows.append(("inbound", status.reachability_reason))
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
     head = f"{status.phase.value} since {status.since}: {status.reason}"

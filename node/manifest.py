@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 1
 """Raised when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"
+MAX_ROUNDS_WORTH = 64
+"""A node that is so many times faster than the typical one weighs in full; a faster one no more than that."""
 
 
 class Section(BaseModel):
@@ -117,6 +119,8 @@ class RoundConfig(Section):
     """Share of the last record's live weight that must be ready before the late get their grace."""
     first_round_tokens: int = Field(0, ge=0)
     """Estimate of the swarm's tokens in round 0, for the learning rate; 0: this one node's H steps."""
+    max_tokens: int = Field(0, ge=0)
+    """Most tokens that one contribution may weigh, as members count their own; 0: 64 times those of H steps."""
 
 
 class SyncConfig(Section):
@@ -166,6 +170,11 @@ class RunConfig(Section):
     @property
     def tokens_per_inner_step(self) -> int:
         return self.inner.batch_size * self.inner.sequence_length
+
+    @property
+    def max_contribution_tokens(self) -> int:
+        """Most tokens that one contribution may weigh."""
+        return self.round.max_tokens or MAX_ROUNDS_WORTH * self.round.inner_steps * self.tokens_per_inner_step
 
 
 class Manifest(Section):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from node.diloco.aggregate import weighted_mean
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
@@ -90,18 +91,26 @@ class Member:
         """The outer step: the weighted mean in order of stream id, itself encoded once and decoded, then Nesterov."""
         members = sorted(contributions, key=lambda c: c.stream_id)
         weights = [c.weight for c in members]
+        scales = clip_scales([self._norm(c) for c in members], weights)
         mean = torch.empty_like(self.state.anchor)
-        at = 0
-        for start, end in chunk_bounds(mean.numel()):
-            n = end - start
-            size = self._codec.encoded_bytes(n)
-            parts = [self._codec.decode(memoryview(c.encoded)[at : at + size], n) for c in members]
-            mean[start:end] = self._codec.decode(self._codec.encode(weighted_mean(parts, weights)), n)
-            at += size
+        for (start, end), *parts in zip(chunk_bounds(mean.numel()), *map(self._chunks, members), strict=True):
+            encoded = self._codec.encode(weighted_mean(parts, weights, scales))
+            mean[start:end] = self._codec.decode(encoded, end - start)
         outer = self._run.outer
         self.state = outer_step(self.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=sum(weights))
         self._last_round_tokens = sum(weights)
         load_flat_(self._model, self.state.anchor)
+
+    def _chunks(self, contribution: Contribution) -> Iterator[Tensor]:
+        """What was sent, fp32 [n] for each chunk of the grid."""
+        at = 0
+        for start, end in chunk_bounds(self.state.anchor.numel()):
+            size = self._codec.encoded_bytes(end - start)
+            yield self._codec.decode(memoryview(contribution.encoded)[at : at + size], end - start)
+            at += size
+
+    def _norm(self, contribution: Contribution) -> float:
+        return math.sqrt(sum(square_norm(chunk) for chunk in self._chunks(contribution)))
 
     def _learning_rate(self, inner_step: int) -> float:
         """`inner_step`: steps done in this round before the one that the rate is for."""

@@ -67,7 +67,9 @@ class Channel(StrEnum):
     STATE = "state"
 
 
-FAILURE_REASONS = ("too_few_peers", "leader_lost", "reducer_lost", "left_out", "rejected", "timeout", "round_failed")
+FAILURE_REASONS = (
+    "too_few_peers", "leader_lost", "reducer_lost", "left_out", "rejected", "timeout", "not_finite", "round_failed",
+)  # fmt: skip
 REJECT_REASONS = ("bad_message", "bad_signature", "bad_size", "not_finite", "bad_norm", "bad_weight", "equivocation")
 REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
@@ -233,6 +235,9 @@ class Report(Value):
     compute_utilization_ratio: float | None = None
     """Of the last complete round: compute seconds / wall seconds."""
     reachability: str = "none"
+    """How others reach this node: `direct`, `relay` or `none`."""
+    reachability_reason: str = ""
+    """One sentence, with the mend."""
     devices: tuple[DeviceInfo, ...] = ()
     contribution: ContributionInfo = ContributionInfo()
     counters: Counters = Counters()
@@ -253,6 +258,7 @@ class Status(Value):
     peers: PeersInfo
     compute_utilization_ratio: float | None
     reachability: str
+    reachability_reason: str = ""
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo

@@ -128,6 +128,7 @@ class Board:
             peers=report.peers,
             compute_utilization_ratio=report.compute_utilization_ratio,
             reachability=report.reachability,
+            reachability_reason=report.reachability_reason,
             devices=report.devices,
             limits=self._limits,
             contribution=report.contribution,

@@ -1,15 +1,23 @@
-"""The weighted mean of contributions. Knows tensors and weights; not who sent them, nor how they were encoded.
+"""The weighted mean of contributions, clipped. Knows tensors and weights; not who sent them, nor how they were encoded.
 
 The result depends on the order, so the caller gives the parts in one order that all agree on (by peer id). Each
-multiplication and each addition is rounded by itself, so every machine gets the same bits.
+multiplication and each addition is rounded by itself, so every machine gets the same bits. Norms and scales are Python
+floats (fp64) computed in one fixed order from numbers that all have, so they are equal everywhere, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+CLIP_RATIO = 2.0
+"""Contributions longer than so many times the median norm are shortened to it."""
+
+SUM_ELEMENTS = 2**22
+"""fp32 sums of so many squares are good to 1e-5; longer vectors are summed up in fp64 from there."""
 
 
 def shares(weights: Sequence[int]) -> list[float]:
@@ -19,14 +27,47 @@ def shares(weights: Sequence[int]) -> list[float]:
     if min(weights) < 1:
         raise ValueError(f"Weights must be at least 1, not {min(weights)}.")
     total = sum(weights)
-    return [torch.tensor(weight / total, dtype=torch.float32).item() for weight in weights]
+    return [_fp32(weight / total) for weight in weights]
 
 
-def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """sum of share_i * part_i in the order given, fp32 [n]; the parts, fp32 [n] each, are left as they are."""
-    if len(parts) != len(weights):
+def clip_scales(norms: Sequence[float], weights: Sequence[int]) -> list[float]:
+    """min(1, limit_i / norm_i), rounded to fp32, with limit_i = CLIP_RATIO * median(norms) * max(1, w_i / median(w)).
+
+    `norms`: L2 norms of the whole contributions; `weights`: their tokens. Who did more steps than the median may be
+    longer in proportion: an honest pseudo-gradient grows at most so. Medians are the lower ones, so with two members
+    the smaller counts; a contribution of zeros stays as it is.
+    """
+    if not all(math.isfinite(norm) and norm >= 0 for norm in norms):
+        raise ValueError("Norms must be finite and not negative.")
+    if len(norms) != len(weights):
+        raise ValueError(f"{len(norms)} norms and {len(weights)} weights do not match.")
+    if not norms:
+        return []
+    norm, weight = _lower_median(norms), _lower_median(weights)
+    limits = [CLIP_RATIO * norm * max(1.0, w / weight) for w in weights]
+    return [1.0 if n <= limit else _fp32(limit / n) for n, limit in zip(norms, limits, strict=True)]
+
+
+def norm_bound(weights: Sequence[int], norms: Sequence[float]) -> float:
+    """No weighted mean of clipped contributions with these norms is longer: sum of share_i * scale_i * norm_i."""
+    scales = clip_scales(norms, weights)
+    return sum(s * c * n for s, c, n in zip(shares(weights), scales, norms, strict=True))
+
+
+def square_norm(x: Tensor) -> float:
+    """Sum of squares of fp32 [n]. Infinite where fp32 cannot hold it, which no finite norm equals."""
+    starts = range(0, x.numel(), SUM_ELEMENTS)
+    return math.fsum(torch.dot(part, part).item() for part in (x[i : i + SUM_ELEMENTS] for i in starts))
+
+
+def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
+    """sum of share_i * scale_i * part_i in the order given, fp32 [n]; the parts, fp32 [n] each, are left as they are.
+
+    `scales` are those of `clip_scales`; None: all 1. share_i * scale_i is rounded to fp32 once, before it multiplies.
+    """
+    if len(parts) != len(weights) or (scales is not None and len(scales) != len(parts)):
         raise ValueError(f"{len(parts)} parts and {len(weights)} weights do not match.")
-    factors = shares(weights)
+    factors = [s * c for s, c in zip(shares(weights), scales or [1.0] * len(parts), strict=True)]
     first = parts[0]
     if any(part.shape != first.shape or part.dtype != torch.float32 for part in parts):
         raise ValueError("All parts of a mean must be fp32 and of one shape.")
@@ -36,6 +77,14 @@ def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
         torch.mul(part, _scalar(factor, part), out=product)
         total.add_(product)
     return total
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm import leader
+from node.swarm.adopt import EVICT_S
 from node.swarm.attempt import Accepted, Attempt
 from node.swarm.base import MAX_HEADER_BYTES, Message, Service
 from node.swarm.records import (
@@ -22,8 +23,11 @@ from node.swarm.records import (
     Plan,
     Proof,
     accept,
+    check_hashes,
+    check_join,
     check_outcome,
     check_plan,
+    included_joins,
     parse,
     read,
     split_hashes,
@@ -61,11 +65,11 @@ class Answers:
             "fetch": small(self._on_fetch),
         }
 
-    def _keyed(self, message: Message) -> Attempt:
+    def _keyed(self, caller: str, message: Message) -> Attempt:
         parent, number = message.header.get("parent"), message.header.get("attempt")
         if not isinstance(parent, str):
             raise PeerError("a message names no round")
-        return self._rounds.enter(parent, self._checked_number(number))
+        return self._rounds.enter(parent, self._checked_number(number), caller)
 
     def _checked_number(self, number: object) -> int:
         if not isinstance(number, int) or not 0 <= number <= self._rounds.number + MAX_AHEAD:
@@ -74,7 +78,7 @@ class Answers:
 
     def _led(self, caller: str, message: Message) -> Attempt:
         """The attempt, if the caller is its leader."""
-        attempt = self._keyed(message)
+        attempt = self._keyed(caller, message)
         if attempt.leader and attempt.leader != caller:
             raise PeerError("this attempt has another leader")
         return attempt
@@ -84,6 +88,7 @@ class Answers:
         join = read(document, Join)
         if document.signer != caller or join.run != self._rounds.rules.run:
             raise PeerError("a join is not the caller's, or of another run")
+        check_join(document, self._rounds.rules.bounds, join.parent)
         if join.parent != self._rounds.chain.tip.head:
             proof = self._rounds.chain.proof_after(join.parent)
             if proof is None:
@@ -93,10 +98,10 @@ class Answers:
         number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number})
-        members = [r.peer_id for r in self._rounds.directory.members()]
-        if self._rounds.me not in members or leader_of(join.parent, members, number) != self._rounds.me:
+        leaders = self._rounds.directory.leaders()
+        if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
             return Message({"status": "elsewhere"})
-        attempt = self._rounds.enter(join.parent, number)
+        attempt = self._rounds.enter(join.parent, number, caller)
         attempt.joins[caller] = document
         if proposal := message.header.get("accepted"):
             attempt.proposals.append(self._read_accepted(proposal, join.parent))
@@ -107,13 +112,11 @@ class Answers:
     def _read_accepted(self, proposal: Any, parent: str) -> Accepted:
         number, document, hashes = proposal
         accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
-        outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes)
-        if outcome.plan.parent != parent:
-            raise PeerError("an accepted outcome is for another round")
+        self._check_outcome(accepted.outcome, accepted.hashes, parent)
         return accepted
 
     async def _on_attempt(self, caller: str, message: Message) -> Message:
-        self._keyed(message)
+        self._keyed(caller, message)
         return Message()
 
     async def _on_plan(self, caller: str, message: Message) -> Message:
@@ -121,7 +124,7 @@ class Answers:
         document = Document.model_validate_json(message.blobs[0])
         plan = read(document, Plan)
         rules = self._rounds.rules
-        joins = check_plan(plan, run=rules.run, parent=attempt.parent, chunks=len(rules.grid.bounds))
+        joins = check_plan(plan, rules.bounds, attempt.parent)
         mine = self._rounds.mine
         is_member = self._rounds.directory.is_member(caller)
         if document.signer != caller or plan.attempt != attempt.number or not is_member:
@@ -133,14 +136,16 @@ class Answers:
         attempt.plan, attempt.leader, attempt.weights = plan, caller, joins
         owned = plan.chunks_of(self._rounds.me)
         if self._rounds.me in plan.reducers:
-            attempt.bench = Bench(self._rounds.rules.grid, owned, {peer: join.tokens for peer, join in joins.items()})
+            weights = {peer: join.tokens for peer, join in joins.items()}
+            norms = {peer: join.norm for peer, join in joins.items()}
+            attempt.bench = Bench(rules.grid, owned, weights, norms)
         attempt.planned.set()
         self._rounds.enter_stage("reduce")
         attempt.sending = self._rounds.spawn(self._rounds.send(attempt, plan, mine))
         return Message()
 
     async def _on_contribute(self, caller: str, message: Message) -> Message:
-        attempt = self._keyed(message)
+        attempt = self._keyed(caller, message)
         bench = await attempt.bench_ready(CALL_S)
         try:
             parts = dict(zip(message.header["chunks"], message.blobs, strict=True))
@@ -167,40 +172,40 @@ class Answers:
         included = message.header.get("included")
         if not isinstance(included, list) or included != sorted(set(included)) or not included:
             raise PeerError("the list of the included has the wrong form")
-        await self._rounds.faults.at("average", self._rounds.next_round)
-        means = await asyncio.to_thread(bench.average, included)
-        return Message({"hashes": self._rounds.results.add(means[chunk] for chunk in bench.chunks)})
+        await self._rounds.mishaps.at("average")
+        means, squares = await asyncio.to_thread(bench.average, included)
+        blobs = self._rounds.mishaps.spoil("average", [means[chunk] for chunk in bench.chunks])
+        hashes = self._rounds.results.add(blobs)
+        return Message({"hashes": hashes, "squares": [squares[peer] for peer in included]})
 
     async def _on_propose(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
         attempt.leader = caller
         self._rounds.enter_stage("commit")
-        await self._rounds.faults.at("commit", self._rounds.next_round)
+        await self._rounds.mishaps.at("commit")
         document = Document.model_validate_json(message.blobs[0])
         hashes = str(message.header.get("hashes"))
-        outcome, _ = self._check_outcome(document, hashes)
-        if outcome.plan.parent != self._rounds.chain.tip.head:
-            raise PeerError("an outcome is for another round")
-        await self._rounds.results.complete(outcome, split_hashes(hashes))
+        outcome, joins = self._check_outcome(document, hashes, self._rounds.chain.tip.head)
+        await self._rounds.adoption.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
         if attempt.number != self._rounds.number or attempt.parent != self._rounds.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
         before = self._rounds.accepted
         if before is not None and before.attempt == attempt.number and before.outcome.hash != document.hash:
+            self._rounds.directory.evict(caller, EVICT_S)
             raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
         self._rounds.accepted = Accepted(attempt.number, document, hashes)
-        return Message({"accept": accept(self._rounds.directory.identity, document.hash, attempt.number)})
+        vote = accept(self._rounds.directory.identity, document.hash, attempt.number)
+        return Message({"accept": self._rounds.mishaps.vote(vote)})
 
-    def _check_outcome(self, document: Document, hashes: str) -> tuple[Outcome, dict[str, Join]]:
+    def _check_outcome(self, document: Document, hashes: str, parent: str) -> tuple[Outcome, dict[str, Join]]:
+        bounds = self._rounds.rules.bounds
         outcome = read(document, Outcome)
-        chunks = len(self._rounds.rules.grid.bounds)
-        rules = self._rounds.rules
-        joins = check_outcome(
-            outcome,
-            run=rules.run,
-            chunks=chunks,
-            hashes=split_hashes(hashes),
-            min_peers=rules.quorum.min_peers,
-        )
+        joins = check_outcome(outcome, bounds)
+        check_hashes(outcome, split_hashes(hashes), bounds)
+        if outcome.plan.parent != parent:
+            raise PeerError("an outcome is for another round")
+        if not self._rounds.adoption.witness(document, outcome):
+            raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
         return outcome, joins
 
     async def _on_commit(self, caller: str, message: Message) -> Message:
@@ -217,8 +222,7 @@ class Answers:
         wanted = message.header.get("hashes")
         if not isinstance(wanted, list) or len(wanted) > len(self._rounds.rules.grid.bounds):
             raise PeerError("a fetch has the wrong form")
-        await self._rounds.faults.at("serve", self._rounds.next_round)
         found = [self._rounds.results.get(digest) for digest in wanted]
         if any(data is None for data in found):
             raise PeerError("this node does not have all of these chunks", code="round_failed")
-        return Message(blobs=[data for data in found if data is not None])
+        return Message(blobs=await self._rounds.mishaps.serve([data for data in found if data is not None]))

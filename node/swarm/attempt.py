@@ -21,6 +21,8 @@ class Contribution:
     tokens: int
     step_s: float
     """Seconds per inner step, median."""
+    norm: float
+    """L2 norm of the whole, as decoded (`Grid.norm`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ suite runs against both, and everything above them is one code. A third transpor
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
 MAX_BLOBS = 4096
+MAX_REPLY_BYTES = 8 * 2**20
+"""Longest reply body that is read where the caller names no other bound."""
 STALL_S = 10.0
 """A stream on which nothing moves for this long is dead."""
 
@@ -48,6 +52,8 @@ class Service:
     channel: Channel
     max_request_bytes: int = MAX_HEADER_BYTES
     """Longest request body; a longer one is refused before it is read."""
+    per_caller: int | None = None
+    """Answers to one caller at once, until they are sent; further ones are refused. None: any number."""
 
 
 async def answer(service: Service, caller: str, message: Message) -> Message:
@@ -92,11 +98,37 @@ class Wire(Protocol):
     def serve(self, services: Mapping[str, Service]) -> None:
         """Answer these verbs from now on. Called before the first `call`; later calls add verbs."""
 
-    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
-        """Ask a peer, itself included. Raises PeerError (`code` "unreachable", "timeout" or what the peer said)."""
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
+        """Ask a peer, itself included. Raises PeerError (`code` "unreachable", "timeout" or what the peer said).
+
+        A reply whose blobs are longer than `max_reply_bytes` is refused before it is read ("bad_size").
+        """
 
     async def close(self) -> None:
         """Let go of everything. Bounded; never raises SwarmError."""
+
+
+class Busy:
+    """How many answers each caller is being given, by verb."""
+
+    def __init__(self) -> None:
+        self._running: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def answering(self, verb: str, service: Service, caller: str) -> Iterator[None]:
+        """Raises PeerError where this caller has as many already as the service allows."""
+        key = (verb, caller)
+        if service.per_caller is not None and self._running[key] >= service.per_caller:
+            raise PeerError(f"too many calls of {verb!r} at once", code="busy")
+        self._running[key] += 1
+        try:
+            yield
+        finally:
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
 
 
 def pack_header(verb: str, message: Message) -> bytes:

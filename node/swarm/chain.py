@@ -6,7 +6,7 @@ One writer: the swarm's loop. Outer states are immutable; whoever holds one may 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.outer import OuterState, outer_step
 from node.diloco.schedule import round_seconds
-from node.swarm.records import Join, Proof
-from node.swarm.results import KEPT_ROUNDS, ResultStore
+from node.swarm.line import Link, extend, link_of
+from node.swarm.records import Join, Outcome, Proof
+from node.swarm.results import ResultStore, kept_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Tip:
     """The digest's hash tree."""
     proof: Proof | None
     """What led to `head`; None for the initial state."""
+    line: tuple[Link, ...]
+    """The rounds that led here, oldest first, as far as this node can show them."""
 
     @property
     def round(self) -> int:
@@ -52,7 +55,13 @@ class Tip:
 
 
 def tip_at(
-    state: OuterState, head: str, proof: Proof | None, outer: Outer, included: Mapping[str, Join], now_s: float
+    state: OuterState,
+    head: str,
+    proof: Proof | None,
+    outer: Outer,
+    included: Mapping[str, Join],
+    now_s: float,
+    line: tuple[Link, ...] = (),
 ) -> Tip:
     """The tip with this state; `included`: the joins that the newest record counts. Heavy: hashes the state."""
     leaves = leaf_hashes(state)
@@ -67,6 +76,7 @@ def tip_at(
         anchor_at_s=now_s,
         leaves=leaves,
         proof=proof,
+        line=line,
     )
 
 
@@ -74,11 +84,20 @@ def _round_s(joins: Sequence[Join], inner_steps: int) -> float | None:
     return round_seconds([j.step_s for j in joins], [j.tokens for j in joins], inner_steps) if joins else None
 
 
-def next_tip(tip: Tip, outer: Outer, mean: Tensor, proof: Proof, included: Mapping[str, Join], now_s: float) -> Tip:
+def next_tip(
+    tip: Tip,
+    outer: Outer,
+    mean: Tensor,
+    proof: Proof,
+    outcome: Outcome,
+    included: Mapping[str, Join],
+    now_s: float,
+) -> Tip:
     """The tip after a proven outcome with this mean, fp32 [P]: take the outer step, hash. Pure and heavy."""
     tokens = sum(join.tokens for join in included.values())
     state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
-    return tip_at(state, proof.outcome.hash, proof, outer, included, now_s)
+    line = extend(tip.line, link_of(proof, outcome, tokens))
+    return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line)
 
 
 class Chain:
@@ -87,19 +106,30 @@ class Chain:
     def __init__(self, tip: Tip, store: ResultStore) -> None:
         self.tip = tip
         self.store = store
+        self.wanted_since: Callable[[], int | None] = lambda: None
+        """The oldest round whose state somebody is downloading: what came after it is kept for the replay."""
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
+        self._digests = {tip.head: tip.digest}
 
     def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
         assert parent == self.tip.head
         self._proofs[parent] = proof
-        while len(self._proofs) > KEPT_ROUNDS:
-            self._proofs.popitem(last=False)
+        self._digests[tip.head] = tip.digest
+        self.store.kept_rounds = kept_rounds(tip.round, self.wanted_since())
+        while len(self._proofs) > self.store.kept_rounds:
+            old, _ = self._proofs.popitem(last=False)
+            self._digests.pop(old, None)
         self.tip = tip
 
     def replace(self, tip: Tip) -> None:
         """Start again from a downloaded state; what led elsewhere is dropped."""
         self._proofs.clear()
+        self._digests = {tip.head: tip.digest}
         self.tip = tip
+
+    def digest_at(self, head: str) -> str | None:
+        """The digest of the state at a head of this line; None where it is not known (any more)."""
+        return self._digests.get(head)
 
     def proof_after(self, parent: str) -> Proof | None:
         return self._proofs.get(parent)

@@ -1,9 +1,9 @@
 """Who is there: signed records of peers, spread by gossip. Knows no round and no transport.
 
-Every node signs a record of itself about once a second, with a number that only grows, and exchanges what it knows
-with a few random peers (gossip heartbeats, van Renesse et al. 1998). A record whose number has not grown for DEAD_S is
-a dead peer's: nobody vouches for anybody else. hivemind's DHT holds the same records for strangers to find
-(`discovery`).
+Every node signs a record of itself about once a second, with a number that only grows, and asks a few random peers for
+what is newer than what it knows (gossip heartbeats, van Renesse et al. 1998). Records travel with their age, so a dead
+peer is dead to all at the same time, DEAD_S after its last one: nobody vouches for anybody else. hivemind's DHT holds
+the same records for strangers to find (`discovery`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
 
 from node.errors import PeerError
 from node.manifest import PROTOCOL_VERSION
@@ -26,11 +27,17 @@ from node.swarm.identity import Identity, verify
 logger = logging.getLogger(__name__)
 
 PULSE_S = 1.0
-DEAD_S = 7.0
-"""Without news for so long, a peer is dead. Seven pulses: a node starved of CPU misses one or two."""
+DEAD_S = 8.0
+"""Without news for so long, a peer is dead. Eight pulses: a node starved of CPU misses one or two, and news needs a few
+seconds to reach all of a large swarm."""
 RELAYED_S = 4.0
 """Only records with news this young are passed on, so a dead peer's fade everywhere."""
-GOSSIP_FANOUT = 2
+FORGOTTEN_S = 6 * 3600.0
+"""A dead peer is called now and then for so long."""
+MAX_KNOWN = 4000
+"""Peers in the table: the longest silent goes first, the living never. Fits into the header of a message."""
+SHORT_ID = 16
+"""Last characters of a peer id by which records are asked for; 93 bits, so nobody makes another id with the same."""
 MAX_GOSSIP_BYTES = 8 * 2**20
 """A record is about 1 kB, and a message holds those of all live peers."""
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
@@ -59,15 +66,18 @@ class PeerRecord(BaseModel):
     swarm_tokens: int = Field(0, ge=0)
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
     transport: Literal["direct", "relay"] = "direct"
+    inbound: bool = True
+    """Whether others can open a connection to it. If not, it keeps its own to those that can be called."""
     addresses: tuple[Address, ...] = Field((), max_length=16)
 
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A record as it travels: the bytes that were signed, and the signature."""
+    """A record as it travels: the bytes that were signed, the signature, and how long ago its teller heard it."""
 
     body: bytes
     signature: bytes
+    age_s: float = 0.0
 
     def open(self, run: str) -> PeerRecord:
         """Check and read. Raises PeerError."""
@@ -92,7 +102,8 @@ class _Entry:
     record: PeerRecord
     signed: Signed
     heard_at_s: float
-    suspected: bool = False
+    suspected_at_s: float | None = None
+    """When a call to it failed; None where it has been heard of since."""
 
 
 class Directory:
@@ -104,6 +115,7 @@ class Directory:
         self.changed = asyncio.Event()
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._evicted: dict[str, float] = {}
 
     def say(self, **changes: object) -> None:
         """Change what this node says about itself; travels with the next pulse, or at once with `announce`."""
@@ -111,6 +123,7 @@ class Directory:
 
     def pulse(self) -> Signed:
         """A fresh record of this node, with the next number."""
+        self._forget()
         self.say(number=self.me.number + 1)
         return sign_record(self.identity, self.me)
 
@@ -118,6 +131,8 @@ class Directory:
         """Take in what others tell; returns those that were news. Skips what is not valid."""
         news = []
         for signed in records:
+            if self._is_old(signed):
+                continue
             try:
                 record = signed.open(self.me.run)
             except PeerError as exc:
@@ -129,6 +144,20 @@ class Directory:
             self.changed.set()
         return news
 
+    def _is_old(self, signed: Signed) -> bool:
+        """Whether no newer than what is known, by a look that is cheap beside a check of the signature."""
+        try:
+            told = from_json(signed.body)
+            return bool(told["number"] <= self._number_of(told["peer_id"]))
+        except (ValueError, TypeError, LookupError):
+            return False  # `Signed.open` says what is wrong with it.
+
+    def _number_of(self, peer_id: str) -> int:
+        if peer_id == self.me.peer_id:
+            return self.me.number
+        entry = self._entries.get(peer_id)
+        return -1 if entry is None else entry.record.number
+
     def _take(self, record: PeerRecord, signed: Signed) -> bool:
         if record.peer_id == self.me.peer_id:
             # A former life of this node still echoes: outnumber it.
@@ -137,14 +166,39 @@ class Directory:
         entry = self._entries.get(record.peer_id)
         if entry is not None and record.number <= entry.record.number:
             return False
-        self._entries[record.peer_id] = _Entry(record, signed, self._clock())
+        if entry is None and len(self._entries) >= MAX_KNOWN and not self._make_room():
+            return False
+        new = _Entry(record, signed, self._clock() - signed.age_s)
+        if entry is not None:
+            new.heard_at_s = max(new.heard_at_s, entry.heard_at_s)
+            if entry.suspected_at_s is not None and new.heard_at_s < entry.suspected_at_s:
+                new.suspected_at_s = entry.suspected_at_s
+        self._entries[record.peer_id] = new
         return True
+
+    def _make_room(self) -> bool:
+        silent = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
+        if not silent:
+            return False
+        del self._entries[min(silent, key=lambda peer_id: self._entries[peer_id].heard_at_s)]
+        return True
+
+    def _forget(self) -> None:
+        """Let go of those that have been dead for long."""
+        before_s = self._clock() - FORGOTTEN_S
+        for peer_id in [p for p, entry in self._entries.items() if entry.heard_at_s < before_s]:
+            del self._entries[peer_id]
 
     def suspect(self, peer_id: str) -> None:
         """A call to this peer failed: not live until it is heard of again."""
         if peer_id in self._entries:
-            self._entries[peer_id].suspected = True
+            self._entries[peer_id].suspected_at_s = self._clock()
             self.changed.set()
+
+    def evict(self, peer_id: str, for_s: float) -> None:
+        """This peer broke a rule that only the ill-willed break: not live for so long, whatever it says."""
+        self._evicted[peer_id] = self._clock() + for_s
+        self.changed.set()
 
     def live(self) -> list[PeerRecord]:
         """Peers with recent news that have not left, this node first."""
@@ -154,8 +208,33 @@ class Directory:
         """The live peers that take part in rounds, by peer id."""
         return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
 
+    def leaders(self) -> list[str]:
+        """The members that may lead a round: those that all others can call; where there is none, all members."""
+        members = self.members()
+        return [r.peer_id for r in members if r.inbound] or [r.peer_id for r in members]
+
+    def others(self) -> list[PeerRecord]:
+        """Live peers that this node may call: two without an inbound port cannot reach each other."""
+        return [record for record in self.live()[1:] if self.can_call(record)]
+
+    def can_call(self, record: PeerRecord) -> bool:
+        return record.inbound or self.me.inbound
+
+    def silent(self) -> list[str]:
+        """Peers without news for DEAD_S. A connection to them that still stands may lead nowhere."""
+        now = self._clock()
+        return [peer_id for peer_id, entry in self._entries.items() if now - entry.heard_at_s >= DEAD_S]
+
     def is_member(self, peer_id: str) -> bool:
-        return any(record.peer_id == peer_id for record in self.members())
+        if peer_id == self.me.peer_id:
+            return self.me.phase in MEMBER_PHASES
+        entry = self._entries.get(peer_id)
+        return entry is not None and entry.record.phase in MEMBER_PHASES and self._is_live(entry)
+
+    def is_gone(self, peer_id: str) -> bool:
+        """Known, and not live any more."""
+        entry = self._entries.get(peer_id)
+        return entry is not None and not self._is_live(entry)
 
     def find(self, peer_id: str) -> PeerRecord | None:
         if peer_id == self.me.peer_id:
@@ -163,18 +242,33 @@ class Directory:
         entry = self._entries.get(peer_id)
         return entry.record if entry else None
 
-    def fresh(self) -> list[Signed]:
-        """What is worth passing on. Own record first."""
-        now = self._clock()
-        young = [e.signed for e in self._entries.values() if now - e.heard_at_s < RELAYED_S]
-        return [sign_record(self.identity, self.me), *young]
+    def own(self) -> Signed:
+        return sign_record(self.identity, self.me)
+
+    def fresh(self, wanted: Mapping[str, int] | None = None) -> list[Signed]:
+        """What is worth passing on to somebody who gave this `wanted`. Own record first."""
+        now, wanted = self._clock(), wanted or {}
+        young = [
+            replace(entry.signed, age_s=now - entry.heard_at_s)
+            for peer_id, entry in self._entries.items()
+            if now - entry.heard_at_s < RELAYED_S and entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+        ]
+        return [self.own(), *young]
+
+    def wanted(self) -> dict[str, int]:
+        """The end of a peer's id to the number from which on its record would be news; others' from 0."""
+        since_s = self._clock() - DEAD_S - RELAYED_S
+        known = [entry.record for entry in self._entries.values() if entry.heard_at_s > since_s]
+        return {record.peer_id[-SHORT_ID:]: record.number + 1 for record in (self.me, *known)}
 
     def forgotten(self) -> list[PeerRecord]:
         """Peers once known that are not live now; worth a call now and then."""
         return [e.record for e in self._entries.values() if not self._is_live(e) and e.record.phase != Phase.STOPPED]
 
     def _is_live(self, entry: _Entry) -> bool:
-        if entry.record.phase in (Phase.STOPPED, Phase.LEAVING, Phase.ERROR) or entry.suspected:
+        if entry.record.phase in (Phase.STOPPED, Phase.LEAVING, Phase.ERROR) or entry.suspected_at_s is not None:
+            return False
+        if self._clock() < self._evicted.get(entry.record.peer_id, 0.0):
             return False
         return self._clock() - entry.heard_at_s < DEAD_S
 
@@ -211,9 +305,9 @@ class Gossip:
         """Pulse for ever."""
         while True:
             self._directory.pulse()
-            others = [r.peer_id for r in self._directory.live()[1:]]
-            chosen = self._rng.sample(others, min(GOSSIP_FANOUT, len(others)))
-            lost = [r.peer_id for r in self._directory.forgotten()]
+            others = [r.peer_id for r in self._directory.others()]
+            chosen = self._rng.sample(others, min(fanout(len(others)), len(others)))
+            lost = [r.peer_id for r in self._directory.forgotten() if self._directory.can_call(r)]
             if lost and self._rng.random() < 0.3:
                 chosen.append(self._rng.choice(lost))
             calls = [asyncio.create_task(self.exchange(peer_id)) for peer_id in chosen]
@@ -223,9 +317,10 @@ class Gossip:
                     logger.debug("a gossip call takes longer than a pulse")
 
     async def exchange(self, peer_id: str) -> bool:
-        """Tell one peer all the news, and hear its own. False if it is not there."""
+        """Tell one peer of this node, and hear what it knows that is newer. False if it is not there."""
+        question = _pack([self._directory.own()], {"wanted": self._directory.wanted()})
         try:
-            reply = await self._wire.call(peer_id, "gossip", self._message(), timeout_s=3.0)
+            reply = await self._wire.call(peer_id, "gossip", question, timeout_s=3.0)
         except PeerError as exc:
             logger.debug("gossip with %s failed: %s", peer_id[-6:], exc)
             if exc.code == "unreachable":
@@ -236,25 +331,41 @@ class Gossip:
 
     async def announce(self, timeout_s: float = 1.5) -> None:
         """Tell every live peer at once; for a new phase that cannot wait for the gossip, such as a goodbye."""
-        self._directory.pulse()
-        message = self._message()
+        message = _pack([self._directory.pulse()], {})
         calls = [
             self._wire.call(record.peer_id, "gossip", message, timeout_s=timeout_s)
-            for record in self._directory.live()[1:]
+            for record in self._directory.others()
         ]
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _answer(self, caller: str, request: Message) -> Message:
         self._directory.merge(_unpack(request))
-        return self._message()
+        wanted = request.header.get("wanted")
+        if wanted is None:
+            return Message()
+        if not isinstance(wanted, dict) or not all(isinstance(number, int) for number in wanted.values()):
+            raise PeerError("a gossip message has the wrong form")
+        return _pack(self._directory.fresh(wanted), {})
 
-    def _message(self) -> Message:
-        fresh = self._directory.fresh()
-        return Message({"signatures": [s.signature for s in fresh]}, [s.body for s in fresh])
+
+def fanout(others: int) -> int:
+    """Peers to ask in a pulse, so that news is everywhere well before it is too old (simulated up to 1,000 peers)."""
+    return 2 + (others > 16) + (others > 256)
+
+
+def _pack(records: Sequence[Signed], header: dict[str, object]) -> Message:
+    signatures, ages = [s.signature for s in records], [round(10 * s.age_s) for s in records]
+    return Message(header | {"signatures": signatures, "ages_ds": ages}, [s.body for s in records])
 
 
 def _unpack(message: Message) -> Sequence[Signed]:
-    signatures = message.header.get("signatures")
-    if not isinstance(signatures, list) or len(signatures) != len(message.blobs):
+    signatures, ages = message.header.get("signatures"), message.header.get("ages_ds")
+    if not isinstance(signatures, list) or not isinstance(ages, list):
         raise PeerError("a gossip message has the wrong form")
-    return [Signed(body, bytes(sig)) for body, sig in zip(message.blobs, signatures, strict=True)]
+    if not len(signatures) == len(ages) == len(message.blobs) or not all(_is_age(age) for age in ages):
+        raise PeerError("a gossip message has the wrong form")
+    return [Signed(body, bytes(sig), age / 10) for body, sig, age in zip(message.blobs, signatures, ages, strict=True)]
+
+
+def _is_age(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= 10 * DEAD_S

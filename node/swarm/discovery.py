@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LONELY_S = 1.0
 """Between tries while nobody is there; doubles to CALM_S."""
 CALM_S = 15.0
+HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
 MAX_CACHED = 64
 
@@ -58,6 +59,8 @@ class Discovery:
         self._rng = rng
         self._key = f"{directory.me.run}/peers"
         self.last_problem = ""
+        self.is_reached = False
+        """Whether others are known to reach this node's port."""
         self.strangers: frozenset[str] = frozenset()
         """Peers that answered the last dial, but not as peers of this run."""
         self.unreached: frozenset[str] = frozenset()
@@ -80,6 +83,24 @@ class Discovery:
             self._learn()
             if not alone:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)
+
+    async def hold(self) -> None:
+        """Keep the ways to the others open, for ever.
+
+        A node that is not known to be reachable keeps a connection to everybody who is: only over it can it be called.
+        A connection to a peer that has fallen silent is closed, once: it may lead nowhere, where another would not.
+        """
+        dropped: set[str] = set()
+        while True:
+            self._tell_wire()
+            silent = set(self._directory.silent())
+            for peer_id in silent - dropped:
+                await self._wire.drop(peer_id)
+            dropped = silent
+            if not self.is_reached:
+                others = self._directory.live()[1:]
+                await self._wire.hold([record.peer_id for record in others if record.inbound])
+            await asyncio.sleep(HOLD_S)
 
     async def meet(self) -> bool:
         """One try to reach anybody. True if somebody answered."""
@@ -117,16 +138,21 @@ class Discovery:
         packed = msgpack.packb([signed.body, signed.signature])
         await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
         found = await self._wire.dht_lookup(self._key)
-        self._directory.merge(Signed(*msgpack.unpackb(value)) for value in found.values())
+        # Nobody knows how old these are: of peers that gossip has told of, it knows better.
+        strangers = [value for peer_id, value in found.items() if self._directory.find(peer_id) is None]
+        self._directory.merge(Signed(*msgpack.unpackb(value)[:2]) for value in strangers)
 
     def _learn(self) -> None:
         """Hand the addresses that peers tell to the wire, and remember them for the next start."""
-        others = self._directory.live()[1:]
-        for record in others:
-            self._wire.learn(record.peer_id, record.addresses)
+        self._tell_wire()
+        others = [record for record in self._directory.live()[1:] if record.inbound]
         addresses = [address for record in others for address in record.addresses if address.endswith(record.peer_id)]
         if addresses:
             self._write_cache(addresses)
+
+    def _tell_wire(self) -> None:
+        for record in self._directory.live()[1:]:
+            self._wire.learn(record.peer_id, record.addresses, inbound=record.inbound)
 
     def _read_cache(self) -> list[str]:
         try:

@@ -1,9 +1,20 @@
 """Faults on purpose, by name, at a given round and stage. Knows no reason for them.
 
-A plan is text such as `reduce@3=stall:20, commit@5=die`: at the stage `reduce` of round 3 stand still for 20 s, at
-`commit` of round 5 kill this process with SIGKILL. `stop` stops it with SIGSTOP, `fail` raises an error that nobody
-expects, `corrupt` changes what the node holds just then (the anchor at `apply`). `@*` means every round. Given in the
-environment variable DILOCO_FAULTS; a node without it has an empty plan.
+A plan is text such as `reduce@3=stall:20, commit@5!leader=die`: at the stage `reduce` of round 3 stand still for 20 s;
+at `commit` of round 5 kill this process with SIGKILL, if it is the one that leads that round. `@*` means every round.
+Roles go by the record before the round, so that all nodes agree on them, whoever has died since: `leader` is the one
+that its contributors would ask first to lead, `other` the one that they would ask next; a plan that all nodes are given
+hits one of them. Given in the environment variable DILOCO_FAULTS; a node without it has an empty plan.
+
+Stages: `inner` (between the inner steps; what they come to), `rendezvous` (its join), `reduce` (a member sends its
+chunks), `average` (a reducer averages), `commit` (the leader proposes, a member votes), `apply` (the outer step),
+`serve` (result chunks to members, state to joiners).
+
+Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SIGSTOP is to a node that is a thread),
+`die` is SIGKILL, `stop` SIGSTOP, `fail` an error that nobody expects, `corrupt` changes what the node holds just then
+(the anchor at `apply`). Three kinds spoil what the node sends just then: `garbage` are random bytes of the same length,
+`shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
+they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long.
 """
 
 from __future__ import annotations
@@ -11,8 +22,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,9 +33,15 @@ from node.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("rendezvous", "reduce", "average", "commit", "apply", "serve")
-KINDS = ("stall", "die", "stop", "fail", "corrupt")
-StageName = Literal["rendezvous", "reduce", "average", "commit", "apply", "serve"]
+STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "apply", "serve")
+SPOILS = ("garbage", "shape", "nan")
+KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow")
+ROLES = ("leader", "other")
+NOT_NUMBERS = b"\xff" * 4
+"""One NaN of fp32 or two of fp16."""
+StageName = Literal["inner", "rendezvous", "reduce", "average", "commit", "apply", "serve"]
+Role = Callable[[], str]
+"""What this node is in the round that it is in; asked only where a plan wants to know."""
 
 
 class InjectedFault(Exception):
@@ -36,9 +55,16 @@ class Fault:
     """None: every round."""
     kind: str
     amount: float = 0.0
+    role: str = ""
+    """Empty: whatever the node's role."""
 
 
-@dataclass(frozen=True, slots=True)
+def nobody() -> str:
+    """The role of a node in no round."""
+    return ""
+
+
+@dataclass(frozen=True)
 class Faults:
     """A plan of faults. Empty by default."""
 
@@ -46,33 +72,64 @@ class Faults:
     _spent: set[Fault] = field(default_factory=set, compare=False)
     """A fault of one round happens once, also where the node comes through that round again."""
 
-    async def at(self, stage: StageName, round: int) -> None:
+    async def at(self, stage: StageName, round: int, role: Role = nobody) -> None:
         """Suffer what the plan says for this place."""
-        for fault in self._due(stage, round):
-            if fault.kind != "corrupt":
-                await _suffer(fault)
+        for fault in self._due(stage, round, role, KINDS[:5]):
+            if fault.kind == "stall":
+                await asyncio.sleep(fault.amount)
+            else:
+                self.suffer(fault)
 
-    def corrupts(self, stage: StageName, round: int) -> bool:
+    def meet(self, stage: StageName, round: int, role: Role = nobody) -> None:
+        """`at`, outside an event loop."""
+        for fault in self._due(stage, round, role, KINDS[:5]):
+            self.suffer(fault)
+
+    def corrupts(self, stage: StageName, round: int, role: Role = nobody) -> bool:
         """Whether the caller is to change what it holds here."""
-        return any(fault.kind == "corrupt" for fault in self._due(stage, round))
+        return bool(self._due(stage, round, role, ("corrupt",)))
 
-    def _due(self, stage: StageName, round: int) -> list[Fault]:
-        due = [f for f in self.plan if f.stage == stage and f.round in (None, round) and f not in self._spent]
+    def spoils(self, stage: StageName, round: int, role: Role = nobody) -> str:
+        """How the caller is to spoil what it sends here: one of SPOILS, or empty."""
+        due = self._due(stage, round, role, SPOILS)
+        return due[0].kind if due else ""
+
+    def slowness(self) -> float:
+        """How many times as long as it needs an inner step is to take."""
+        return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
+
+    def suffer(self, fault: Fault) -> None:
+        """Without an event loop."""
+        if fault.kind in ("stall", "hang"):
+            time.sleep(fault.amount)
+        elif fault.kind == "fail":
+            raise InjectedFault(f"injected at {fault.stage}")
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
+
+    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[Fault]:
+        due = [
+            fault
+            for fault in self.plan
+            if fault.stage == stage and fault.round in (None, round) and fault.kind in kinds
+            if fault not in self._spent and (not fault.role or fault.role == role())
+        ]
         self._spent.update(fault for fault in due if fault.round is not None)
         for fault in due:
             logger.warning("Injected fault at %s of round %d: %s %g.", stage, round, fault.kind, fault.amount)
         return due
 
 
-async def _suffer(fault: Fault) -> None:
-    if fault.kind == "stall":
-        await asyncio.sleep(fault.amount)
-    elif fault.kind == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        raise InjectedFault(f"injected at {fault.stage}")
+def spoil_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
+    """These blobs, spoilt: all of them as `garbage`; by turns an element cut off or added; each with a NaN at its end."""
+    if kind == "garbage":
+        rng = random.Random(len(blobs))  # noqa: S311 - the same bytes every time
+        return [rng.randbytes(len(blob)) for blob in blobs]
+    if kind == "shape":
+        return [blob + bytes(4) if i % 2 else blob[:-4] for i, blob in enumerate(blobs)]
+    if kind == "nan":
+        return [blob[:-4] + NOT_NUMBERS[-len(blob) :] for blob in blobs]
+    return blobs
 
 
 def parse_faults(text: str) -> Faults:
@@ -87,13 +144,14 @@ def faults_from(environ: Mapping[str, str]) -> Faults:
 def _parse(part: str) -> Fault:
     place, _, what = part.partition("=")
     stage, _, when = place.partition("@")
+    when, asks, role = when.partition("!")
     kind, _, amount = what.partition(":")
     try:
-        if stage not in STAGES or kind not in KINDS:
+        if stage not in STAGES or kind not in KINDS or (asks and role not in ROLES):
             raise ValueError(part)
-        return Fault(stage, None if when == "*" else int(when), kind, float(amount or 0))
+        return Fault(stage, None if when == "*" else int(when), kind, float(amount or 0), role)
     except ValueError as exc:
         raise ConfigError(
-            f"DILOCO_FAULTS: {part!r} is not STAGE@ROUND=KIND[:SECONDS] "
-            f"with a stage of {', '.join(STAGES)} and a kind of {', '.join(KINDS)}."
+            f"DILOCO_FAULTS: {part!r} is not STAGE@ROUND[!ROLE]=KIND[:SECONDS] with a stage of {', '.join(STAGES)}, "
+            f"a kind of {', '.join(KINDS)}, and as role {' or '.join(ROLES)}."
         ) from exc

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.attempt import Accepted, Attempt
 from node.swarm.base import Message
-from node.swarm.records import HASH_BYTES, Join, Outcome, Plan, Proof, accepted_by, parse, read, results_root, sign
-from node.swarm.rendezvous import Gathering, chunk_owners, judge
+from node.swarm.calls import while_live
+from node.swarm.records import HASH_BYTES, Join, Outcome, Plan, Proof, accepted_by, parse, results_root, sign
+from node.swarm.reduce import misdeclared
+from node.swarm.rendezvous import Gathering, capacities, chunk_owners, judge
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
+V = TypeVar("V")
 LOOK_S = 0.1
 TELL_S = 1.0
 CALL_S = 5.0
+MORE_VOTES_S = 0.5
+"""Once a result is ratified, so long for the votes of the rest: the more of them, the less doubt anywhere."""
 BEHIND_GRACE_S = 3.0
 """A member whose record still names an older round is waited for only so long: it may just not have told yet."""
 AHEAD_GRACE_S = 5.0
@@ -112,7 +117,7 @@ def _overtaken(rounds: Rounds) -> bool:
     """A member tells of a later round: this one is over already, and to close it once more would fork the chain."""
     tip = rounds.chain.tip
     return any(
-        r.round > tip.round and r.swarm_tokens > tip.state.tokens and r.head != tip.head
+        r.round > tip.round and r.swarm_tokens > tip.state.tokens and rounds.false_claims.get(r.peer_id) != r.head
         for r in rounds.directory.members()
     )
 
@@ -125,7 +130,11 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     """Fix the group; everybody in it has the plan before anything is sent."""
     live = {record.peer_id for record in rounds.directory.members()}
     joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live - rounds.shunned]
-    reducers = tuple(join.signer for join in joins if read(join, Join).reduces)
+    declared = {join.signer: parse(Join, join.text) for join in joins}
+    alone = list(declared) == [rounds.me]
+    reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
+    if rounds.wronged and rounds.me in reducers:
+        reducers = (rounds.me,)  # Nobody can tell which reducer was wrong; the next leader may be right.
     if not reducers:
         raise RoundFailed("no member can be reached from outside: one of them must open a port", code="reducer_lost")
     plan = Plan(
@@ -134,7 +143,9 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
         attempt=attempt.number,
         joins=tuple(joins),
         reducers=reducers,
-        owners=chunk_owners(len(rounds.rules.grid.bounds), [1.0] * len(reducers)),
+        owners=chunk_owners(
+            len(rounds.rules.grid.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
+        ),
     )
     document = sign(rounds.directory.identity, plan)
     message = Message(_key(attempt), [document.model_dump_json().encode()])
@@ -159,24 +170,55 @@ async def _collect(rounds: Rounds, attempt: Attempt, plan: Plan) -> list[str]:
 
 
 async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[str]) -> Accepted:
-    """Every reducer averages its chunks; the outcome names the hashes of all of them."""
-    message = Message(_key(attempt) | {"included": included})
-    busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
-    replies = await _ask_all(rounds, busy, "average", message, rounds.rules.bulk_s, code="reducer_lost")
-    hashes: dict[int, bytes] = {}
-    for peer, reply in replies.items():
-        chunks, given = plan.chunks_of(peer), reply.header.get("hashes")
-        if not isinstance(given, list) or len(given) != len(chunks) or not all(map(_is_hash, given)):
+    """Every reducer averages its chunks; the outcome names the hashes of all of them.
+
+    Who sent something longer or shorter than it has signed is left out, and the rest averaged once more.
+    """
+    hashes, liars = await _averages(rounds, attempt, plan, included)
+    while liars:
+        if 2 * len(liars) >= len(included):
+            raise RoundFailed("a reducer's sums do not fit what most members have signed", code="rejected")
+        for peer in liars:
             rounds.shunned.add(peer)
-            raise RoundFailed(f"{peer[-6:]} does not say what it averaged", code="reducer_lost")
-        hashes.update(zip(chunks, given, strict=True))
+            rounds.wire.traffic.reject(PeerError("a wrong norm", code="bad_norm"))
+            logger.warning("Peer %s sent something else than it has signed the norm of: left out.", peer[-6:])
+        included = [peer for peer in included if peer not in liars]
+        if len(included) < rounds.rules.quorum.min_peers:
+            raise RoundFailed("too few contributions are what their senders signed", code="left_out")
+        hashes, liars = await _averages(rounds, attempt, plan, included)
     ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
     outcome = Outcome(round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered))
     return Accepted(attempt.number, sign(rounds.directory.identity, outcome), b"".join(ordered).hex())
 
 
-def _is_hash(value: object) -> bool:
-    return isinstance(value, bytes) and len(value) == HASH_BYTES
+async def _averages(
+    rounds: Rounds, attempt: Attempt, plan: Plan, included: list[str]
+) -> tuple[dict[int, bytes], list[str]]:
+    """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""
+    message = Message(_key(attempt) | {"included": included})
+    busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
+    replies = await _ask_all(rounds, busy, "average", message, rounds.rules.bulk_s, code="reducer_lost")
+    hashes: dict[int, bytes] = {}
+    squares: list[list[float]] = []
+    for peer, reply in replies.items():
+        chunks = plan.chunks_of(peer)
+        given = _values(bytes, reply.header.get("hashes"), len(chunks))
+        sums = _values(float, reply.header.get("squares"), len(included))
+        if given is None or sums is None or any(len(digest) != HASH_BYTES for digest in given):
+            rounds.shunned.add(peer)
+            raise RoundFailed(f"{peer[-6:]} does not say what it averaged", code="reducer_lost")
+        hashes.update(zip(chunks, given, strict=True))
+        squares.append(sums)
+    norms = {join.signer: parse(Join, join.text).norm for join in plan.joins}
+    by_sender = zip(included, zip(*squares, strict=True), strict=True)
+    return hashes, [peer for peer, parts in by_sender if misdeclared(norms[peer], parts)]
+
+
+def _values(kind: type[V], said: object, count: int) -> list[V] | None:
+    """What a peer said, if it is so many values of this kind."""
+    if isinstance(said, list) and len(said) == count and all(isinstance(value, kind) for value in said):
+        return said
+    return None
 
 
 async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof:
@@ -185,20 +227,25 @@ async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof
     group = sorted(set(attempt.joins) & live)
     if len(group) < rounds.rules.quorum.min_peers:
         raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
-    message = Message(_key(attempt) | {"hashes": accepted.hashes}, [accepted.outcome.model_dump_json().encode()])
+    proposal = rounds.mishaps.spoil("commit", [accepted.outcome.model_dump_json().encode()])
+    message = Message(_key(attempt) | {"hashes": accepted.hashes}, proposal)
     timeout_s = rounds.rules.bulk_s
-    calls = [asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group]
+    calls = {asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group}
     accepts: dict[str, str] = {}
+    pending, wait_s = calls, timeout_s
     try:
-        for finished in asyncio.as_completed(calls):
-            peer, vote = await finished
-            if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
-                accepts[peer] = vote
-            if 2 * len(accepts) > len(group):
-                break
+        while pending and wait_s > 0:
+            since_s = rounds.clock()
+            done, pending = await asyncio.wait(pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            for peer, vote in (call.result() for call in done):
+                if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
+                    accepts[peer] = vote
+            wait_s -= rounds.clock() - since_s
+            if _is_ratified(rounds, group, accepts):
+                wait_s = min(wait_s, MORE_VOTES_S)
     finally:
-        _let_go(rounds, calls)
-    if 2 * len(accepts) <= len(group):
+        _let_go(rounds, pending)
+    if not _is_ratified(rounds, group, accepts):
         raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
     return Proof(
         outcome=accepted.outcome, attempt=attempt.number, group=tuple(group), accepts=accepts, hashes=accepted.hashes
@@ -207,14 +254,21 @@ async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof
 
 async def _propose(rounds: Rounds, peer: str, message: Message, timeout_s: float) -> tuple[str, str]:
     try:
-        reply = await rounds.wire.call(peer, "propose", message, timeout_s=timeout_s)
+        call = rounds.wire.call(peer, "propose", message, timeout_s=timeout_s)
+        reply = await while_live(rounds.directory, peer, call)
     except SwarmError as exc:
         logger.info("Member %s did not accept the result: %s", peer[-6:], exc)
         return peer, ""
     return peer, str(reply.header.get("accept"))
 
 
-def _let_go(rounds: Rounds, calls: Sequence[asyncio.Task[Any]]) -> None:
+def _is_ratified(rounds: Rounds, group: Sequence[str], accepts: Collection[str]) -> bool:
+    """By more than half of the group, and of the last contributors in it: others will ask for those."""
+    last = [peer for peer in group if peer in rounds.chain.tip.last_weights]
+    return 2 * len(accepts) > len(group) and (not last or 2 * sum(peer in accepts for peer in last) > len(last))
+
+
+def _let_go(rounds: Rounds, calls: Iterable[asyncio.Task[Any]]) -> None:
     """The slow minority's proposals go on beside; their result is not waited for."""
     for call in calls:
         if not call.done():
@@ -243,7 +297,8 @@ async def _ask_all(
 
     async def ask(peer: str) -> Message:
         try:
-            return await rounds.wire.call(peer, verb, message, timeout_s=timeout_s)
+            call = rounds.wire.call(peer, verb, message, timeout_s=timeout_s)
+            return await while_live(rounds.directory, peer, call)
         except PeerError as exc:
             if exc.code in ("unreachable", "timeout"):
                 rounds.directory.suspect(peer)

@@ -13,7 +13,18 @@ from typing import Any
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service, Traffic, answer, late, pack_header, unpack_header
+from node.swarm.base import (
+    MAX_HEADER_BYTES,
+    MAX_REPLY_BYTES,
+    Busy,
+    Message,
+    Service,
+    Traffic,
+    answer,
+    late,
+    pack_header,
+    unpack_header,
+)
 
 
 class LocalHub:
@@ -23,6 +34,8 @@ class LocalHub:
         self._wires: dict[str, LocalWire] = {}
         self._lock = threading.Lock()
         self._cuts: set[frozenset[str]] = set()
+        self._hidden: set[str] = set()
+        self._dialed: set[tuple[str, str]] = set()
 
     def join(self, wire: LocalWire) -> None:
         with self._lock:
@@ -37,11 +50,21 @@ class LocalHub:
         with self._lock:
             (self._cuts.add if cut else self._cuts.discard)(frozenset((one, other)))
 
+    def hide(self, peer_id: str, *, hidden: bool = True) -> None:
+        """Put a peer behind NAT, or take it out: only those that it has called since may call it."""
+        with self._lock:
+            (self._hidden.add if hidden else self._hidden.discard)(peer_id)
+            self._dialed = {pair for pair in self._dialed if pair[0] != peer_id}
+
     def find(self, caller: str, peer_id: str) -> LocalWire:
         with self._lock:
             wire = self._wires.get(peer_id)
             if wire is None or caller not in self._wires or frozenset((caller, peer_id)) in self._cuts:
                 raise PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
+            if peer_id in self._hidden and caller != peer_id and (peer_id, caller) not in self._dialed:
+                raise PeerError(f"peer {peer_id[-6:]} takes no calls and has not called this node", code="not_dialed")
+            if caller in self._hidden:
+                self._dialed.add((caller, peer_id))
             return wire
 
 
@@ -54,6 +77,7 @@ class LocalWire:
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._services: dict[str, Service] = {}
+        self._busy = Busy()
         self._answering: set[asyncio.Task[Any]] = set()
         self._closed = False
         hub.join(self)
@@ -61,7 +85,9 @@ class LocalWire:
     def serve(self, services: Mapping[str, Service]) -> None:
         self._services.update(services)
 
-    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
         other = self._hub.find(self.peer_id, peer_id)
         request = pack_header(verb, message)
         channel = self._services[verb].channel if verb in self._services else Channel.DHT
@@ -76,6 +102,8 @@ class LocalWire:
             # As on a real wire, a caller that gives up does not stop who answers.
             async with asyncio.timeout(timeout_s):
                 reply = await asyncio.shield(future)
+            if reply.blob_bytes > max_reply_bytes:
+                raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
             self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
             return reply
         except TimeoutError as exc:
@@ -104,7 +132,8 @@ class LocalWire:
             service = self._services[verb]
             if caller != self.peer_id:
                 self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
-            reply = await answer(service, caller, Message(header, blobs))
+            with self._busy.answering(verb, service, caller):
+                reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
             self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc

@@ -14,26 +14,33 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel, PeerRow, Phase
+from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
+from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Chain, Tip
 from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
+from node.swarm.download import Download
 from node.swarm.faults import Faults
 from node.swarm.identity import load_identity
+from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
+from node.swarm.reachability import Reachability, tcp_port
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Deliver, Rounds, Rules
-from node.swarm.state import CatchUp, Download, StateServer, StateSource
+from node.swarm.state import StateServer, StateSource
 
 logger = logging.getLogger(__name__)
 
 VIEW_S = 0.5
 CALL_S = 5.0
+INVITED = 4
+"""Peers that an invite names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,9 @@ class View:
     training: int = 0
     swarm_round: int = -1
     addresses: tuple[str, ...] = ()
+    """Where others find the swarm: this node's own, or those of peers that can be called where it cannot."""
     reachability: str = "none"
+    reachability_reason: str = ""
     stage: str = "idle"
     waiting_reason: str = ""
     waiting_code: str = ""
@@ -83,9 +92,21 @@ class Member:
         self.discovery = Discovery(
             wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
         )
+        self.reachability = Reachability(
+            wire, directory, wire.seen_at, tcp_port(directory.me.addresses), changed=self._set_inbound, rng=self._rng
+        )
         self.rounds: Rounds | None = None
         self._catch_up: CatchUp | None = None
+        self._download: Download | None = None
+        self._wanted_since: Callable[[], int | None] = lambda: None
         self._tasks: list[asyncio.Task[Any]] = []
+
+    def _set_inbound(self, inbound: bool) -> None:
+        self.directory.say(inbound=inbound)
+
+    @property
+    def _cache(self) -> Path:
+        return self.options.data_dir / "cache"
 
     def run(self, *work: Coroutine[Any, Any, None]) -> None:
         """Start what runs until `close`."""
@@ -113,7 +134,7 @@ class Member:
         """
         await self.discovery.meet()
         other_run: bytes | None = None
-        for peer in [*(record.peer_id for record in self.directory.live()[1:]), *self.discovery.strangers]:
+        for peer in [*(record.peer_id for record in self.directory.others()), *self.discovery.strangers]:
             with suppress(PeerError):
                 reply = await self.wire.call(peer, "manifest", Message(), timeout_s=CALL_S)
                 if reply.blobs and hashlib.sha256(reply.blobs[0]).hexdigest() == self.options.run:
@@ -129,17 +150,30 @@ class Member:
 
     # taking part
 
-    async def download(self, rules: Rules, parameters: int, on_progress: Callable[[float], None]) -> Tip:
-        """One try. Raises TransferFailed."""
-        return await Download(self.wire, self.directory, rules, parameters, on_progress).run(self._rng)
+    async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
+        """One try. Raises TransferFailed, or MachineError where the disk does not take it."""
+        if self._download is None:
+            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng)
+        return await self._download.run(target, on_progress)
 
     def serve_state(self, source: StateSource) -> None:
-        StateServer(self.wire, source)
+        self._wanted_since = source.wanted_since
+        StateServer(self.wire, source, self._digest_at, self._uplink_is_busy, self._befall)
 
-    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[str], None]) -> None:
-        """Rounds from this tip on. `on_lost`, with the reason: only a download leads back to the others."""
-        store = ResultStore(self.options.data_dir / "cache")
-        self.rounds = Rounds(self.wire, self.directory, rules, Chain(tip, store), self.options.faults, deliver)
+    async def _befall(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
+        return blobs if self.rounds is None else await self.rounds.mishaps.serve(blobs)
+
+    def _digest_at(self, head: str) -> str | None:
+        return self.rounds.chain.digest_at(head) if self.rounds is not None else None
+
+    def _uplink_is_busy(self) -> bool:
+        return self.rounds is not None and self.rounds.stage in ("reduce", "commit")
+
+    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
+        """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
+        chain = Chain(tip, ResultStore(self._cache))
+        chain.wanted_since = self._wanted_since
+        self.rounds = Rounds(self.wire, self.directory, rules, chain, self.options.faults, deliver)
         self.show_tip(tip)
         self._catch_up = CatchUp(self.wire, self.directory, self.rounds, on_lost)
         self.run(self.rounds.run(), self._catch_up.run())
@@ -171,18 +205,22 @@ class Member:
 
     async def _refresh(self) -> None:
         addresses = tuple(await self.wire.addresses())
-        self.directory.say(addresses=addresses[:16])
         live = self.directory.live()
         reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
-        direct = [a for a in addresses if "/p2p-circuit" not in a]
+        inbound = self.directory.me.inbound
+        relayed = any("/p2p-circuit" in address for address in addresses)
+        self.discovery.is_reached = self.reachability.is_inbound is True
+        reached_through: Literal["direct", "relay"] = "relay" if relayed and not inbound else "direct"
+        self.directory.say(addresses=addresses[:16], transport=reached_through)
         self.view = View(
             peer_id=self.wire.peer_id,
             rows=tuple(self.directory.rows()),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
-            addresses=addresses,
-            reachability="direct" if direct else "relay" if addresses else "none",
+            addresses=addresses if inbound else self._others_addresses(),
+            reachability="direct" if inbound else "relay" if relayed else "none",
+            reachability_reason=self.reachability.reason,
             stage=self.rounds.stage if self.rounds else "idle",
             waiting_reason=reason,
             waiting_code=code,
@@ -191,6 +229,11 @@ class Member:
             rejected=dict(self.wire.traffic.rejected),
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
+
+    def _others_addresses(self) -> tuple[str, ...]:
+        """Who is invited by a node that cannot be called begins with peers that can."""
+        callable_ = [record for record in self.directory.live()[1:] if record.inbound]
+        return tuple(a for r in callable_[:INVITED] for a in r.addresses if a.endswith(r.peer_id))[:16]
 
     async def close(self, phase: Phase) -> None:
         """Say goodbye as `phase`, and let go. Bounded to a few seconds."""
@@ -217,6 +260,12 @@ async def start_member(options: MemberOptions) -> Member:
         phase=Phase.CONNECTING,
         addresses=tuple((await wire.addresses())[:16]),
     )
-    member = Member(options, wire, Directory(identity, record, asyncio.get_running_loop().time))
-    member.run(member.gossip.run(), member.discovery.run(), member.keep_view())
+    member = Member(options, wire, Directory(identity, record, AwakeClock(asyncio.get_running_loop().time)))
+    member.run(
+        member.gossip.run(),
+        member.discovery.run(),
+        member.discovery.hold(),
+        member.reachability.run(),
+        member.keep_view(),
+    )
     return member

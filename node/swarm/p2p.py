@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -26,7 +26,9 @@ from node.errors import PeerError, SwarmError
 from node.status import Channel
 from node.swarm.base import (
     MAX_HEADER_BYTES,
+    MAX_REPLY_BYTES,
     STALL_S,
+    Busy,
     Message,
     Service,
     Traffic,
@@ -59,6 +61,9 @@ class P2PWire:
         self._services: dict[str, Service] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._connected: set[str] = set()
+        self._closed_to_dials: set[str] = set()
+        """Peers without an inbound port: called over the connection that they have opened, or not at all."""
+        self._busy = Busy()
         self._streams: set[asyncio.Task[Any]] = set()
 
     # calling
@@ -66,12 +71,14 @@ class P2PWire:
     def serve(self, services: Mapping[str, Service]) -> None:
         self._services.update(services)
 
-    async def call(self, peer_id: str, verb: str, message: Message, *, timeout_s: float) -> Message:
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
         if peer_id == self.peer_id:
             return await self._call_self(verb, message, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._call_remote(peer_id, verb, message)
+                return await self._call_remote(peer_id, verb, message, max_reply_bytes)
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
         except _FOREIGN as exc:
@@ -86,7 +93,7 @@ class P2PWire:
         except TimeoutError as exc:
             raise late(self.peer_id, verb, timeout_s) from exc
 
-    async def _call_remote(self, peer_id: str, verb: str, message: Message) -> Message:
+    async def _call_remote(self, peer_id: str, verb: str, message: Message, max_reply_bytes: int) -> Message:
         await self._ensure_connected(peer_id)
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
         service = self._services.get(verb)
@@ -94,7 +101,7 @@ class P2PWire:
         # Beside the reading: a peer may refuse, and hang up, before it has read it all.
         sending = asyncio.create_task(_write(writer, verb, message))
         try:
-            status, reply, size = await _read(reader, lambda _: 2**40)
+            status, reply, size = await _read(reader, lambda _: max_reply_bytes)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
@@ -115,12 +122,14 @@ class P2PWire:
         self._streams.add(task)
         caller = info.peer_id.to_base58()
         channel = Channel.DHT
+        held = ExitStack()
         try:
             try:
                 verb, message, size = await _read(reader, self._limit, STALL_S)
                 service = self._services[verb]
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
+                held.enter_context(self._busy.answering(verb, service, caller))
                 status, reply = "ok", await answer(service, caller, message)
             except SwarmError as exc:
                 self.traffic.reject(exc)
@@ -129,12 +138,14 @@ class P2PWire:
             # Not `+= await`: that reads the total before it waits, and loses what other streams add meanwhile.
             sent_bytes = await _write(writer, status, reply)
             self.traffic.sent_bytes[channel] += sent_bytes
+            held.close()
             await _linger(reader)
         except _FOREIGN as exc:
             logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
         except asyncio.CancelledError:
             logger.debug("a stream of %s ends with this wire", caller[-6:])
         finally:
+            held.close()
             self._streams.discard(task)
             writer.close()
 
@@ -145,11 +156,16 @@ class P2PWire:
 
     # finding each other
 
-    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Remember where a peer says it listens; used when libp2p does not know the way."""
+    def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
+        """Remember where a peer says it listens; used when libp2p does not know the way. `inbound`: can be dialed."""
         self._addresses[peer_id] = tuple(addresses)
+        (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
     async def _ensure_connected(self, peer_id: str) -> None:
+        if peer_id in self._closed_to_dials:
+            if peer_id not in await self.transports():
+                raise PeerError(f"peer {peer_id[-6:]} takes no calls and has not called this node", code="not_dialed")
+            return
         if peer_id in self._connected or peer_id not in self._addresses:
             return
         await self.connect([address for address in self._addresses[peer_id] if address.endswith(peer_id)])
@@ -172,6 +188,36 @@ class P2PWire:
         """Where this node can be reached, each ending in /p2p/PEER_ID."""
         maddrs = await self._p2p.get_visible_maddrs(latest=True)
         return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
+
+    async def hold(self, peer_ids: Sequence[str]) -> None:
+        """Open the connections to these peers that are missing. One that cannot be opened is tried again next time."""
+        try:
+            there = await self.transports()
+        except _FOREIGN as exc:
+            logger.debug("libp2p's daemon does not tell its peers: %r", exc)
+            return
+        missing = [peer_id for peer_id in peer_ids if peer_id not in there and peer_id in self._addresses]
+        self._connected.difference_update(missing)
+        for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
+            if error is not None and not isinstance(error, PeerError):
+                raise error
+
+    async def drop(self, peer_id: str) -> None:
+        """Close the connection to a peer, so that the next call opens another."""
+        self._connected.discard(peer_id)
+        with suppress(*_FOREIGN):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._client.disconnect(PeerID.from_base58(peer_id))
+
+    async def seen_at(self, peer_id: str) -> str:
+        """The IP address at which this node sees a peer; empty where it does so through a relay only, or not at all."""
+        try:
+            infos = await self._client.list_peers()
+        except _FOREIGN as exc:
+            raise PeerError("libp2p's daemon does not tell its peers", code="internal") from exc
+        seen = [str(a) for info in infos if info.peer_id.to_base58() == peer_id for a in info.addrs]
+        direct = [address.split("/") for address in seen if "p2p-circuit" not in address]
+        return next((parts[2] for parts in direct if parts[1] in ("ip4", "ip6")), "")
 
     async def transports(self) -> dict[str, str]:
         """`direct` or `relay` for every peer libp2p is connected with."""
@@ -268,7 +314,9 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P
     """Start p2pd, attach hivemind to it, and answer. Raises UsageError or SwarmError."""
     daemon = await start_daemon(options)
     try:
-        p2p = await P2P.replicate(daemon.control)
+        # hivemind's own sockets go where the next start of this node looks for what a killed one left.
+        placed: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
+        p2p = await placed.replicate(daemon.control)
         client = await Client.create(daemon.control, daemon.client_address())
         dht = await DHTNode.create(p2p=p2p, record_validator=validator)
         wire = P2PWire(daemon, p2p, client, dht)

@@ -11,9 +11,7 @@ import json
 import logging
 import secrets
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -21,6 +19,7 @@ from pathlib import Path
 from hivemind.utils.multiaddr import Multiaddr
 
 from node.errors import SwarmError, UsageError
+from node.swarm.sockets import SocketFolder, open_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +76,19 @@ class Daemon:
 
     process: asyncio.subprocess.Process
     control: Multiaddr
-    folder: Path
+    sockets: SocketFolder
     died: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
     _stopping: bool = False
 
+    @property
+    def socket_prefix(self) -> str:
+        """What the address of any socket of this node begins with."""
+        return f"/unix{self.sockets.path}/"
+
     def client_address(self) -> Multiaddr:
         """A fresh unix socket for one more client."""
-        return Multiaddr(f"/unix{self.folder}/{secrets.token_hex(4)}")
+        return Multiaddr(f"{self.socket_prefix}{secrets.token_hex(4)}")
 
     async def stop(self) -> None:
         """Ask, then kill; bounded by STOP_TIMEOUT_S."""
@@ -98,10 +102,7 @@ class Daemon:
                 await self.process.wait()
         if self._reader is not None:
             await self._reader
-        for path in self.folder.glob("*"):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.folder.rmdir()
+        self.sockets.close()
 
     async def _follow(self) -> None:
         assert self.process.stdout is not None
@@ -114,8 +115,8 @@ class Daemon:
 
 async def start_daemon(options: DaemonOptions) -> Daemon:
     """Start p2pd and wait until it answers. Raises UsageError where the port is taken, SwarmError otherwise."""
-    folder = Path(tempfile.mkdtemp(prefix="diloco-"))
-    control = Multiaddr(f"/unix{folder}/control")
+    sockets = open_sockets(options.identity_file.parent)
+    control = Multiaddr(f"/unix{sockets.path}/control")
     with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(binary), f"-listen={control}", *options.arguments()),
@@ -123,7 +124,7 @@ async def start_daemon(options: DaemonOptions) -> Daemon:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-    daemon = Daemon(process, control, folder)
+    daemon = Daemon(process, control, sockets)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await _wait_ready(process, options)

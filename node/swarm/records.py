@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -48,8 +49,12 @@ class Join(Content):
     tokens: int = Field(ge=1, lt=2**48)
     step_s: float = Field(gt=0, lt=1e6)
     """Its seconds per inner step."""
+    norm: float = Field(ge=0, lt=1e19)
+    """L2 norm of what it sends, as decoded. All clip by these, so that all get the same mean."""
     reduces: bool = True
     """Whether others can reach it, so that it may reduce."""
+    upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
+    """What it has measured of its uplink; 0: nothing yet. Decides how much it reduces."""
 
 
 class Plan(Content):
@@ -94,6 +99,17 @@ class Proof(Content):
     """The chunk hashes behind `results`, hex, concatenated."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the manifest allows in any document of the run."""
+
+    run: str
+    chunks: int
+    min_peers: int
+    max_tokens: int
+    """Of one contribution: tokens are self-declared."""
+
+
 Model = TypeVar("Model", bound=Content)
 
 
@@ -134,47 +150,66 @@ def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
     return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
 
 
-def check_plan(plan: Plan, *, run: str, parent: str, chunks: int) -> dict[str, Join]:
+def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
+    """Signed, for this round, and of no more weight than one may have. Raises PeerError."""
+    join = read(document, Join)
+    if join.run != bounds.run or join.parent != parent:
+        raise PeerError("a join for another round, or of another run")
+    if join.tokens > bounds.max_tokens:
+        raise PeerError(f"a join claims {join.tokens} tokens; {bounds.max_tokens} are allowed", code="bad_weight")
+    return join
+
+
+def check_plan(plan: Plan, bounds: Bounds, parent: str) -> dict[str, Join]:
     """Every join signed and for this round, every chunk owned by a member. Returns the joins; raises PeerError."""
-    if plan.run != run or plan.parent != parent:
+    if plan.run != bounds.run or plan.parent != parent:
         raise PeerError("a plan is for another round")
     if list(plan.members) != sorted(set(plan.members)):
         raise PeerError("a plan does not list its members once each, by peer id")
-    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != chunks:
+    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != bounds.chunks:
         raise PeerError("a plan's reducers are not its members, or leave chunks out")
     if plan.owners and not 0 <= min(plan.owners) <= max(plan.owners) < len(plan.reducers):
         raise PeerError("a plan names a reducer that does not exist")
-    joins = {join.signer: read(join, Join) for join in plan.joins}
-    if any(join.run != run or join.parent != parent for join in joins.values()):
-        raise PeerError("a plan holds a join for another round")
-    return joins
+    return {document.signer: check_join(document, bounds, parent) for document in plan.joins}
 
 
-def check_proof(proof: Proof, *, run: str, chunks: int, min_peers: int) -> tuple[Outcome, dict[str, Join]]:
-    """The outcome and its joins, if it is committed, whatever its parent. Raises PeerError."""
+def check_proof(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+    """The outcome and its joins, if it is committed, whatever its parent. Raises PeerError. Heavy: many signatures."""
+    outcome, joins = check_light(proof, bounds)
+    check_hashes(outcome, split_hashes(proof.hashes), bounds)
+    return outcome, joins
+
+
+def check_light(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+    """As `check_proof`, for one that came without its hashes: it shows the line, but not what it averaged."""
     outcome = read(proof.outcome, Outcome)
-    hashes = split_hashes(proof.hashes)
-    joins = check_outcome(outcome, run=run, chunks=chunks, hashes=hashes, min_peers=min_peers)
-    if len(set(proof.group)) < min_peers:
+    joins = check_outcome(outcome, bounds)
+    if len(set(proof.group)) < bounds.min_peers:
         raise PeerError("a proof is of a smaller group than the run allows")
-    head = proof.outcome.hash
-    votes = [p for p in set(proof.group) if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))]
-    if len(votes) * 2 <= len(set(proof.group)):
+    if 2 * len(voters(proof)) <= len(set(proof.group)):
         raise PeerError("a proof has not been accepted by more than half of its group", code="bad_signature")
     return outcome, joins
 
 
-def check_outcome(
-    outcome: Outcome, *, run: str, chunks: int, hashes: Sequence[bytes], min_peers: int
-) -> dict[str, Join]:
-    joins = check_plan(outcome.plan, run=run, parent=outcome.plan.parent, chunks=chunks)
+def voters(proof: Proof) -> set[str]:
+    """Members of the group whose vote for the outcome is valid."""
+    head = proof.outcome.hash
+    return {p for p in proof.group if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))}
+
+
+def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
+    """Every name in it has joined. Returns the joins; raises PeerError."""
+    joins = check_plan(outcome.plan, bounds, outcome.plan.parent)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
-    if len(outcome.included) < min_peers:
+    if len(outcome.included) < bounds.min_peers:
         raise PeerError("an outcome includes fewer peers than the run allows")
-    if len(hashes) != chunks or results_root(hashes) != outcome.results:
-        raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
     return joins
+
+
+def check_hashes(outcome: Outcome, hashes: Sequence[bytes], bounds: Bounds) -> None:
+    if len(hashes) != bounds.chunks or results_root(hashes) != outcome.results:
+        raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
 
 
 def split_hashes(text: str) -> list[bytes]:

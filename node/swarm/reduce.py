@@ -7,6 +7,7 @@ came until the round is committed, so nothing is ever half-averaged.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.diloco.aggregate import weighted_mean
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import Codec
 from node.errors import PeerError
+
+NORM_TOLERANCE = 1e-3
+"""Relative. Sums in fp32 are off by less than 1e-4, and a mean's own encoding adds less than 1e-3 (fp16)."""
+TINY_NORM = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,10 @@ class Grid:
             vector[start:end] = self.codec.decode(data, end - start)
         return vector
 
+    def norm(self, chunks: Sequence[bytes]) -> float:
+        """L2 norm of an encoded vector, as every decoder gets it."""
+        return math.sqrt(sum(square_norm(self.codec.decode(c, self.elements(i))) for i, c in enumerate(chunks)))
+
     def check(self, chunk: int, data: bytes) -> None:
         """Raises PeerError unless `data` is this chunk: right size, finite values."""
         if len(data) != self.codec.encoded_bytes(self.elements(chunk)):
@@ -57,10 +66,13 @@ class Grid:
 class Bench:
     """One reducer in one attempt. `take` and `arrived` run on the swarm's loop, `average` may run in a thread."""
 
-    def __init__(self, grid: Grid, chunks: Sequence[int], weights: Mapping[str, int]) -> None:
+    def __init__(
+        self, grid: Grid, chunks: Sequence[int], weights: Mapping[str, int], norms: Mapping[str, float]
+    ) -> None:
+        """`weights`, `norms`: tokens and L2 norm of each member's whole contribution, as it has signed them."""
         self.chunks = tuple(chunks)
         self._grid = grid
-        self._weights = dict(weights)
+        self._weights, self._norms = dict(weights), dict(norms)
         self._parts: dict[str, Mapping[int, bytes]] = {}
         self._refused: set[str] = set()
         self._changed = asyncio.Event()
@@ -97,18 +109,35 @@ class Bench:
             pass  # Who is not here by now is left out, for everybody alike.
         return sorted(self._parts)
 
-    def average(self, included: Sequence[str]) -> dict[int, bytes]:
-        """The encoded weighted mean of each chunk, added up in the order given (by peer id), encoded once."""
+    def average(self, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
+        """Of each chunk the encoded, clipped, weighted mean, added up in the order given (by peer id), encoded once.
+
+        Also each sender's sum of squares over these chunks: all reducers' together must be the norm that it signed.
+        """
         missing = [peer for peer in included if peer not in self._parts]
         if missing:
             raise PeerError(f"asked to include {len(missing)} contributions that are not here")
         weights = [self._weights[peer] for peer in included]
-        means = {}
+        scales = clip_scales([self._norms[peer] for peer in included], weights)
+        means, squares = {}, dict.fromkeys(included, 0.0)
         for chunk in self.chunks:
             n = self._grid.elements(chunk)
             parts = [self._grid.codec.decode(self._parts[peer][chunk], n) for peer in included]
-            means[chunk] = self._grid.codec.encode(weighted_mean(parts, weights))
-        return means
+            for peer, part in zip(included, parts, strict=True):
+                squares[peer] += square_norm(part)
+            means[chunk] = self._grid.codec.encode(weighted_mean(parts, weights, scales))
+        return means, squares
+
+
+def misdeclared(norm: float, squares: Sequence[float]) -> bool:
+    """Whether these sums of squares are not those of a vector with this norm."""
+    total = sum(squares)
+    return not math.isfinite(total) or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
+
+
+def exceeds(mean: Tensor, bound: float) -> bool:
+    """Whether a mean, fp32 [P], is longer than the contributions behind it allow."""
+    return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE) + TINY_NORM
 
 
 def chunk_hash(data: bytes) -> bytes:

@@ -6,12 +6,17 @@ All functions are deterministic in their arguments, so that any node can compute
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 GRACE_S = 2.0
 GRACE_RATIO = 0.1
+FASTEST_BYTES_S = 125e6
+"""1 Gbit/s: whoever claims more gets no more."""
+SLOWEST_HALVINGS = 10
 STEPS_PATIENCE_RATIO = 3.0
 """Under `steps`, a round waits for a live member that is slow for at most so many usual rounds."""
 
@@ -24,6 +29,12 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
 def leader_of(parent: str, peer_ids: Sequence[str], attempt: int) -> str:
     order = leader_order(parent, peer_ids)
     return order[attempt % len(order)]
+
+
+def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:
+    """`leader` of the first attempt, `other` for who leads the second; empty for the rest."""
+    place = leader_order(parent, peer_ids).index(peer_id) if peer_id in peer_ids else len(peer_ids)
+    return {0: "leader", 1: "other"}.get(place, "")
 
 
 def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
@@ -39,6 +50,20 @@ def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
     for index, end in enumerate(ends):
         owners += [index] * (end - len(owners))
     return tuple(owners)
+
+
+def capacities(declared_bytes_s: Sequence[float]) -> list[float]:
+    """Shares of the reducing, relative to the fastest's 1.0, from what each says it can upload (0: not known yet).
+
+    Who does not know counts as the median of those that do. In powers of two below the fastest: what equal machines
+    measure differs by less, so they get equal shares.
+    """
+    known = [min(rate, FASTEST_BYTES_S) for rate in declared_bytes_s if rate > 0]
+    if not known:
+        return [1.0] * len(declared_bytes_s)
+    fastest, usual = max(1.0, *known), statistics.median(known)
+    rates = [min(rate, FASTEST_BYTES_S) if rate > 0 else usual for rate in declared_bytes_s]
+    return [2.0 ** -min(SLOWEST_HALVINGS, math.floor(math.log2(fastest / max(rate, 1.0)))) for rate in rates]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +127,19 @@ def _holds_majority(seen: Gathering) -> bool:
     live = set(seen.live)
     voters = [peer for peer in seen.last_weights if peer in live]
     return not voters or 2 * sum(peer in seen.ready for peer in voters) > len(voters)
+
+
+def supported(votes: Collection[str], last: Collection[str], stands: Mapping[str, bool]) -> bool:
+    """Whether a committed outcome speaks for the contributors to the last record, as far as they live.
+
+    `stands`: live members, and whether they still stand where this node does. More than half of the living contributors
+    among the voters is support. Without it, an outcome is refused only while more than half of them still stand here:
+    they would have to know. So nobody commits for the others behind their backs, and a survivor is believed.
+    """
+    living = [peer for peer in last if peer in stands]
+    if 2 * sum(peer in votes for peer in living) > len(living):
+        return True
+    return 2 * sum(stands[peer] for peer in living) <= len(living)
 
 
 def _holds_quorum(rule: Quorum, seen: Gathering) -> bool:

@@ -14,21 +14,26 @@ from pathlib import Path
 
 from node.errors import PeerError, RoundFailed
 from node.swarm.base import Message, Wire
+from node.swarm.calls import while_live
+from node.swarm.directory import Directory
 from node.swarm.records import Outcome
 from node.swarm.reduce import Grid, chunk_hash
 
 logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 8
+MAX_KEPT_ROUNDS = 72
+"""While somebody downloads an older state. A slower one begins again, from a newer state."""
 
 
 class ResultStore:
-    """The encoded means of the last KEPT_ROUNDS rounds, one file a round, found by chunk hash."""
+    """The encoded means of the last `kept_rounds` rounds, one file a round, found by chunk hash."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for left_over in folder.glob("results-*.bin"):
             left_over.unlink()
+        self.kept_rounds = KEPT_ROUNDS
         self._folder = folder
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
 
@@ -45,7 +50,7 @@ class ResultStore:
             logger.warning("A round's result could not be kept for late peers in %s: %s.", self._folder, exc.strerror)
             return
         self._rounds[head] = index
-        while len(self._rounds) > KEPT_ROUNDS:
+        while len(self._rounds) > self.kept_rounds:
             old, _ = self._rounds.popitem(last=False)
             self._path(old).unlink(missing_ok=True)
 
@@ -62,14 +67,27 @@ class ResultStore:
         return self._folder / f"results-{head[:16]}.bin"
 
 
+def kept_rounds(newest: int, wanted_since: int | None) -> int:
+    """Rounds whose results are kept, so that a state of round `wanted_since` can be brought up to date."""
+    wanted = newest - wanted_since + 1 if wanted_since is not None else 0
+    return min(MAX_KEPT_ROUNDS, max(KEPT_ROUNDS, wanted))
+
+
 class Results:
     """Chunks of the round in progress, and the way to those that others have."""
 
     def __init__(
-        self, wire: Wire, grid: Grid, store: ResultStore, timeout_s: float, others: Callable[[], Iterable[str]]
+        self,
+        wire: Wire,
+        directory: Directory,
+        grid: Grid,
+        store: ResultStore,
+        timeout_s: float,
+        others: Callable[[], Iterable[str]],
     ) -> None:
         """`others`: peers that may be asked, best first."""
-        self._wire, self._grid, self._store, self._timeout_s, self._others = wire, grid, store, timeout_s, others
+        self._wire, self._directory, self._grid = wire, directory, grid
+        self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
         self._running: dict[str, asyncio.Future[list[bytes]]] = {}
 
@@ -130,7 +148,9 @@ class Results:
         """Take what is right of what a peer gives; what is not stays missing."""
         request = Message({"hashes": [hashes[chunk] for chunk in chunks]})
         try:
-            reply = await self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s)
+            size = self._grid.encoded_bytes()
+            call = self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s, max_reply_bytes=size)
+            reply = await while_live(self._directory, peer, call)
             for chunk, data in zip(chunks, reply.blobs, strict=False):
                 if chunk_hash(data) != hashes[chunk]:
                     raise PeerError(f"chunk {chunk} has a wrong hash")

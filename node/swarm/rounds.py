@@ -11,32 +11,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
+from node.swarm.adopt import Adoption
 from node.swarm.answers import Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, raise_failure
 from node.swarm.base import Message, Wire
-from node.swarm.chain import Chain, Outer, Tip, next_tip
+from node.swarm.calls import while_live
+from node.swarm.chain import Chain, Outer, Tip
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
+from node.swarm.mishaps import Mishaps
 from node.swarm.records import (
+    Bounds,
     Document,
     Join,
     Outcome,
     Plan,
     Proof,
-    check_proof,
-    included_joins,
     parse,
-    sign,
-    split_hashes,
 )
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import Quorum, leader_of
+from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, Quorum, leader_of
 from node.swarm.results import Results
+from node.swarm.uplink import Uplink
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,9 @@ CALL_S = 5.0
 """For calls whose answer needs no waiting and no bulk."""
 REJOIN_S = 1.0
 BACK_OFF_S = 0.3
+LEADER_PATIENCE_S = 45.0
+MAX_RAISES = 64
+"""Attempts of one round that one peer may begin."""
 SLOWEST_BYTES_PER_S = 250_000.0
 """Bulk transfers may take as long as at this rate (2 Mbit/s), and FIXED_S."""
 FIXED_S = 15.0
@@ -57,6 +62,12 @@ class Rules:
     grid: Grid
     quorum: Quorum
     outer: Outer
+    max_tokens: int
+    """Most tokens that one contribution may weigh."""
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.run, len(self.grid.bounds), self.quorum.min_peers, self.max_tokens)
 
     @property
     def bulk_s(self) -> float:
@@ -88,7 +99,10 @@ class Rounds:
         self.clock = asyncio.get_running_loop().time
         self.behind = asyncio.Event()
         """Somebody is ahead of this node; `state` catches up."""
-        self.results = Results(wire, rules.grid, chain.store, rules.bulk_s, self._others)
+        self.results = Results(wire, directory, rules.grid, chain.store, rules.bulk_s, self._others)
+        self.uplink = Uplink()
+        self.mishaps = Mishaps(self)
+        self.adoption = Adoption(self)
         self._deliver = deliver
         self._attempts: dict[int, Attempt] = {}
         self.number = 0
@@ -96,8 +110,12 @@ class Rounds:
         self.accepted: Accepted | None = None
         self.shunned: set[str] = set()
         """Members that failed an attempt that this node led: left out of its next plans for this round."""
+        self.false_claims: dict[str, str] = {}
+        """Peer id to a head that it said to be further, and could not show."""
+        self.wronged = False
+        """A result of this round was refused: whoever leads trusts no reducer but itself."""
+        self._raised: Counter[str] = Counter()
         self._offered = asyncio.Event()
-        self._adopting = asyncio.Lock()
         self._background: set[asyncio.Future[Any]] = set()
         self.stage, self._stage_at_s, self._stage_s = "idle", self.clock(), dict[str, float]()
         wire.serve(Answers(self).services())
@@ -137,6 +155,7 @@ class Rounds:
                 attempt.fail(exc)
                 attempt.stop()
                 failures += 1
+                self.wronged |= exc.code in ("rejected", "bad_norm")
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
                 self._deliver(RoundFailed(str(exc), code=exc.code))
                 self.number = max(self.number, attempt.number + 1)
@@ -145,12 +164,22 @@ class Rounds:
 
     async def _attend(self, attempt: Attempt, mine: Contribution) -> None:
         """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
-        await self.faults.at("rendezvous", self.next_round)
-        content = Join(run=self.rules.run, parent=mine.parent, tokens=mine.tokens, step_s=mine.step_s)
-        join = sign(self.directory.identity, content)
-        strange = 0
+        await self.mishaps.at("rendezvous")
+        content = Join(
+            run=self.rules.run,
+            parent=mine.parent,
+            tokens=mine.tokens,
+            step_s=mine.step_s,
+            norm=mine.norm,
+            reduces=self.directory.me.inbound,
+            upload_bytes_s=self.uplink.bytes_s,
+        )
+        join = self.mishaps.join(self.directory.identity, content)
+        strange, patient_until_s = 0, self.clock() + self._patience_s()
         while not attempt.planned.is_set():
-            target = leader_of(mine.parent, [r.peer_id for r in self.directory.members()], attempt.number)
+            if self._enough_members() and self.clock() > patient_until_s:
+                raise RoundFailed("the leader closes no group", code="leader_lost")
+            target = leader_of(mine.parent, self.directory.leaders(), attempt.number)
             status = await self._join(attempt, target, join)
             if status == "ahead" or attempt.ended.is_set():
                 break
@@ -167,13 +196,21 @@ class Rounds:
             await _first((attempt.ended,), 0.5)
         raise_failure(attempt)
 
+    def _patience_s(self) -> float:
+        """Longer than any rule keeps a group open: a leader that takes more time is none."""
+        return LEADER_PATIENCE_S + STEPS_PATIENCE_RATIO * (self.chain.tip.round_s or 0.0)
+
+    def _enough_members(self) -> bool:
+        return len(self.directory.members()) >= self.rules.quorum.min_peers
+
     async def _join(self, attempt: Attempt, target: str, join: Document) -> str:
         """Tell the leader that this node is ready. Returns what it says; raises PeerError where it is gone."""
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump()}
         if self.accepted is not None:
             header["accepted"] = [self.accepted.attempt, self.accepted.outcome.model_dump(), self.accepted.hashes]
         try:
-            reply = await self.wire.call(target, "join", Message(header), timeout_s=CALL_S)
+            call = self.wire.call(target, "join", Message(header), timeout_s=CALL_S)
+            reply = await while_live(self.directory, target, call)
         except PeerError as exc:
             if exc.code in ("unreachable", "timeout"):
                 self.directory.suspect(target)
@@ -195,20 +232,25 @@ class Rounds:
 
     async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         """Give every reducer its chunks."""
-        await self.faults.at("reduce", self.next_round)
+        await self.mishaps.at("reduce")
+        mine = replace(mine, chunks=self.mishaps.spoil("reduce", mine.chunks))
         await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in plan.reducers))
 
     async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         chunks = plan.chunks_of(peer)
         message = Message(self._key(attempt) | {"chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])
+        began_s = self.clock()
         try:
-            await self.wire.call(peer, "contribute", message, timeout_s=self.rules.bulk_s)
+            call = self.wire.call(peer, "contribute", message, timeout_s=self.rules.bulk_s)
+            await while_live(self.directory, peer, call)
+            if peer != self.me:
+                self.uplink.sent(attempt.parent, message.blob_bytes, self.clock() - began_s)
         except PeerError as exc:
             # The reducer, not the sender, decides what arrived; the leader hears it from there.
             logger.info("Reducer %s did not take this node's chunks: %s", peer[-6:], exc)
 
     def _others(self) -> list[str]:
-        return [record.peer_id for record in self.directory.members()]
+        return [r.peer_id for r in self.directory.members() if self.directory.can_call(r)]
 
     # attempts
 
@@ -217,13 +259,16 @@ class Rounds:
             self._attempts[number] = Attempt(self.chain.tip.head, number)
         return self._attempts[number]
 
-    def enter(self, parent: str, number: int) -> Attempt:
+    def enter(self, parent: str, number: int, caller: str) -> Attempt:
         """The attempt that a peer speaks of, if it may. A higher one than any before supersedes those."""
         if parent != self.chain.tip.head:
             raise PeerError("that is not the round this node is in", code="round_failed")
         if number < self.number:
             raise PeerError("a later attempt is under way", code="round_failed")
         if number > self.number:
+            self._raised[caller] += 1
+            if self._raised[caller] > MAX_RAISES or not self.directory.is_member(caller):
+                raise PeerError("this peer may not begin another attempt", code="round_failed")
             self.number = number
             for old in self._attempts.values():
                 if old.number < number:
@@ -237,36 +282,8 @@ class Rounds:
     # commit
 
     async def adopt(self, proof: Proof) -> bool:
-        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
-        outcome, joins = await asyncio.to_thread(
-            check_proof,
-            proof,
-            run=self.rules.run,
-            chunks=len(self.rules.grid.bounds),
-            min_peers=self.rules.quorum.min_peers,
-        )
-        async with self._adopting:
-            if outcome.plan.parent != self.chain.tip.head:
-                if outcome.round > self.next_round:
-                    self.behind.set()
-                return False
-            hashes = split_hashes(proof.hashes)
-            chunks = await self.results.complete(outcome, hashes)
-            mean = await asyncio.to_thread(self.rules.grid.decode, chunks)
-            self.enter_stage("apply")
-            if outcome.round != self.next_round:
-                raise PeerError(f"an outcome calls round {self.next_round} round {outcome.round}")
-            included = included_joins(outcome, joins)
-            tip = await asyncio.to_thread(
-                next_tip, self.chain.tip, self.rules.outer, mean, proof, included, self.clock()
-            )
-            await asyncio.to_thread(self.chain.store.put, tip.head, hashes, chunks)
-            if outcome.plan.parent != self.chain.tip.head:
-                return False  # This node has started again from a downloaded state meanwhile.
-            self._commit(tip, outcome, proof)
-            if self.faults.corrupts("apply", tip.round):
-                tip.state.anchor[0] += 1.0
-            return True
+        """Commit what the proof stands for. False if it is not about this node's next round; raises PeerError."""
+        return await self.adoption.adopt(proof)
 
     async def adopt_quietly(self, proof: Proof) -> None:
         try:
@@ -275,7 +292,7 @@ class Rounds:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
 
-    def _commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
+    def commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
         mine = self.mine
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
@@ -293,6 +310,9 @@ class Rounds:
         self._attempts, self.number = {}, 0
         self.mine, self.accepted = None, None
         self.shunned = set()
+        self.wronged = False
+        self._raised.clear()
+        self.adoption.clear()
         self.results.clear()
 
     def restart_at(self, tip: Tip) -> None:

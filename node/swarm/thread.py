@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from node.errors import RoundFailed, SwarmError
 from node.status import Phase
 from node.swarm.attempt import Contribution
+from node.swarm.catchup import Loss
 from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
+from node.swarm.faults import Faults
 from node.swarm.member import Member, MemberOptions, View, start_member
 from node.swarm.rounds import Committed, Rules
 from node.swarm.state import StateSource
@@ -29,7 +31,9 @@ Mail = Committed | RoundFailed | SwarmError
 class Lost(SwarmError):
     """This node's line of rounds ends here: only a download leads back to the others."""
 
-    code = "lost"
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss.reason, code="lost")
+        self.loss = loss
 
 
 class SwarmThread:
@@ -50,6 +54,10 @@ class SwarmThread:
         """Raises what the start raised."""
         self._thread.start()
         self._started.result(START_S)
+
+    @property
+    def faults(self) -> Faults:
+        return self._options.faults
 
     @property
     def view(self) -> View:
@@ -93,7 +101,7 @@ class SwarmThread:
     def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
         async def begin(member: Member) -> None:
             member.serve_state(source)
-            member.take_part(rules, tip, self.mailbox.put, lambda reason: self.mailbox.put(Lost(reason)))
+            member.take_part(rules, tip, self.mailbox.put, lambda loss: self.mailbox.put(Lost(loss)))
 
         self.start_call(begin).result(START_S)
 

@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ _DAMAGED = "damaged-"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
+
+PIN_S = 60.0
+MAX_PINNED = 2
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +88,14 @@ _META_FIELDS = tuple(f.name for f in fields(Checkpoint) if f.name not in _TENSOR
 class CheckpointStore:
     """The checkpoints of one data folder."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._keep = keep
+        self._clock = clock
+        self._asked_at_s: dict[int, float] = {}
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write it, then remove all but the newest `keep`. Returns its folder.
+        """Write it, then remove all but the newest `keep` and those that are being read. Returns its folder.
 
         Another of the same round is replaced. MachineError, and everything as before, if the disk does not take it.
         """
@@ -125,6 +131,21 @@ class CheckpointStore:
                     self._set_aside(path, exc)
         return None
 
+    def clear(self) -> None:
+        """Remove all: what they hold leads nowhere."""
+        for path in self._candidates():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def pin(self, round: int) -> None:
+        """Somebody reads it: for PIN_S from now it is not pruned. At most MAX_PINNED stay beyond the newest."""
+        self._asked_at_s[round] = self._clock()
+
+    def pinned(self) -> list[int]:
+        """Rounds that were asked for lately and are still here, the newest first; any thread may ask."""
+        since_s = self._clock() - PIN_S
+        asked = {round for round, at_s in dict(self._asked_at_s).items() if at_s > since_s}
+        return [round for round in self.rounds() if round in asked]
+
     def rounds(self) -> list[int]:
         """Rounds with a checkpoint, newest first."""
         return list(dict.fromkeys(_round(path) for path in self._candidates()))
@@ -158,7 +179,10 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _prune(self) -> None:
-        keep = set(self.rounds()[: self._keep])
+        rounds = self.rounds()
+        keep = {*rounds[: self._keep]}
+        keep |= {*[round for round in self.pinned() if round not in keep][:MAX_PINNED]}
+        self._asked_at_s = {round: at_s for round, at_s in dict(self._asked_at_s).items() if round in keep}
         for path in self._candidates():
             if _round(path) not in keep:
                 try:

@@ -22,6 +22,6 @@ def train(trainer: Trainer, round_over: Callable[[], None]) -> None:
             trainer.inner_step()
             trainer.obey_mail()
             trainer.breathe()
-        trainer.offer()
-        trainer.await_commit()
-        round_over()
+        if trainer.offer():
+            trainer.await_commit()
+            round_over()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from node.errors import RoundFailed
 from node.status import Member, Outcome, RoundRecord, Seconds, Stage, utc_now
+from node.swarm.catchup import Loss
 from node.swarm.records import Join, parse
 from node.swarm.rounds import Committed
 
@@ -56,6 +57,19 @@ def failed_record(round_: int, error: RoundFailed, swarm_tokens: int) -> RoundRe
     """An attempt that came to nothing; the round goes on with another."""
     return RoundRecord(
         round=round_, outcome=Outcome.FAILED, started_at=utc_now(), swarm_tokens=swarm_tokens, reason=str(error)
+    )
+
+
+def dropped_record(loss: Loss) -> RoundRecord:
+    """Rounds of this node's side of a split, that do not hold."""
+    first, last, tokens = loss.dropped[0].round, loss.dropped[-1].round, sum(link.tokens for link in loss.dropped)
+    which = f"round {first}" if first == last else f"rounds {first} to {last}"
+    return RoundRecord(
+        round=last,
+        outcome=Outcome.SKIPPED,
+        started_at=utc_now(),
+        head=loss.dropped[-1].head,
+        reason=f"Dropped {which} of this side of a split, {tokens} tokens: {loss.reason}.",
     )
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,16 +28,18 @@ from node.swarm.chain import Outer, Tip
 from node.swarm.faults import faults_from
 from node.swarm.identity import load_identity
 from node.swarm.member import Member, MemberOptions
+from node.swarm.offers import Target
 from node.swarm.p2pd import DaemonOptions
+from node.swarm.partial import forget
 from node.swarm.reduce import Grid
 from node.swarm.rendezvous import Quorum
 from node.swarm.rounds import Rules
-from node.swarm.state import Snapshot, most_trusted_digest, tip_of
+from node.swarm.state import Snapshot, tip_of
 from node.swarm.thread import SwarmThread
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.tensorfile import read_slice
 from node.worker.ledger import Ledger
-from node.worker.snapshot import initial_checkpoint, load_proof
+from node.worker.snapshot import initial_checkpoint, load_line, load_proof
 from node.worker.teller import Teller
 
 logger = logging.getLogger(__name__)
@@ -49,24 +51,37 @@ NOBODY_REASON = "No peer answers yet ({problem}); trying on: is the bootstrap pe
 
 
 class CheckpointSource:
-    """The newest checkpoint, as joiners are served: in memory its hash tree, on disk its tensors."""
+    """The checkpoints, as joiners are served: in memory their hash trees, on disk their tensors."""
 
-    def __init__(self, store: CheckpointStore, parameters: int) -> None:
+    def __init__(self, store: CheckpointStore, parameters: int, cache: Path) -> None:
         self._store = store
         self._parameters = parameters
-        self._newest: Snapshot | None = None
+        self._cache = cache
+        self._kept: tuple[Snapshot, ...] = ()
+        """The newest first."""
 
     def publish(self, tip: Tip) -> None:
-        """A checkpoint of this tip is on disk."""
-        self._newest = Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+        """A checkpoint of this tip is on disk; what was downloaded for it is of no more use."""
+        new = Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+        on_disk = set(self._store.rounds())
+        self._kept = (new, *(old for old in self._kept if old.round != new.round and old.round in on_disk))
+        forget(self._cache)
 
-    def newest(self) -> Snapshot | None:
-        return self._newest
+    def find(self, name: str = "") -> Snapshot | None:
+        for snapshot in self._kept:
+            if not name or snapshot.head == name or snapshot.digest.startswith(name):
+                self._store.pin(snapshot.round)
+                return snapshot
+        return None
 
-    def leaf(self, round: int, index: int) -> bytes:
-        path = self._store.outer_file(round)
+    def wanted_since(self) -> int | None:
+        return min(self._store.pinned(), default=None)
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        snapshot = self.find(digest)
+        path = self._store.outer_file(snapshot.round) if snapshot is not None else None
         if path is None:
-            raise LookupError(f"no checkpoint of round {round}")
+            raise LookupError("that state is not kept")
         per_vector = len(leaf_bounds(self._parameters))
         which, place = divmod(index, per_vector)
         start, end = leaf_bounds(self._parameters)[place]
@@ -89,10 +104,22 @@ class Session:
 
 
 class Opening:
-    """The steps to a session. `check` raises when the worker is asked to stop."""
+    """The steps to a session. `check` raises when the worker is asked to stop.
 
-    def __init__(self, start: Start, config: Config, teller: Teller, ledger: Ledger, check: Callable[[], None]) -> None:
+    `prepare` is called as soon as it is known what will be trained, before a state is downloaded.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        config: Config,
+        teller: Teller,
+        ledger: Ledger,
+        check: Callable[[], None],
+        prepare: Callable[[Manifest], None],
+    ) -> None:
         self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
+        self._prepare = prepare
         self._folder = config.node.data_dir
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
         self._invite = parse_invite(start.join) if start.join else None
@@ -121,12 +148,13 @@ class Opening:
         text = manifest.canonical()
         swarm.start_call(lambda member: _serve_manifest(member, text)).result(RETRY_S * 5)
         rules = rules_of(manifest)
-        source = CheckpointSource(self._store, manifest.parameters)
+        source = CheckpointSource(self._store, manifest.parameters, self._folder / "cache")
         session = Session(manifest, rules, swarm, self._store, source, None, None)
         if saved is not None:
             session.checkpoint, session.tip = saved
             source.publish(session.tip)
         elif self._start.mode == "train":
+            self._prepare(manifest)
             session.tip = self.download(swarm, manifest, rules)
         return session
 
@@ -197,7 +225,8 @@ class Opening:
             )
         state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
         try:
-            tip = tip_of(state, checkpoint.head, load_proof(checkpoint), rules_of(manifest), time.monotonic())
+            proof, line = load_proof(checkpoint), load_line(checkpoint)
+            tip = tip_of(state, checkpoint.head, proof, rules_of(manifest), time.monotonic(), line)
         except PeerError as exc:
             logger.warning("The checkpoint of round %d is not used: %s.", checkpoint.round, exc)
             return None
@@ -207,20 +236,19 @@ class Opening:
             logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
         return checkpoint, tip
 
-    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
-        """The swarm's state, however long it takes until somebody serves one."""
+    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
+        """The swarm's state, however long it takes until somebody serves one; none of those to `avoid`."""
         done = [0.0]
+        target = Target(manifest.parameters, manifest.initial_digest, frozenset(avoid))
 
         def progress(ratio: float) -> None:
             done[0] = ratio
 
         while True:
             self._teller.enter(Phase.DOWNLOADING, "Fetching the outer state from the peers.", "downloading")
-            call = swarm.start_call(lambda member: member.download(rules, manifest.parameters, progress))
+            call = swarm.start_call(lambda member: member.download(rules, target, progress))
             try:
-                tip = self.wait(call, lambda: self._show_progress(done[0]))
-                self._check_tip(swarm, manifest, tip)
-                return tip
+                return self.wait(call, lambda: self._show_progress(done[0]))
             except TransferFailed as exc:
                 logger.info("The state could not be fetched yet: %s", exc)
                 reason = f"{exc} Trying on; what was verified is asked for again."
@@ -229,19 +257,6 @@ class Opening:
 
     def _show_progress(self, ratio: float) -> None:
         self._teller.sync = self._teller.sync.model_copy(update={"progress_ratio": round(ratio, 3)})
-
-    def _check_tip(self, swarm: SwarmThread, manifest: Manifest, tip: Tip) -> None:
-        """The state must be the one that most tokens stand behind, where anybody still speaks of its round."""
-        if tip.round == -1:
-            trusted: str | None = manifest.initial_digest
-        else:
-
-            async def votes(member: Member) -> str | None:
-                return most_trusted_digest(member.directory.live()[1:], tip.round)
-
-            trusted = self.wait(swarm.start_call(votes))
-        if trusted is not None and trusted != tip.digest:
-            raise TransferFailed(f"The state after round {tip.round} is not the one that most peers have.")
 
     # waiting
 
@@ -297,6 +312,7 @@ def rules_of(manifest: Manifest) -> Rules:
         grid=Grid(make_codec(run.sync.codec), chunk_bounds(manifest.parameters)),
         quorum=Quorum(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
         outer=Outer(run.outer.lr, run.outer.momentum, run.round.inner_steps),
+        max_tokens=run.max_contribution_tokens,
     )
 
 

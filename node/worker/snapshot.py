@@ -9,6 +9,7 @@ from torch import Tensor
 
 from node.manifest import Manifest
 from node.swarm.chain import Tip
+from node.swarm.line import Link
 from node.swarm.records import Proof
 from node.training.checkpoint import Checkpoint
 
@@ -39,6 +40,7 @@ def checkpoint_of(
         inner_step=inner_step,
         data_round=data_round,
         data_position=data_position,
+        records=[dataclasses.asdict(link) for link in tip.line],
         extra=extra | {"proof": proof},
     )
 
@@ -47,6 +49,11 @@ def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
     """Of a run that has just been founded; `tip` has the draft's head."""
     checkpoint = checkpoint_of(manifest, tip, local=None, optimizer={}, position=(0, 0, 0), extra={})
     return dataclasses.replace(checkpoint, head=manifest.hash)
+
+
+def load_line(checkpoint: Checkpoint) -> tuple[Link, ...]:
+    """The rounds that led to the checkpoint's head, as far as this node could show them."""
+    return tuple(Link(**{**record, "members": tuple(record["members"])}) for record in checkpoint.records)
 
 
 def load_proof(checkpoint: Checkpoint) -> Proof | None:

@@ -96,6 +96,7 @@ class Teller:
             swarm=view.rows,
             compute_utilization_ratio=self._ledger.utilization_ratio,
             reachability=view.reachability,
+            reachability_reason=view.reachability_reason,
             devices=self._devices,
             contribution=self._ledger.contribution(counters),
             counters=counters,

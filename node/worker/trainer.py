@@ -6,6 +6,7 @@ The main thread owns everything here. The swarm's thread is reached through `off
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import statistics
 import time
@@ -13,15 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from node.config import Config
 from node.diloco.outer import carry, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
-from node.errors import RoundFailed, SwarmError
+from node.errors import RoundFailed, SwarmError, TrainingError
 from node.status import Activity, Outcome, Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
+from node.swarm.faults import spoil_blobs
+from node.swarm.rendezvous import role_of
 from node.swarm.rounds import Committed
 from node.training.data import Corpus, Stream, held_out_batches
 from node.training.device import Chosen
@@ -40,16 +44,12 @@ MAX_CARRIED = 2
 """Rounds for which a contribution that was left out is kept."""
 CHECKPOINT_ROUNDS = 4
 """A checkpoint at least so often: joiners replay from it, and peers keep the results of 8 rounds."""
+MAX_DROPPED = 3
+"""Times in a row that a node may go back to the anchor because its parameters are no numbers; then it gives up."""
 WAITING_RATIO = 2.0
 STEP_TIMES = 21
 """Inner steps whose median is this node's step time."""
 POLL_S = 0.1
-
-
-class RejoinNeeded(SwarmError):
-    """Only a downloaded state leads back to the others."""
-
-    code = "lost"
 
 
 @dataclass(slots=True)
@@ -94,6 +94,7 @@ class Trainer:
         self._checkpoint_at_s = time.monotonic()
         self._checkpoint_round = self.tip.round
         self._traffic_before = (0, 0)
+        self._dropped = 0
         self.resume()
 
     # position
@@ -152,22 +153,42 @@ class Trainer:
         """By the clock, and with too few peers there for a round: train on to twice its length; wait only then."""
         rounds = self.run.round
         below_quorum = rounds.policy == "time" and self.session.swarm.view.training < rounds.min_peers
-        return self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) and self.progress.tokens > 0
+        ready = self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) or self._first_round_is_due()
+        return ready and self.progress.tokens > 0
+
+    def _first_round_is_due(self) -> bool:
+        """By the clock, while nobody knows how long a round lasts: when the first member has done its H steps."""
+        if self.run.round.policy == "steps" or self.tip.round_s is not None:
+            return False
+        others = (row for row in self.session.swarm.view.rows if not row.this_node and row.round == self.tip.round)
+        return any(row.phase is Phase.SYNCING for row in others)
 
     def inner_step(self) -> None:
         """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""
+        self.session.swarm.faults.meet("inner", self.tip.round + 1, self._role)
         began_s = time.monotonic()
         lr = self._learning_rate()
         with self.ledger.doing(Activity.DATA):
             batch = self._stream.next_batch(self.run.inner.batch_size, self.run.inner.sequence_length)
-        with self.ledger.doing(Activity.COMPUTE):
-            result = self._inner.step(batch, lr)
+        try:
+            with self.ledger.doing(Activity.COMPUTE):
+                result = self._inner.step(batch, lr)
+                self._be_slow(time.monotonic() - began_s)
+        except TrainingError as exc:
+            if not self.progress.steps or self._dropped >= MAX_DROPPED:
+                raise
+            self._drop(f"The local parameters no longer train ({exc})")
+            return
         step_s = time.monotonic() - began_s
         self.progress.steps += 1
         self.progress.tokens += result.tokens
         self._step_s.append(step_s)
         self.ledger.step_done(step_s, result.tokens)
         self._show_step(result.loss, lr, result.tokens)
+
+    def _be_slow(self, step_s: float) -> None:
+        """A fault on purpose: a device that needs longer for the same."""
+        time.sleep(max(0.0, self.session.swarm.faults.slowness() - 1) * step_s)
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
@@ -189,13 +210,42 @@ class Trainer:
 
     # the outer step
 
-    def offer(self) -> None:
-        """Hand the encoded pseudo-gradient to the swarm."""
+    def offer(self) -> bool:
+        """Hand the encoded pseudo-gradient to the swarm. False, after dropping it, where it is not all numbers."""
+        spoilt = self.session.swarm.faults.spoils("inner", self.tip.round + 1, self._role)
+        if spoilt in ("nan", "garbage"):
+            load_flat_(self._model, torch.full_like(self.tip.state.anchor, math.nan if spoilt == "nan" else 1.0))
         gradient: Tensor = pseudo_gradient(self.tip.state.anchor, flatten(self._model))
         grid = self.session.rules.grid
-        chunks = [grid.codec.encode(gradient[start:end]) for start, end in grid.bounds]
+        try:
+            chunks = [grid.codec.encode(gradient[start:end]) for start, end in grid.bounds]
+        except ValueError:
+            self._drop("The local parameters are not all finite numbers any more")
+            return False
+        self._dropped = 0
+        norm = grid.norm(chunks)
+        if spoilt == "shape":
+            chunks = list(spoil_blobs(spoilt, chunks))
         step_s = statistics.median(self._step_s) if self._step_s else self.tip.round_s or 1.0
-        self.session.swarm.offer(Contribution(self.tip.head, chunks, self.progress.tokens, step_s))
+        tokens = min(self.progress.tokens, self.run.max_contribution_tokens)
+        self.session.swarm.offer(Contribution(self.tip.head, chunks, tokens, step_s, norm))
+        return True
+
+    def _drop(self, why: str) -> None:
+        """Back to the anchor: what this node did since is of no use to anybody, and it says so."""
+        self._dropped += 1
+        error = RoundFailed(f"{why}: this node drops them and goes on from the swarm's.", code="not_finite")
+        logger.warning("%s", error)
+        load_flat_(self._model, self.tip.state.anchor)
+        moments = self._inner.state_tensors()
+        if not all(bool(torch.isfinite(moment).all()) for moment in moments.values()):
+            self._inner.load_state_tensors({name: torch.zeros_like(moment) for name, moment in moments.items()})
+        self.progress = Progress()
+        self._count_failure(error)
+
+    def _role(self) -> str:
+        """In the next round, for faults on purpose."""
+        return role_of(self.session.swarm.view.peer_id, self.tip.head, list(self.tip.last_weights))
 
     def await_commit(self) -> None:
         """Stand still until the round is over, whoever's contributions it holds."""
@@ -218,13 +268,14 @@ class Trainer:
             blocked_s = time.monotonic() - blocked_since_s if blocked_since_s is not None else 0.0
             self._apply(mail, blocked_s)
         elif isinstance(mail, RoundFailed):
-            self.ledger.failures[mail.code] += 1
-            self.ledger.rounds[Outcome.FAILED] += 1
-            self.teller.tell_round(failed_record(self.tip.round + 1, mail, self.tip.state.tokens))
-        elif mail.code == "lost":
-            raise RejoinNeeded(str(mail))
+            self._count_failure(mail)
         else:
             raise mail
+
+    def _count_failure(self, error: RoundFailed) -> None:
+        self.ledger.failures[error.code] += 1
+        self.ledger.rounds[Outcome.FAILED] += 1
+        self.teller.tell_round(failed_record(self.tip.round + 1, error, self.tip.state.tokens))
 
     def obey_all_mail(self) -> None:
         """Take in everything that has been committed so far."""
@@ -299,8 +350,12 @@ class Trainer:
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
     def _checkpoint_is_due(self) -> bool:
-        since_s = time.monotonic() - self._checkpoint_at_s
-        return since_s >= self.config.checkpoint.every_s or self.tip.round - self._checkpoint_round >= CHECKPOINT_ROUNDS
+        if not self.session.swarm.mailbox.empty():
+            return False  # Rounds are being replayed: the last of them will do.
+        since_s, since_rounds = time.monotonic() - self._checkpoint_at_s, self.tip.round - self._checkpoint_round
+        # All nodes keep the same rounds, too, so that a joiner finds several that serve one state.
+        is_common = (self.tip.round + 1) % CHECKPOINT_ROUNDS == 0
+        return is_common or since_s >= self.config.checkpoint.every_s or since_rounds >= CHECKPOINT_ROUNDS
 
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future
 
 from node.config import Config
 from node.errors import SwarmError
 from node.link import Start
+from node.manifest import Manifest
 from node.status import DeviceInfo, Phase
+from node.swarm.catchup import Loss
 from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
+from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.ledger import Ledger
 from node.worker.loop import train
+from node.worker.materials import Materials, begin_loading, load_materials
+from node.worker.minutes import dropped_record
 from node.worker.session import Opening, Session, invite_of
 from node.worker.teller import Teller
-from node.worker.trainer import RejoinNeeded, Trainer
+from node.worker.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 SERVE_POLL_S = 0.2
+DRAIN_S = 60.0
+DRAIN_ROUNDS = 2.0
+"""A drain waits at most so long, or so many rounds, for its round to end."""
 
 
 class StopAsked(Exception):
@@ -45,7 +54,11 @@ class Work:
         self._chosen: Chosen | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
-        self._opening = Opening(start, config, self._teller, self._ledger, self._check)
+        self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._prepare)
+        self._loading: Future[Materials] | None = None
+        self._trainer: Trainer | None = None
+        self._drain_since_s: float | None = None
+        self._end_reason = "Stopped as asked."
         self._round_over = False
 
     def run(self) -> tuple[str, str]:
@@ -66,41 +79,62 @@ class Work:
         finally:
             stop = self._channel.stop
             session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
-        return "stopped", "Stopped as asked."
+        return "stopped", self._end_reason
 
     def _check(self) -> None:
         """Raise where an order to stop is to be obeyed now; a drain waits for the round's end."""
         stop = self._channel.stop
-        if stop is not None and (stop.how != "drain" or self._round_over):
+        if stop is not None and (stop.how != "drain" or self._round_over or self._drain_is_over()):
             raise StopAsked(stop.how)
+
+    def _drain_is_over(self) -> bool:
+        """A drain waits for the end of its round, but not for ever: too few peers may be left for one."""
+        now_s = time.monotonic()
+        self._drain_since_s = now_s if self._drain_since_s is None else self._drain_since_s
+        round_s = self._trainer.tip.round_s or 0.0 if self._trainer is not None else 0.0
+        limit_s = max(DRAIN_S, DRAIN_ROUNDS * round_s)
+        if now_s - self._drain_since_s < limit_s:
+            return False
+        self._end_reason = f"Drained: no round ended within {limit_s:.0f} s; everything is saved."
+        logger.warning("%s", self._end_reason)
+        return True
 
     def _devices(self) -> tuple[DeviceInfo, ...]:
         return (describe(self._chosen.device),) if self._chosen is not None else ()
 
     # training
 
-    def _train(self, session: Session) -> None:
-        from node.training.data import load_corpus
-        from node.training.model import build_model
+    def _prepare(self, manifest: Manifest) -> None:
+        self._loading = begin_loading(manifest.run)
 
+    def _train(self, session: Session) -> None:
         assert self._chosen is not None and session.tip is not None
         run = session.manifest.run
         self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
-        corpus = load_corpus(run.data)
-        model = build_model(run.model, seed=0)
+        loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run)
         session.swarm.take_part(session.rules, session.tip, session.source)
         while True:
             trainer = Trainer(
-                self._config, session, model, corpus, self._chosen, self._teller, self._ledger, self._check
+                self._config,
+                session,
+                loaded.model,
+                loaded.corpus,
+                self._chosen,
+                self._teller,
+                self._ledger,
+                self._check,
             )
+            self._trainer = trainer
             try:
                 self._align(session, trainer)
+                if session.checkpoint is None:
+                    trainer.save()  # A state that was downloaded is not to be downloaded again, and is served.
                 train(trainer, self._after_round)
                 trainer.save()
                 self._see_off(session, trainer.tip)
                 return
-            except RejoinNeeded as exc:
-                self._rejoin(session, str(exc))
+            except Lost as exc:
+                self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):
                 trainer.save()
                 raise
@@ -111,12 +145,17 @@ class Work:
         trainer.obey_all_mail()
         trainer.take_age(tip, fresh=session.checkpoint is None)
 
-    def _rejoin(self, session: Session, reason: str) -> None:
+    def _rejoin(self, session: Session, loss: Loss) -> None:
         """This node's line of rounds leads nowhere: take the state of the others, and say so."""
-        logger.warning("Off the chain of rounds, as %s: fetching the state again.", reason)
-        self._ledger.digest_mismatches += 1
+        logger.warning("Off the line of rounds, as %s: fetching the state again.", loss.reason)
+        self._ledger.digest_mismatches += loss.code != "far_behind"
+        if loss.dropped:
+            record = dropped_record(loss)
+            logger.warning("Round %d: %s", record.round, record.reason)
+            self._teller.tell_round(record)
         session.checkpoint = None
-        session.tip = self._opening.download(session.swarm, session.manifest, session.rules)
+        session.tip = self._opening.download(session.swarm, session.manifest, session.rules, loss.avoid)
+        session.store.clear()  # A restart must not go on from what does not hold.
         session.swarm.restart_at(session.tip)
 
     def _see_off(self, session: Session, tip: Tip) -> None:

@@ -1,9 +1,10 @@
 """All benchmarks, one after the other, each in a process of its own: a table, and exit code 1 if a figure fails.
 
     python -m tests.benchmarks [first_run] [inner] [rounds] [memory]
+    python -m tests.benchmarks slow_peer | churn | scaling | hostile
 
-Each can be run alone with its own options: `python -m tests.benchmarks.rounds --help`. What was measured in full is in
-results/*.json beside this file.
+Those of the second line take some 15 minutes each and run only where they are named. Each can be run alone with its own
+options: `python -m tests.benchmarks.rounds --help`. What was measured in full is in results/*.json beside this file.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "rounds", "memory")
+LONG = ("slow_peer", "churn", "scaling", "hostile")
 LIMIT_S = 240.0
+LONG_LIMIT_S = 2400.0
 
 
 def run(name: str) -> list[Figure]:
     """Its figures; none if it did not come to an end."""
     file = RESULTS / f"{name}.json"
     file.unlink(missing_ok=True)
+    limit_s = LONG_LIMIT_S if name in LONG else LIMIT_S
     try:
-        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], cwd=ROOT, timeout=LIMIT_S, check=True)
+        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], cwd=ROOT, timeout=limit_s, check=True)
         content = json.loads(file.read_text(encoding="utf-8"))
     except (subprocess.SubprocessError, OSError) as exc:
         print(f"{name}: did not end well: {exc}", file=sys.stderr)
@@ -40,10 +44,10 @@ def run(name: str) -> list[Figure]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=", ".join(BENCHMARKS))
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=", ".join((*BENCHMARKS, *LONG)))
     chosen = parser.parse_args().benchmarks or BENCHMARKS
-    if unknown := set(chosen) - set(BENCHMARKS):
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if unknown := set(chosen) - {*BENCHMARKS, *LONG}:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join((*BENCHMARKS, *LONG))}")
     load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
     if load > cores / 2:
         print(f"Other programs use this machine (load {load:.1f} on {cores} cores): the figures will be rough.\n")

@@ -37,10 +37,13 @@ MEET_S = 60.0
 class NoState:
     """Nobody joins late here, so no checkpoint is served."""
 
-    def newest(self) -> Snapshot | None:
+    def find(self, name: str = "") -> Snapshot | None:
         return None
 
-    def leaf(self, round: int, index: int) -> bytes:
+    def wanted_since(self) -> int | None:
+        return None
+
+    def leaf(self, digest: str, index: int) -> bytes:
         raise LookupError("no checkpoint here")
 
 
@@ -51,8 +54,9 @@ class Peer:
         self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
         self.grid = Grid(make_codec("fp16"), chunk_bounds(n))
         # With outer lr 1 and no momentum the anchor is minus the sum of the means, so the means can be checked.
-        rules = Rules(RUN, self.grid, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100))
+        rules = Rules(RUN, self.grid, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100), 2**40)
         self.vector = contribution(self.rank, n)
+        self.norm = self.grid.norm([self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds])
         folder = arguments.folder
         folder.mkdir()
         self.swarm = SwarmThread(
@@ -78,7 +82,7 @@ class Peer:
         began_s = time.monotonic()
         chunks = [self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds]
         encode_s = time.monotonic() - began_s
-        self.swarm.offer(Contribution(self.tip.head, chunks, 1000, 0.1))
+        self.swarm.offer(Contribution(self.tip.head, chunks, 1000, 0.1, self.norm))
         done, failures = self._await()
         ended_s = time.monotonic()
         before, self.tip = self.tip, done.tip

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.swarm import directory, leader, rendezvous, rounds, state
-from tests.contract.harness import Ether, Swarm
+from tests.contract.harness import Ether, Swarm, quicken
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,12 +31,7 @@ def ether(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def swarm(ether: Ether, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
-    # Faster than in life, to save the tests' time; after how long a peer counts as dead stays as it is.
-    monkeypatch.setattr(directory, "PULSE_S", 0.25)
-    monkeypatch.setattr(state, "LOOK_S", 0.25)
-    monkeypatch.setattr(rounds, "REJOIN_S", 0.25)
-    monkeypatch.setattr(leader, "TELL_S", 0.25)
-    monkeypatch.setattr(rendezvous, "GRACE_S", 0.5)
+    quicken(monkeypatch.setattr)
     made = Swarm(ether)
     yield made
     made.close()

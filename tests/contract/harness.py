@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,18 +25,20 @@ from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.outer import OuterState, genesis
 from node.errors import RoundFailed
 from node.status import Phase
+from node.swarm import catchup, directory, leader, rendezvous, rounds
 from node.swarm.attempt import Contribution
+from node.swarm.awake import AwakeClock
 from node.swarm.base import Traffic, Wire
+from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Chain, Outer, Tip, tip_at
 from node.swarm.directory import Directory, Gossip, PeerRecord
-from node.swarm.faults import Faults, StageName
+from node.swarm.faults import Fault, Faults, Role, StageName
 from node.swarm.identity import load_identity
 from node.swarm.local import LocalHub, LocalWire
 from node.swarm.reduce import Grid
 from node.swarm.rendezvous import Quorum, leader_order
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Committed, Rounds, Rules
-from node.swarm.state import CatchUp
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,14 +54,24 @@ OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=10)
 
 @dataclass(frozen=True)
 class Trap(Faults):
-    """A plan of faults that tells the test when one of them begins."""
+    """A plan of faults that tells the test when one of them begins; who is to die stands still, and the test sees to it."""
 
     sprung: threading.Event = field(default_factory=threading.Event)
 
-    async def at(self, stage: StageName, round: int) -> None:
-        if any(fault.stage == stage and fault.round in (None, round) for fault in self.plan):
+    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[Fault]:
+        due = super()._due(stage, round, role, kinds)
+        if due:
             self.sprung.set()
-        await Faults.at(self, stage, round)
+        return [replace(fault, kind="stall", amount=3600.0) if fault.kind == "die" else fault for fault in due]
+
+
+def quicken(set_attribute: Callable[[object, str, object], None]) -> None:
+    """Faster than in life, to save the tests' time; after how long a peer counts as dead stays as it is."""
+    set_attribute(directory, "PULSE_S", 0.25)
+    set_attribute(catchup, "LOOK_S", 0.25)
+    set_attribute(rounds, "REJOIN_S", 0.25)
+    set_attribute(leader, "TELL_S", 0.25)
+    set_attribute(rendezvous, "GRACE_S", 0.5)
 
 
 class Seat:
@@ -136,6 +148,7 @@ class Node:
         self.mail: queue.SimpleQueue[Committed | RoundFailed] = queue.SimpleQueue()
         self.failures: list[RoundFailed] = []
         self.lost = threading.Event()
+        self.loss: Loss | None = None
         self._tasks: list[asyncio.Task[None]] = []
         seat.do(self._start(tip, faults))
 
@@ -143,13 +156,17 @@ class Node:
         wire, rules = self.seat.wire, self.rules
         record = PeerRecord(peer_id=self.peer_id, number=0, run=rules.run, head=tip.head, phase=Phase.TRAINING)
         loop = asyncio.get_running_loop()
-        self.directory = Directory(self.seat.identity, record, loop.time)
+        self.directory = Directory(self.seat.identity, record, AwakeClock(loop.time))
         self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
         self.chain = Chain(tip, ResultStore(self.seat.folder / "cache"))
         self.rounds = Rounds(wire, self.directory, rules, self.chain, faults, self.mail.put)
-        self.catch_up = CatchUp(wire, self.directory, self.rounds, lambda reason: self.lost.set())
+        self.catch_up = CatchUp(wire, self.directory, self.rounds, self._lose)
         self._tasks = [loop.create_task(self.rounds.run()), loop.create_task(self.catch_up.run())]
+
+    def _lose(self, loss: Loss) -> None:
+        self.loss = loss
+        self.lost.set()
 
     def start_gossip(self) -> None:
         async def start() -> None:
@@ -178,7 +195,7 @@ class Node:
         self.offer_chunks(self.encode(x), tokens, step_s)
 
     def offer_chunks(self, chunks: Sequence[bytes], tokens: int = 100, step_s: float = 0.01) -> None:
-        contribution = Contribution(self.tip.head, chunks, tokens, step_s)
+        contribution = Contribution(self.tip.head, chunks, tokens, step_s, self.rules.grid.norm(chunks))
         self.seat.loop.call_soon_threadsafe(self.rounds.offer, contribution)
 
     def committed(self, timeout_s: float = WAIT_S) -> Committed:
@@ -227,7 +244,7 @@ def start_tip(rules: Rules) -> Tip:
 def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
     """What a trainer might bring, fp32 [P]."""
     generator = torch.Generator().manual_seed(1000 * round_ + node)
-    return torch.randn(parameters, generator=generator) * 10.0 ** -(node % 4)
+    return torch.randn(parameters, generator=generator) / (1 + node % 4 / 5)
 
 
 class Ether:
@@ -281,7 +298,7 @@ class Swarm:
         quorum_ratio: float = 0.5,
     ) -> Rules:
         grid = Grid(make_codec(codec), chunk_bounds(parameters))
-        return Rules(self.run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER)
+        return Rules(self.run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER, max_tokens=2**40)
 
     def seats(self, count: int) -> list[Seat]:
         made = self._ether.take(count)

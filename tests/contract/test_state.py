@@ -14,11 +14,14 @@ from node.diloco.digest import LEAF_ELEMENTS, leaf_bounds
 from node.diloco.outer import OuterState
 from node.errors import TransferFailed
 from node.status import Channel, Phase
-from node.swarm import state
+from node.swarm import download as download_module
 from node.swarm.base import Message, Service
 from node.swarm.chain import Tip
+from node.swarm.download import Download
+from node.swarm.offers import Target
+from node.swarm.partial import forget
 from node.swarm.results import KEPT_ROUNDS
-from node.swarm.state import Download, Snapshot, StateServer, most_trusted_digest
+from node.swarm.state import Snapshot, StateServer
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = LEAF_ELEMENTS + 1000
@@ -28,7 +31,7 @@ PARAMETERS = LEAF_ELEMENTS + 1000
 @pytest.fixture(autouse=True)
 def one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # Four leaves would all go to the first server that is asked.
-    monkeypatch.setattr(state, "PARALLEL", 1)
+    monkeypatch.setattr(download_module, "STREAMS_PER_PEER", 1)
 
 
 class Memory:
@@ -38,8 +41,8 @@ class Memory:
         self.tip, self.damage, self.delay_s = tip, damage, delay_s
         self.served: list[int] = []
 
-    def newest(self) -> Snapshot | None:
-        if self.tip is None:
+    def find(self, name: str = "") -> Snapshot | None:
+        if self.tip is None or not (name == self.tip.head or self.tip.digest.startswith(name)):
             return None
         t = self.tip
         leaves = list(t.leaves)
@@ -49,11 +52,14 @@ class Memory:
             leaves.pop()
         return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof)
 
-    def leaf(self, round: int, index: int) -> bytes:
+    def wanted_since(self) -> int | None:
+        return None
+
+    def leaf(self, digest: str, index: int) -> bytes:
         time.sleep(self.delay_s)
         assert self.tip is not None
-        if round != self.tip.round or self.damage == "forgets":
-            raise LookupError(round)
+        if digest != self.tip.digest or self.damage == "forgets":
+            raise LookupError(digest)
         self.served.append(index)
         bounds = leaf_bounds(self.tip.state.anchor.numel())
         which, place = divmod(index, len(bounds))
@@ -69,8 +75,13 @@ def serve(node: Node, source: Memory) -> Memory:
 
 def download(node: Node) -> Tip:
     parameters = node.rules.grid.bounds[-1][1]
-    work = Download(node.seat.wire, node.directory, node.rules, parameters, lambda ratio: None)
-    return node.seat.do(work.run(random.Random(0)))
+    return node.seat.do(new_download(node).run(Target(parameters), lambda ratio: None))
+
+
+def new_download(node: Node) -> Download:
+    folder = node.seat.folder / "cache"
+    forget(folder)
+    return Download(node.seat.wire, node.directory, node.rules, folder, random.Random(0))
 
 
 def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
@@ -121,8 +132,8 @@ def test_a_server_that_dies_in_the_middle_is_dropped(swarm: Swarm) -> None:
     serve(nodes[0], Memory(nodes[0].tip))
     dying = serve(nodes[1], Memory(nodes[1].tip, delay_s=1.0))
     late = joiner(swarm, nodes)
-    work = Download(late.seat.wire, late.directory, late.rules, PARAMETERS, lambda ratio: None)
-    running = asyncio.run_coroutine_threadsafe(work.run(random.Random(0)), late.seat.loop)
+    work = new_download(late).run(Target(PARAMETERS), lambda ratio: None)
+    running = asyncio.run_coroutine_threadsafe(work, late.seat.loop)
     time.sleep(0.3)
     nodes[1].vanish()
     assert_same_state(running.result(20).state, nodes[0].tip.state)
@@ -230,15 +241,3 @@ def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
     assert age_s == pytest.approx(nodes[0].rounds.clock() - nodes[0].tip.anchor_at_s, abs=0.3)
     offer_all([*nodes], 1)
     assert_same([node.committed() for node in nodes])
-
-
-def test_most_trusted_digest_counts_tokens(swarm: Swarm) -> None:
-    (node,) = swarm.nodes(1, swarm.rules(64, "fp32"))
-    record = node.directory.me
-    told = [
-        record.model_copy(update={"round": 3, "state_digest": digest, "swarm_tokens": tokens})
-        for digest, tokens in (("aa", 5), ("bb", 3), ("bb", 3), ("cc", 100))
-    ]
-    told[3] = told[3].model_copy(update={"round": 4})
-    assert most_trusted_digest(told, 3) == "bb"
-    assert most_trusted_digest(told, 7) is None

@@ -23,6 +23,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.swarm.netns import inside
+
 ROOT = Path(__file__).parents[2]
 MARK = "SWARM_TEST_MARK"
 PATIENCE = 3.0
@@ -97,13 +99,17 @@ class Node:
         self.log = folder.with_suffix(".log")
         self.mark = uuid.uuid4().hex
         self.process: subprocess.Popen[bytes] | None = None
+        self.namespace = ""
+        """Network namespace that it lives in; empty: the machine's own."""
+        self.listen = "/ip4/127.0.0.1/tcp/0"
         self._client: httpx.Client | None = None
 
     # starting and ending
 
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
-        words = [sys.executable, "-m", "node.cli", "run", "--data-dir", str(self.folder), "--name", self.name]
-        words += ["--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0", "--limits.cpu_threads=1"]
+        words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+        words += [sys.executable, "-m", "node.cli", "run", "--data-dir", str(self.folder), "--name", self.name]
+        words += ["--api.port=0", f"--swarm.listen={self.listen}", "--limits.cpu_threads=1"]
         words += [f"--run.preset={self.preset}"] if self.preset else []
         words += ["--join", self.join] if self.join else []
         self.forget()
@@ -194,7 +200,11 @@ class Node:
             address = wait_for(there, START_S, f"{self.name} has no API")
             token = (self.folder / "api-token").read_text().strip()
             self._client = httpx.Client(
-                base_url=address["url"], headers={"Authorization": f"Bearer {token}"}, timeout=ASK_S, trust_env=False
+                base_url=address["url"],
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=ASK_S,
+                trust_env=False,
+                transport=_Inside(self.namespace) if self.namespace else None,
             )
         return self._client
 
@@ -263,6 +273,18 @@ class Node:
     def checkpoints(self) -> list[Path]:
         """Folders, newest first."""
         return sorted((self.folder / "checkpoints").glob("round-*"), key=checkpoint_round, reverse=True)
+
+
+class _Inside(httpx.HTTPTransport):
+    """Its connections are made in a network namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(trust_env=False)
+        self._namespace = namespace
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        with inside(self._namespace):
+            return super().handle_request(request)
 
 
 def _drain(answer: httpx.Response) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from node.diloco.aggregate import shares, weighted_mean
+from node.diloco.aggregate import clip_scales, norm_bound, shares, square_norm, weighted_mean
 
 
 def parts(count: int, n: int) -> list[torch.Tensor]:
@@ -75,3 +75,53 @@ def test_parts_that_do_not_fit_are_refused(second: torch.Tensor) -> None:
 def test_each_part_needs_its_weight() -> None:
     with pytest.raises(ValueError, match="2 parts and 1 weights"):
         weighted_mean([torch.ones(2), torch.ones(2)], [1])
+
+
+def test_clipping_shortens_what_is_longer_than_twice_the_lower_median() -> None:
+    ones = [1] * 5
+    assert clip_scales([1.0, 1.5, 0.5], ones[:3]) == [1.0, 1.0, 1.0]
+    assert clip_scales([1.0, 100.0, 1.0, 1.0, 1.0], ones) == pytest.approx([1.0, 0.02, 1.0, 1.0, 1.0])
+    assert clip_scales([1.0, 100.0], ones[:2]) == pytest.approx([1.0, 0.02]), "with two, the smaller one counts"
+    assert clip_scales([7.0], [1]) == [1.0]
+    assert clip_scales([], []) == []
+    assert clip_scales([0.0, 0.0], [1, 1]) == [1.0, 1.0]
+    assert clip_scales([0.0, 0.0, 5.0], ones[:3]) == [1.0, 1.0, 0.0]
+
+
+def test_who_did_more_steps_may_be_longer_in_proportion_and_who_did_fewer_not_less() -> None:
+    assert clip_scales([1.0, 1.0, 6.0], [100, 100, 300]) == [1.0, 1.0, 1.0]
+    assert clip_scales([1.0, 1.0, 12.0], [100, 100, 300]) == pytest.approx([1.0, 1.0, 0.5])
+    assert clip_scales([1.0, 1.0, 2.0], [100, 100, 1]) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), -1.0])
+def test_norms_that_are_none_are_refused(norm: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        clip_scales([1.0, norm], [1, 1])
+
+
+def test_norms_and_weights_must_match() -> None:
+    with pytest.raises(ValueError, match="do not match"):
+        clip_scales([1.0], [1, 1])
+
+
+def test_the_mean_of_clipped_parts_keeps_within_the_bound_and_one_liar_moves_it_little() -> None:
+    vectors, weights = parts(5, 10_000), [3, 1, 4, 1, 5]
+    honest = weighted_mean(vectors, weights)
+    vectors[1] = vectors[1] * 100
+    norms = [v.norm().item() for v in vectors]
+    mean = weighted_mean(vectors, weights, clip_scales(norms, weights))
+    assert mean.norm().item() <= norm_bound(weights, norms) * (1 + 1e-5)
+    assert (mean - honest).norm() < 0.5 * honest.norm()
+    assert (weighted_mean(vectors, weights) - honest).norm() > 5 * honest.norm(), "unclipped, it would rule"
+
+
+def test_scales_of_one_change_no_bit() -> None:
+    vectors, weights = parts(3, 5_000), [3, 1, 4]
+    assert torch.equal(weighted_mean(vectors, weights, [1.0] * 3), weighted_mean(vectors, weights))
+
+
+def test_the_sum_of_squares_of_a_long_vector_is_good_to_1e_5() -> None:
+    x = torch.randn(5_000_000, generator=torch.Generator().manual_seed(3)) * 1e-3
+    assert square_norm(x) == pytest.approx(x.double().square().sum().item(), rel=1e-5)
+    assert square_norm(torch.empty(0)) == 0

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import msgpack
 import pytest
 
 from node.errors import PeerError
 from node.status import Phase
-from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES
-from node.swarm.directory import DEAD_S, MAX_GOSSIP_BYTES, RELAYED_S, Directory, Gossip, PeerRecord, Signed, sign_record
-from node.swarm.identity import Identity, new_identity
+from node.swarm import directory as rules
+from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, Message, pack_header, unpack_header
+from node.swarm.directory import (
+    DEAD_S,
+    FORGOTTEN_S,
+    MAX_GOSSIP_BYTES,
+    MAX_KNOWN,
+    RELAYED_S,
+    Directory,
+    Gossip,
+    PeerRecord,
+    Signed,
+    sign_record,
+)
+from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.local import LocalHub, LocalWire
 
 RUN = "ab" * 32
@@ -97,6 +110,116 @@ def test_nobody_vouches_for_the_dead() -> None:
     assert YOU.peer_id in live_ids(one)
     other.merge(one.fresh())
     assert live_ids(other) == {ME.peer_id, THIRD.peer_id}
+
+
+def test_a_dead_peer_is_dead_to_all_at_the_same_time_however_late_they_heard_of_it() -> None:
+    clock = Clock()
+    one, other = directory(clock), Directory(THIRD, record(THIRD), clock)
+    one.merge([signed(YOU, 1)])
+    clock.now_s += RELAYED_S - 0.1
+    other.merge(one.fresh())
+    assert YOU.peer_id in live_ids(other)
+    clock.now_s += DEAD_S - RELAYED_S
+    assert YOU.peer_id in live_ids(one) & live_ids(other)
+    clock.now_s += 0.2
+    assert YOU.peer_id not in live_ids(one) | live_ids(other)
+
+
+def test_old_news_of_a_peer_that_did_not_answer_is_no_sign_of_life() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 1)])
+    clock.now_s += 2
+    table.suspect(YOU.peer_id)
+    clock.now_s += 1
+    table.merge([replace(signed(YOU, 2), age_s=1.5)])
+    assert live_ids(table) == {ME.peer_id}
+    table.merge([replace(signed(YOU, 3), age_s=0.5)])
+    assert YOU.peer_id in live_ids(table)
+
+
+def test_only_what_the_other_lacks_is_told() -> None:
+    clock = Clock()
+    one, other = directory(clock), Directory(THIRD, record(THIRD), clock)
+    one.merge([signed(YOU, 3)])
+    assert [s.open(RUN).peer_id for s in one.fresh(other.wanted())] == [ME.peer_id, YOU.peer_id]
+    other.merge([signed(YOU, 3)])
+    assert [s.open(RUN).peer_id for s in one.fresh(other.wanted())] == [ME.peer_id]
+    one.merge([signed(YOU, 4), signed(THIRD, 5000)])
+    told = [s.open(RUN) for s in one.fresh(other.wanted())]
+    assert {(r.peer_id, r.number) for r in told[1:]} == {(YOU.peer_id, 4), (THIRD.peer_id, 5000)}
+    other.merge(one.fresh(other.wanted()))
+    assert other.me.number == 5000, "an echo of its own former life is told, too"
+
+
+def test_what_is_not_newer_costs_no_check_of_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[str] = []
+
+    def counting(peer_id: str, *rest: object) -> bool:
+        checks.append(peer_id)
+        return verify(peer_id, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rules, "verify", counting)
+    table = directory(Clock())
+    for number in (3, 3, 2, 1, 3):
+        table.merge([signed(YOU, number)])
+    assert checks == [YOU.peer_id]
+
+
+def test_only_members_that_can_be_called_lead_unless_there_are_none() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, inbound=False), signed(THIRD, phase=Phase.PAUSED)])
+    assert table.leaders() == [ME.peer_id]
+    table.say(inbound=False)
+    assert table.leaders() == sorted([ME.peer_id, YOU.peer_id])
+
+
+def test_two_that_cannot_be_called_do_not_call_each_other() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, inbound=False), signed(THIRD)])
+    assert {r.peer_id for r in table.others()} == {YOU.peer_id, THIRD.peer_id}
+    table.say(inbound=False)
+    assert {r.peer_id for r in table.others()} == {THIRD.peer_id}
+    assert {r.peer_id for r in table.members()} == {ME.peer_id, YOU.peer_id, THIRD.peer_id}
+
+
+def test_who_tells_nothing_for_long_is_silent_and_who_is_suspected_is_not() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU), signed(THIRD)])
+    table.suspect(THIRD.peer_id)
+    assert table.silent() == []
+    clock.now_s += DEAD_S
+    table.merge([signed(YOU, 2)])
+    assert table.silent() == [THIRD.peer_id]
+
+
+def test_who_has_been_dead_for_long_is_forgotten() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 1)])
+    clock.now_s += FORGOTTEN_S - 1
+    table.merge([signed(THIRD, 1)])
+    table.pulse()
+    assert table.find(YOU.peer_id) is not None
+    clock.now_s += 2
+    table.pulse()
+    assert table.find(YOU.peer_id) is None and table.find(THIRD.peer_id) is not None
+
+
+def test_the_table_is_bounded_and_the_living_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_KNOWN", 2)
+    clock = Clock()
+    table = directory(clock)
+    first, second, third, fourth = (new_identity() for _ in range(4))
+    table.merge([signed(first)])
+    clock.now_s += 1
+    table.merge([signed(second)])
+    assert table.merge([signed(third)]) == [], "a crowd of newcomers drives out nobody who lives"
+    clock.now_s += DEAD_S - 0.5
+    table.merge([signed(third)])
+    assert live_ids(table) == {ME.peer_id, second.peer_id, third.peer_id} and table.find(first.peer_id) is None
+    assert len(table.merge([signed(third, 2), signed(second, 2), signed(fourth)])) == 2
 
 
 def test_a_failed_call_is_suspicion_until_the_next_news() -> None:
@@ -196,6 +319,35 @@ def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
         assert THIRD.peer_id in live_ids(tables[ME])
         assert not await gossips[ME].exchange(THIRD.peer_id)
         assert THIRD.peer_id not in live_ids(tables[ME]), "a failed call is suspicion"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_question_about_the_fullest_table_fits_into_a_header() -> None:
+    wanted = {f"{number:016d}": 2**62 for number in range(MAX_KNOWN + 1)}
+    unpacked = unpack_header(pack_header("gossip", Message({"wanted": wanted})), lambda _: 0)
+    assert unpacked[1]["wanted"] == wanted
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"signatures": [], "wanted": {}},
+        {"signatures": [], "ages_ds": [1]},
+        {"signatures": [b""], "ages_ds": [1.5]},
+        {"signatures": [b""], "ages_ds": [-1]},
+        {"signatures": [b""], "ages_ds": [10**9]},
+        {"signatures": [], "ages_ds": [], "wanted": []},
+        {"signatures": [], "ages_ds": [], "wanted": {"x": "y"}},
+    ],
+)
+def test_gossip_of_the_wrong_form_is_refused(header: dict[str, object]) -> None:
+    async def main() -> None:
+        hub, clock = LocalHub(), Clock()
+        gossip = Gossip(LocalWire(hub, ME.peer_id), directory(clock), random.Random(0))
+        blobs = [b"{}"] * len(header["signatures"])  # type: ignore[arg-type]
+        with pytest.raises(PeerError):
+            await gossip._answer(YOU.peer_id, Message(header, blobs))
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

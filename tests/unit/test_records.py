@@ -10,6 +10,7 @@ import pytest
 from node.errors import PeerError
 from node.swarm.identity import Identity, new_identity
 from node.swarm.records import (
+    Bounds,
     Document,
     Join,
     Outcome,
@@ -17,6 +18,8 @@ from node.swarm.records import (
     Proof,
     accept,
     accepted_by,
+    check_hashes,
+    check_light,
     check_outcome,
     check_plan,
     check_proof,
@@ -32,11 +35,13 @@ RUN, PARENT, CHUNKS = "ab" * 32, "cd" * 32, 4
 PEERS = sorted((new_identity() for _ in range(4)), key=lambda identity: identity.peer_id)
 A, B, C, D = PEERS
 OUTSIDER = new_identity()
+MAX_TOKENS = 1000
+BOUNDS = Bounds(RUN, CHUNKS, 2, MAX_TOKENS)
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS)]
 
 
 def join(identity: Identity, **changes: Any) -> Document:
-    fields: dict[str, Any] = {"run": RUN, "parent": PARENT, "tokens": 100, "step_s": 0.5} | changes
+    fields: dict[str, Any] = {"run": RUN, "parent": PARENT, "tokens": 100, "step_s": 0.5, "norm": 1.0} | changes
     return sign(identity, Join(**fields))
 
 
@@ -111,13 +116,16 @@ def test_a_document_counts_for_its_signer_kind_and_text_only() -> None:
         {"step_s": 0},
         {"step_s": float("nan")},
         {"step_s": float("inf")},
+        {"norm": float("nan")},
+        {"norm": float("inf")},
+        {"norm": -1.0},
         {"run": "x"},
         {"parent": "AB" * 32},
         {"admin": True},
     ],
 )
 def test_a_join_out_of_bounds_is_refused_though_it_is_signed(fields: dict[str, Any]) -> None:
-    content = Join(run=RUN, parent=PARENT, tokens=1, step_s=1).model_copy(update=fields)
+    content = Join(run=RUN, parent=PARENT, tokens=1, step_s=1, norm=1).model_copy(update=fields)
     text = content.model_dump_json() if "admin" not in fields else content.model_dump_json()[:-1] + ',"admin":true}'
     signature = A.sign("diloco join", text.encode()).hex()
     refused(lambda: read(Document(signer=A.peer_id, text=text, signature=signature), Join), "join is not valid")
@@ -142,7 +150,7 @@ def test_a_vote_counts_for_its_head_and_attempt_only() -> None:
 
 
 def checked(candidate: Plan) -> dict[str, Join]:
-    return check_plan(candidate, run=RUN, parent=PARENT, chunks=CHUNKS)
+    return check_plan(candidate, BOUNDS, PARENT)
 
 
 def test_a_good_plan_gives_its_joins() -> None:
@@ -161,6 +169,7 @@ def test_a_good_plan_gives_its_joins() -> None:
         ({"owners": (0, 0, 1, 1, 1)}, "leave chunks out"),
         ({"owners": (0, 0, 1, 2)}, "does not exist"),
         ({"owners": (0, 0, 1, -1)}, "does not exist"),
+        ({"joins": (join(A), join(C, tokens=1001))}, "1000 are allowed"),
         ({"joins": (join(A), join(C, run="00" * 32))}, "join for another round"),
         ({"joins": (join(A), join(C, parent="00" * 32))}, "join for another round"),
         ({"joins": (join(A), join(C).model_copy(update={"signature": "00" * 64}))}, "wrong signature"),
@@ -180,7 +189,10 @@ def test_plans_without_members_or_reducers_cannot_be_written() -> None:
 
 
 def weighed(candidate: Outcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
-    return check_outcome(candidate, run=RUN, chunks=CHUNKS, hashes=hashes, min_peers=min_peers)
+    bounds = Bounds(RUN, CHUNKS, min_peers, MAX_TOKENS)
+    joins = check_outcome(candidate, bounds)
+    check_hashes(candidate, hashes, bounds)
+    return joins
 
 
 def test_a_good_outcome_gives_the_joins_that_count() -> None:
@@ -219,7 +231,7 @@ def test_hashes_travel_as_text() -> None:
 
 
 def proven(candidate: Proof, min_peers: int = 2) -> tuple[Outcome, dict[str, Join]]:
-    return check_proof(candidate, run=RUN, chunks=CHUNKS, min_peers=min_peers)
+    return check_proof(candidate, Bounds(RUN, CHUNKS, min_peers, MAX_TOKENS))
 
 
 def test_a_proof_by_more_than_half_holds() -> None:
@@ -258,3 +270,10 @@ def test_a_lone_proof_holds_where_the_run_lets_one_go_on_alone() -> None:
     candidate = proof(document, voters=(A,), group=(A.peer_id,))
     assert proven(candidate, min_peers=1)[0].included == (A.peer_id,)
     refused(lambda: proven(candidate, min_peers=2), "fewer peers")
+
+
+def test_a_proof_without_its_hashes_shows_the_line_and_nothing_else() -> None:
+    bare = proof(hashes="")
+    assert check_light(bare, BOUNDS)[0] == outcome()
+    refused(lambda: proven(bare), "hashes do not match")
+    refused(lambda: check_light(proof(voters=(A, B), hashes=""), BOUNDS), "more than half")

@@ -14,10 +14,11 @@ import torch
 from node.diloco.aggregate import weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.errors import PeerError
-from node.swarm.reduce import Bench, Grid, chunk_hash
+from node.swarm.reduce import Bench, Grid, chunk_hash, exceeds, misdeclared
 
 P = 10_000
 WEIGHTS = {"a": 100, "b": 300, "c": 7}
+NORMS = dict.fromkeys(WEIGHTS, 100.0)
 
 
 def grid(codec: str = "fp32") -> Grid:
@@ -34,7 +35,7 @@ def parts(g: Grid, x: torch.Tensor, chunks: Collection[int]) -> dict[int, bytes]
 
 def bench(chunks: Collection[int] = (0, 2), codec: str = "fp32") -> tuple[Grid, Bench]:
     g = grid(codec)
-    return g, Bench(g, list(chunks), WEIGHTS)
+    return g, Bench(g, list(chunks), WEIGHTS, NORMS)
 
 
 def run(work: Coroutine[Any, Any, list[str]]) -> list[str]:
@@ -55,12 +56,15 @@ def test_the_average_is_the_codecs_of_the_weighted_mean_in_the_order_given(codec
     g, made = bench(codec=codec)
     for seed, peer in enumerate("cab"):
         made.take(peer, parts(g, vector(seed), (0, 2)))
-    means = made.average(["a", "b", "c"])
+    means, squares = made.average(["a", "b", "c"])
     assert sorted(means) == [0, 2]
     for chunk in (0, 2):
         n = g.elements(chunk)
         seen = [g.codec.decode(parts(g, vector(seed), [chunk])[chunk], n) for seed in (1, 2, 0)]
         assert means[chunk] == g.codec.encode(weighted_mean(seen, [100, 300, 7]))
+    for seed, peer in enumerate("cab"):
+        both = torch.cat([vector(seed)[:4096], vector(seed)[8192:]])
+        assert squares[peer] == pytest.approx(both.square().sum().item(), rel=1e-3)
 
 
 def test_those_left_out_do_not_count() -> None:
@@ -68,7 +72,7 @@ def test_those_left_out_do_not_count() -> None:
     for seed, peer in enumerate("abc"):
         made.take(peer, parts(g, vector(seed), (0, 2)))
     n = g.elements(0)
-    assert torch.equal(g.codec.decode(made.average(["b"])[0], n), vector(1)[:n])
+    assert torch.equal(g.codec.decode(made.average(["b"])[0][0], n), vector(1)[:n])
 
 
 def test_asked_for_what_is_not_here_it_refuses() -> None:
@@ -82,7 +86,7 @@ def test_the_first_contribution_counts() -> None:
     g, made = bench()
     made.take("a", parts(g, vector(0), (0, 2)))
     made.take("a", parts(g, vector(9), (0, 2)))
-    assert torch.equal(g.codec.decode(made.average(["a"])[0], g.elements(0)), vector(0)[:4096])
+    assert torch.equal(g.codec.decode(made.average(["a"])[0][0], g.elements(0)), vector(0)[:4096])
 
 
 def wrong(g: Grid) -> Mapping[str, tuple[str, dict[int, bytes], str]]:
@@ -114,7 +118,7 @@ def test_what_breaks_a_rule_is_refused(what: str) -> None:
 def test_what_is_right_passes() -> None:
     g, made = bench()
     made.check("a", parts(g, vector(0), (0, 2)))
-    Bench(g, [], WEIGHTS).check("a", {})
+    Bench(g, [], WEIGHTS, NORMS).check("a", {})
 
 
 def test_it_waits_for_all_and_says_who_came() -> None:
@@ -151,3 +155,34 @@ def test_it_does_not_wait_for_the_dead_the_refused_or_beyond_its_time() -> None:
 
 def test_a_chunk_is_known_by_its_hash() -> None:
     assert chunk_hash(b"x") != chunk_hash(b"y") and len(chunk_hash(b"")) == 32
+
+
+def test_what_is_longer_than_its_like_is_clipped_by_the_norms_that_were_signed() -> None:
+    g = grid()
+    made = Bench(g, [0], dict.fromkeys("abc", 1), {"a": 1.0, "b": 1.0, "c": 8.0})
+    for peer in "abc":
+        made.take(peer, parts(g, vector(0), (0,)))
+    mean = g.codec.decode(made.average(["a", "b", "c"])[0][0], g.elements(0))
+    torch.testing.assert_close(mean, vector(0)[:4096] * (1 + 1 + 0.25) / 3)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+def test_a_grid_gives_the_norm_that_the_benches_find(codec: str) -> None:
+    g = grid(codec)
+    chunks = list(parts(g, vector(0), range(3)).values())
+    assert g.norm(chunks) == pytest.approx(vector(0).norm().item(), rel=1e-3)
+    shares = []
+    for owned in ((0, 1), (2,)):
+        made = Bench(g, owned, {"a": 1}, {"a": 1.0})
+        made.take("a", {chunk: chunks[chunk] for chunk in owned})
+        shares.append(made.average(["a"])[1]["a"])
+    assert not misdeclared(g.norm(chunks), shares)
+    assert misdeclared(g.norm(chunks) * 1.01, shares) and misdeclared(g.norm(chunks) / 1.01, shares)
+    assert misdeclared(1.0, [float("nan")]) and misdeclared(1.0, [float("inf")])
+    assert not misdeclared(0.0, [0.0])
+
+
+def test_a_mean_may_not_be_longer_than_its_bound() -> None:
+    assert not exceeds(torch.ones(4), 2.0) and not exceeds(torch.zeros(4), 0.0)
+    assert exceeds(torch.ones(4), 1.99)
+    assert exceeds(torch.tensor([float("nan")]), 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -12,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.swarm.rendezvous import (
+    FASTEST_BYTES_S,
     GRACE_S,
     Gathering,
     Quorum,
     Verdict,
+    capacities,
     chunk_owners,
     judge,
     leader_of,
     leader_order,
+    supported,
 )
 
 TIME = Quorum("time", min_peers=2, quorum_ratio=0.5)
@@ -206,3 +210,62 @@ def test_a_thousand_peers_close_round_after_round_in_time() -> None:
         assert leader_of(f"head{number}", group, 0) in group
         live = rng.sample(crowd.peers, 900)  # A tenth leaves, others come back.
     assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize(
+    ("declared", "shares"),
+    [
+        ([], []),
+        ([0.0], [1.0]),
+        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0]),
+        # within a factor of two: equal
+        ([10e6, 5.1e6, 9e6], [1.0, 1.0, 1.0]),
+        ([10e6, 5e6, 4.9e6], [1.0, 0.5, 0.5]),
+        # a slow uplink: 10 Mbit/s against 100
+        ([12.5e6, 12.0e6, 1.25e6], [1.0, 1.0, 0.125]),
+        # the unknown count as the median of the known
+        ([8e6, 0.0, 8e6, 1e6], [1.0, 1.0, 1.0, 0.125]),
+        ([0.0, 1e6], [1.0, 1.0]),
+        # nobody gets more for more than 1 Gbit/s, nobody so little that it is nothing
+        ([1e11, FASTEST_BYTES_S, 64e6], [1.0, 1.0, 1.0]),
+        ([1e8, 1.0], [1.0, 2.0**-10]),
+    ],
+)
+def test_capacities(declared: list[float], shares: list[float]) -> None:
+    assert capacities(declared) == shares
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=40))
+def test_shares_are_powers_of_two_that_never_favour_the_slower(declared: list[float]) -> None:
+    shares = capacities(declared)
+    assert len(shares) == len(declared) and max(shares) == 1.0 and min(shares) > 0
+    assert all(math.log2(share).is_integer() for share in shares)
+    known = sorted((rate, share) for rate, share in zip(declared, shares, strict=True) if rate > 0)
+    assert [share for _, share in known] == sorted(share for _, share in known)
+
+
+@given(st.lists(st.floats(1e6, 1.999e6), min_size=1, max_size=16), st.integers(1, 300))
+def test_noise_between_equal_machines_leaves_their_shares_equal(declared: list[float], chunks: int) -> None:
+    assert chunk_owners(chunks, capacities(declared)) == chunk_owners(chunks, [1.0] * len(declared))
+
+
+@pytest.mark.parametrize(
+    ("votes", "last", "here", "moved", "expected"),
+    [
+        ("ab", "abc", "abc", "", True),  # more than half of the last contributors
+        ("a", "abc", "abc", "", False),  # they would have to know
+        ("a", "ab", "b", "a", True),  # two members, and one went on: nobody contradicts it
+        ("a", "abc", "ac", "b", False),
+        ("a", "abc", "b", "ac", True),  # most have moved on, this node is behind
+        ("x", "abc", "ab", "x", False),  # newcomers do not commit for those who were there
+        ("a", "abcd", "ab", "", False),
+        ("ab", "abcd", "ab", "", True),  # the others do not live any more
+        ("x", "", "ax", "", True),  # before the first record all are new
+        ("x", "abc", "x", "", True),  # nobody of the last record lives
+    ],
+)
+def test_an_outcome_is_believed_unless_most_of_the_last_contributors_would_have_to_know(
+    votes: str, last: str, here: str, moved: str, expected: bool
+) -> None:
+    stands = dict.fromkeys(here, True) | dict.fromkeys(moved, False)
+    assert supported(set(votes), set(last), stands) is expected

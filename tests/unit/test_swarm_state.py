@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,21 +21,23 @@ from node.status import Channel, Phase
 from node.swarm.base import Message, Service
 from node.swarm.chain import Outer, Tip
 from node.swarm.directory import Directory, PeerRecord, sign_record
+from node.swarm.download import Download
 from node.swarm.identity import new_identity
 from node.swarm.local import LocalHub, LocalWire
+from node.swarm.offers import Target
 from node.swarm.records import Join, Outcome, Plan, Proof, accept, results_root, sign
 from node.swarm.reduce import Grid
 from node.swarm.rendezvous import Quorum
 from node.swarm.rounds import Rules
-from node.swarm.state import Download, Snapshot, StateServer, most_trusted_digest, tip_of
+from node.swarm.state import Snapshot, StateServer, tip_of
 
 P, RUN, HASH = 1000, "ab" * 32, bytes(32)
 A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
-RULES = Rules(RUN, Grid(make_codec("fp32"), chunk_bounds(P)), Quorum("time", 2, 0.5), Outer(0.7, 0.9, 10))
+RULES = Rules(RUN, Grid(make_codec("fp32"), chunk_bounds(P)), Quorum("time", 2, 0.5), Outer(0.7, 0.9, 10), 2**40)
 
 
 def proof_of(round_: int, members: Sequence[Any] = (A, B)) -> Proof:
-    joins = tuple(sign(m, Join(run=RUN, parent="cd" * 32, tokens=100, step_s=0.1)) for m in members)
+    joins = tuple(sign(m, Join(run=RUN, parent="cd" * 32, tokens=100, step_s=0.1, norm=1.0)) for m in members)
     ids = tuple(m.peer_id for m in members)
     plan = Plan(run=RUN, parent="cd" * 32, attempt=0, joins=joins, reducers=ids[:1], owners=(0,))
     document = sign(A, Outcome(round=round_, plan=plan, included=ids, results=results_root([HASH])))
@@ -70,39 +74,23 @@ def test_a_proof_of_another_round_head_or_group_is_refused() -> None:
         tip_of(state(), alone.outcome.hash, alone, RULES, 1.0)
 
 
-def told(round_: int, digest: str, tokens: int) -> PeerRecord:
-    return PeerRecord(
-        peer_id=new_identity().peer_id,
-        number=1,
-        run=RUN,
-        head=RUN,
-        round=round_,
-        state_digest=digest,
-        swarm_tokens=tokens,
-        phase=Phase.TRAINING,
-    )
-
-
-def test_the_digest_that_most_tokens_stand_behind_is_believed() -> None:
-    records = [told(3, "aa", 5), told(3, "bb", 3), told(3, "bb", 3), told(4, "cc", 100), told(3, "", 1000)]
-    assert most_trusted_digest(records, 3) == "bb"
-    assert most_trusted_digest(records, 4) == "cc"
-    assert most_trusted_digest(records, 7) is None and most_trusted_digest([], 3) is None
-
-
 class Fixed:
     """A StateSource of one state."""
 
     def __init__(self, tip: Tip) -> None:
         self.tip = tip
 
-    def newest(self) -> Snapshot:
+    def find(self, name: str = "") -> Snapshot | None:
         t = self.tip
-        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof)
+        known = t.head == name or t.digest.startswith(name)
+        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof) if known else None
 
-    def leaf(self, round: int, index: int) -> bytes:
-        if round != self.tip.round:
-            raise LookupError(round)
+    def wanted_since(self) -> int | None:
+        return None
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        if digest != self.tip.digest:
+            raise LookupError(digest)
         data: bytes = (self.tip.state.anchor, self.tip.state.momentum)[index].numpy().tobytes()
         return data
 
@@ -114,7 +102,7 @@ class Made(Fixed):
         super().__init__(tip)
         self.data = data
 
-    def leaf(self, round: int, index: int) -> bytes:
+    def leaf(self, digest: str, index: int) -> bytes:
         return self.data
 
 
@@ -124,7 +112,9 @@ def offer_of(tip: Tip, **changes: Any) -> Message:
     return Message(header | changes, [b"".join(tip.leaves), proof])
 
 
-def download(offers: Sequence[Message | Tip | Fixed]) -> Tip:
+def download(
+    offers: Sequence[Message | Tip | Fixed], initial_digest: str | None = None, avoid: frozenset[str] = frozenset()
+) -> Tip:
     """A download where each of these is what one peer offers, or the state that it serves."""
 
     async def main() -> Tip:
@@ -142,10 +132,12 @@ def download(offers: Sequence[Message | Tip | Fixed]) -> Tip:
                 server.serve({"state": Service(answer_with(offer), Channel.STATE)})
             record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
             directory.merge([sign_record(peer, record)])
-        return await Download(wire, directory, RULES, P, seen.append).run(random.Random(0))
+        work = Download(wire, directory, RULES, Path(folder), random.Random(0))
+        return await work.run(Target(P, initial_digest, avoid), seen.append)
 
     seen: list[float] = []
-    tip = asyncio.run(asyncio.wait_for(main(), 20))
+    with TemporaryDirectory() as folder:
+        tip = asyncio.run(asyncio.wait_for(main(), 20))
     assert seen[-1] == 1.0
     return tip
 
@@ -221,3 +213,18 @@ def test_a_state_whose_proof_is_wrong_is_not_even_fetched() -> None:
 def test_nobody_to_ask_is_a_failed_transfer() -> None:
     with pytest.raises(TransferFailed, match="No peer serves"):
         download([])
+
+
+def test_an_avoided_state_is_not_taken() -> None:
+    one, other = proven_tip(3), proven_tip(4)
+    assert download([one, other], avoid=frozenset({other.digest})).digest == one.digest
+    assert download([one, other], avoid=frozenset({other.head})).digest == one.digest
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([one], avoid=frozenset({one.head}))
+
+
+def test_only_the_manifests_initial_state_is_an_initial_state() -> None:
+    right, wrong = (tip_of(genesis(torch.full((P,), x)), RUN, None, RULES, 0.0) for x in (1.0, 2.0))
+    assert download([wrong, wrong, right], right.digest).digest == right.digest
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([wrong], right.digest)

@@ -21,6 +21,7 @@ function facts(status) {
     ["Loss", loss],
     ["Tokens per second", Math.round(training.tokens_per_second).toLocaleString()],
     ["Peers that train", String(peers.training)],
+    ["Reachable from outside", status.reachability_reason || status.reachability],
     ["Rounds joined", String(contribution.rounds_joined)],
     ["Invite", run.invite || "none yet"],
   ];

@@ -1,0 +1,110 @@
+"""From a proof to the next tip: believed, complete, within its bounds, applied. Knows one `Rounds`.
+
+The only place where a node's outer state moves on. Whatever a proof says is checked before it touches state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from node.diloco.aggregate import norm_bound
+from node.errors import PeerError
+from node.swarm.chain import next_tip
+from node.swarm.records import Document, Join, Outcome, Proof, check_proof, included_joins, split_hashes, voters
+from node.swarm.reduce import exceeds
+from node.swarm.rendezvous import supported
+
+if TYPE_CHECKING:
+    from node.swarm.rounds import Rounds
+
+logger = logging.getLogger(__name__)
+
+EVICT_S = 600.0
+"""One that signs two outcomes for one attempt is out for so long; it may have lost its memory in a crash."""
+
+
+class Adoption:
+    """Takes over committed rounds, one at a time."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._adopting = asyncio.Lock()
+        self._signed: dict[tuple[str, int], str] = {}
+        """(signer, attempt) to the outcome that it signed for this round; a second one evicts it."""
+        self._mean: tuple[str, Tensor] | None = None
+        """The newest mean that was decoded and found within its bound, by the root of its hashes."""
+
+    def clear(self) -> None:
+        """The round is over."""
+        self._signed, self._mean = {}, None
+
+    async def adopt(self, proof: Proof) -> bool:
+        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
+        rounds = self._rounds
+        outcome, joins = await asyncio.to_thread(check_proof, proof, rounds.rules.bounds)
+        async with self._adopting:
+            if outcome.plan.parent != rounds.chain.tip.head:
+                if outcome.round > rounds.next_round:
+                    rounds.behind.set()
+                return False
+            if outcome.round != rounds.next_round:
+                raise PeerError(f"an outcome calls round {rounds.next_round} round {outcome.round}")
+            if not self._is_supported(proof):
+                raise PeerError("most members of the last round know nothing of a result", code="unsupported")
+            self.witness(proof.outcome, outcome)
+            hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
+            chunks, mean = await self.mean_of(outcome, included, hashes)
+            rounds.enter_stage("apply")
+            await rounds.mishaps.at("apply")
+            outer = rounds.rules.outer
+            tip = await asyncio.to_thread(
+                next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, rounds.clock()
+            )
+            await asyncio.to_thread(rounds.chain.store.put, tip.head, hashes, chunks)
+            if outcome.plan.parent != rounds.chain.tip.head:
+                return False  # This node has started again from a downloaded state meanwhile.
+            rounds.commit(tip, outcome, proof)
+            if rounds.faults.corrupts("apply", tip.round, rounds.mishaps.role):
+                tip.state.anchor[0] += 1.0
+            return True
+
+    def _is_supported(self, proof: Proof) -> bool:
+        """Whether a proof speaks for the members of the last round, or nobody contradicts it."""
+        accepted = self._rounds.accepted
+        if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
+            return True
+        tip = self._rounds.chain.tip
+        members = self._rounds.directory.members()
+        stands = {r.peer_id: r.head == tip.head or r.round < tip.round for r in members}
+        return supported(voters(proof), tip.last_weights, stands)
+
+    async def mean_of(
+        self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
+    ) -> tuple[list[bytes], Tensor]:
+        """All chunks of a result, and the mean, fp32 [P]. Raises PeerError where it is longer than its inputs allow."""
+        chunks = await self._rounds.results.complete(outcome, hashes)
+        if self._mean is None or self._mean[0] != outcome.results:
+            mean = await asyncio.to_thread(self._rounds.rules.grid.decode, chunks)
+            joins = list(included.values())
+            bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
+            if await asyncio.to_thread(exceeds, mean, bound):
+                raise PeerError("a result is longer than the contributions behind it", code="bad_norm")
+            self._mean = (outcome.results, mean)
+        return chunks, self._mean[1]
+
+    def witness(self, document: Document, outcome: Outcome) -> bool:
+        """Remember who signed what for this round. False, and the signer is out, if it has signed another outcome."""
+        if outcome.plan.parent != self._rounds.chain.tip.head:
+            return True
+        known = self._signed.setdefault((document.signer, outcome.plan.attempt), document.hash)
+        if known == document.hash:
+            return True
+        logger.warning("Peer %s signed two outcomes for one attempt: it is out.", document.signer[-6:])
+        self._rounds.directory.evict(document.signer, EVICT_S)
+        self._rounds.wire.traffic.reject(PeerError("two outcomes", code="equivocation"))
+        return False

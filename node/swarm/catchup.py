@@ -1,0 +1,190 @@
+"""Brings a node that missed rounds back to the head of the line.
+
+Knows proofs and the directory. Knows no checkpoint and no download: where replay does not lead, it says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from node.errors import PeerError, SwarmError
+from node.status import Channel
+from node.swarm.base import Message, Service, Wire
+from node.swarm.chain import Tip
+from node.swarm.directory import Directory, PeerRecord
+from node.swarm.line import LINE_ROUNDS, Link, heads_of, prevails, read_line, since
+from node.swarm.records import Proof, parse
+from node.swarm.rounds import Rounds
+from node.swarm.state import SERVING_PHASES
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 5.0
+LOOK_S = 1.0
+
+
+Why = Literal["outvoted", "fork", "far_behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why only a download leads back to the others."""
+
+    reason: str
+    code: Why
+    avoid: frozenset[str]
+    """Heads and digests of states that do not lead there."""
+    dropped: tuple[Link, ...] = ()
+    """Rounds of this node's line that do not hold."""
+
+
+class CatchUp:
+    """Brings a node that missed rounds back to the head, by replay; says so where only a download can.
+
+    `on_lost` is called with the loss, once a look, until the rounds go on from another tip.
+    """
+
+    def __init__(self, wire: Wire, directory: Directory, rounds: Rounds, on_lost: Callable[[Loss], None]) -> None:
+        self._wire, self._directory, self._rounds = wire, directory, rounds
+        self._on_lost = on_lost
+        self._lighter: set[tuple[str, str]] = set()
+        """(their head, this node's) that were weighed, and theirs did not hold."""
+        wire.serve({"proofs": Service(self._on_proofs, Channel.STATE), "line": Service(self._on_line, Channel.STATE)})
+
+    async def run(self) -> None:
+        """Look for peers ahead for ever."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._rounds.behind.wait()
+            self._rounds.behind.clear()
+            tip = self._rounds.chain.tip
+            if outvoted(self._directory.live(), tip):
+                reason = "most others have another state after the same rounds"
+                self._on_lost(Loss(reason, "outvoted", frozenset({tip.digest})))
+                await asyncio.sleep(LOOK_S)
+            ahead = self._ahead()
+            if ahead and not await self.replay(ahead):
+                await asyncio.sleep(LOOK_S)
+
+    async def align(self) -> None:
+        """Ask whoever is furthest for what this node has missed, and how old the round is."""
+        tip = self._rounds.chain.tip
+        known = [r for r in self._directory.others() if r.phase in SERVING_PHASES]
+        ahead = sorted((r for r in known if r.swarm_tokens >= tip.state.tokens), key=lambda r: -r.swarm_tokens)
+        await self.replay(ahead)
+
+    def _ahead(self) -> list[PeerRecord]:
+        """Who says to be further, most tokens first; of as many tokens the smaller head would hold."""
+        tip, false = self._rounds.chain.tip, self._rounds.false_claims
+        mine = (-tip.state.tokens, tip.head)
+        records = [
+            r
+            for r in self._directory.others()
+            if (-r.swarm_tokens, r.head) < mine and r.head != tip.head and false.get(r.peer_id) != r.head
+        ]
+        return sorted(records, key=lambda r: r.swarm_tokens, reverse=True)
+
+    async def replay(self, ahead: Sequence[PeerRecord]) -> bool:
+        """Take over what peers have committed since. False where none of them leads on from this node's head."""
+        for record in ahead:
+            tip = self._rounds.chain.tip
+            try:
+                reply = await self._wire.call(record.peer_id, "proofs", Message({"after": tip.head}), timeout_s=CALL_S)
+                if reply.header.get("status") == "unknown":
+                    await self._weigh(record)
+                    continue
+                for blob in reply.blobs:
+                    await self._rounds.adopt(parse(Proof, blob))
+            except SwarmError as exc:
+                logger.info("Peer %s does not help to catch up: %s", record.peer_id[-6:], exc)
+                continue
+            moved = self._rounds.chain.tip is not tip
+            if moved:
+                logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
+            if reply.header.get("head") == self._rounds.chain.tip.head:
+                self._set_age(reply)
+            if moved or record.swarm_tokens <= tip.state.tokens:
+                return True
+            self._rounds.false_claims[record.peer_id] = record.head
+        return False
+
+    async def _weigh(self, record: PeerRecord) -> None:
+        """This peer's line does not follow from this node's head: which of the two holds since they parted?"""
+        tip = self._rounds.chain.tip
+        if (record.head, tip.head) in self._lighter:
+            return
+        heads = heads_of(tip.line, tip.head)
+        reply = await self._wire.call(record.peer_id, "line", Message({"heads": heads}), timeout_s=CALL_S)
+        try:
+            theirs = await asyncio.to_thread(read_line, reply.blobs, self._rounds.rules.bounds)
+        except PeerError as exc:
+            self._wire.traffic.reject(exc)
+            self._rounds.false_claims[record.peer_id] = record.head
+            raise
+        if not theirs or self._rounds.chain.tip is not tip:
+            return
+        parting = theirs[0].parent
+        if parting == tip.head or (parting not in heads and theirs[0].round > tip.round):
+            self._on_lost(Loss("the rounds since are not kept any more", "far_behind", frozenset()))
+            return
+        mine = since(tip.line, parting)
+        if prevails(theirs, mine):
+            avoid = frozenset(link.head for link in mine)
+            self._on_lost(Loss(_tell_fork(theirs, mine), "fork", avoid, mine))
+            return
+        self._lighter.add((record.head, tip.head))
+        self._rounds.false_claims[record.peer_id] = record.head
+        shown = tip.state.tokens + sum(link.tokens for link in theirs) - sum(link.tokens for link in mine)
+        if theirs[-1].head == record.head and record.swarm_tokens > shown:
+            logger.warning("Peer %s claims tokens that nobody has signed.", record.peer_id[-6:])
+            self._wire.traffic.reject(PeerError("a false claim", code="bad_weight"))
+
+    def _set_age(self, reply: Message) -> None:
+        age_s = reply.header.get("age_s")
+        if isinstance(age_s, float) and 0 <= age_s < 1e6:
+            tip = self._rounds.chain.tip
+            self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - age_s)
+
+    async def _on_proofs(self, caller: str, message: Message) -> Message:
+        """Status: ok, or unknown where this node cannot lead from there to its own head."""
+        tip = self._rounds.chain.tip
+        after = str(message.header.get("after"))
+        proofs = self._rounds.chain.proofs_after(after)
+        header: dict[str, Any] = {"status": "ok" if proofs or after == tip.head else "unknown"}
+        header |= {"head": tip.head, "age_s": float(self._rounds.clock() - tip.anchor_at_s)}
+        return Message(header, [proof.model_dump_json().encode() for proof in proofs])
+
+    async def _on_line(self, caller: str, message: Message) -> Message:
+        """This node's rounds after the newest of the caller's heads that is in its line; all, if none is."""
+        heads = message.header.get("heads")
+        if not isinstance(heads, list) or len(heads) > LINE_ROUNDS + 1:
+            raise PeerError("a request for a line has the wrong form")
+        tip = self._rounds.chain.tip
+        known = set(heads_of(tip.line, tip.head))
+        parting = next((head for head in heads if head in known), "")
+        return Message(blobs=[link.text.encode() for link in since(tip.line, parting)])
+
+
+def _tell_fork(theirs: Sequence[Link], mine: Sequence[Link]) -> str:
+    others, own = sum(link.tokens for link in theirs), sum(link.tokens for link in mine)
+    return f"the others' line has {others} tokens since the swarm was split, this one {own}"
+
+
+def outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
+    """Whether another state after the same head has more signed tokens behind it; a tie goes to the smaller digest.
+
+    The first record is this node's own. Who did not contribute to the newest record has the weight of one token.
+    """
+    votes: dict[str, int] = defaultdict(int)
+    for record in records:
+        if record.head == tip.head and record.state_digest:
+            votes[record.state_digest] += tip.last_weights.get(record.peer_id, 1)
+    best = min(votes, key=lambda digest: (-votes[digest], digest), default=tip.digest)
+    return best != tip.digest

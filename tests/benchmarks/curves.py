@@ -1,0 +1,76 @@
+"""Curves of the evaluation loss, as nodes tell them while they train. Knows the status, no processes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t, two-sided 95 %, by degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The anchor after one round."""
+
+    round: int
+    at_s: float
+    """When it was seen, since the curve's zero."""
+    tokens: int
+    """Of the swarm."""
+    loss: float
+
+
+@dataclass(slots=True)
+class Curve:
+    """One point a round, in the order of rounds."""
+
+    points: list[Point] = field(default_factory=list)
+
+    def see(self, status: dict[str, Any], at_s: float) -> None:
+        """Take the newest round's point out of a node's status, where it is there and new."""
+        run, last = status["run"], status["sync"]["last"]
+        loss = status["training"]["evaluation_loss"]
+        if last is None or loss is None or run["round"] != last["round"] or last["outcome"] == "failed":
+            return
+        # A node whose contribution was left out goes on with it, and has not evaluated this anchor.
+        mine = [member for member in last["members"] if member["peer_id"] == status["node"]["peer_id"]]
+        if not mine or not mine[0]["included"] or any(point.round >= run["round"] for point in self.points):
+            return
+        self.points.append(Point(run["round"], at_s, run["swarm_tokens"], loss))
+
+    def loss_at_s(self, at_s: float) -> float:
+        return _interpolate([(p.at_s, p.loss) for p in self.points], at_s)
+
+    def loss_at_tokens(self, tokens: float) -> float:
+        return _interpolate([(float(p.tokens), p.loss) for p in self.points], tokens)
+
+    def coarse(self, points: int) -> list[Point]:
+        """So many of them, evenly, the last one included."""
+        every = max(1, len(self.points) // points)
+        return self.points[::-1][::every][::-1]
+
+
+def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """Between the two points around x; at an end, that of the end. ValueError without points."""
+    if not curve:
+        raise ValueError("no round was evaluated")
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return curve[-1][1]
+
+
+def interval_95(differences: Sequence[float]) -> tuple[float, float]:
+    """Mean and half width of the 95 % t-interval of paired differences; the half is infinite for fewer than two."""
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, math.inf
+    degrees = len(differences) - 1
+    return mean, T_95.get(degrees, 1.96) * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -1,0 +1,271 @@
+"""From what was seen of a storm to its figures: who was live when, what was committed, how long it took. Pure.
+
+Words, exactly:
+- *chain*: for each round number the record (head, digest) that the most nodes hold. A round begins when the one before
+  it was first seen committed anywhere, and ends when it was itself.
+- *down*: from a fault until the first look, at least SETTLE_S after the fault's cause was gone (the process continued,
+  or was started again), at which the node takes part with a state of the chain, at most one round behind. Never longer
+  than RETURN_S after the cause was gone: a node that does not come back counts against us. Planned damage to a state
+  (`corrupt`) counts as a fault that is over at once; planned rubbish in a contribution is no excuse at all.
+- *live* in a round: from its beginning to SLACK_S after its end, at no time down.
+- *(node, round) committed*: a live node has a record of this round with the chain's head and digest, seen at the
+  latest SLACK_S after the end of the next round.
+- *kill to commit*: from a kill until the last survivor (live in that round) has committed the first round that ends at
+  least LOOK_S after it. Looks are 1 s apart, so it is up to 1 s too long.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.swarm.storm_seen import MEMBER_PHASES, Commit, Hurt, Life, Look, Observed
+
+SETTLE_S = 5.0
+"""A process that was killed may be told of as training so long."""
+RETURN_S = 60.0
+SLACK_S = 2.0
+LOOK_S = 1.0
+LEAST_LIFE_S = 300.0
+WARM_S = 60.0
+"""Of a process's life: what it takes then is its start, not growth."""
+SPAN_S = 1200.0
+KILLS = ("kill", "die")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    number: int
+    head: str
+    digest: str
+    began_s: float
+    ended_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    node: str
+    kind: str
+    from_s: float
+    to_s: float
+    late: bool
+    """It did not come back in RETURN_S."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A live node in a round."""
+
+    node: str
+    round: int
+    committed: bool
+    included: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    node: str
+    what: str
+    life_s: float
+    memory_ratio: float
+    """Median of the last quarter of its life over that of the first."""
+    memory_fit_ratio: float
+    """Growth in 20 minutes by a straight line through all samples, of the first quarter's median."""
+    handles: tuple[float, float]
+    """Medians of the first and the last quarter."""
+
+
+class Judge:
+    """All figures of one storm."""
+
+    def __init__(self, seen: Observed) -> None:
+        self.seen = seen
+        self.chain = _chain(seen)
+        self._ends = [r.ended_s for r in self.chain.values()]
+        self.downs = [self._down(hurt) for hurt in seen.hurts if not _is_rubbish(hurt)]
+
+    # who was there
+
+    def _down(self, hurt: Hurt) -> Down:
+        if hurt.over_s is None:
+            return Down(hurt.node, hurt.kind, hurt.at_s, math.inf, late=False)
+        settle_s = 0.0 if hurt.kind == "start" else SETTLE_S
+        latest_s = hurt.over_s + RETURN_S
+        back = (look.at_s for look in self.seen.nodes[hurt.node].looks if self._is_back(look, hurt, settle_s))
+        back_s = next(back, math.inf)
+        return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late=back_s > latest_s)
+
+    def _is_back(self, look: Look, hurt: Hurt, settle_s: float) -> bool:
+        assert hurt.over_s is not None
+        if look.at_s < hurt.over_s + settle_s or look.phase not in MEMBER_PHASES or look.round <= hurt.after_round:
+            return False
+        known = self.chain.get(look.round)
+        agrees = known is None or (known.head, known.digest) == (look.head, look.digest)
+        return agrees and look.round >= self.swarm_round(look.at_s) - 1
+
+    def swarm_round(self, at_s: float) -> int:
+        """The highest round committed anywhere by then."""
+        place = bisect_right(self._ends, at_s)
+        return list(self.chain)[place - 1] if place else -1
+
+    def is_live(self, node: str, from_s: float, to_s: float) -> bool:
+        return not any(d.node == node and d.from_s < to_s and d.to_s > from_s for d in self.downs)
+
+    # what came of it
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The chain's rounds that lie in the storm."""
+        return [r for r in self.chain.values() if r.began_s >= self.seen.began_s and r.ended_s <= self.seen.calm_s]
+
+    def pairs(self) -> list[Pair]:
+        found = []
+        for one in self.rounds:
+            following = self.chain.get(one.number + 1)
+            if following is None:
+                continue
+            for name in self.seen.nodes:
+                if self.is_live(name, one.began_s, one.ended_s + SLACK_S):
+                    commit = self._commit(name, one, following.ended_s + SLACK_S)
+                    found.append(Pair(name, one.number, commit is not None, commit is not None and commit.included))
+        return found
+
+    def _commit(self, name: str, one: Round, by_s: float) -> Commit | None:
+        commits = self.seen.nodes[name].commits
+        wanted = (one.head, one.digest)
+        return next((c for c in commits if (c.head, c.digest) == wanted and c.at_s <= by_s), None)
+
+    def forks(self) -> dict[int, set[str]]:
+        """Rounds with more than one head, over all nodes and all times."""
+        heads: dict[int, set[str]] = {}
+        for node in self.seen.nodes.values():
+            for commit in node.commits:
+                heads.setdefault(commit.round, set()).add(commit.head)
+        return {number: some for number, some in heads.items() if len(some) > 1}
+
+    def damaged(self) -> list[tuple[str, int, bool]]:
+        """(node, round, planned) where a node had another digest than the others after the same rounds."""
+        found = []
+        for name, node in self.seen.nodes.items():
+            planned = {hurt.after_round for hurt in self.seen.hurts if hurt.node == name and hurt.after_round >= 0}
+            for commit in node.commits:
+                known = self.chain[commit.round]
+                if commit.head == known.head and commit.digest != known.digest:
+                    found.append((name, commit.round, bool(planned & {commit.round - 1, commit.round - 2})))
+        return found
+
+    def agree_at_end(self) -> bool:
+        """All nodes alive at the end stand in the chain, with its digest, at most one round apart."""
+        looks = list(self.seen.at_end.values())
+        if not looks or max(k.round for k in looks) - min(k.round for k in looks) > 1:
+            return False
+        known = [self.chain.get(look.round) for look in looks]
+        return all(r and (r.head, r.digest) == (k.head, k.digest) for r, k in zip(known, looks, strict=True))
+
+    def usual_s(self) -> float:
+        """Median length of the rounds in which nobody was hurt or away, those before the storm included."""
+        gone = [d for d in self.downs if not math.isinf(d.to_s)]
+        quiet = [
+            r.length_s
+            for r in self.chain.values()
+            if r.number > 0 and not any(d.from_s < r.ended_s and d.to_s > r.began_s for d in gone)
+        ]
+        return statistics.median(quiet) if quiet else math.nan
+
+    def kills(self) -> list[tuple[float, float]]:
+        """For each kill: seconds to the survivors' next commit, and the length of that round."""
+        found = []
+        for hurt in self.seen.hurts:
+            if not hurt.kind.startswith(KILLS) or hurt.at_s < self.seen.began_s:
+                continue
+            one = next((r for r in self.chain.values() if r.ended_s >= hurt.at_s + LOOK_S), None)
+            if one is None:
+                continue
+            survivors = [name for name in self.seen.nodes if name != hurt.node]
+            commits = [
+                commit.at_s
+                for name in survivors
+                if self.is_live(name, min(one.began_s, hurt.at_s), one.ended_s + SLACK_S)
+                and (commit := self._commit(name, one, math.inf)) is not None
+            ]
+            if commits:
+                found.append((max(commits) - hurt.at_s, one.length_s))
+        return found
+
+    def growths(self) -> list[Growth]:
+        return [growth for life in self.seen.lives if (growth := grown(life)) is not None]
+
+    def faults(self) -> Counter[str]:
+        """In the storm, by kind. Starts are no faults; a node's first one, after the storm began, is a join."""
+        kinds = Counter[str]()
+        for hurt in self.seen.hurts:
+            first = hurt.kind == "start" and hurt.at_s == 0.0 and (hurt.over_s or 0.0) >= self.seen.began_s
+            if hurt.at_s >= self.seen.began_s and hurt.kind != "start":
+                kinds[hurt.kind] += hurt.at_s <= self.seen.calm_s
+            elif first:
+                kinds["join"] += 1
+        return kinds
+
+
+def _chain(seen: Observed) -> dict[int, Round]:
+    heads: dict[int, Counter[tuple[str, str]]] = {}
+    first_s: dict[tuple[int, str], float] = {}
+    for node in seen.nodes.values():
+        for commit in node.commits:
+            heads.setdefault(commit.round, Counter())[(commit.head, commit.digest)] += 1
+            key = (commit.round, commit.head)
+            first_s[key] = min(first_s.get(key, math.inf), commit.at_s)
+    chain: dict[int, Round] = {}
+    before_s = min((look.at_s for node in seen.nodes.values() for look in node.looks[:1]), default=0.0)
+    for number in sorted(heads):
+        head, digest = heads[number].most_common(1)[0][0]
+        ended_s = max(before_s, first_s[(number, head)])
+        chain[number] = Round(number, head, digest, before_s, ended_s)
+        before_s = ended_s
+    return chain
+
+
+def _is_rubbish(hurt: Hurt) -> bool:
+    """A contribution that nobody can use: its sender itself is as live as ever."""
+    return hurt.kind.split(" ")[0] in ("garbage", "shape", "nan")
+
+
+def grown(life: Life) -> Growth | None:
+    """None for a process that did not live long enough to tell."""
+    if not life.samples or life.samples[-1][0] - life.samples[0][0] < LEAST_LIFE_S:
+        return None
+    began_s, ended_s = life.samples[0][0] + WARM_S, life.samples[-1][0]
+    samples = [s for s in life.samples if s[0] >= began_s]
+    quarter_s = (ended_s - began_s) / 4
+    first = [s for s in samples if s[0] <= began_s + quarter_s]
+    last = [s for s in samples if s[0] >= ended_s - quarter_s]
+    if min(len(first), len(last)) < 3:
+        return None
+    start_bytes = statistics.median(s[1] for s in first)
+    slope = statistics.linear_regression([s[0] for s in samples], [float(s[1]) for s in samples]).slope
+    return Growth(
+        life.node,
+        life.what,
+        ended_s - life.samples[0][0],
+        statistics.median(s[1] for s in last) / start_bytes - 1,
+        slope * SPAN_S / start_bytes,
+        (statistics.median(s[2] for s in first), statistics.median(s[2] for s in last)),
+    )
+
+
+def percentile(values: Sequence[float], ratio: float) -> float:
+    """The smallest value that at least `ratio` of them do not exceed; nan without values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(ratio * len(ordered)) - 1)] if ordered else math.nan
+
+
+def middle(values: Iterable[float]) -> float:
+    return percentile(list(values), 0.5)

@@ -1,0 +1,215 @@
+"""The figures of a storm beside what is promised: as text, as a table for the README, as JSON. Knows no node."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.swarm.storm_judge import Growth, Judge, Pair, middle, percentile
+from tests.swarm.storm_seen import Observed
+
+COMMITTED_RATIO = 0.98
+KILL_S = 10.0
+GROWTH_RATIO = 0.05
+"""In 20 minutes."""
+SPARE_HANDLES = 4
+"""Connections come and go with the peers: so many more are no growth."""
+FAULTS_RATIO = 0.9
+"""Of the faults that were asked for; fewer, and it was no such storm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure; without `passed` it is told, not judged."""
+
+    name: str
+    figure: str
+    promised: str = ""
+    passed: bool | None = None
+
+
+def report(seen: Observed, folder: Path) -> int:
+    """Print everything and write storm.json. Returns the exit code."""
+    judge = Judge(seen)
+    pairs = judge.pairs()
+    lines = [*promises(judge, pairs), *told(judge, pairs)]
+    print(f"\n{as_text(lines)}\n\nFor the README:\n\n{as_markdown(lines, seen)}\n\n{nodes_table(judge, pairs)}")
+    for name, some in (("odd", seen.oddities), ("fork", _forks(judge))):
+        for line in some:
+            print(f"{name}: {line}")
+    content = {
+        "settings": seen.settings,
+        "lines": [asdict(line) for line in lines],
+        "nodes": node_rows(judge, pairs),
+        "missed": [asdict(pair) for pair in pairs if not pair.committed],
+        "rounds": [asdict(one) | {"length_s": one.length_s} for one in judge.rounds],
+        "kills_s": judge.kills(),
+        "downs": [asdict(down) for down in judge.downs if down.from_s >= seen.began_s],
+        "growths": [asdict(growth) for growth in judge.growths()],
+        "damaged": judge.damaged(),
+        "forks": _forks(judge),
+        "oddities": seen.oddities,
+    }
+    (folder / "storm.json").write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    return 0 if all(line.passed for line in lines if line.passed is not None) else 1
+
+
+def promises(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
+    seen = judge.seen
+    committed = _ratio(sum(pair.committed for pair in pairs), len(pairs))
+    usual_s, kills = judge.usual_s(), judge.kills()
+    beyond_s = middle(waited_s - usual_s for waited_s, _length_s in kills)
+    stretched_s = middle(length_s - usual_s for _waited_s, length_s in kills)
+    damaged = [one for one in judge.damaged() if not one[2]]
+    forks = judge.forks()
+    minutes = (seen.calm_s - seen.began_s) / 60
+    faults, asked = sum(judge.faults().values()), 60 * minutes / seen.settings["fault_every_s"]
+    return [
+        Line(
+            "(node, round) pairs of live nodes committed",
+            f"{committed:.2%} of {len(pairs)}",
+            f">= {COMMITTED_RATIO:.0%}",
+            bool(pairs) and committed >= COMMITTED_RATIO,
+        ),
+        Line("digests at the end", _end(judge), "all equal", judge.agree_at_end()),
+        Line("rounds with more than one head, ever", str(len(forks)), "0", not forks),
+        Line("digests that differ without planned damage", str(len(damaged)), "0", not damaged),
+        Line("kill to the survivors' next commit, beyond a usual round, median", f"{beyond_s:.1f} s",
+             f"<= {KILL_S:g} s", beyond_s <= KILL_S),
+        Line("rounds that a kill fell into, longer than usual, median", f"{stretched_s:.1f} s",
+             f"<= {KILL_S:g} s", stretched_s <= KILL_S),
+        *growth_lines(judge.growths()),
+        Line("nodes that ended or stayed away by themselves, processes left", str(len(seen.oddities)), "0",
+             not seen.oddities),
+        Line("faults", f"{faults} in {minutes:.1f} min, {60 * faults / minutes:.0f} an hour",
+             f">= {FAULTS_RATIO * asked:.0f}", faults >= FAULTS_RATIO * asked),
+    ]  # fmt: skip
+
+
+def growth_lines(growths: Sequence[Growth]) -> list[Line]:
+    """Judged by each kind of process: the median of all that lived long enough, and the worst of them."""
+    lines = []
+    for what in ("supervisor", "worker", "p2pd"):
+        some = [growth for growth in growths if growth.what == what]
+        if not some:
+            lines.append(Line(f"growth of a {what}", "none lived for 5 minutes"))
+            continue
+        memory = [min(growth.memory_ratio, growth.memory_fit_ratio) for growth in some]
+        handles = max(some, key=lambda growth: growth.handles[1] - growth.handles[0]).handles
+        more = handles[1] - handles[0]
+        lines += [
+            Line(
+                f"memory growth of a {what}, last quarter of its life over the first, worst of {len(some)}",
+                f"{max(growth.memory_ratio for growth in some):.1%} "
+                f"(a line fitted, in 20 min, median: {statistics.median(g.memory_fit_ratio for g in some):.1%})",
+                f"<= {GROWTH_RATIO:.0%}",
+                max(memory) <= GROWTH_RATIO,
+            ),
+            Line(
+                f"open handles of a {what}, first quarter to last, worst of {len(some)}",
+                f"{handles[0]:.0f} to {handles[1]:.0f}",
+                f"<= {GROWTH_RATIO:.0%} or {SPARE_HANDLES} more",
+                more <= max(SPARE_HANDLES, GROWTH_RATIO * handles[0]),
+            ),
+        ]
+    return lines
+
+
+def told(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
+    seen, kills, usual_s = judge.seen, judge.kills(), judge.usual_s()
+    rounds = judge.rounds
+    minutes = (seen.calm_s - seen.began_s) / 60
+    nodes = seen.nodes.values()
+    made = sum(node.rounds_attempted for node in nodes)
+    failures = sum((Counter(node.failures) for node in nodes), Counter[str]())
+    returns = [d.to_s - d.from_s for d in judge.downs if d.from_s >= seen.began_s and d.to_s < seen.ended_s]
+    waits = [waited_s - usual_s for waited_s, _ in kills]
+    planned = sum(hurt.after_round >= 0 for hurt in seen.hurts)
+    return [
+        Line("of them with the node's own contribution in",
+             f"{_ratio(sum(pair.included for pair in pairs), len(pairs)):.2%}"),
+        Line("participation (contributions that arrived / made)",
+             f"{_ratio(sum(node.rounds_joined for node in nodes), made):.2%} of {made}"),
+        Line("a usual round", f"{usual_s:.1f} s"),
+        Line("rounds committed in the storm", f"{len(rounds)}, {len(rounds) / minutes:.1f} a minute; "
+             f"length median {middle(r.length_s for r in rounds):.1f} s, "
+             f"p90 {percentile([r.length_s for r in rounds], 0.9):.1f} s, "
+             f"longest {percentile([r.length_s for r in rounds], 1.0):.1f} s"),
+        Line("kill to commit beyond a usual round, p90 and longest",
+             f"{percentile(waits, 0.9):.1f} s, {percentile(waits, 1.0):.1f} s, of {len(kills)} kills"),
+        Line("hurt until back in the rounds, median and p90", f"{middle(returns):.1f} s, "
+             f"{percentile(returns, 0.9):.1f} s; {sum(d.late for d in judge.downs)} took too long"),
+        Line("damaged states: planned, seen in a record, fetched again",
+             f"{planned}, {len(judge.damaged())}, {sum(node.mismatches for node in nodes)}"),
+        Line("faults by kind", _counts(judge.faults())),
+        Line("failed attempts by reason, over all nodes", _counts(failures) or "none"),
+    ]  # fmt: skip
+
+
+def node_rows(judge: Judge, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    rows = []
+    for name, node in judge.seen.nodes.items():
+        mine = [pair for pair in pairs if pair.node == name]
+        hurts = [h for h in judge.seen.hurts if h.node == name and h.kind != "start" and h.at_s >= judge.seen.began_s]
+        rows.append({
+            "node": name,
+            "made": node.rounds_attempted,
+            "arrived": node.rounds_joined,
+            "participation": _ratio(node.rounds_joined, node.rounds_attempted),
+            "live_rounds": len(mine),
+            "committed": sum(pair.committed for pair in mine),
+            "hurt": len(hurts),
+        })  # fmt: skip
+    return rows
+
+
+def nodes_table(judge: Judge, pairs: Sequence[Pair]) -> str:
+    rows = ["| node | contributions made | arrived | participation | rounds live | committed | faults |",
+            "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in node_rows(judge, pairs):
+        rows.append(
+            f"| {row['node']} | {row['made']} | {row['arrived']} | {row['participation']:.1%} "
+            f"| {row['live_rounds']} | {row['committed']} | {row['hurt']} |"
+        )
+    return "\n".join(rows)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    wide = max(len(line.name) for line in lines)
+    verdicts = {None: "    ", True: "PASS", False: "FAIL"}
+    return "\n".join(
+        f"{verdicts[line.passed]}  {line.name.ljust(wide)}  {line.figure}"
+        + (f"  (promised {line.promised})" if line.promised else "")
+        for line in lines
+    )
+
+
+def as_markdown(lines: Sequence[Line], seen: Observed) -> str:
+    given = seen.settings
+    words = f'`make storm ARGS="--nodes {given["nodes"]} --minutes {given["minutes"]:g} '
+    words += f'--fault-every {given["fault_every_s"]:g} --seed {given["seed"]}"`, {given["cores"]} cores'
+    rows = [words, "", "| figure | measured | promised |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| {line.name} | {line.figure} | {line.promised} |" for line in lines)])
+
+
+def _forks(judge: Judge) -> list[str]:
+    return [f"round {number}: {', '.join(sorted(h[:12] for h in some))}" for number, some in judge.forks().items()]
+
+
+def _end(judge: Judge) -> str:
+    looks = judge.seen.at_end.values()
+    return f"{len({look.digest for look in looks})} of {len(looks)} nodes, round {max(k.round for k in looks)}" \
+        if looks else "nobody is left"  # fmt: skip
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in counts.most_common() if number)
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,236 @@
+"""Watches the nodes of a storm from beside: about once a second their API, now and then their processes and logs.
+
+A thread of its own, so that nothing which the storm does to a node delays the clock by which the others are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.swarm.harness import CALM, MARK, Node
+from tests.swarm.storm_seen import MEMBER_PHASES, Commit, Hurt, Life, Look, NodeSeen, Observed
+
+LOOK_S = 1.0
+COUNT_S = 5.0
+"""Between looks at metrics, memory and handles."""
+ASK_S = 2.0
+WORDS = {"node.worker": "worker", "node.cli": "supervisor", "-hostAddrs": "p2pd"}
+COUNTER = re.compile(r'^diloco_(sync_failures|digest_mismatch)_total(?:\{reason="(\w+)"\})? (\S+)$', re.MULTILINE)
+INJECTED = re.compile(r"Injected fault at (\w+) of round (\d+): (\w+) (\S+)\.$")
+
+
+class Asked:
+    """One node's API over its starts; never waits for one that is not there."""
+
+    def __init__(self, node: Node, seen: NodeSeen) -> None:
+        self.node, self.seen = node, seen
+        self.invite = ""
+        self._client: httpx.Client | None = None
+        self._pid = 0
+        self._known: set[str] = set()
+        self._told: dict[str, float] = {}
+
+    @property
+    def newest(self) -> Look | None:
+        return self.seen.looks[-1] if self.seen.looks else None
+
+    def look(self) -> None:
+        status = self._get("/api/v1/status")
+        if status is None:
+            return
+        run = status["run"]
+        before = self.newest
+        self.seen.peer_id = status["node"]["peer_id"] or self.seen.peer_id
+        self.invite = run["invite"] or self.invite
+        look = Look(time.monotonic(), status["phase"], run["round"], run["head"], run["state_digest"])
+        self.seen.looks.append(look)
+        if before is None or (before.head, before.phase) != (look.head, look.phase):
+            self._look_at_rounds(limit=30)
+        if look.phase in MEMBER_PHASES:
+            told = status["contribution"]
+            self.seen.rounds_joined += self._grown("joined", told["rounds_joined"])
+            self.seen.rounds_attempted += self._grown("attempted", told["rounds_attempted"])
+
+    def _look_at_rounds(self, limit: int) -> None:
+        listed = self._get(f"/api/v1/rounds?limit={limit}")
+        for record in reversed(listed["rounds"] if listed else []):
+            if record["outcome"] == "failed" or record["head"] in self._known:
+                continue
+            self._known.add(record["head"])
+            mine = [m["included"] for m in record["members"] if m["peer_id"] == self.seen.peer_id]
+            self.seen.commits.append(
+                Commit(
+                    at_s=time.monotonic(),
+                    round=record["round"],
+                    head=record["head"],
+                    digest=record["state_digest"],
+                    outcome=record["outcome"],
+                    included=mine == [True],
+                )
+            )
+
+    def count(self) -> None:
+        """Counters of a life that is past reading its checkpoint."""
+        if self.newest is None or self.newest.phase not in MEMBER_PHASES:
+            return
+        for name, reason, value in COUNTER.findall(self._text("/metrics")):
+            grown = self._grown(f"{name} {reason}", float(value))
+            if name == "digest_mismatch":
+                self.seen.mismatches += grown
+            elif grown:
+                self.seen.failures[reason] = self.seen.failures.get(reason, 0) + grown
+
+    def _grown(self, name: str, value: float) -> int:
+        """Since the last look; a smaller value is that of a start from an older checkpoint, and counts from there."""
+        before = self._told.get(name, 0.0 if not self.seen.restarts else value)
+        self._told[name] = value
+        return max(0, round(value - before))
+
+    def _text(self, path: str) -> str:
+        client = self._connect()
+        if client is None:
+            return ""
+        try:
+            answer = client.get(path)
+        except httpx.HTTPError:
+            return ""
+        return answer.text if answer.status_code == 200 else ""
+
+    def _get(self, path: str) -> dict[str, Any] | None:
+        text = self._text(path)
+        return dict(json.loads(text)) if text else None
+
+    def _connect(self) -> httpx.Client | None:
+        process = self.node.process
+        if process is None or process.poll() is not None:
+            return None
+        if self._client is not None and self._pid == process.pid:
+            return self._client
+        try:
+            address = json.loads((self.node.folder / "api.json").read_text())
+            token = (self.node.folder / "api-token").read_text().strip()
+        except (OSError, ValueError):
+            return None
+        if address["pid"] != process.pid:
+            return None
+        self.close()
+        if self._pid:
+            self.seen.restarts += 1
+            self._told.clear()
+        headers = {"Authorization": f"Bearer {token}"}
+        self._client = httpx.Client(base_url=address["url"], headers=headers, timeout=ASK_S, trust_env=False)
+        self._pid = process.pid
+        return self._client
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+
+class Watch:
+    """Fills an `Observed`. `nodes` is asked anew each time: all that are not gone for good."""
+
+    def __init__(self, observed: Observed, nodes: Callable[[], Sequence[Node]]) -> None:
+        self.observed = observed
+        self._nodes = nodes
+        self._asked: dict[str, Asked] = {}
+        self._lives: dict[tuple[int, float], Life] = {}
+        self._calm = min(19, psutil.Process().nice() + CALM)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(60)
+        for asked in self._asked.values():
+            asked.close()
+
+    def check(self) -> None:
+        """Raises where the watch has ended by itself: what follows would be judged by nothing."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the watch ended by itself")
+
+    def newest(self, name: str) -> Look | None:
+        return self._asked[name].newest if name in self._asked else None
+
+    def takes_part(self, name: str) -> bool:
+        """By a look that is not older than a few seconds."""
+        look = self.newest(name)
+        return look is not None and look.phase in MEMBER_PHASES and time.monotonic() - look.at_s < 4 * LOOK_S
+
+    def invite(self, name: str) -> str:
+        return self._asked[name].invite if name in self._asked else ""
+
+    def swarm_round(self) -> int:
+        return max((look.round for asked in self._asked.values() if (look := asked.newest)), default=-1)
+
+    def _run(self) -> None:
+        counted_s = 0.0
+        while not self._end.is_set():
+            began_s = time.monotonic()
+            nodes = self._nodes()
+            for node in nodes:
+                self._of(node).look()
+            if began_s - counted_s >= COUNT_S:
+                counted_s = began_s
+                for node in nodes:
+                    self._of(node).count()
+                self._weigh(nodes)
+            self._end.wait(max(0.05, LOOK_S - (time.monotonic() - began_s)))
+
+    def _of(self, node: Node) -> Asked:
+        if node.name not in self._asked:
+            seen = self.observed.nodes.setdefault(node.name, NodeSeen(node.name))
+            self._asked[node.name] = Asked(node, seen)
+        return self._asked[node.name]
+
+    def _weigh(self, nodes: Sequence[Node]) -> None:
+        by_mark = {node.mark: node.name for node in nodes}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                life = self._life(process, by_mark)
+                if life is not None:
+                    life.samples.append((time.monotonic(), process.memory_info().rss, process.num_fds()))
+                    if life.what == "worker" and self.takes_part(life.node):
+                        process.nice(self._calm)
+
+    def _life(self, process: psutil.Process, by_mark: dict[str, str]) -> Life | None:
+        key = (process.pid, process.create_time())
+        if key not in self._lives:
+            name = by_mark.get(process.environ().get(MARK, ""))
+            line = " ".join(process.cmdline())
+            what = next((what for word, what in WORDS.items() if word in line), "")
+            if name is None or not what:
+                return None
+            self._lives[key] = Life(name, what, process.pid)
+            self.observed.lives.append(self._lives[key])
+        return self._lives[key]
+
+
+def injected(nodes: Sequence[Node]) -> Iterator[Hurt]:
+    """The planned faults that happened, as the nodes' logs (JSON lines) tell."""
+    shift_s = time.monotonic() - time.time()
+    for node in nodes:
+        for line in node.said().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                said = json.loads(line)
+                if found := INJECTED.search(said["message"]):
+                    stage, number, kind, amount = found.groups()
+                    at_s = datetime.fromisoformat(said["at"]).timestamp() + shift_s
+                    lasts_s = float(amount) if kind in ("stall", "hang") else 0.0
+                    after = int(number) if kind == "corrupt" else -1
+                    yield Hurt(node.name, f"{kind} at {stage}", at_s, at_s + lasts_s, after)

@@ -1,0 +1,200 @@
+"""Real nodes in networks of their own: a swarm cut in two, nodes behind NAT, lines of different speed.
+
+Needs root and iproute2; skipped with the reason where that is not to be had.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
+from tests.swarm.netns import Host, Network, why_not
+
+PORT = 41234
+CALM_ROUNDS = 5
+LONG_S = 90.0
+"""For what takes several rounds on a busy machine."""
+DEATH_S = 10.0
+EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Network() as made:
+        yield made
+
+
+@pytest.fixture
+def network_with_nat(network: Network) -> Network:
+    if reason := why_not(nat=True):
+        pytest.skip(reason)
+    return network
+
+
+def settle(node: Node, host: Host) -> Node:
+    """Give the node its place."""
+    node.namespace = host.namespace
+    node.listen = f"/ip4/{host.address}/tcp/{PORT}"
+    return node
+
+
+def start_all(swarm: Swarm, hosts: Sequence[Host], *, names: Sequence[str] = ()) -> list[Node]:
+    """A founder on the first host, and one that joins it on each of the others."""
+    founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER)
+    invite = founder.invite()
+    founder.calm()
+    joined = [settle(swarm.node(name, join=invite), host) for name, host in zip(names, hosts[1:], strict=True)]
+    for node in joined:
+        node.preset = None
+        node.start(*EAGER)
+    for node in joined:
+        node.until_training()
+        node.calm()
+    return [founder, *joined]
+
+
+def plans(node: Node) -> dict[int, dict[str, Any]]:
+    """The plan of each round that the node still has a checkpoint of."""
+    found = {}
+    for path in node.checkpoints():
+        with suppress(OSError, ValueError):  # It may be removed just now.
+            proof = checkpoint_meta(path)["extra"]["proof"]
+            if proof is not None:
+                outcome = json.loads(proof["outcome"]["text"])
+                found[int(outcome["round"])] = dict(outcome["plan"])
+    return found
+
+
+def shares(plan: dict[str, Any]) -> dict[str, float]:
+    """Peer id to the share of the chunks that it reduces."""
+    owners = [plan["reducers"][owner] for owner in plan["owners"]]
+    return {peer: owners.count(peer) / len(owners) for peer in plan["reducers"]}
+
+
+def peer_id(node: Node) -> str:
+    return str(node.status()["node"]["peer_id"])
+
+
+def rounds_with(node: Node, everybody: set[str]) -> list[int]:
+    """Rounds in which the contributions of all of these were counted, as this node tells."""
+    told = [(r["round"], {m["peer_id"] for m in r["members"] if m["included"]}) for r in node.rounds()]
+    return [number for number, included in told if included >= everybody]
+
+
+def assert_agreed(nodes: Sequence[Node], after: int) -> None:
+    rounds = {number: digests for number, digests in common_rounds(nodes).items() if number > after}
+    assert rounds and all(len(digests) == 1 for digests in rounds.values()), rounds
+
+
+@pytest.mark.timeout(400)
+def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path: Path) -> None:
+    hosts = [network.host() for _ in range(4)]
+    with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 150})) as swarm:
+        nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
+        everybody = {peer_id(node) for node in nodes}
+        wait_for(lambda: rounds_with(nodes[0], everybody), LONG_S, "no round of all four")
+
+        network.cut_off(hosts[2:])
+        halves = (nodes[:2], nodes[2:])
+        for half in halves:
+            for node in half:
+                node.until(lambda s: s["peers"]["training"] == 2, LONG_S)
+        cut_at = [half[0].status()["run"]["round"] for half in halves]
+        for half, since in zip(halves, cut_at, strict=True):
+            for node in half:
+                node.until_round(since + 3, LONG_S)
+        digests = [half[0].digests() for half in halves]
+        assert digests[0][max(cut_at) + 1] != digests[1][max(cut_at) + 1], "they were not cut"
+
+        network.reconnect(hosts[2:])
+        for node in nodes:
+            node.until(lambda s: s["peers"]["training"] == 4, LONG_S)
+        met_at = max(node.status()["run"]["round"] for node in nodes)
+
+        def one_line() -> bool:
+            tips = {(s["round"], s["state_digest"]) for s in (node.status()["run"] for node in nodes)}
+            return len(tips) == 1
+
+        wait_for(one_line, LONG_S, "they did not come to one line")
+        healed_at = max(node.status()["run"]["round"] for node in nodes)
+        assert healed_at <= met_at + 2, f"they met in round {met_at}, and were one in round {healed_at}"
+        wait_for(
+            lambda: [r for r in rounds_with(nodes[0], everybody) if r > healed_at], LONG_S, "no round of all four again"
+        )
+        assert_agreed(nodes, healed_at)
+        losers = [node for node in nodes if "Dropped" in node.said()]
+        assert losers, "nobody says what was dropped"
+        told = [r["reason"] for node in losers for r in node.rounds()]
+        assert any("Dropped" in reason for reason in told), told
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("direct", "hidden"), [(2, 1), (2, 2)])
+def test_nodes_behind_nat_contribute_and_reduce_nothing(
+    network_with_nat: Network, tmp_path: Path, figures: Figures, direct: int, hidden: int
+) -> None:
+    network = network_with_nat
+    hosts = [network.host() for _ in range(direct)] + [network.host_behind_nat() for _ in range(hidden)]
+    names = [f"direct {i}" for i in range(1, direct)] + [f"hidden {i}" for i in range(hidden)]
+    run = tiny(round={"policy": "time", "min_peers": direct + hidden, "inner_steps": 100})
+    with Swarm(tmp_path, run) as swarm:
+        nodes = start_all(swarm, hosts, names=names)
+        for node in nodes[:direct]:
+            assert node.until(lambda s: "Other peers reach" in s["reachability_reason"], START_S)["reachability"] == (
+                "direct"
+            )
+        for node in nodes[direct:]:
+            status = node.until(lambda s: s["reachability"] == "none", START_S)
+            assert f"TCP port {PORT}" in status["reachability_reason"]
+            assert "forward that port or set swarm.announce" in status["reachability_reason"]
+        settled_at = max(node.status()["run"]["round"] for node in nodes)
+        everybody = {peer_id(node) for node in nodes}
+
+        def enough() -> bool:
+            return all(
+                len([r for r in rounds_with(node, everybody) if r > settled_at]) >= CALM_ROUNDS for node in nodes
+            )
+
+        wait_for(enough, LONG_S, "those behind NAT are not in everybody's rounds")
+        reducing = {
+            peer for number, plan in plans(nodes[0]).items() if number > settled_at for peer in plan["reducers"]
+        }
+        assert reducing == {peer_id(node) for node in nodes[:direct]}
+        late = [r for node in nodes for r in node.rounds() if r["outcome"] == "failed" and r["round"] > settled_at + 1]
+        assert not late, "attempts fail for want of an inbound port"
+        assert_agreed(nodes, settled_at)
+
+        nodes[-1].end_by_force()
+        killed_at_s = time.monotonic()
+        nodes[0].until(lambda s: s["peers"]["training"] == len(nodes) - 1, PATIENCE * DEATH_S)
+        figures.hold(
+            f"killed behind NAT ({direct} + {hidden}): out of the count", time.monotonic() - killed_at_s, DEATH_S
+        )
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_uplink_reduces_less(network: Network, tmp_path: Path) -> None:
+    hosts = [network.host() for _ in range(3)]
+    for host, up_mbit_s in zip(hosts, (100.0, 100.0, 10.0), strict=True):
+        network.limit(host, up_mbit_s=up_mbit_s, down_mbit_s=100.0)
+    model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)
+    with Swarm(tmp_path, run) as swarm:
+        nodes = start_all(swarm, hosts, names=("fast", "slow"))
+        for node in nodes:
+            node.until_round(4, LONG_S)
+        told = plans(nodes[0])
+        slow = peer_id(nodes[2])
+        share = shares(told[max(told)])
+        assert 0 <= share.get(slow, 0.0) < 0.5 * max(share.values()), share
+        assert_agreed(nodes, -1)

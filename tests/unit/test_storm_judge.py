@@ -1,0 +1,156 @@
+"""The storm's judge on storms made up by hand: what counts as live, as committed, as growth, as a fork."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from node.swarm.faults import parse_faults
+from tests.swarm.storm_faults import ARMS
+from tests.swarm.storm_judge import RETURN_S, Judge, grown, percentile
+from tests.swarm.storm_report import growth_lines, promises, report
+from tests.swarm.storm_seen import Commit, Hurt, Life, Look, NodeSeen, Observed, load
+
+LENGTH_S = 10.0
+ROUNDS = 12
+NAMES = ("a", "b", "c", "d")
+
+
+def calm_storm() -> Observed:
+    """Four nodes that commit a round every 10 s, round r at 10 (r + 1); the storm lasts from 20 s to 100 s."""
+    seen = Observed({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
+    seen.began_s, seen.calm_s, seen.ended_s = 20.0, 100.0, 120.0
+    for name in NAMES:
+        node = NodeSeen(name, rounds_joined=10, rounds_attempted=10, failures={"timeout": 2})
+        node.looks = [Look(float(t), "training", t // 10 - 1, f"h{t // 10 - 1}", f"d{t // 10 - 1}") for t in range(121)]
+        node.commits = [
+            Commit(LENGTH_S * (r + 1), r, f"h{r}", f"d{r}", "complete", included=True) for r in range(ROUNDS)
+        ]
+        seen.nodes[name] = node
+        seen.hurts.append(Hurt(name, "start", 0.0, 0.0))
+        seen.at_end[name] = node.looks[-1]
+    return seen
+
+
+def away(seen: Observed, name: str, from_s: float, to_s: float) -> None:
+    """No looks, and no commits until a second after it is back."""
+    node = seen.nodes[name]
+    node.looks = [look for look in node.looks if not from_s <= look.at_s < to_s]
+    late = [c for c in node.commits if from_s <= c.at_s < to_s]
+    node.commits = [c for c in node.commits if c not in late]
+
+
+def test_calm_storm_keeps_every_promise() -> None:
+    judge = Judge(calm_storm())
+    pairs = judge.pairs()
+    assert [r.number for r in judge.rounds] == list(range(2, 10))
+    assert len(pairs) == 8 * 4 and all(pair.committed and pair.included for pair in pairs)
+    assert judge.usual_s() == LENGTH_S and judge.forks() == {} and judge.damaged() == [] and judge.agree_at_end()
+
+
+def test_live_node_that_misses_a_round_counts_against_us() -> None:
+    seen = calm_storm()
+    seen.nodes["b"].commits = [c for c in seen.nodes["b"].commits if c.round != 5]
+    missed = [pair for pair in Judge(seen).pairs() if not pair.committed]
+    assert [(pair.node, pair.round) for pair in missed] == [("b", 5)]
+
+
+def test_replay_counts_within_the_next_round_and_not_later() -> None:
+    seen = calm_storm()
+    commits = seen.nodes["b"].commits
+    commits[5] = Commit(69.0, 5, "h5", "d5", "skipped", included=False)
+    commits[6] = Commit(93.0, 6, "h6", "d6", "skipped", included=False)
+    pairs = {(pair.node, pair.round): pair for pair in Judge(seen).pairs()}
+    assert pairs["b", 5].committed and not pairs["b", 5].included
+    assert not pairs["b", 6].committed
+
+
+def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> None:
+    seen = calm_storm()
+    seen.hurts.append(Hurt("c", "kill worker", 33.0, 33.0))
+    away(seen, "c", 33.0, 52.0)
+    live = {pair.round for pair in Judge(seen).pairs() if pair.node == "c"}
+    assert live == {2, 6, 7, 8, 9}, "rounds 3 to 5 saw it hurt"
+    assert all(pair.committed for pair in Judge(seen).pairs())
+
+
+def test_node_that_does_not_come_back_counts_as_live_again() -> None:
+    seen = calm_storm()
+    seen.hurts.append(Hurt("c", "kill worker", 21.0, 21.0))
+    away(seen, "c", 21.0, 200.0)
+    judge = Judge(seen)
+    (down,) = [down for down in judge.downs if down.kind == "kill worker"]
+    assert down.late and down.to_s == 21.0 + RETURN_S
+    assert [pair.round for pair in judge.pairs() if not pair.committed] == [9]
+
+
+def test_kill_is_timed_to_the_last_survivors_commit() -> None:
+    seen = calm_storm()
+    seen.hurts.append(Hurt("d", "kill supervisor", 36.0, None))
+    seen.nodes["d"].commits = seen.nodes["d"].commits[:3]
+    seen.nodes["b"].commits[3] = Commit(44.0, 3, "h3", "d3", "complete", included=True)
+    assert Judge(seen).kills() == [(8.0, LENGTH_S)]
+
+
+def test_forks_and_damage_are_told_apart() -> None:
+    seen = calm_storm()
+    seen.nodes["a"].commits[4] = Commit(50.0, 4, "other", "dx", "complete", included=True)
+    seen.nodes["b"].commits[6] = Commit(70.0, 6, "h6", "damaged", "complete", included=True)
+    seen.nodes["c"].commits[7] = Commit(80.0, 7, "h7", "damaged", "complete", included=True)
+    seen.hurts.append(Hurt("b", "corrupt at apply", 60.0, 60.0, after_round=5))
+    judge = Judge(seen)
+    assert judge.forks() == {4: {"h4", "other"}}
+    assert sorted(judge.damaged()) == [("b", 6, True), ("c", 7, False)]
+    failed = [line.name for line in promises(judge, judge.pairs()) if line.passed is False]
+    assert "rounds with more than one head, ever" in failed
+    assert "digests that differ without planned damage" in failed
+
+
+def test_nodes_apart_at_the_end_do_not_agree() -> None:
+    seen = calm_storm()
+    look = seen.at_end["d"]
+    seen.at_end["d"] = Look(look.at_s, "training", look.round, look.head, "another")
+    assert not Judge(seen).agree_at_end()
+
+
+@pytest.mark.parametrize(("per_minute", "passes"), [(0.0, True), (0.01, False)])
+def test_growth_fails_above_five_percent(per_minute: float, passes: bool) -> None:
+    base = 100_000_000
+    samples = [(5.0 * i, round(base * (1 + per_minute * i / 12)), 40) for i in range(120)]
+    growth = grown(Life("a", "worker", 1, samples))
+    assert growth is not None
+    assert growth.memory_fit_ratio == pytest.approx(20 * per_minute, rel=0.05, abs=1e-9)
+    (memory,) = [line for line in growth_lines([growth]) if "memory growth of a worker" in line.name]
+    assert memory.passed is passes
+    assert grown(Life("a", "worker", 1, samples[:50])) is None, "too short a life"
+
+
+def test_handles_that_pile_up_fail() -> None:
+    samples = [(5.0 * i, 100, 40 + i // 10) for i in range(120)]
+    growth = grown(Life("a", "worker", 1, samples))
+    assert growth is not None
+    (handles,) = [line for line in growth_lines([growth]) if "open handles of a worker" in line.name]
+    assert handles.passed is False
+
+
+def test_what_was_seen_comes_back_from_its_file_and_is_reported(tmp_path: Path) -> None:
+    seen = calm_storm()
+    seen.hurts.append(Hurt("d", "kill p2pd", 36.0, 36.0))
+    seen.save(tmp_path / "seen.json")
+    again = load(tmp_path / "seen.json")
+    assert again == seen
+    assert report(again, tmp_path) == 0
+    seen.oddities.append("a ended by itself")
+    assert report(seen, tmp_path) == 1
+
+
+def test_percentiles() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([1.0, 2.0], 1.0) == 2.0
+    assert math.isnan(percentile([], 0.5))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_planned_fault_is_one_that_nodes_know(arm: str) -> None:
+    assert parse_faults(arm.format(3)).plan
