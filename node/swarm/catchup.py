@@ -180,11 +180,17 @@ def _tell_fork(theirs: Sequence[Link], mine: Sequence[Link]) -> str:
 def outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
     """Whether another state after the same head has more signed tokens behind it; a tie goes to the smaller digest.
 
-    The first record is this node's own. Who did not contribute to the newest record has the weight of one token.
+    The first record is this node's own. Who did not contribute to the newest record has the weight of one token. Live
+    peers whose word is not here yet may still side with this node: right after a commit, the first to be heard of may
+    be the damaged one.
     """
     votes: dict[str, int] = defaultdict(int)
+    silent = 0
     for record in records:
+        weight = tip.last_weights.get(record.peer_id, 1)
         if record.head == tip.head and record.state_digest:
-            votes[record.state_digest] += tip.last_weights.get(record.peer_id, 1)
+            votes[record.state_digest] += weight
+        elif record.peer_id in tip.last_weights:
+            silent += weight
     best = min(votes, key=lambda digest: (-votes[digest], digest), default=tip.digest)
-    return best != tip.digest
+    return best != tip.digest and (not silent or votes[best] > votes[tip.digest] + silent)

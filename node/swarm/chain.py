@@ -115,7 +115,7 @@ class Chain:
         assert parent == self.tip.head
         self._proofs[parent] = proof
         self._digests[tip.head] = tip.digest
-        self.store.kept_rounds = kept_rounds(tip.round, self.wanted_since())
+        self.store.kept_rounds = kept_rounds(tip.round, self.wanted_since(), self.store.in_use())
         while len(self._proofs) > self.store.kept_rounds:
             old, _ = self._proofs.popitem(last=False)
             self._digests.pop(old, None)

@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -34,6 +35,8 @@ RELAYED_S = 4.0
 """Only records with news this young are passed on, so a dead peer's fade everywhere."""
 FORGOTTEN_S = 6 * 3600.0
 """A dead peer is called now and then for so long."""
+LARGE = 256
+"""Other peers from which on each tells its news half as often."""
 MAX_KNOWN = 4000
 """Peers in the table: the longest silent goes first, the living never. Fits into the header of a message."""
 SHORT_ID = 16
@@ -302,10 +305,11 @@ class Gossip:
         wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_GOSSIP_BYTES)})
 
     async def run(self) -> None:
-        """Pulse for ever."""
-        while True:
-            self._directory.pulse()
+        """Pulse for ever; in a large swarm every other time, since the news of all would be much."""
+        for beat in count():
             others = [r.peer_id for r in self._directory.others()]
+            if beat % 2 == 0 or len(others) <= LARGE:
+                self._directory.pulse()
             chosen = self._rng.sample(others, min(fanout(len(others)), len(others)))
             lost = [r.peer_id for r in self._directory.forgotten() if self._directory.can_call(r)]
             if lost and self._rng.random() < 0.3:
@@ -350,7 +354,7 @@ class Gossip:
 
 def fanout(others: int) -> int:
     """Peers to ask in a pulse, so that news is everywhere well before it is too old (simulated up to 1,000 peers)."""
-    return 2 + (others > 16) + (others > 256)
+    return 2 + (others > 16) + (others > LARGE)
 
 
 def _pack(records: Sequence[Signed], header: dict[str, object]) -> Message:

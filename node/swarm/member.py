@@ -25,7 +25,7 @@ from node.swarm.chain import Chain, Tip
 from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.download import Download
-from node.swarm.faults import Faults
+from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.identity import load_identity
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
@@ -161,7 +161,11 @@ class Member:
         StateServer(self.wire, source, self._digest_at, self._uplink_is_busy, self._befall)
 
     async def _befall(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
-        return blobs if self.rounds is None else await self.rounds.mishaps.serve(blobs)
+        if self.rounds is not None:
+            return await self.rounds.mishaps.serve(blobs)
+        faults, number = self.options.faults, self.directory.me.round + 1
+        await faults.at("serve", number)
+        return spoil_blobs(faults.spoils("serve", number), blobs)
 
     def _digest_at(self, head: str) -> str | None:
         return self.rounds.chain.digest_at(head) if self.rounds is not None else None

@@ -72,8 +72,7 @@ class Reachability:
         self._probes = asyncio.Semaphore(MAX_PROBES)
         self.is_inbound: bool | None = None
         """None before anybody was asked: then the node takes itself for reachable."""
-        self.told = 0
-        """How many peers the verdict rests on."""
+        self._in_doubt = False
         wire.serve({"probe": Service(self._on_probe, Channel.DHT)})
 
     @property
@@ -95,18 +94,18 @@ class Reachability:
     async def run(self) -> None:
         """Ask now and then for ever: soon after other peers have come, and every RENEW_S."""
         clock = asyncio.get_running_loop().time
-        asked_at_s, asked_for = -RENEW_S, set[str]()
-        if not self._port:
-            self._decide(False)
-        while self._port:
+        asked_at_s, asked_for = clock() - RENEW_S, set[str]()
+        while True:
             askable = {record.peer_id for record in self._directory.others() if record.inbound}
             since_s = clock() - asked_at_s
-            changed = askable != asked_for or self.is_inbound is None
-            if askable and (since_s >= RENEW_S or (changed and since_s >= SPACING_S)):
+            changed = askable != asked_for or self.is_inbound is None or self._in_doubt
+            if not self._port:
+                self._decide(False)
+            elif askable and (since_s >= RENEW_S or (changed and since_s >= SPACING_S)):
                 asked_at_s, asked_for = clock(), askable
                 await self.ask(sorted(askable))
-            elif not askable and since_s >= RENEW_S and self.is_inbound is False:
-                self._decide(None)  # Nobody is left who could tell; also a node on its own reduces.
+            elif not askable and since_s >= RENEW_S:
+                self._decide(None)  # Nobody is left who could tell.
             await asyncio.sleep(LOOK_S)
 
     async def ask(self, askable: Sequence[str]) -> None:
@@ -115,8 +114,9 @@ class Reachability:
         found = await asyncio.gather(*(self._ask(peer) for peer in chosen))
         answers = [answer for answer in found if answer is not None]
         verdict = judge(answers, len(askable))
-        if verdict is not None:
-            self.told = len(answers)
+        if verdict is False and self.is_inbound and not self._in_doubt:
+            self._in_doubt = True  # Who asked may have been too busy: once more, before anybody acts on it.
+        elif verdict is not None:
             self._decide(verdict)
 
     async def _ask(self, peer_id: str) -> Answer | None:
@@ -128,6 +128,7 @@ class Reachability:
         return Answer(reply.header.get("reached") is True, reply.header.get("public") is True)
 
     def _decide(self, verdict: bool | None) -> None:
+        self._in_doubt = False
         if verdict == self.is_inbound:
             return
         before, self.is_inbound = self.is_inbound, verdict

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,13 +24,17 @@ logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 8
 MAX_KEPT_ROUNDS = 72
-"""While somebody downloads an older state. A slower one begins again, from a newer state."""
+"""While somebody downloads an older state, or replays. A slower one begins again, from a newer state."""
+
+IN_USE_S = 60.0
 
 
 class ResultStore:
     """The encoded means of the last `kept_rounds` rounds, one file a round, found by chunk hash."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._fetched_at_s: dict[str, float] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for left_over in folder.glob("results-*.bin"):
             left_over.unlink()
@@ -58,19 +63,27 @@ class ResultStore:
         for head, index in list(self._rounds.items()):  # `put` runs in a thread.
             if digest in index:
                 offset, size = index[digest]
+                self._fetched_at_s[head] = self._clock()
                 with suppress(FileNotFoundError), self._path(head).open("rb") as file:
                     file.seek(offset)
                     return file.read(size)
         return None
 
+    def in_use(self) -> int:
+        """The newest rounds, back to the oldest that was fetched lately: somebody is replaying them."""
+        since_s = self._clock() - IN_USE_S
+        heads = list(self._rounds)
+        self._fetched_at_s = {h: at for h, at in dict(self._fetched_at_s).items() if at > since_s and h in self._rounds}
+        return next((len(heads) - i for i, head in enumerate(heads) if head in self._fetched_at_s), 0)
+
     def _path(self, head: str) -> Path:
         return self._folder / f"results-{head[:16]}.bin"
 
 
-def kept_rounds(newest: int, wanted_since: int | None) -> int:
+def kept_rounds(newest: int, wanted_since: int | None, in_use: int = 0) -> int:
     """Rounds whose results are kept, so that a state of round `wanted_since` can be brought up to date."""
     wanted = newest - wanted_since + 1 if wanted_since is not None else 0
-    return min(MAX_KEPT_ROUNDS, max(KEPT_ROUNDS, wanted))
+    return min(MAX_KEPT_ROUNDS, max(KEPT_ROUNDS, wanted, in_use + 1))
 
 
 class Results:

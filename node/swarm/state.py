@@ -45,14 +45,14 @@ class Snapshot:
 class StateSource(Protocol):
     """Immutable checkpoints of this node. Read in a thread."""
 
-    def find(self, name: str = "") -> Snapshot | None:
-        """The newest one, or that with this head, or with this beginning of its digest. What was asked for stays."""
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        """The newest one, or that with this head, or with this beginning of its digest. `hold`: keep it for a while."""
 
     def leaf(self, digest: str, index: int) -> bytes:
-        """One slice of the digest tree. LookupError if it is not kept any more."""
+        """One slice of the digest tree, and hold the rest. LookupError if it is not kept any more."""
 
     def wanted_since(self) -> int | None:
-        """The round of the oldest one that was asked for lately."""
+        """The round of the oldest one that is held."""
 
 
 def included_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
@@ -113,7 +113,7 @@ class StateServer:
         name = message.header.get("digest", "")
         if not isinstance(name, str) or 0 < len(name) < MIN_NAME:
             raise PeerError("a request for a state has the wrong form")
-        snapshot = await asyncio.to_thread(self._source.find, name)
+        snapshot = await asyncio.to_thread(self._source.find, name, hold=True)
         if snapshot is None:
             raise PeerError("this node does not have that state" if name else "this node has no state yet", code="gone")
         header = {"round": snapshot.round, "head": snapshot.head, "tokens": snapshot.tokens, "digest": snapshot.digest}

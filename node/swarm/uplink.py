@@ -1,17 +1,18 @@
 """How fast this node can send, as seen in the rounds themselves. Knows no wire and no clock.
 
 A round's sends to several reducers run side by side and share the uplink, so their rates are added up. The time of a
-send runs until the reducer has answered: what a socket's buffer has taken is not sent yet.
+send runs until the reducer has answered: what a socket's buffer has taken is not sent yet. The best of the last rounds
+counts, as a busy processor, here or there, only ever makes a line look slower than it is.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 MIN_BYTES = 256 * 1024
 """Below it, a send measures the answer's delay rather than the line."""
 KEPT_ROUNDS = 5
+NEEDED_ROUNDS = 3
 
 
 class Uplink:
@@ -30,5 +31,5 @@ class Uplink:
 
     @property
     def bytes_s(self) -> float:
-        """Median of the last rounds; 0 while unknown."""
-        return statistics.median(rate for _, rate in self._rounds) if self._rounds else 0.0
+        """0 while unknown."""
+        return max(rate for _, rate in self._rounds) if len(self._rounds) >= NEEDED_ROUNDS else 0.0

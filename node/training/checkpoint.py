@@ -181,7 +181,8 @@ class CheckpointStore:
     def _prune(self) -> None:
         rounds = self.rounds()
         keep = {*rounds[: self._keep]}
-        keep |= {*[round for round in self.pinned() if round not in keep][:MAX_PINNED]}
+        # The oldest first: its reader is the nearest to its end.
+        keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
         self._asked_at_s = {round: at_s for round, at_s in dict(self._asked_at_s).items() if round in keep}
         for path in self._candidates():
             if _round(path) not in keep:

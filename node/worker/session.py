@@ -67,10 +67,11 @@ class CheckpointSource:
         self._kept = (new, *(old for old in self._kept if old.round != new.round and old.round in on_disk))
         forget(self._cache)
 
-    def find(self, name: str = "") -> Snapshot | None:
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         for snapshot in self._kept:
             if not name or snapshot.head == name or snapshot.digest.startswith(name):
-                self._store.pin(snapshot.round)
+                if hold:
+                    self._store.pin(snapshot.round)
                 return snapshot
         return None
 
@@ -78,7 +79,7 @@ class CheckpointSource:
         return min(self._store.pinned(), default=None)
 
     def leaf(self, digest: str, index: int) -> bytes:
-        snapshot = self.find(digest)
+        snapshot = self.find(digest, hold=True)
         path = self._store.outer_file(snapshot.round) if snapshot is not None else None
         if path is None:
             raise LookupError("that state is not kept")

@@ -37,7 +37,7 @@ MEET_S = 60.0
 class NoState:
     """Nobody joins late here, so no checkpoint is served."""
 
-    def find(self, name: str = "") -> Snapshot | None:
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         return None
 
     def wanted_since(self) -> int | None:

@@ -4,7 +4,7 @@ Every peer is everything of `node.swarm` but the trainer, with a thread, an even
 of its own. Idle traffic is gossip; a round's control traffic is all on the channel `reduce` that is not payload, which
 is known from the grid: 2 (n - 1) encoded vectors for all n peers. The largest `p2p` swarm has to commit all its rounds
 in a row as one group, with equal digests. The peers share one interpreter: a round's seconds are rather the work of all
-of them than the wait of one.
+of them than the wait of one. What gossip comes to beyond that is a model's (`gossip_model`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from node.status import Channel
+from tests.benchmarks import gossip_model
 from tests.benchmarks.figures import RESULTS, Figure, Result
 from tests.benchmarks.processes import wait_until
 from tests.contract.harness import Ether, Node, Swarm, Transport, offer_all
@@ -174,7 +175,16 @@ def measure_transport(
     return rows
 
 
-def measure(p2p: Sequence[int], local: Sequence[int], rounds: int, idle_s: float) -> Result:
+def model_gossip(sizes: Sequence[int]) -> list[str]:
+    lines = [gossip_model.HEAD]
+    print(f"\n{lines[0]}", flush=True)
+    for peers in sizes:
+        lines.append(gossip_model.simulate(peers).line())
+        print(lines[-1], flush=True)
+    return lines
+
+
+def measure(p2p: Sequence[int], local: Sequence[int], model: Sequence[int], rounds: int, idle_s: float) -> Result:
     torch.set_num_threads(1)
     print(HEAD, flush=True)
     largest = max(p2p, default=0)
@@ -186,18 +196,20 @@ def measure(p2p: Sequence[int], local: Sequence[int], rounds: int, idle_s: float
             kept = len(row.round_s) if row.one_group and row.one_state else 0
             name = f"{largest} p2p peers: rounds in a row as one group, equal digests"
             figures.append(Figure(name, "rounds", kept, rounds, "asked for", low=1.0))
-    return Result("scaling", figures, [HEAD, *(row.line() for row in rows)], {"rows": [asdict(row) for row in rows]})
+    notes = [HEAD, *(row.line() for row in rows), "", *model_gossip(model)]
+    return Result("scaling", figures, notes, {"rows": [asdict(row) for row in rows]})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--p2p", type=int, nargs="*", default=[2, 4, 8, 16, 32], metavar="PEERS")
-    parser.add_argument("--local", type=int, nargs="*", default=[32, 64, 128], metavar="PEERS")
+    parser.add_argument("--local", type=int, nargs="*", default=[32, 64], metavar="PEERS")
+    parser.add_argument("--model", type=int, nargs="*", default=[32, 128, 512, 1000], metavar="PEERS")
     parser.add_argument("--rounds", type=int, default=20, help="of the largest p2p swarm; the others do 5")
     parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS", help="for which gossip is counted")
     options = parser.parse_args()
     warnings.simplefilter("ignore", ResourceWarning)  # hivemind drops its connections to p2pd without closing them.
-    result = measure(sorted(options.p2p), sorted(options.local), options.rounds, options.idle)
+    result = measure(sorted(options.p2p), sorted(options.local), sorted(options.model), options.rounds, options.idle)
     result.save(RESULTS)
     for figure in result.figures:
         print(" ".join(figure.row()))

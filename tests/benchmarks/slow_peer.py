@@ -3,9 +3,9 @@
 Three arms for each seed, one after the other, all from the same parameters and with the same order of data: both under
 `time`, both under `steps`, and the fast one alone. The slow node trains on a device that needs three times as long for
 every inner step (a fault on purpose, `inner@*=slow:3`); its extra time counts as compute, as it would there. Busy is
-the share of the activity `compute` in all activities, as `/metrics` counts them, from the commit of round 0 (before
-it nobody knows how long a round lasts) to the window's end. The loss is the anchor's on the held-out text after equal
-time since everybody's first step, between the two rounds around it.
+the share of the activity `compute` in all activities, as `/metrics` counts them, over whole rounds: from the commit of
+round 0 (before it nobody knows how long a round lasts) to the first commit after the window. The loss is the anchor's
+on the held-out text after equal time since everybody's first step, between the two rounds around it.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def measure_arm(folder: Path, keys: Path, arm: str, seed: int, inner_steps: int,
             node.until_training()
         # The window begins with everybody's first step: before it, one starts while the other trains already.
         began_s, before = time.monotonic(), list[tuple[float, float]]()
-        curve, busy = Curve(), dict[str, float]()
-        while not busy or curve.points[-1].at_s < window_s:
+        curve = Curve()
+        while len(curve.points) < 2 or curve.points[-1].at_s < window_s:
             now_s = time.monotonic() - began_s
             if now_s > window_s + PATIENCE_S:
                 raise TimeoutError(
@@ -125,9 +125,8 @@ def measure_arm(folder: Path, keys: Path, arm: str, seed: int, inner_steps: int,
                 curve.see(node.status(), now_s)
             if curve.points and not before:
                 before = [activity_s(node) for node in nodes]
-            if now_s >= window_s and before and not busy:
-                busy = {node.name: share(old, activity_s(node)) for node, old in zip(nodes, before, strict=True)}
             time.sleep(LOOK_S)
+        busy = {node.name: share(old, activity_s(node)) for node, old in zip(nodes, before, strict=True)}
         inside = [point for point in curve.points if point.at_s <= window_s]
         paces = [step_s(node) for node in nodes]
     return Arm(

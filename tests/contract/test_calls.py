@@ -12,7 +12,7 @@ import pytest
 
 from node.errors import PeerError, RoundFailed
 from node.status import Channel
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service
+from node.swarm.base import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
 from node.swarm.identity import new_identity
 from node.swarm.local import LocalWire
 from tests.contract.harness import Seat, Swarm, wait_until
@@ -228,3 +228,54 @@ def test_traffic_is_counted_on_both_ends_alike(swarm: Swarm) -> None:
     assert 100_000 < received[Channel.REDUCE] < 101_000
     assert server.wire.traffic.received_bytes[Channel.REDUCE] == sent[Channel.REDUCE]
     assert server.wire.traffic.sent_bytes[Channel.REDUCE] == pytest.approx(received[Channel.REDUCE], abs=16)
+
+
+def test_a_reply_that_is_longer_than_allowed_is_refused(swarm: Swarm) -> None:
+    async def flood(caller: str, message: Message) -> Message:
+        return Message(blobs=[bytes(size) for size in message.header["sizes"]])
+
+    caller, server = pair(swarm, flood=flood)
+
+    async def call(sizes: list[int], **bound: int) -> int:
+        reply = await caller.wire.call(server.peer_id, "flood", Message({"sizes": sizes}), timeout_s=20, **bound)
+        return reply.blob_bytes
+
+    def code_of(sizes: list[int], **bound: int) -> str:
+        with pytest.raises(PeerError, match="longer than allowed") as caught:
+            caller.do(call(sizes, **bound))
+        return caught.value.code
+
+    assert caller.do(call([1000, 24], max_reply_bytes=1024)) == 1024
+    assert code_of([1000, 25], max_reply_bytes=1024) == "bad_size"
+    assert caller.do(call([MAX_REPLY_BYTES])) == MAX_REPLY_BYTES
+    assert code_of([MAX_REPLY_BYTES, 1]) == "bad_size"
+    assert caller.do(call([MAX_REPLY_BYTES, 1], max_reply_bytes=MAX_REPLY_BYTES + 1)) == MAX_REPLY_BYTES + 1
+    assert ask(caller, server.peer_id, "echo").header, "the peer can still be called"
+
+
+def test_one_caller_is_not_given_more_answers_at_once_than_a_service_allows(swarm: Swarm) -> None:
+    """Each is held in memory until it is sent: who asks for many and reads none must not fill it."""
+    caller, server = pair(swarm)
+    (other,) = swarm.seats(1)
+    other.learn(server.peer_id, server.addresses())
+    waiting = threading.Semaphore(0)
+    release = threading.Event()
+
+    async def slow(_caller: str, _message: Message) -> Message:
+        waiting.release()
+        await asyncio.to_thread(release.wait, 20)
+        return Message()
+
+    server.wire.serve({"slow": Service(slow, Channel.STATE, per_caller=2)})
+    calls = [
+        asyncio.run_coroutine_threadsafe(seat.wire.call(server.peer_id, "slow", Message(), timeout_s=20), seat.loop)
+        for seat in (caller, caller, other)
+    ]
+    for _ in calls:
+        assert waiting.acquire(timeout=20)
+    assert refusal(caller, server.peer_id, "slow") == "busy"
+    release.set()
+    for call in calls:
+        call.result(20)
+    wait_until(lambda: not server.wire._busy._running)  # type: ignore[attr-defined]
+    assert not ask(caller, server.peer_id, "slow").blobs

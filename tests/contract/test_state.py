@@ -41,7 +41,7 @@ class Memory:
         self.tip, self.damage, self.delay_s = tip, damage, delay_s
         self.served: list[int] = []
 
-    def find(self, name: str = "") -> Snapshot | None:
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         if self.tip is None or not (name == self.tip.head or self.tip.digest.startswith(name)):
             return None
         t = self.tip

@@ -36,12 +36,17 @@ WEIGHTS = {
     "join": 2.0,
     "retire": 2.0,
 }
-ARMS = (
-    "rendezvous@{}=die", "reduce@{}=die", "average@{}=die", "commit@{}=die",
-    "rendezvous@{}=stall:8", "reduce@{}=stall:8", "average@{}=stall:8", "commit@{}=stall:8",
-    "apply@{}=corrupt", "apply@{}=corrupt", "apply@{}=corrupt",
-)  # fmt: skip
-"""Faults inside the protocol, for a round to come. A node gets some with each start."""
+ARMS = {
+    "die": ("rendezvous@{}=die", "reduce@{}=die", "average@{}=die", "commit@{}=die", "serve@{}=die"),
+    "stall": ("rendezvous@{}=stall:8", "reduce@{}=stall:8", "average@{}=stall:8", "commit@{}=stall:8"),
+    "hang": ("inner@{}=hang:10", "reduce@{}=hang:10", "average@{}=hang:10", "commit@{}=hang:10"),
+    "corrupt": ("apply@{}=corrupt",),
+    "garbage": ("inner@{}=garbage", "rendezvous@{}=garbage", "reduce@{}=garbage", "average@{}=garbage",
+                "commit@{}=garbage", "serve@{}=garbage"),
+    "shape": ("rendezvous@{}=shape", "reduce@{}=shape", "average@{}=shape", "commit@{}=shape", "serve@{}=shape"),
+    "nan": ("inner@{}=nan", "rendezvous@{}=nan", "reduce@{}=nan", "average@{}=nan", "commit@{}=nan", "serve@{}=nan"),
+}  # fmt: skip
+"""Faults inside the protocol, by kind, for a round to come. A node gets one with each start."""
 ARMED_AHEAD = (3, 10)
 FLAGS = ("--log.format=json",)
 
@@ -79,9 +84,9 @@ class Gale:
     def _plan(self, node: Node) -> str:
         if node.name == self.spared:
             return ""
-        first = self._watch.swarm_round() + 1
-        rounds = self._rng.sample(range(*ARMED_AHEAD), 2)
-        return ", ".join(self._rng.choice(ARMS).format(first + ahead) for ahead in sorted(rounds))
+        kind = self._rng.choice(list(ARMS))
+        round_ = self._watch.swarm_round() + 1 + self._rng.randrange(*ARMED_AHEAD)
+        return self._rng.choice(ARMS[kind]).format(round_)
 
     def down(self) -> list[str]:
         return [node.name for node in self.here if node.name in self._busy or not self._watch.takes_part(node.name)]

@@ -20,13 +20,13 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.swarm.storm_seen import MEMBER_PHASES, Commit, Hurt, Life, Look, Observed
 
 SETTLE_S = 5.0
-"""A process that was killed may be told of as training so long."""
+"""What was told of a process before it was stopped may stand so long."""
 RETURN_S = 60.0
 SLACK_S = 2.0
 LOOK_S = 1.0
@@ -35,6 +35,9 @@ WARM_S = 60.0
 """Of a process's life: what it takes then is its start, not growth."""
 SPAN_S = 1200.0
 KILLS = ("kill", "die")
+RESTARTS = ("kill worker", "kill p2pd", "die", "fail")
+"""The supervisor starts a new worker after these; the one that lost its p2pd still says that it trains, some seconds
+long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +100,26 @@ class Judge:
     def _down(self, hurt: Hurt) -> Down:
         if hurt.over_s is None:
             return Down(hurt.node, hurt.kind, hurt.at_s, math.inf, late=False)
-        settle_s = 0.0 if hurt.kind == "start" else SETTLE_S
         latest_s = hurt.over_s + RETURN_S
-        back = (look.at_s for look in self.seen.nodes[hurt.node].looks if self._is_back(look, hurt, settle_s))
-        back_s = next(back, math.inf)
+        back_s = next(self._backs(hurt), math.inf)
         return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late=back_s > latest_s)
 
-    def _is_back(self, look: Look, hurt: Hurt, settle_s: float) -> bool:
+    def _backs(self, hurt: Hurt) -> Iterator[float]:
+        """When it may be called back: at these looks."""
         assert hurt.over_s is not None
-        if look.at_s < hurt.over_s + settle_s or look.phase not in MEMBER_PHASES or look.round <= hurt.after_round:
-            return False
+        first_s = hurt.over_s + (0.0 if hurt.kind == "start" else SETTLE_S)
+        new = not hurt.kind.startswith(RESTARTS)
+        for look in self.seen.nodes[hurt.node].looks:
+            if look.at_s < hurt.over_s:
+                continue
+            new = new or look.phase not in MEMBER_PHASES
+            if new and look.at_s >= first_s and look.round > hurt.after_round and self._is_up(look):
+                yield look.at_s
+
+    def _is_up(self, look: Look) -> bool:
         known = self.chain.get(look.round)
         agrees = known is None or (known.head, known.digest) == (look.head, look.digest)
-        return agrees and look.round >= self.swarm_round(look.at_s) - 1
+        return agrees and look.phase in MEMBER_PHASES and look.round >= self.swarm_round(look.at_s) - 1
 
     def swarm_round(self, at_s: float) -> int:
         """The highest round committed anywhere by then."""

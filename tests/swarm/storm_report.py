@@ -133,6 +133,7 @@ def told(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
     return [
         Line("of them with the node's own contribution in",
              f"{_ratio(sum(pair.included for pair in pairs), len(pairs)):.2%}"),
+        Line("node-rounds not counted, as the node was hurt, away or starting", _away(judge, pairs)),
         Line("participation (contributions that arrived / made)",
              f"{_ratio(sum(node.rounds_joined for node in nodes), made):.2%} of {made}"),
         Line("a usual round", f"{usual_s:.1f} s"),
@@ -203,8 +204,13 @@ def _forks(judge: Judge) -> list[str]:
 
 def _end(judge: Judge) -> str:
     looks = judge.seen.at_end.values()
-    return f"{len({look.digest for look in looks})} of {len(looks)} nodes, round {max(k.round for k in looks)}" \
-        if looks else "nobody is left"  # fmt: skip
+    return f"{len({look.digest for look in looks})} on {len(looks)} nodes" if looks else "nobody is left"
+
+
+def _away(judge: Judge, pairs: Sequence[Pair]) -> str:
+    """Of the node-rounds that there would be with all nodes all the time."""
+    whole = len({pair.round for pair in pairs}) * int(judge.seen.settings["nodes"])
+    return f"{_ratio(max(0, whole - len(pairs)), whole):.0%} of {whole}"
 
 
 def _counts(counts: Counter[str]) -> str:

@@ -37,7 +37,8 @@ class Asked:
         self.invite = ""
         self._client: httpx.Client | None = None
         self._pid = 0
-        self._known: set[str] = set()
+        self._known: set[tuple[str, str]] = set()
+        """Heads and digests: a record whose digest was damaged comes again once that is repaired."""
         self._told: dict[str, float] = {}
 
     @property
@@ -64,9 +65,10 @@ class Asked:
     def _look_at_rounds(self, limit: int) -> None:
         listed = self._get(f"/api/v1/rounds?limit={limit}")
         for record in reversed(listed["rounds"] if listed else []):
-            if record["outcome"] == "failed" or record["head"] in self._known:
+            key = (record["head"], record["state_digest"])
+            if record["outcome"] == "failed" or key in self._known:
                 continue
-            self._known.add(record["head"])
+            self._known.add(key)
             mine = [m["included"] for m in record["members"] if m["peer_id"] == self.seen.peer_id]
             self.seen.commits.append(
                 Commit(

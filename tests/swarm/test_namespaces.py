@@ -23,6 +23,7 @@ CALM_ROUNDS = 5
 LONG_S = 90.0
 """For what takes several rounds on a busy machine."""
 DEATH_S = 10.0
+MEET_S = 15.0
 EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
 
 
@@ -97,7 +98,7 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path: Path) -> None:
+def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path: Path, figures: Figures) -> None:
     hosts = [network.host() for _ in range(4)]
     with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 150})) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
@@ -117,8 +118,10 @@ def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path:
         assert digests[0][max(cut_at) + 1] != digests[1][max(cut_at) + 1], "they were not cut"
 
         network.reconnect(hosts[2:])
+        mended_at_s = time.monotonic()
         for node in nodes:
             node.until(lambda s: s["peers"]["training"] == 4, LONG_S)
+        figures.hold("a cut is mended: all know of each other", time.monotonic() - mended_at_s, MEET_S)
         met_at = max(node.status()["run"]["round"] for node in nodes)
 
         def one_line() -> bool:

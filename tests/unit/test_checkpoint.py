@@ -322,3 +322,32 @@ def test_meta_is_readable_json(tmp_path: Path) -> None:
     assert body["round"] == 12
     assert body["records"] == [{"round": 11, "members": ["a"]}]
     assert body["files"][OUTER]["bytes"] == (path / OUTER).stat().st_size
+
+
+def test_what_is_being_read_is_not_pruned_for_a_while(tmp_path: Path) -> None:
+    now_s = [0.0]
+    store = CheckpointStore(tmp_path, keep=2, clock=lambda: now_s[0])
+    for round_ in range(2):
+        store.save(checkpoint(round_))
+    store.pin(0)
+    store.pin(77)  # That there never was.
+    for round_ in range(2, 5):
+        store.save(checkpoint(round_))
+    assert store.rounds() == [4, 3, 0] and store.pinned() == [0]
+    now_s[0] = 50.0
+    store.pin(0)
+    now_s[0] = 100.0
+    store.save(checkpoint(5))
+    assert store.rounds() == [5, 4, 0]
+    now_s[0] = 111.0
+    assert store.pinned() == []
+    store.save(checkpoint(6))
+    assert store.rounds() == [6, 5]
+
+
+def test_readers_cannot_fill_the_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, clock=lambda: 0.0)
+    for round_ in range(8):
+        store.save(checkpoint(round_))
+        store.pin(round_)
+    assert store.rounds() == [7, 1, 0]

@@ -25,7 +25,7 @@ from node.manifest import (
 )
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "a3bebf5054836a68c72408d2a0ffd0ecf759d75a2ea25d066a63dac758cdc681"
+GOLDEN_HASH = "09485e5ccf1de92d98d216fad2aaa6df777be7abda1f2414eb77dc137d602f45"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -107,9 +108,11 @@ async def test_it_asks_and_says_what_holds_with_the_mend() -> None:
         await me.reachability.ask(ids)
     assert me.reachability.is_inbound is True and me.changes == [], "it took itself for reachable before"
 
-    for other in others:
-        other.reachability._answered_at_s.clear()
-    await me.reachability.ask(ids)
+    for expected in (True, False):  # One failure alone may be who asked.
+        for other in others:
+            other.reachability._answered_at_s.clear()
+        await me.reachability.ask(ids)
+        assert me.reachability.is_inbound is expected
     assert me.reachability.is_inbound is False and me.changes == [False]
     assert f"No inbound connection reached TCP port {port}:" in me.reachability.reason
     assert "forward that port or set swarm.announce" in me.reachability.reason
@@ -118,7 +121,8 @@ async def test_it_asks_and_says_what_holds_with_the_mend() -> None:
 @in_loop
 async def test_a_node_that_listens_nowhere_asks_nobody() -> None:
     me = Peer(LocalHub(), 0)
-    await me.reachability.run()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(me.reachability.run(), 0.1)
     assert me.changes == [False] and "swarm.listen" in me.reachability.reason
 
 

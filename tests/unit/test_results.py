@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from node.swarm.reduce import chunk_hash
-from node.swarm.results import KEPT_ROUNDS, ResultStore
+from node.swarm.results import KEPT_ROUNDS, MAX_KEPT_ROUNDS, ResultStore, kept_rounds
 
 
 def put(store: ResultStore, number: int, sizes: tuple[int, ...] = (100, 0, 57)) -> list[bytes]:
@@ -64,3 +64,36 @@ def test_a_disk_that_does_not_take_it_costs_only_the_late(tmp_path: Path) -> Non
     store.put("c" * 64, [chunk_hash(b"x")], [b"x"])
     shutil.move(tmp_path / "elsewhere", tmp_path / "cache")
     assert store.get(chunk_hash(b"x")) is None and store.get(chunk_hash(old)) == old
+
+
+def test_results_are_kept_for_who_downloads_an_older_state() -> None:
+    assert kept_rounds(100, None) == KEPT_ROUNDS == kept_rounds(100, 99)
+    assert kept_rounds(100, 80) == 21
+    assert kept_rounds(1000, 3) == MAX_KEPT_ROUNDS
+
+
+def test_a_store_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "cache")
+    store.kept_rounds = 12
+    rounds = [put(store, number) for number in range(14)]
+    first, second = (chunk_hash(chunks[0]) for chunks in rounds[1:3])
+    assert store.get(first) is None and store.get(second) is not None
+    store.kept_rounds = KEPT_ROUNDS
+    put(store, 14)
+    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS
+
+
+def test_what_is_being_replayed_is_in_use(tmp_path: Path) -> None:
+    now_s = [0.0]
+    store = ResultStore(tmp_path / "cache", clock=lambda: now_s[0])
+    rounds = [put(store, number) for number in range(6)]
+    assert store.in_use() == 0
+    store.get(chunk_hash(rounds[2][0]))
+    now_s[0] = 30.0
+    store.get(chunk_hash(rounds[4][0]))
+    assert store.in_use() == 4
+    now_s[0] = 61.0
+    assert store.in_use() == 2, "the round that was fetched a minute ago has been taken over"
+    now_s[0] = 91.0
+    assert store.in_use() == 0
+    assert kept_rounds(100, None, in_use=20) == 21

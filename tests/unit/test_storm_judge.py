@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,10 @@ def calm_storm() -> Observed:
 
 
 def away(seen: Observed, name: str, from_s: float, to_s: float) -> None:
-    """No looks, and no commits until a second after it is back."""
+    """It starts anew all this time, and commits nothing."""
     node = seen.nodes[name]
-    node.looks = [look for look in node.looks if not from_s <= look.at_s < to_s]
-    late = [c for c in node.commits if from_s <= c.at_s < to_s]
-    node.commits = [c for c in node.commits if c not in late]
+    node.looks = [replace(k, phase="starting") if from_s <= k.at_s < to_s else k for k in node.looks]
+    node.commits = [c for c in node.commits if not from_s <= c.at_s < to_s]
 
 
 def test_calm_storm_keeps_every_promise() -> None:
@@ -74,6 +74,14 @@ def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> No
     live = {pair.round for pair in Judge(seen).pairs() if pair.node == "c"}
     assert live == {2, 6, 7, 8, 9}, "rounds 3 to 5 saw it hurt"
     assert all(pair.committed for pair in Judge(seen).pairs())
+
+
+def test_word_of_the_dead_worker_is_no_return() -> None:
+    seen = calm_storm()
+    seen.hurts.append(Hurt("c", "kill p2pd", 33.0, 33.0))
+    away(seen, "c", 43.0, 52.0)
+    (down,) = [down for down in Judge(seen).downs if down.kind == "kill p2pd"]
+    assert (down.from_s, down.to_s) == (33.0, 52.0), "it says that it trains until 43 s"
 
 
 def test_node_that_does_not_come_back_counts_as_live_again() -> None:
@@ -151,6 +159,6 @@ def test_percentiles() -> None:
     assert math.isnan(percentile([], 0.5))
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [arm for some in ARMS.values() for arm in some])
 def test_every_planned_fault_is_one_that_nodes_know(arm: str) -> None:
-    assert parse_faults(arm.format(3)).plan
+    assert parse_faults(arm.format(3)).plan[0].round == 3

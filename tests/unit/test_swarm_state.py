@@ -80,7 +80,7 @@ class Fixed:
     def __init__(self, tip: Tip) -> None:
         self.tip = tip
 
-    def find(self, name: str = "") -> Snapshot | None:
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         t = self.tip
         known = t.head == name or t.digest.startswith(name)
         return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof) if known else None

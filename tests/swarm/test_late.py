@@ -1,0 +1,162 @@
+"""Coming late, and coming back: a download that breaks off, a server that lies, a bootstrap peer that is not there yet,
+and a swarm of which nobody was left."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.diloco.digest import LEAF_BYTES
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
+
+LARGE: dict[str, Any] = {
+    "model": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5},
+    "inner": {"batch_size": 1, "sequence_length": 16},
+}
+"""5.4 million parameters: a state of 12 leaves, 43 MB."""
+OFTEN = ("--checkpoint.every_s=0.5",)
+
+
+def state_bytes(node: Node) -> float:
+    """What this start of the node has received of states."""
+    for line in node.http.get("/metrics").text.splitlines():
+        if line.startswith("diloco_network_received_bytes_total") and 'channel="state"' in line:
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError("there is no such series")
+
+
+def rejected(node: Node) -> float:
+    lines = node.http.get("/metrics").text.splitlines()
+    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_joiner_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Although the founder has long had newer checkpoints: what somebody reads is kept."""
+    with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
+        founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
+        founder.until_round(2, 2 * START_S)
+        (joiner,) = swarm.join("late")
+        seen = joiner.until(lambda s: s["phase"] == "downloading" and s["sync"]["progress_ratio"] >= 0.4, START_S)
+        joiner.find("supervisor").kill()
+        wait_for(lambda: joiner.processes() == [], 10 * PATIENCE, "the joiner still runs")
+        (partial,) = (joiner.folder / "cache").glob("download-*.bin")
+        done, whole = seen["sync"]["progress_ratio"], partial.stat().st_size
+        known = founder.status()["run"]["round"]
+        founder.until_round(known + 4, START_S)
+
+        joiner.start()
+        joiner.until_training(2 * START_S)
+        assert f"download-{partial.name[9:25]}" in partial.name and not partial.exists(), "its work is done"
+        assert "parts are here already" in joiner.said()
+        assert state_bytes(joiner) < (1 - done) * whole + LEAF_BYTES
+        joiner.until(lambda s: s["contribution"]["rounds_joined"] >= 1, START_S)
+        assert all(len(digests) == 1 for digests in common_rounds([founder, joiner]).values())
+
+
+@pytest.mark.timeout(240)
+def test_one_that_serves_garbage_is_caught_and_the_join_succeeds(tmp_path: Path) -> None:
+    with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 5, "min_peers": 2})) as swarm:
+        founder = swarm.found(*OFTEN)
+        (liar,) = swarm.join("liar", flags=OFTEN)
+        for node in (founder, liar):
+            node.until_round(1, 2 * START_S)
+        liar.act("pause")  # With one member less there are no more rounds.
+        liar.until(lambda s: s["phase"] == "paused" and s["devices"] == [], START_S)
+        founder.act("pause")
+        founder.until(lambda s: s["phase"] == "paused" and s["devices"] == [], START_S)
+        liar_id = liar.status()["node"]["peer_id"]
+        liar.running.terminate()
+        assert liar.wait_end(10 * PATIENCE) == 0
+        liar.start(env={"DILOCO_FAULTS": "serve@*=garbage"})
+        liar.until(lambda s: s["phase"] == "paused" and s["peers"]["connected"] >= 1, START_S)
+        states = {node.status()["run"]["state_digest"] for node in (founder, liar)}
+
+        (joiner,) = swarm.join("late")
+        seen = joiner.until(lambda s: s["run"]["state_digest"] in states, 2 * START_S)
+        assert seen["run"]["round"] >= 1
+        if len(states) == 1:  # Both served it, so both were asked.
+            assert f"Peer {liar_id[-6:]} is dropped from the download: leaf" in joiner.said()
+            assert rejected(joiner) >= 1
+        founder.act("resume")
+        first = seen["run"]["round"]
+        for node in (founder, joiner):
+            node.until_round(first + 2, 2 * START_S)
+        assert all(len(digests) == 1 for digests in common_rounds([founder, joiner]).values())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.timeout(240)
+def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swarm, figures: Figures) -> None:
+    founder = swarm.node("founder")
+    founder.listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    founder.start()
+    founder.until_training()
+    invite = founder.invite()
+    founder.running.terminate()
+    assert founder.wait_end(10 * PATIENCE) == 0
+
+    early = swarm.node("early", join=invite)
+    early.preset = None
+    early.start()
+    waiting = early.until(lambda s: s["phase"] == "connecting" and s["reason"], START_S)
+    assert waiting["code"] == "no_peers" and "trying on" in waiting["reason"]
+    time.sleep(3)
+    began_s = time.monotonic()
+    founder.start()
+    early.until(lambda s: s["phase"] == "training" and s["peers"]["training"] == 2, 2 * START_S)
+    figures.hold("from the bootstrap peer's start until one that waited for it trains", time.monotonic() - began_s, 30)
+    early.until(lambda s: s["contribution"]["rounds_joined"] >= 2, START_S)
+    assert all(len(digests) == 1 for digests in common_rounds([founder, early]).values())
+
+
+@pytest.mark.timeout(300)
+def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figures: Figures) -> None:
+    """Every node has checkpoints of its own rounds; what nobody had saved is trained again."""
+    with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
+        often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
+        founder = swarm.found(rarely)
+        swarm.join("second", "third", flags=[rarely])
+        swarm.join("fourth", flags=[often])
+        flags = {node.name: often if node.name == "fourth" else rarely for node in swarm.nodes}
+
+        def newest(node: Node) -> dict[str, Any]:
+            return checkpoint_meta(node.checkpoints()[0])
+
+        def apart() -> bool:
+            rounds = [newest(node)["round"] if node.checkpoints() else -1 for node in swarm.nodes]
+            return min(rounds[:3]) >= 3 and rounds[3] >= max(rounds[:3]) + 2
+
+        wait_for(apart, 2 * START_S, "checkpoints of different rounds")
+        for process in [process for node in swarm.nodes for process in node.processes()]:
+            process.kill()
+        for node in swarm.nodes:
+            assert node.wait_end(10) == -9
+        saved = [newest(node) for node in swarm.nodes]
+        best = max(saved, key=lambda meta: meta["tokens"])
+        assert len({meta["round"] for meta in saved}) > 1
+
+        began_s = time.monotonic()
+        for node in swarm.nodes:
+            node.start(flags[node.name])
+        for node in swarm.nodes:
+            node.until(lambda s: s["run"]["round"] >= best["round"] + 2 and s["peers"]["training"] == 4, 2 * START_S)
+        figures.hold(
+            "all four killed at once, until two rounds on from the newest state", time.monotonic() - began_s, 40
+        )
+        shared = common_rounds(swarm.nodes)
+        assert all(len(digests) == 1 for digests in shared.values()), shared
+        assert max(shared) > best["round"]
+        assert all(node.status()["run"]["swarm_tokens"] > best["tokens"] for node in swarm.nodes)
+        digests = founder.digests() | {meta["round"]: meta["state_digest"] for meta in saved if meta is best}
+        assert swarm.nodes[3].digests().get(best["round"], best["state_digest"]) == digests[best["round"]]

@@ -1,0 +1,48 @@
+"""When a node takes its own state for the damaged one: by the weight of those it has heard, never by who came first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.diloco.outer import genesis
+from node.status import Phase
+from node.swarm.catchup import outvoted
+from node.swarm.chain import Outer, tip_at
+from node.swarm.directory import PeerRecord
+
+RUN = "ab" * 32
+TIP = tip_at(genesis(torch.zeros(10)), RUN, None, Outer(0.7, 0.9, 10), {}, 0.0)
+OTHER = "0" * 64
+"""Smaller than any real digest."""
+
+
+def record(peer: str, digest: str, head: str = RUN) -> PeerRecord:
+    return PeerRecord(peer_id=peer, number=1, run=RUN, head=head, state_digest=digest, phase=Phase.TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("others", "lost"),
+    [
+        ([], False),
+        ([("b", OTHER, RUN), ("c", OTHER, RUN)], True),
+        ([("b", OTHER, RUN), ("c", TIP.digest, RUN)], False),
+        # Right after a commit: c and d have not told yet, and may still side with this node.
+        ([("b", OTHER, RUN), ("c", TIP.digest, "cd" * 32), ("d", TIP.digest, "cd" * 32)], False),
+        # Whatever the silent one says, it is too late.
+        ([("b", OTHER, RUN), ("c", OTHER, RUN), ("d", OTHER, RUN), ("e", TIP.digest, "cd" * 32)], True),
+        # Who took no part in the newest record and is elsewhere has no word in it.
+        ([("b", OTHER, RUN), ("c", OTHER, RUN), ("x", "", "cd" * 32), ("y", "", "cd" * 32)], True),
+    ],
+)
+def test_outvoted_only_by_more_than_may_still_speak(others: list[tuple[str, str, str]], lost: bool) -> None:
+    tip = replace(TIP, last_weights=dict.fromkeys("abcde", 100))
+    assert outvoted([record("a", TIP.digest), *(record(*other) for other in others)], tip) is lost
+
+
+def test_the_heavier_of_two_decides_and_a_tie_goes_to_the_smaller_digest() -> None:
+    pair = [record("a", TIP.digest), record("b", OTHER)]
+    for weights, lost in (((100, 99), False), ((99, 100), True), ((100, 100), True)):
+        assert outvoted(pair, replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))) is lost

@@ -1,0 +1,79 @@
+"""The folder of a node's sockets: found again by the next start, cleaned, never taken from one that lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.swarm.sockets import SocketFolder, open_sockets
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sk") as name:  # noqa: S108 - a short path is the point
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def test_the_name_is_short_and_the_data_folders_own(tmp_path: Path, base: Path) -> None:
+    one, other = open_sockets(tmp_path / "one"), open_sockets(tmp_path / "other")
+    assert one.path != other.path and one.path.parent == base
+    assert len(str(one.path / "p2pclient-0123456789a.sock")) < 100
+    assert one.path.stat().st_mode & 0o077 == 0
+    one.close()
+    other.close()
+    assert list(base.iterdir()) == []
+
+
+def test_what_a_killed_one_left_is_cleaned(tmp_path: Path, base: Path) -> None:
+    code = (
+        "import sys, time, tempfile\nfrom pathlib import Path\nfrom node.swarm.sockets import open_sockets\n"
+        f"tempfile.tempdir = {str(base)!r}\nfolder = open_sockets(Path(sys.argv[1]))\n"
+        "(folder.path / 'control').touch()\nprint(folder.path, flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        beside = open_sockets(tmp_path)
+        assert beside.path != left, "it lives: its folder is not touched"
+        assert sorted(path.name for path in left.iterdir()) == ["control", "lock"]
+        beside.close()
+        process.send_signal(signal.SIGKILL)
+    after = open_sockets(tmp_path)
+    assert after.path == left and [path.name for path in left.iterdir()] == ["lock"]
+    after.close()
+    assert list(base.iterdir()) == []
+
+
+def test_a_folder_that_somebody_else_could_have_made_is_not_used(tmp_path: Path, base: Path) -> None:
+    folder = open_sockets(tmp_path)
+    path = folder.path
+    folder.close()
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+    elsewhere = open_sockets(tmp_path)
+    assert elsewhere.path != path
+    elsewhere.close()
+    path.rmdir()
+    (base / "target").mkdir()
+    path.symlink_to(base / "target")
+    linked = open_sockets(tmp_path)
+    assert linked.path != path and os.listdir(base / "target") == []
+    linked.close()
+
+
+def test_closing_twice_is_nothing(tmp_path: Path) -> None:
+    folder: SocketFolder = open_sockets(tmp_path)
+    folder.close()
+    folder.close()
