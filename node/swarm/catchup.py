@@ -93,12 +93,14 @@ class CatchUp:
 
     async def replay(self, ahead: Sequence[PeerRecord]) -> bool:
         """Take over what peers have committed since. False where none of them leads on from this node's head."""
+        led, astray = False, []
+        asked_at = self._rounds.chain.tip
         for record in ahead:
             tip = self._rounds.chain.tip
             try:
                 reply = await self._wire.call(record.peer_id, "proofs", Message({"after": tip.head}), timeout_s=CALL_S)
                 if reply.header.get("status") == "unknown":
-                    await self._weigh(record)
+                    astray.append(record)  # Another may know the way: a peer that came back keeps few rounds.
                     continue
                 for blob in reply.blobs:
                     await self._rounds.adopt(parse(Proof, blob))
@@ -110,10 +112,19 @@ class CatchUp:
                 logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
             if reply.header.get("head") == self._rounds.chain.tip.head:
                 self._set_age(reply)
-            if moved or record.swarm_tokens <= tip.state.tokens:
-                return True
+            if led := moved or record.swarm_tokens <= tip.state.tokens:
+                break
             self._rounds.false_claims[record.peer_id] = record.head
-        return False
+        for record in astray:
+            if self._rounds.chain.tip.head == asked_at.head:
+                await self._try_to_weigh(record)
+        return led
+
+    async def _try_to_weigh(self, record: PeerRecord) -> None:
+        try:
+            await self._weigh(record)
+        except SwarmError as exc:
+            logger.info("Peer %s does not show its line: %s", record.peer_id[-6:], exc)
 
     async def _weigh(self, record: PeerRecord) -> None:
         """This peer's line does not follow from this node's head: which of the two holds since they parted?"""

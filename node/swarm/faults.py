@@ -121,7 +121,7 @@ class Faults:
 
 
 def spoil_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
-    """These blobs, spoilt: all of them as `garbage`; by turns an element cut off or added; each with a NaN at its end."""
+    """These blobs, spoilt: all as `garbage`; by turns an element cut off or added; each with a NaN at its end."""
     if kind == "garbage":
         rng = random.Random(len(blobs))  # noqa: S311 - the same bytes every time
         return [rng.randbytes(len(blob)) for blob in blobs]

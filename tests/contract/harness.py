@@ -54,7 +54,7 @@ OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=10)
 
 @dataclass(frozen=True)
 class Trap(Faults):
-    """A plan of faults that tells the test when one of them begins; who is to die stands still, and the test sees to it."""
+    """A plan of faults that tells the test when one begins; who is to die stands still, and the test sees to it."""
 
     sprung: threading.Event = field(default_factory=threading.Event)
 

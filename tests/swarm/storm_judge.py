@@ -31,9 +31,11 @@ RETURN_S = 60.0
 SLACK_S = 2.0
 LOOK_S = 1.0
 LEAST_LIFE_S = 300.0
-WARM_S = 60.0
+WARM_S = 120.0
 """Of a process's life: what it takes then is its start, not growth."""
 SPAN_S = 1200.0
+LONG_LIFE_S = 900.0
+"""Only then a line fitted says something about 20 minutes."""
 KILLS = ("kill", "die")
 RESTARTS = ("kill worker", "kill p2pd", "die", "fail")
 """The supervisor starts a new worker after these; the one that lost its p2pd still says that it trains, some seconds
@@ -93,6 +95,9 @@ class Judge:
         self.seen = seen
         self.chain = _chain(seen)
         self._ends = [r.ended_s for r in self.chain.values()]
+        self._came_s = {hurt.node: hurt.over_s or 0.0 for hurt in reversed(seen.hurts) if hurt.kind == "start"}
+        """Each node's first start."""
+        self._gone_s = {hurt.node: hurt.at_s for hurt in seen.hurts if hurt.over_s is None}
         self.downs = [self._down(hurt) for hurt in seen.hurts if not _is_rubbish(hurt)]
 
     # who was there
@@ -102,7 +107,9 @@ class Judge:
             return Down(hurt.node, hurt.kind, hurt.at_s, math.inf, late=False)
         latest_s = hurt.over_s + RETURN_S
         back_s = next(self._backs(hurt), math.inf)
-        return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late=back_s > latest_s)
+        return Down(
+            hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late=latest_s < min(back_s, self.seen.ended_s)
+        )
 
     def _backs(self, hurt: Hurt) -> Iterator[float]:
         """When it may be called back: at these looks."""
@@ -182,11 +189,11 @@ class Judge:
 
     def usual_s(self) -> float:
         """Median length of the rounds in which nobody was hurt or away, those before the storm included."""
-        gone = [d for d in self.downs if not math.isinf(d.to_s)]
+        away = [(max(d.from_s, self._came_s[d.node]), d.to_s) for d in self.downs if not math.isinf(d.to_s)]
         quiet = [
             r.length_s
             for r in self.chain.values()
-            if r.number > 0 and not any(d.from_s < r.ended_s and d.to_s > r.began_s for d in gone)
+            if r.number > 0 and not any(from_s < r.ended_s and to_s > r.began_s for from_s, to_s in away)
         ]
         return statistics.median(quiet) if quiet else math.nan
 

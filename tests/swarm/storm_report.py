@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.swarm.storm_judge import Growth, Judge, Pair, middle, percentile
+from tests.swarm.storm_judge import LONG_LIFE_S, RETURN_S, Growth, Judge, Pair, middle, percentile
 from tests.swarm.storm_seen import Observed
 
 COMMITTED_RATIO = 0.98
 KILL_S = 10.0
 GROWTH_RATIO = 0.05
 """In 20 minutes."""
-SPARE_HANDLES = 4
-"""Connections come and go with the peers: so many more are no growth."""
+SPARE_HANDLES = 8
+"""Connections come and go with the peers, up to three for each: so many more are no growth. One leaked for each of the
+faults of 20 minutes would be ten times that."""
 FAULTS_RATIO = 0.9
 """Of the faults that were asked for; fewer, and it was no such storm."""
 
@@ -92,23 +92,25 @@ def promises(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
 
 
 def growth_lines(growths: Sequence[Growth]) -> list[Line]:
-    """Judged by each kind of process: the median of all that lived long enough, and the worst of them."""
+    """Judged by each kind of process: the worst of all that lived long enough, and the one that lived longest."""
     lines = []
     for what in ("supervisor", "worker", "p2pd"):
         some = [growth for growth in growths if growth.what == what]
         if not some:
             lines.append(Line(f"growth of a {what}", "none lived for 5 minutes"))
             continue
-        memory = [min(growth.memory_ratio, growth.memory_fit_ratio) for growth in some]
+        ratio = max(growth.memory_ratio for growth in some)
+        oldest = max(some, key=lambda growth: growth.life_s)
+        fit_counts = oldest.life_s >= LONG_LIFE_S
         handles = max(some, key=lambda growth: growth.handles[1] - growth.handles[0]).handles
         more = handles[1] - handles[0]
         lines += [
             Line(
-                f"memory growth of a {what}, last quarter of its life over the first, worst of {len(some)}",
-                f"{max(growth.memory_ratio for growth in some):.1%} "
-                f"(a line fitted, in 20 min, median: {statistics.median(g.memory_fit_ratio for g in some):.1%})",
+                f"memory growth of a {what}, first quarter of its life to last, worst of {len(some)}",
+                f"{ratio:.1%} (the oldest, {oldest.life_s / 60:.0f} min, by a line fitted: "
+                f"{oldest.memory_fit_ratio:.1%} in 20 min{'' if fit_counts else ', too young to count'})",
                 f"<= {GROWTH_RATIO:.0%}",
-                max(memory) <= GROWTH_RATIO,
+                max(ratio, oldest.memory_fit_ratio if fit_counts else ratio) <= GROWTH_RATIO,
             ),
             Line(
                 f"open handles of a {what}, first quarter to last, worst of {len(some)}",
@@ -128,6 +130,7 @@ def told(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
     made = sum(node.rounds_attempted for node in nodes)
     failures = sum((Counter(node.failures) for node in nodes), Counter[str]())
     returns = [d.to_s - d.from_s for d in judge.downs if d.from_s >= seen.began_s and d.to_s < seen.ended_s]
+    late = sum(d.late and d.from_s >= seen.began_s for d in judge.downs)
     waits = [waited_s - usual_s for waited_s, _ in kills]
     planned = sum(hurt.after_round >= 0 for hurt in seen.hurts)
     return [
@@ -144,7 +147,7 @@ def told(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
         Line("kill to commit beyond a usual round, p90 and longest",
              f"{percentile(waits, 0.9):.1f} s, {percentile(waits, 1.0):.1f} s, of {len(kills)} kills"),
         Line("hurt until back in the rounds, median and p90", f"{middle(returns):.1f} s, "
-             f"{percentile(returns, 0.9):.1f} s; {sum(d.late for d in judge.downs)} took too long"),
+             f"{percentile(returns, 0.9):.1f} s; {late} took over {RETURN_S:g} s"),
         Line("damaged states: planned, seen in a record, fetched again",
              f"{planned}, {len(judge.damaged())}, {sum(node.mismatches for node in nodes)}"),
         Line("faults by kind", _counts(judge.faults())),

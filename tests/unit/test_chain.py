@@ -12,7 +12,7 @@ from node.diloco.digest import state_digest
 from node.diloco.outer import genesis, outer_step
 from node.swarm.chain import Chain, Outer, Tip, next_tip, tip_at
 from node.swarm.identity import new_identity
-from node.swarm.records import Join, Outcome, Plan, Proof, accept, results_root, sign
+from node.swarm.records import Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.results import KEPT_ROUNDS, ResultStore
 
 P, RUN = 100, "ab" * 32
@@ -21,7 +21,7 @@ A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.
 
 
 def join(tokens: int, step_s: float, parent: str = RUN) -> Join:
-    return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s)
+    return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s, norm=1.0)
 
 
 def proof_after(parent: str, round_: int, **changes: Any) -> Proof:
@@ -45,7 +45,11 @@ def first() -> Tip:
 
 def step(tip: Tip, now_s: float = 7.0) -> Tip:
     proof = proof_after(tip.head, tip.round + 1)
-    return next_tip(tip, OUTER, torch.ones(P), proof, {A.peer_id: join(100, 0.1, tip.head)}, now_s)
+    return take(tip, torch.ones(P), proof, {A.peer_id: join(100, 0.1, tip.head)}, now_s)
+
+
+def take(tip: Tip, mean: torch.Tensor, proof: Proof, joins: dict[str, Join], now_s: float) -> Tip:
+    return next_tip(tip, OUTER, mean, proof, parse(Outcome, proof.outcome.text), joins, now_s)
 
 
 def test_the_first_tip_knows_no_round() -> None:
@@ -60,12 +64,13 @@ def test_the_next_tip_follows_from_mean_and_joins() -> None:
     proof = proof_after(RUN, 0)
     joins = {A.peer_id: join(100, 0.1), B.peer_id: join(300, 0.2)}
     mean = torch.randn(P, generator=torch.Generator().manual_seed(0))
-    new = next_tip(tip, OUTER, mean, proof, joins, 7.0)
+    new = take(tip, mean, proof, joins, 7.0)
     expected = outer_step(tip.state, mean, lr=0.7, momentum=0.9, tokens=400)
     assert torch.equal(new.state.anchor, expected.anchor) and torch.equal(new.state.momentum, expected.momentum)
     assert (new.head, new.proof, new.round, new.anchor_at_s) == (proof.outcome.hash, proof, 0, 7.0)
     assert new.digest == state_digest(expected) != tip.digest
     assert new.last_weights == {A.peer_id: 100, B.peer_id: 300} and new.last_round_tokens == 400
+    assert [(link.parent, link.head, link.round, link.tokens) for link in new.line] == [(RUN, new.head, 0, 400)]
     assert new.round_s == pytest.approx(50 * 0.2), "inner steps times the weighted median of the step times"
     assert torch.equal(tip.state.anchor, torch.linspace(-1, 1, P)), "the old state is left as it was"
 

@@ -1,0 +1,179 @@
+"""Norms, weights, claims and signatures that are false: bounded where they may be honest, refused where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.diloco.aggregate import clip_scales, weighted_mean
+from node.errors import PeerError
+from node.status import Channel
+from node.swarm import reduce
+from node.swarm.attempt import Contribution
+from node.swarm.base import Message, Service
+from node.swarm.directory import sign_record
+from node.swarm.records import Plan, Proof, accept, sign
+from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
+from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, lone_outcome
+
+
+def test_a_norm_a_hundred_times_too_long_is_bounded_by_clipping(swarm: Swarm) -> None:
+    nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp32", min_peers=5))
+    given = {node.peer_id: gradient(i, 0, PARAMETERS) for i, node in enumerate(nodes)}
+    honest = weighted_mean([given[p] for p in sorted(given)], [100] * 5)
+    bad = nodes[3]
+    given[bad.peer_id] = given[bad.peer_id] * 100
+    for node in nodes:
+        node.offer(given[node.peer_id], 100)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    parts = [given[p] for p in sorted(given)]
+    norms = [nodes[0].rules.grid.norm(nodes[0].encode(x)) for x in parts]
+    assert torch.equal(done[0].tip.state.momentum, weighted_mean(parts, [100] * 5, clip_scales(norms, [100] * 5)))
+    moved = (done[0].tip.state.momentum - honest).norm() / honest.norm()
+    assert moved < 1, f"it moved the mean by {moved:.2f} of its length"
+    unclipped = (weighted_mean(parts, [100] * 5) - honest).norm() / honest.norm()
+    assert unclipped > 20, "the test's attack is none"
+
+
+@pytest.mark.parametrize("factor", [0.01, 3.0])
+def test_one_that_signs_another_norm_than_it_sends_is_left_out_in_the_same_attempt(swarm: Swarm, factor: float) -> None:
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[2]
+    for node in nodes:
+        chunks = node.encode(_ones())
+        norm = node.rules.grid.norm(chunks) * (factor if node is bad else 1.0)
+        contribution = Contribution(node.tip.head, chunks, 100, 0.01, norm)
+        node.seat.loop.call_soon_threadsafe(node.rounds.offer, contribution)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert set(done[0].outcome.plan.members) - set(done[0].outcome.included) == {bad.peer_id}
+    assert done[0].outcome.plan.attempt == 0
+    assert nodes[0].seat.wire.traffic.rejected["bad_norm"] == 1
+
+
+def test_a_reducer_that_makes_its_mean_longer_is_not_believed_and_the_round_goes_on_without_it(swarm: Swarm) -> None:
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[2]
+    true = reduce.Bench.average
+
+    def longer(self: reduce.Bench, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
+        means, squares = true(self, included)
+        grid = bad.rules.grid
+        return {c: grid.codec.encode(grid.codec.decode(d, grid.elements(c)) * 100) for c, d in means.items()}, squares
+
+    on_average = bad.seat.wire._services["average"].handler  # type: ignore[attr-defined]
+
+    async def average_badly(caller: str, message: Message) -> Message:
+        reduce.Bench.average = longer  # type: ignore[method-assign]
+        try:
+            return await on_average(caller, message)  # type: ignore[no-any-return]
+        finally:
+            reduce.Bench.average = true  # type: ignore[method-assign]
+
+    bad.seat.wire.serve({"average": Service(average_badly, Channel.REDUCE)})
+    offer_all(nodes, 0)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert done[0].outcome.plan.attempt > 0 and bad.peer_id not in done[0].outcome.plan.reducers
+    assert any(node.failures and node.failures[0].code == "rejected" for node in nodes)
+
+
+def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
+    """In a join of its own: above the cap. In another's join: the signature does not hold. In a record: see below."""
+    rules = replace(swarm.rules(PARAMETERS, "fp16", min_peers=2), max_tokens=1000)
+    nodes = swarm.nodes(3, rules)
+    *honest, bad = nodes
+    for peer in honest:
+        header = {"attempt": 0, "join": forged_join(bad, bad.tip.head, 1001).model_dump()}
+        with pytest.raises(PeerError) as caught:
+            _call(bad, peer, "join", Message(header))
+        assert caught.value.code == "bad_weight"
+    offer_all(honest, 0)
+    join = forged_join(honest[1], bad.tip.head, 100)
+    more = join.model_copy(update={"text": join.text.replace(":100,", ":900,")})
+    plan = Plan(run=rules.run, parent=bad.tip.head, attempt=0, joins=(more,), reducers=(more.signer,), owners=(0,) * 13)
+    document = sign(bad.seat.identity, plan).model_dump_json().encode()
+    with pytest.raises(PeerError) as caught:
+        _call(bad, honest[0], "plan", Message({"parent": bad.tip.head, "attempt": 0}, [document]))
+    assert caught.value.code == "bad_signature"
+    bad.leave()
+    assert_same([node.committed() for node in honest])
+
+
+def test_tokens_that_nobody_signed_draw_nobody_away(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    *honest, bad = nodes
+    bad.stop()
+    forged = sign_record(
+        bad.seat.identity,
+        bad.directory.me.model_copy(
+            update={"number": 10**6, "round": 99, "head": "ee" * 32, "swarm_tokens": 10**15, "state_digest": "ee" * 32}
+        ),
+    )
+
+    async def tell(node: Node) -> None:
+        node.directory.merge([forged])
+
+    for node in honest:
+        node.seat.do(tell(node))
+    done = round_of(honest, 1, timeout_s=2 * SOON_S)
+    assert len(done[0].outcome.included) == 2
+    assert not any(node.lost.is_set() for node in honest)
+
+
+def test_one_that_signs_two_outcomes_for_one_attempt_is_out(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    bad, victim, other = in_leader_order(nodes)
+    parent = bad.tip.head
+    offer_all([victim], 0)
+    for value in (1.0, 2.0):
+        outcome, hashes = lone_outcome(bad, parent, value)
+        message = Message(
+            {"parent": parent, "attempt": 0, "hashes": hashes.hex()}, [outcome.model_dump_json().encode()]
+        )
+        if value == 1.0:
+            _call(bad, victim, "propose", message)
+        else:
+            with pytest.raises(PeerError):
+                _call(bad, victim, "propose", message)
+    assert not victim.seat.do(_is_member(victim, bad)), "out, though it goes on to tell of itself"
+    assert victim.seat.do(_is_member(victim, other))
+
+
+async def _is_member(node: Node, peer: Node) -> bool:
+    return node.directory.is_member(peer.peer_id)
+
+
+def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    first, second, victim = in_leader_order(nodes)
+    offer_all([victim], 0)
+    votes = []
+    for leader in (first, second):
+        outcome, hashes = lone_outcome(leader, leader.tip.head, 1.0)
+        header = {"parent": leader.tip.head, "attempt": 0, "hashes": hashes.hex()}
+        message = Message(header, [outcome.model_dump_json().encode()])
+        if leader is first:
+            votes.append(_call(leader, victim, "propose", message))
+        else:
+            with pytest.raises(PeerError, match="another leader"):
+                _call(leader, victim, "propose", message)
+    assert len(votes) == 1
+
+
+def test_nobody_commits_behind_the_backs_of_the_others_where_one_alone_may(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    *honest, bad = nodes
+    outcome, hashes = lone_outcome(bad, bad.tip.head, 1.0, round_=1)
+    vote = accept(bad.seat.identity, outcome.hash, 0)
+    proof = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes=hashes.hex())
+    for peer in honest:
+        with pytest.raises(PeerError) as caught:
+            peer.seat.do(peer.rounds.adopt(proof))
+        assert caught.value.code == "unsupported"

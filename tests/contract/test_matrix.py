@@ -1,0 +1,36 @@
+"""A sample of the fault matrix over the local transport, in which every stage meets every kind of fault.
+
+The cases wait more than they work, so all are played at once, in processes of their own; `python -m
+tests.contract.matrix` plays the whole matrix.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.matrix import KINDS, PEERS, ROLES, STAGES, Case, all_cases, play_all, sample
+
+JOBS = 4
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[Case, str]:
+    """Case to what went wrong."""
+    return {case: problem for case, _, problem in play_all(sample(), JOBS)}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", sample(), ids=str)
+def test_a_fault_stops_nobody_else(played: dict[Case, str], case: Case) -> None:
+    assert played[case] == ""
+
+
+def test_the_sample_has_every_pair() -> None:
+    """Stage with kind, and each of both with every role and size."""
+    cases = sample()
+    assert len(all_cases()) == len(STAGES) * len(KINDS) * len(ROLES) * len(PEERS) == 180
+    assert {(c.stage, c.kind) for c in cases} == {(s, k) for s in STAGES for k in KINDS}
+    for one, values in (("stage", STAGES), ("kind", KINDS)):
+        for other, others in (("role", ROLES), ("peers", PEERS)):
+            pairs = {(getattr(c, one), getattr(c, other)) for c in cases}
+            assert pairs == {(a, b) for a in values for b in others}, (one, other)
