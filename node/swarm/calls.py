@@ -26,9 +26,8 @@ async def while_live(directory: Directory, peer_id: str, call: Coroutine[Any, An
                 raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable")
         return running.result()
     finally:
-        if not running.done():
-            running.add_done_callback(_look)
-            running.cancel()
+        running.add_done_callback(_look)
+        running.cancel()
 
 
 def _look(call: asyncio.Future[Any]) -> None:

@@ -112,8 +112,16 @@ class _Entry:
 class Directory:
     """The table of peers. One writer: the swarm's loop. `clock` is monotonic seconds."""
 
-    def __init__(self, identity: Identity, record: PeerRecord, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        record: PeerRecord,
+        clock: Callable[[], float],
+        drowsy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`drowsy`: whether this node has just slept, so that a call of its own that fails says nothing of a peer."""
         self.identity = identity
+        self.drowsy = drowsy
         self.me = record
         self.changed = asyncio.Event()
         self._clock = clock
@@ -194,7 +202,7 @@ class Directory:
 
     def suspect(self, peer_id: str) -> None:
         """A call to this peer failed: not live until it is heard of again."""
-        if peer_id in self._entries:
+        if peer_id in self._entries and not self.drowsy():
             self._entries[peer_id].suspected_at_s = self._clock()
             self.changed.set()
 

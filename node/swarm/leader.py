@@ -108,7 +108,8 @@ def _tokens(rounds: Rounds, attempt: Attempt) -> dict[str, int]:
 def _waitable(rounds: Rounds, now_s: float) -> list[str]:
     """Live members, less those that are in another round: they come back by themselves."""
     tip = rounds.chain.tip
-    settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S
+    # One that has just slept through the others' news does not know yet where they are.
+    settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S and not rounds.directory.drowsy()
     members = rounds.directory.members()
     return [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
 

@@ -12,11 +12,11 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from node.errors import PeerError, SwarmError
+from node.errors import PeerError, SwarmError, UsageError
 from node.status import Channel, PeerRow, Phase
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
@@ -30,6 +30,7 @@ from node.swarm.identity import load_identity
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
+from node.swarm.ports import remember, same_as_before
 from node.swarm.reachability import Reachability, tcp_port
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Deliver, Rounds, Rules
@@ -195,7 +196,9 @@ class Member:
         self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
 
     async def say(self, phase: Phase, *, at_once: bool = False) -> None:
-        self.directory.say(phase=phase)
+        """To the others, one that takes part in no round, such as a relay, is never a member of them."""
+        is_idle = self.rounds is None and phase in MEMBER_PHASES
+        self.directory.say(phase=Phase.PAUSED if is_idle else phase)
         if at_once:
             await self.gossip.announce()
 
@@ -250,10 +253,25 @@ class Member:
         await self.wire.close()
 
 
+async def _open_wire(options: MemberOptions) -> P2PWire:
+    """On the port of last time, if none is asked for and that one is still free."""
+    file = options.data_dir / "cache" / "port"
+    listen = same_as_before(options.daemon.listen, file)
+    try:
+        wire = await open_wire(replace(options.daemon, listen=listen), SignedRecordValidator())
+    except UsageError:
+        if listen == tuple(options.daemon.listen):
+            raise
+        wire = await open_wire(options.daemon, SignedRecordValidator())
+    if not options.daemon.private and (port := tcp_port(await wire.addresses())):
+        remember(port, file)
+    return wire
+
+
 async def start_member(options: MemberOptions) -> Member:
     """Open the wire and start to look for others. Raises UsageError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
-    wire = await open_wire(options.daemon, SignedRecordValidator())
+    wire = await _open_wire(options)
     record = PeerRecord(
         peer_id=identity.peer_id,
         number=time.time_ns() // 1_000_000,
@@ -264,7 +282,8 @@ async def start_member(options: MemberOptions) -> Member:
         phase=Phase.CONNECTING,
         addresses=tuple((await wire.addresses())[:16]),
     )
-    member = Member(options, wire, Directory(identity, record, AwakeClock(asyncio.get_running_loop().time)))
+    clock = AwakeClock(asyncio.get_running_loop().time)
+    member = Member(options, wire, Directory(identity, record, clock, clock.drowsy))
     member.run(
         member.gossip.run(),
         member.discovery.run(),

@@ -161,7 +161,7 @@ class Trainer:
         if self.run.round.policy == "steps" or self.tip.round_s is not None:
             return False
         others = (row for row in self.session.swarm.view.rows if not row.this_node and row.round == self.tip.round)
-        return any(row.phase is Phase.SYNCING for row in others)
+        return any(row.phase == Phase.SYNCING for row in others)
 
     def inner_step(self) -> None:
         """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""

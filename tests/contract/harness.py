@@ -156,7 +156,8 @@ class Node:
         wire, rules = self.seat.wire, self.rules
         record = PeerRecord(peer_id=self.peer_id, number=0, run=rules.run, head=tip.head, phase=Phase.TRAINING)
         loop = asyncio.get_running_loop()
-        self.directory = Directory(self.seat.identity, record, AwakeClock(loop.time))
+        clock = AwakeClock(loop.time)
+        self.directory = Directory(self.seat.identity, record, clock, clock.drowsy)
         self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
         self.chain = Chain(tip, ResultStore(self.seat.folder / "cache"))

@@ -102,13 +102,15 @@ class Node:
         self.namespace = ""
         """Network namespace that it lives in; empty: the machine's own."""
         self.listen = "/ip4/127.0.0.1/tcp/0"
+        self.order = "run"
+        """Or `relay`."""
         self._client: httpx.Client | None = None
 
     # starting and ending
 
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
         words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        words += [sys.executable, "-m", "node.cli", "run", "--data-dir", str(self.folder), "--name", self.name]
+        words += [sys.executable, "-m", "node.cli", self.order, "--data-dir", str(self.folder), "--name", self.name]
         words += ["--api.port=0", f"--swarm.listen={self.listen}", "--limits.cpu_threads=1"]
         words += [f"--run.preset={self.preset}"] if self.preset else []
         words += ["--join", self.join] if self.join else []

@@ -107,9 +107,8 @@ class Judge:
             return Down(hurt.node, hurt.kind, hurt.at_s, math.inf, late=False)
         latest_s = hurt.over_s + RETURN_S
         back_s = next(self._backs(hurt), math.inf)
-        return Down(
-            hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late=latest_s < min(back_s, self.seen.ended_s)
-        )
+        late = latest_s < min(back_s, self.seen.ended_s, self._gone_s.get(hurt.node, math.inf))
+        return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late)
 
     def _backs(self, hurt: Hurt) -> Iterator[float]:
         """When it may be called back: at these looks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sk") as name:  # noqa: S108 - a short path is the point
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sk") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
 
@@ -69,7 +68,7 @@ def test_a_folder_that_somebody_else_could_have_made_is_not_used(tmp_path: Path,
     (base / "target").mkdir()
     path.symlink_to(base / "target")
     linked = open_sockets(tmp_path)
-    assert linked.path != path and os.listdir(base / "target") == []
+    assert linked.path != path and list((base / "target").iterdir()) == []
     linked.close()
 
 

@@ -136,7 +136,7 @@ def test_growth_fails_above_five_percent(per_minute: float, passes: bool) -> Non
 
 
 def test_handles_that_pile_up_fail() -> None:
-    samples = [(5.0 * i, 100, 40 + i // 10) for i in range(120)]
+    samples = [(5.0 * i, 100, 40 + i // 4) for i in range(120)]
     growth = grown(Life("a", "worker", 1, samples))
     assert growth is not None
     (handles,) = [line for line in growth_lines([growth]) if "open handles of a worker" in line.name]
@@ -157,9 +157,9 @@ def test_what_was_seen_comes_back_from_its_file_and_is_reported(tmp_path: Path) 
 def test_who_is_yet_to_come_or_gone_for_good_is_not_missed() -> None:
     seen = calm_storm()
     seen.nodes["e"] = NodeSeen("e", looks=[replace(k) for k in seen.nodes["a"].looks if k.at_s > 95])
-    seen.hurts += [Hurt("e", "start", 0.0, 90.0), Hurt("d", "stall at reduce", 31.0, 35.0)]
+    seen.hurts += [Hurt("e", "start", 0.0, 90.0), Hurt("d", "stall at reduce", 33.0, 35.0)]
     seen.hurts.append(Hurt("d", "leave for good", 38.0, None))
-    away(seen, "d", 31.0, 200.0)
+    away(seen, "d", 33.0, 200.0)
     judge = Judge(seen)
     assert judge.usual_s() == LENGTH_S
     assert not any(down.late for down in judge.downs)

@@ -1,0 +1,27 @@
+"""A peer that is several times slower, under rounds by the clock: from the first on nobody waits for its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import Swarm, tiny
+
+SLOWER = 8
+STEPS = 150
+
+
+@pytest.mark.timeout(180)
+def test_the_first_round_is_over_when_the_fast_one_is_ready(tmp_path: Path) -> None:
+    run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        fast = swarm.found()
+        (slow,) = swarm.join("slow", env={"DILOCO_FAULTS": f"inner@*=slow:{SLOWER}"})
+        slow.until_round(0, 120)
+        record = next(one for one in slow.rounds() if one["round"] == 0)
+        weights = {member["name"]: member["weight"] for member in record["members"] if member["included"]}
+        assert set(weights) == {"founder", "slow"}, record
+        # By steps both would bring H; while it is alone, the fast one trains on to at most twice as many.
+        assert weights["slow"] < 0.4 * weights["founder"], record
+        assert fast.status()["run"]["round"] >= 0
