@@ -4,7 +4,8 @@ A plan is text such as `reduce@3=stall:20, commit@5!leader=die`: at the stage `r
 at `commit` of round 5 kill this process with SIGKILL, if it is the one that leads that round. `@*` means every round.
 Roles go by the record before the round, so that all nodes agree on them, whoever has died since: `leader` is the one
 that its contributors would ask first to lead, `other` the one that they would ask next; a plan that all nodes are given
-hits one of them. Given in the environment variable DILOCO_FAULTS; a node without it has an empty plan.
+hits one of them. Given in the environment variable DILOCO_FAULTS, or in a file that it names as `file:PATH`, which may
+come, change and go while the node runs; a node without it has an empty plan.
 
 Stages: `inner` (between the inner steps; what they come to), `rendezvous` (its join), `reduce` (a member sends its
 chunks), `average` (a reducer averages), `commit` (the leader proposes, a member votes), `apply` (the outer step),
@@ -27,6 +28,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from node.errors import ConfigError
@@ -37,6 +39,7 @@ STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "apply", "serve"
 SPOILS = ("garbage", "shape", "nan")
 KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow")
 ROLES = ("leader", "other")
+FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
 """One NaN of fp32 or two of fp16."""
 StageName = Literal["inner", "rendezvous", "reduce", "average", "commit", "apply", "serve"]
@@ -71,6 +74,9 @@ class Faults:
     plan: tuple[Fault, ...] = ()
     _spent: set[Fault] = field(default_factory=set, compare=False)
     """A fault of one round happens once, also where the node comes through that round again."""
+
+    def planned(self) -> tuple[Fault, ...]:
+        return self.plan
 
     async def at(self, stage: StageName, round: int, role: Role = nobody) -> None:
         """Suffer what the plan says for this place."""
@@ -110,7 +116,7 @@ class Faults:
     def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[Fault]:
         due = [
             fault
-            for fault in self.plan
+            for fault in self.planned()
             if fault.stage == stage and fault.round in (None, round) and fault.kind in kinds
             if fault not in self._spent and (not fault.role or fault.role == role())
         ]
@@ -118,6 +124,19 @@ class Faults:
         for fault in due:
             logger.warning("Injected fault at %s of round %d: %s %g.", stage, round, fault.kind, fault.amount)
         return due
+
+
+@dataclass(frozen=True)
+class FaultsInFile(Faults):
+    """A plan that is read anew each time; empty while there is no file."""
+
+    path: Path = Path()
+
+    def planned(self) -> tuple[Fault, ...]:
+        try:
+            return parse_faults(self.path.read_text()).plan
+        except FileNotFoundError:
+            return ()
 
 
 def spoil_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
@@ -138,7 +157,10 @@ def parse_faults(text: str) -> Faults:
 
 
 def faults_from(environ: Mapping[str, str]) -> Faults:
-    return parse_faults(environ.get("DILOCO_FAULTS", ""))
+    text = environ.get("DILOCO_FAULTS", "")
+    if text.startswith(FILE):
+        return FaultsInFile(path=Path(text.removeprefix(FILE)))
+    return parse_faults(text)
 
 
 def _parse(part: str) -> Fault:

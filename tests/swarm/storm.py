@@ -42,7 +42,7 @@ START_S = 240.0
 QUIET_S = 180.0
 END_S = 45.0
 RUN = tiny(
-    round={"policy": "time", "inner_steps": 300, "min_peers": 3},
+    round={"policy": "time", "inner_steps": 200, "min_peers": 3},
     inner={"batch_size": 4, "sequence_length": 64},
     total_tokens=1_000_000_000_000,
 )

@@ -112,7 +112,7 @@ def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figure
     """Every node has checkpoints of its own rounds; what nobody had saved is trained again."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
-        founder = swarm.found(rarely)
+        swarm.found(rarely)
         swarm.join("second", "third", flags=[rarely])
         swarm.join("fourth", flags=[often])
         flags = {node.name: often if node.name == "fourth" else rarely for node in swarm.nodes}
@@ -145,5 +145,3 @@ def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figure
         assert all(len(digests) == 1 for digests in shared.values()), shared
         assert max(shared) > best["round"]
         assert all(node.status()["run"]["swarm_tokens"] > best["tokens"] for node in swarm.nodes)
-        digests = founder.digests() | {meta["round"]: meta["state_digest"] for meta in saved if meta is best}
-        assert swarm.nodes[3].digests().get(best["round"], best["state_digest"]) == digests[best["round"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def test_a_plan_is_read() -> None:
     )
     assert parse_faults("").plan == () == faults_from({}).plan
     assert faults_from({"DILOCO_FAULTS": "reduce@0=stop"}).plan == (Fault("reduce", 0, "stop"),)
+
+
+def test_a_plan_in_a_file_comes_and_goes(tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    faults = faults_from({"DILOCO_FAULTS": f"file:{file}"})
+    assert faults.spoils("reduce", 1) == ""
+    file.write_text("reduce@1=nan")
+    assert [faults.spoils("reduce", 1), faults.spoils("reduce", 1)] == ["nan", ""]
+    file.write_text("reduce@2=shape")
+    assert faults.spoils("reduce", 2) == "shape"
+    file.unlink()
+    assert faults.spoils("reduce", 2) == ""
 
 
 @pytest.mark.parametrize(

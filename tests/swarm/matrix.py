@@ -1,0 +1,201 @@
+"""Pairs of the fault matrix with real nodes: processes, libp2p, signals. Knows the command line and the HTTP API.
+
+    python -m tests.swarm.matrix               all cases, one after the other; a table; exit code 1 if one fails
+    python -m tests.swarm.matrix --only stop,3
+
+One swarm for each size plays all of its cases: the plan of faults is in a file that all its nodes read, and strikes one
+of them, by its role in the round. `kill` is SIGKILL of the worker, `stop` is SIGSTOP of it for STOP_S. What must hold:
+no node's supervisor ends, no survivor's worker ends, the survivors commit the round in question within its bound, the
+victim comes back, all digests of shared rounds are equal, and every node that was there all the time is included in the
+round in question or in one of the next two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.contract.matrix import BOUND_S, KINDS, ROLES, STAGES
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
+
+PEERS = (2, 3, 4)
+STOP_S = 30.0
+AHEAD = 3
+"""Rounds from the plan to its fault, so that all have read it."""
+AFTER = 3
+"""Rounds after the fault that all must share."""
+STRIKE_S = 60.0
+ROUND_S = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: str
+    kind: str
+    role: str
+    peers: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.kind}-{self.role}-{self.peers}"
+
+    @property
+    def plan(self) -> str:
+        kind = {"kill": "die"}.get(self.kind, self.kind)
+        return f"{self.stage}@{{}}!{self.role}={kind}"
+
+
+def all_cases() -> list[Case]:
+    """Every pair of stage and kind once, by turns of role and size; ten of each size."""
+    pairs = itertools.product(range(len(STAGES)), range(len(KINDS)))
+    return [Case(STAGES[i], KINDS[j], ROLES[(i + j) % 2], PEERS[(i + 2 * j) % 3]) for i, j in pairs]
+
+
+class Team:
+    """So many nodes of one run, that play one case after the other."""
+
+    def __init__(self, folder: Path, peers: int) -> None:
+        self.plan = folder / "plan"
+        rules = {"policy": "time", "inner_steps": 200, "min_peers": 1 if peers == 2 else 2}
+        self.swarm = Swarm(folder / "swarm", tiny(round=rules))
+        self._env = {"DILOCO_FAULTS": f"file:{self.plan}"}
+        self._peers = peers
+
+    def __enter__(self) -> Team:
+        self.swarm.__enter__()
+        self.swarm.found(env=self._env)
+        self.swarm.join(*(f"n{i}" for i in range(1, self._peers)), env=self._env)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.swarm.__exit__(*error)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.swarm.nodes
+
+    def all_in(self) -> int:
+        """Wait for a round that included all; its number."""
+        founder, rounds = self.nodes[0], [-1]
+
+        def complete() -> bool:
+            newest = next((r for r in founder.rounds() if r["outcome"] not in ("failed", "skipped")), None)
+            rounds[0] = newest["round"] if newest else -1
+            return newest is not None and sum(m["included"] for m in newest["members"]) == self._peers
+
+        wait_for(complete, 2 * START_S, "not all take part in one round")
+        return rounds[0]
+
+    def play(self, case: Case, stop_s: float = STOP_S) -> float:
+        """Returns the seconds from the fault to the last survivor's commit. AssertionError: a promise is broken."""
+        round_ = self.all_in() + AHEAD
+        workers = {node.name: node.find("worker").pid for node in self.nodes}
+        marks = {node.name: len(node.said()) for node in self.nodes}
+        self.write(case.plan.format(round_))
+        victim = self.struck(marks)
+        began_s = time.monotonic()
+        self.plan.unlink()
+        survivors = [node for node in self.nodes if node is not victim or case.kind not in ("kill", "stop")]
+        bound_s = PATIENCE * (BOUND_S[case.kind] + ROUND_S)
+        for node in survivors:
+            node.until_round(round_, max(0.1, began_s + bound_s - time.monotonic()))
+        seconds = time.monotonic() - began_s
+        if case.kind == "stop":
+            time.sleep(max(0.0, began_s + stop_s - time.monotonic()))
+            psutil.Process(workers[victim.name]).resume()
+        self.check(case, round_, survivors, victim, workers)
+        return seconds
+
+    def write(self, plan: str) -> None:
+        draft = self.plan.with_suffix(".new")
+        draft.write_text(plan)
+        draft.replace(self.plan)
+
+    def struck(self, marks: dict[str, int]) -> Node:
+        """The node that the fault has hit. A worker that was stopped or killed may not have told."""
+
+        def find() -> Node | None:
+            for node in self.nodes:
+                if "Injected fault" in node.said()[marks[node.name] :]:
+                    return node
+                with suppress(psutil.NoSuchProcess, AssertionError):
+                    if node.find("worker").status() == psutil.STATUS_STOPPED:
+                        return node
+            return None
+
+        found: Node = wait_for(find, STRIKE_S, "the fault did not come to pass")
+        return found
+
+    def check(self, case: Case, round_: int, survivors: Sequence[Node], victim: Node, workers: dict[str, int]) -> None:
+        for node in self.nodes:  # The victim, too, comes back.
+            node.until_round(round_ + AFTER, START_S)
+            assert node.running.poll() is None, f"{node.name} has ended with {node.running.returncode}"
+        newest = max(node.status()["run"]["round"] for node in self.nodes)
+        for node in self.nodes:
+            node.until_round(newest, START_S)
+        ended = [n.name for n in survivors if not psutil.pid_exists(workers[n.name])]
+        assert ended == [], f"the workers of survivors have ended: {ended}"
+        for number, digests in common_rounds(self.nodes).items():
+            assert len(digests) == 1, f"round {number} has {len(digests)} digests"
+        records = {r["round"]: r for r in survivors[0].rounds() if r["outcome"] != "failed"}
+        included = {
+            member["peer_id"]
+            for number in range(round_, round_ + AFTER)
+            for member in records[number]["members"]
+            if member["included"]
+        }
+        for node in survivors:
+            missing = node.status()["node"]["peer_id"] not in included
+            assert not missing, f"{node.name}'s contribution is in none of the rounds {round_} to {round_ + 2}"
+            assert "Traceback" not in node.said(), re.findall(r"Traceback.*", node.said(), re.DOTALL)[0][-1500:]
+        if case.stage == "inner" and case.kind == "nan":
+            assert "drops them and goes on from the swarm's" in victim.said()
+
+
+def play(cases: Sequence[Case], folder: Path, stop_s: float = STOP_S) -> Iterator[tuple[Case, float, str]]:
+    """Each case, its seconds, and what went wrong. After a failure the rest of its size gets a fresh swarm."""
+    for peers in sorted({case.peers for case in cases}):
+        left = [case for case in cases if case.peers == peers]
+        for attempt in itertools.count():
+            if not left:
+                break
+            with Team(folder / f"{peers}-{attempt}", peers) as team:
+                while left:
+                    case, problem, began_s = left.pop(0), "", time.monotonic()
+                    try:
+                        seconds = team.play(case, stop_s)
+                    except Exception as exc:  # noqa: BLE001 - whatever it is, this case has failed, the others go on
+                        seconds, problem = time.monotonic() - began_s, f"{type(exc).__name__}: {exc}"
+                    yield case, seconds, problem
+                    if problem:
+                        break
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Pairs of the fault matrix with real nodes.")
+    options.add_argument("--stop-s", type=float, default=STOP_S, help="how long a stopped worker stands still")
+    options.add_argument("--only", default="", help="words that a case's name must hold, such as stop,3")
+    chosen = options.parse_args()
+    words = [word for word in chosen.only.split(",") if word]
+    cases = [case for case in all_cases() if all(word in str(case).split("-") for word in words)]
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case, seconds, problem in play(cases, Path(folder), chosen.stop_s):
+            failed += bool(problem)
+            print(f"{case!s:34} {seconds:6.1f} s  {'ok' if not problem else 'FAILED ' + problem}", flush=True)
+    print(f"{len(cases) - failed} of {len(cases)} cases hold.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
