@@ -52,6 +52,7 @@ class Download:
         self._wire, self._directory, self._rules, self._folder, self._rng = wire, directory, rules, folder, rng
         self._offers = Offers(wire, directory, rules, rng)
         self._banned: set[str] = set()
+        self._clock = asyncio.get_running_loop().time
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """The state that most peers stand behind. Raises TransferFailed; what to do is the caller's policy.
@@ -84,9 +85,15 @@ class Download:
             )  # fmt: skip
             on_progress(1 - len(missing) / total)
             self._rng.shuffle(missing)
+            began_s, fetched_bytes = self._clock(), sum(partial.size_of(index) for index in missing)
             transfer = Transfer(self._wire, snapshot, partial, missing, self._banned, on_progress)
             await transfer.run(sorted(offer.servers), lambda: self._servers(snapshot, transfer.peers))
-            tip = await asyncio.to_thread(self._read, partial, snapshot, asyncio.get_running_loop().time())
+            took_s = max(1e-3, self._clock() - began_s)
+            logger.info(
+                "The state after round %d is here: %.1f MB in %.1f s, %.2f MB/s.",
+                snapshot.round, fetched_bytes / 1e6, took_s, fetched_bytes / 1e6 / took_s,
+            )  # fmt: skip
+            tip = await asyncio.to_thread(self._read, partial, snapshot, self._clock())
         finally:
             partial.close()
         if tip.digest != snapshot.digest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from node.diloco.aggregate import weighted_mean
+from node.diloco.aggregate import clip_scales, weighted_mean
 from node.diloco.outer import outer_step
 from node.status import Channel
 from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_state
@@ -17,8 +17,10 @@ def test_the_mean_is_exact_in_fp32(swarm: Swarm, count: int, parameters: int) ->
     given = offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
     parts = [given[peer_id] for peer_id in sorted(given)]
-    mean = weighted_mean([x for x, _ in parts], [tokens for _, tokens in parts])
-    total = sum(tokens for _, tokens in parts)
+    weights = [tokens for _, tokens in parts]
+    scales = clip_scales([nodes[0].rules.grid.norm(nodes[0].encode(x)) for x, _ in parts], weights)
+    mean = weighted_mean([x for x, _ in parts], weights, scales)
+    total = sum(weights)
     state = outer_step(start_state(parameters), mean, lr=OUTER.lr, momentum=OUTER.momentum, tokens=total)
     for d in done:
         assert d.included and d.offered

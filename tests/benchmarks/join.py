@@ -1,0 +1,212 @@
+"""One that joins while three train, over shaped lines: how fast its download is, and what the three lose by it.
+
+Every node has a network namespace of its own, and a line shaped with `tc` (`tests.swarm.netns`; needs root). The limit
+is the joiner's downlink or the uplinks of all servers together, whichever is less; the speed is that of the transfer,
+from the first question for a leaf to the last answer, as the joiner's log tells it. Utilisation is the share of the
+activity `compute` in all activities of the three nodes' /metrics, over the download, and over as long a time before it.
+Rounds are so long that none ends meanwhile. All nodes share this machine's cores, so the joiner's own start, hashing and
+loading make the others' steps slower: that shows in tokens/s, which are told beside, and not in the share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.swarm.harness import Node, Swarm
+from tests.swarm.netns import Host, Network, why_not
+
+PORT = 41234
+DOWN_MBIT_S = 50.0
+UP_MBIT_S = 30.0
+WIDE_MBIT_S = 100.0
+SPEED_RATIO = 0.8
+BUSY_RATIO = 0.95
+LOOK_S = 0.2
+START_S = 180.0
+ROUND_S = 900.0
+CALM_S = 5.0
+DONE = re.compile(r"The state after round (-?\d+) is here: ([\d.]+) MB in ([\d.]+) s")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is trained."""
+
+    hidden: int
+    layers: int
+    inner_steps: int
+
+    def run(self) -> dict[str, Any]:
+        heads = max(2, self.hidden // 64)
+        return {
+            "name": "join",
+            "total_tokens": 10**9,
+            "model": {
+                "hidden_size": self.hidden,
+                "intermediate_size": 8 * self.hidden // 3 // 64 * 64,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads,
+                "max_position_embeddings": 64,
+            },
+            "inner": {"batch_size": 1, "sequence_length": 32},
+            "round": {"policy": "steps", "inner_steps": self.inner_steps, "min_peers": 3},
+            "evaluation": {"batches": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One node's counters at one moment."""
+
+    compute_s: float
+    all_s: float
+    tokens: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the three did between two moments."""
+
+    busy: dict[str, float]
+    tokens_per_s: float
+    seconds: float
+
+
+def count(node: Node) -> Counted:
+    text = node.http.get("/metrics").text
+    activities = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
+    tokens = re.findall(r"^diloco_tokens_processed_total (\S+)$", text, re.MULTILINE)[0]
+    all_s = sum(map(float, activities.values()))
+    return Counted(float(activities["compute"]), all_s, float(tokens), time.monotonic())
+
+
+def window(nodes: Sequence[Node], before: Sequence[Counted], after: Sequence[Counted]) -> Window:
+    pairs = list(zip(before, after, strict=True))
+    busy = {
+        node.name: (new.compute_s - old.compute_s) / max(1e-6, new.all_s - old.all_s)
+        for node, (old, new) in zip(nodes, pairs, strict=True)
+    }
+    rate = sum((new.tokens - old.tokens) / (new.at_s - old.at_s) for old, new in pairs)
+    return Window(busy, rate, after[0].at_s - before[0].at_s)
+
+
+def settle(node: Node, host: Host) -> Node:
+    node.namespace, node.listen = host.namespace, f"/ip4/{host.address}/tcp/{PORT}"
+    return node
+
+
+def start_three(swarm: Swarm, hosts: Sequence[Host]) -> list[Node]:
+    """A founder and two more, after their first round, whose state is saved."""
+    flags = ("--checkpoint.every_s=1",)
+    founder = settle(swarm.node("founder"), hosts[0]).start(*flags)
+    invite = founder.invite()
+    nodes = [founder]
+    for name, host in zip(("second", "third"), hosts[1:], strict=True):
+        node = settle(swarm.node(name, join=invite), host)
+        node.preset = None
+        nodes.append(node.start(*flags))
+    for node in nodes:
+        node.until_training(START_S)
+    for node in nodes:
+        node.until(lambda s: s["run"]["round"] >= 0 and s["training"]["inner_step"] > 0, ROUND_S)
+    return nodes
+
+
+def watch_download(joiner: Node, nodes: Sequence[Node]) -> tuple[list[Counted], list[Counted]]:
+    """The others' counters when the download begins, and when it ends."""
+    end_s = time.monotonic() + ROUND_S
+    while "Downloading the state after round" not in joiner.said():
+        _in_time(end_s, joiner)
+    before = [count(node) for node in nodes]
+    while not DONE.search(joiner.said()):
+        _in_time(end_s, joiner)
+    return before, [count(node) for node in nodes]
+
+
+def _in_time(end_s: float, joiner: Node) -> None:
+    if time.monotonic() > end_s:
+        raise TimeoutError(f"the download did not end\n{joiner.said()[-2000:]}")
+    time.sleep(LOOK_S)
+
+
+def measure(sizes: Sizes) -> Result:
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        Network() as network,
+        Swarm(Path(name), sizes.run()) as swarm,
+    ):
+        hosts = [network.host() for _ in range(4)]
+        for host in hosts[:3]:
+            network.limit(host, up_mbit_s=UP_MBIT_S, down_mbit_s=WIDE_MBIT_S)
+        network.limit(hosts[3], up_mbit_s=UP_MBIT_S, down_mbit_s=DOWN_MBIT_S)
+        nodes = start_three(swarm, hosts[:3])
+        time.sleep(CALM_S)
+        round_before = nodes[0].status()["run"]["round"]
+        began = [count(node) for node in nodes]
+        joiner = settle(swarm.node("joiner", join=nodes[0].invite()), hosts[3])
+        joiner.preset = None
+        time.sleep(4 * CALM_S)
+        calm = window(nodes, began, [count(node) for node in nodes])
+        joiner.start()
+        busy = window(nodes, *watch_download(joiner, nodes))
+        round_after = nodes[0].status()["run"]["round"]
+        joiner.until_training(START_S)
+        same = joiner.status()["run"]["round"] >= round_before
+        found = DONE.search(joiner.said())
+        assert found is not None
+        return judge(found, calm, busy, quiet=round_before == round_after and same)
+
+
+def judge(found: re.Match[str], calm: Window, busy: Window, *, quiet: bool) -> Result:
+    megabytes, seconds = float(found[2]), float(found[3])
+    limit = min(DOWN_MBIT_S, 3 * UP_MBIT_S) / 8
+    least = min(busy.busy, key=lambda name: busy.busy[name])
+    figures = [
+        Figure("join: download", "MB/s", megabytes / seconds, limit, "the line's limit", low=SPEED_RATIO),
+        Figure("  the others' utilisation, least", "", busy.busy[least], BUSY_RATIO, "promised", low=1.0),
+        Figure("  against before the download", "", busy.busy[least], calm.busy[least], "before"),
+        Figure("  the others' pace", "tokens/s", busy.tokens_per_s, calm.tokens_per_s, "before"),
+    ]
+    lines = f"joiner {DOWN_MBIT_S:g} Mbit/s down, the three {UP_MBIT_S:g} Mbit/s up each"
+    notes = [
+        f"{megabytes:.1f} MB in {seconds:.1f} s; {lines}.",
+        f"Shares of compute: {_shares(calm)} in {calm.seconds:.0f} s before, {_shares(busy)} in {busy.seconds:.0f} s "
+        "of download.",
+        "No round ended meanwhile." if quiet else "A round ended meanwhile: the shares hold its sync, too.",
+    ]
+    return Result("join", figures, notes, {"before": asdict(calm), "download": asdict(busy), "quiet": quiet})
+
+
+def _shares(one: Window) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in one.busy.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--inner-steps", type=int, default=400, help="a round must outlast calm, start and download")
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason)
+        return 1
+    result = measure(Sizes(options.hidden, options.layers, options.inner_steps))
+    result.save(RESULTS)
+    print(*result.notes, sep="\n")
+    for figure in result.figures:
+        print(" ".join(figure.row()))
+    return 0 if all(figure.passed for figure in result.figures) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
