@@ -4,8 +4,8 @@ Every node has a network namespace of its own, and a line shaped with `tc` (`tes
 is the joiner's downlink or the uplinks of all servers together, whichever is less; the speed is that of the transfer,
 from the first question for a leaf to the last answer, as the joiner's log tells it. Utilisation is the share of the
 activity `compute` in all activities of the three nodes' /metrics, over the download, and over as long a time before it.
-Rounds are so long that none ends meanwhile. All nodes share this machine's cores, so the joiner's own start, hashing and
-loading make the others' steps slower: that shows in tokens/s, which are told beside, and not in the share.
+Rounds are so long that none ends meanwhile. All nodes share this machine's cores, so the joiner's own start, hashing
+and loading make the others' steps slower: that shows in tokens/s, which are told beside, and not in the share.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def judge(found: re.Match[str], calm: Window, busy: Window, *, quiet: bool) -> R
     lines = f"joiner {DOWN_MBIT_S:g} Mbit/s down, the three {UP_MBIT_S:g} Mbit/s up each"
     notes = [
         f"{megabytes:.1f} MB in {seconds:.1f} s; {lines}.",
-        f"Shares of compute: {_shares(calm)} in {calm.seconds:.0f} s before, {_shares(busy)} in {busy.seconds:.0f} s "
-        "of download.",
+        f"Shares of compute: {_shares(calm)} in {calm.seconds:.0f} s before,",
+        f"{_shares(busy)} in {busy.seconds:.0f} s of download.",
         "No round ended meanwhile." if quiet else "A round ended meanwhile: the shares hold its sync, too.",
     ]
     return Result("join", figures, notes, {"before": asdict(calm), "download": asdict(busy), "quiet": quiet})
@@ -195,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--inner-steps", type=int, default=400, help="a round must outlast calm, start and download")
+    parser.add_argument("--inner-steps", type=int, default=1000, help="a round must outlast calm, start and download")
     options = parser.parse_args()
     if reason := why_not():
         print(reason)
