@@ -36,6 +36,7 @@ AHEAD = 3
 AFTER = 3
 """Rounds after the fault that all must share."""
 STRIKE_S = 60.0
+MAX_PLANS = 3
 ROUND_S = 2.0
 
 
@@ -98,11 +99,8 @@ class Team:
 
     def play(self, case: Case, stop_s: float = STOP_S) -> float:
         """Returns the seconds from the fault to the last survivor's commit. AssertionError: a promise is broken."""
-        round_ = self.all_in() + AHEAD
         workers = {node.name: node.find("worker").pid for node in self.nodes}
-        marks = {node.name: len(node.said()) for node in self.nodes}
-        self.write(case.plan.format(round_))
-        victim = self.struck(marks)
+        round_, victim = self.strike(case)
         began_s = time.monotonic()
         self.plan.unlink()
         survivors = [node for node in self.nodes if node is not victim or case.kind not in ("kill", "stop")]
@@ -121,20 +119,34 @@ class Team:
         draft.write_text(plan)
         draft.replace(self.plan)
 
-    def struck(self, marks: dict[str, int]) -> Node:
-        """The node that the fault has hit. A worker that was stopped or killed may not have told."""
+    def strike(self, case: Case) -> tuple[int, Node]:
+        """The round in question, and the node that the fault has hit; once more where a round went by without it.
 
-        def find() -> Node | None:
-            for node in self.nodes:
-                if "Injected fault" in node.said()[marks[node.name] :]:
+        Roles are of those in the record before: who has just missed a round has none in the next.
+        """
+        for _ in range(MAX_PLANS):
+            round_ = self.all_in() + AHEAD
+            marks = {node.name: len(node.said()) for node in self.nodes}
+            self.write(case.plan.format(round_))
+
+            def over(marks: dict[str, int] = marks, round_: int = round_) -> bool:
+                return self.struck(marks) is not None or self.nodes[0].status()["run"]["round"] > round_ + 1
+
+            wait_for(over, STRIKE_S, "the fault did not come to pass")
+            victim = self.struck(marks)
+            if victim is not None:
+                return round_, victim
+        raise AssertionError("no round had all roles")
+
+    def struck(self, marks: dict[str, int]) -> Node | None:
+        """A worker that was stopped or killed may not have told."""
+        for node in self.nodes:
+            if "Injected fault" in node.said()[marks[node.name] :]:
+                return node
+            with suppress(psutil.NoSuchProcess, AssertionError):
+                if node.find("worker").status() == psutil.STATUS_STOPPED:
                     return node
-                with suppress(psutil.NoSuchProcess, AssertionError):
-                    if node.find("worker").status() == psutil.STATUS_STOPPED:
-                        return node
-            return None
-
-        found: Node = wait_for(find, STRIKE_S, "the fault did not come to pass")
-        return found
+        return None
 
     def check(self, case: Case, round_: int, survivors: Sequence[Node], victim: Node, workers: dict[str, int]) -> None:
         for node in self.nodes:  # The victim, too, comes back.
