@@ -52,7 +52,6 @@ class Download:
         self._wire, self._directory, self._rules, self._folder, self._rng = wire, directory, rules, folder, rng
         self._offers = Offers(wire, directory, rules, rng)
         self._banned: set[str] = set()
-        self._clock = asyncio.get_running_loop().time
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """The state that most peers stand behind. Raises TransferFailed; what to do is the caller's policy.
@@ -74,7 +73,7 @@ class Download:
         raise problem
 
     async def _fetch(self, offer: Offer, target: Target, on_progress: Callable[[float], None]) -> Tip:
-        snapshot = offer.snapshot
+        snapshot, clock = offer.snapshot, asyncio.get_running_loop().time
         partial = PartialState(self._folder, snapshot.digest, target.parameters)
         try:
             missing = await asyncio.to_thread(partial.open, snapshot.leaves)
@@ -85,15 +84,15 @@ class Download:
             )  # fmt: skip
             on_progress(1 - len(missing) / total)
             self._rng.shuffle(missing)
-            began_s, fetched_bytes = self._clock(), sum(partial.size_of(index) for index in missing)
+            began_s, fetched_bytes = clock(), sum(partial.size_of(index) for index in missing)
             transfer = Transfer(self._wire, snapshot, partial, missing, self._banned, on_progress)
             await transfer.run(sorted(offer.servers), lambda: self._servers(snapshot, transfer.peers))
-            took_s = max(1e-3, self._clock() - began_s)
+            took_s = max(1e-3, clock() - began_s)
             logger.info(
                 "The state after round %d is here: %.1f MB in %.1f s, %.2f MB/s.",
                 snapshot.round, fetched_bytes / 1e6, took_s, fetched_bytes / 1e6 / took_s,
             )  # fmt: skip
-            tip = await asyncio.to_thread(self._read, partial, snapshot, self._clock())
+            tip = await asyncio.to_thread(self._read, partial, snapshot, clock())
         finally:
             partial.close()
         if tip.digest != snapshot.digest:
