@@ -6,7 +6,7 @@ names; moments are UTC in RFC 3339.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -75,9 +75,10 @@ REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
 
 
-def utc_now() -> str:
+def utc_now(ago_s: float = 0.0) -> str:
     """The wall clock, for display only: nothing decides by it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    then = datetime.now(UTC) - timedelta(seconds=ago_s)
+    return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class PhaseState(Value):
@@ -145,6 +146,7 @@ class RoundRecord(Value):
     outcome: Outcome
     members: tuple[Member, ...] = ()
     started_at: str = ""
+    """When this node began to look for the round's group; for rounds that it learned of later, when it did."""
     seconds: Seconds = Seconds()
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -18,7 +18,7 @@ from node.status import Channel
 from node.swarm.base import Message, Service, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory, PeerRecord
-from node.swarm.line import LINE_ROUNDS, Link, heads_of, prevails, read_line, since
+from node.swarm.line import LINE_ROUNDS, Link, abreast, heads_of, prevails, read_line, since
 from node.swarm.records import Proof, parse
 from node.swarm.rounds import Rounds
 from node.swarm.state import SERVING_PHASES
@@ -53,8 +53,8 @@ class CatchUp:
     def __init__(self, wire: Wire, directory: Directory, rounds: Rounds, on_lost: Callable[[Loss], None]) -> None:
         self._wire, self._directory, self._rounds = wire, directory, rounds
         self._on_lost = on_lost
-        self._lighter: set[tuple[str, str]] = set()
-        """(their head, this node's) that were weighed, and theirs did not hold."""
+        self._lighter: set[tuple[str, str, str]] = set()
+        """(peer, its head, this node's) that were weighed, and theirs did not hold."""
         wire.serve({"proofs": Service(self._on_proofs, Channel.STATE), "line": Service(self._on_line, Channel.STATE)})
 
     async def run(self) -> None:
@@ -116,21 +116,25 @@ class CatchUp:
                 break
             self._rounds.false_claims[record.peer_id] = record.head
         for record in astray:
-            if self._rounds.chain.tip.head == asked_at.head:
-                await self._try_to_weigh(record)
+            if self._rounds.chain.tip.head != asked_at.head or await self._try_to_weigh(record):
+                break
         return led
 
-    async def _try_to_weigh(self, record: PeerRecord) -> None:
+    async def _try_to_weigh(self, record: PeerRecord) -> bool:
         try:
-            await self._weigh(record)
+            return await self._weigh(record)
         except SwarmError as exc:
             logger.info("Peer %s does not show its line: %s", record.peer_id[-6:], exc)
+            return False
 
-    async def _weigh(self, record: PeerRecord) -> None:
-        """This peer's line does not follow from this node's head: which of the two holds since they parted?"""
+    async def _weigh(self, record: PeerRecord) -> bool:
+        """This peer's line does not follow from this node's head: which of the two holds since they parted?
+
+        True where this node's does not, and `on_lost` was told.
+        """
         tip = self._rounds.chain.tip
-        if (record.head, tip.head) in self._lighter:
-            return
+        if (record.peer_id, record.head, tip.head) in self._lighter:
+            return False
         heads = heads_of(tip.line, tip.head)
         reply = await self._wire.call(record.peer_id, "line", Message({"heads": heads}), timeout_s=CALL_S)
         try:
@@ -140,22 +144,25 @@ class CatchUp:
             self._rounds.false_claims[record.peer_id] = record.head
             raise
         if not theirs or self._rounds.chain.tip is not tip:
-            return
-        parting = theirs[0].parent
-        if parting == tip.head or (parting not in heads and theirs[0].round > tip.round):
+            return False
+        parting, mine = theirs[0].parent, since(tip.line, theirs[0].parent)
+        is_common = parting in heads
+        if parting == tip.head or (not is_common and theirs[0].round > tip.round):
             self._on_lost(Loss("the rounds since are not kept any more", "far_behind", frozenset()))
-            return
-        mine = since(tip.line, parting)
+            return True
+        if not is_common:  # A split longer than lines are, or one that has come from a download without them.
+            theirs, mine = abreast(theirs, tip.line)
         if prevails(theirs, mine):
             avoid = frozenset(link.head for link in mine)
             self._on_lost(Loss(_tell_fork(theirs, mine), "fork", avoid, mine))
-            return
-        self._lighter.add((record.head, tip.head))
+            return True
+        self._lighter.add((record.peer_id, record.head, tip.head))
         self._rounds.false_claims[record.peer_id] = record.head
         shown = tip.state.tokens + sum(link.tokens for link in theirs) - sum(link.tokens for link in mine)
-        if theirs[-1].head == record.head and record.swarm_tokens > shown:
+        if is_common and theirs[-1].head == record.head and record.swarm_tokens > shown:
             logger.warning("Peer %s claims tokens that nobody has signed.", record.peer_id[-6:])
             self._wire.traffic.reject(PeerError("a false claim", code="bad_weight"))
+        return False
 
     def _set_age(self, reply: Message) -> None:
         age_s = reply.header.get("age_s")

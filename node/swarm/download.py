@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from node.errors import PeerError, TransferFailed
 from node.swarm.base import Message, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory
+from node.swarm.line import Link, read_line
 from node.swarm.offers import Offer, Offers, Target
 from node.swarm.partial import PartialState, begun, forget
 from node.swarm.rounds import Rules
@@ -33,6 +35,7 @@ LEAF_S = 120.0
 STREAMS = 6
 """Leaves on their way at once, from all peers together."""
 STREAMS_PER_PEER = 3
+LINE_S = 15.0
 COPIES = 2
 """Peers that may be asked for the same leaf when there is nothing else left to ask for."""
 HURRY_S = 1.0
@@ -98,7 +101,21 @@ class Download:
         if tip.digest != snapshot.digest:
             partial.remove()
             raise TransferFailed("What was downloaded is not on the disk as it was written.")
-        return tip
+        return replace(tip, line=await self._line_to(tip, sorted({*offer.servers, *transfer.peers})))
+
+    async def _line_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
+        """The rounds that led to the tip, from the first that shows them: who has none can be weighed by nobody."""
+        for peer in peers[:MAX_TRIES] if tip.proof else ():
+            try:
+                reply = await self._wire.call(peer, "line", Message({"heads": []}), timeout_s=LINE_S)
+                line = await asyncio.to_thread(read_line, reply.blobs, self._rules.bounds)
+            except PeerError as exc:
+                logger.info("Peer %s does not show its line: %s", peer[-6:], exc)
+                continue
+            place = next((i for i, link in enumerate(line) if link.head == tip.head), -1)
+            if place >= 0:
+                return line[: place + 1]
+        return tip.line
 
     async def _servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """Who serves it now; those of the known that live say themselves when they do no more."""

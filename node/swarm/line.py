@@ -74,6 +74,13 @@ def since(line: Sequence[Link], head: str) -> tuple[Link, ...]:
     return () if line and line[-1].head == head else tuple(line)
 
 
+def abreast(theirs: Sequence[Link], mine: Sequence[Link]) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Two lines that do not show where they parted, from the first round on that both of them show."""
+    first = max((line[0].round for line in (theirs, mine) if line), default=0)
+    cut_theirs, cut_mine = ([link for link in line if link.round >= first] for line in (theirs, mine))
+    return tuple(cut_theirs), tuple(cut_mine)
+
+
 def prevails(theirs: Sequence[Link], mine: Sequence[Link]) -> bool:
     """Whether of two lines since they parted the other one holds."""
     if not theirs or not mine:

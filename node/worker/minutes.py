@@ -36,7 +36,7 @@ def record_of(
             )
             for join in plan.joins
         ),
-        started_at=utc_now(),
+        started_at=utc_now(ago_s=sum(done.stage_s.values()) + apply_s),
         seconds=Seconds(
             rendezvous=stages[Stage.RENDEZVOUS],
             reduce=stages[Stage.REDUCE],

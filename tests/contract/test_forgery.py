@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from node.swarm import reduce
 from node.swarm.attempt import Contribution
 from node.swarm.base import Message, Service
 from node.swarm.directory import sign_record
+from node.swarm.faults import parse_faults
 from node.swarm.records import Plan, Proof, accept, sign
 from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
 from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, lone_outcome
@@ -80,6 +82,20 @@ def test_a_reducer_that_makes_its_mean_longer_is_not_believed_and_the_round_goes
     assert_same(done)
     assert done[0].outcome.plan.attempt > 0 and bad.peer_id not in done[0].outcome.plan.reducers
     assert any(node.failures and node.failures[0].code == "rejected" for node in nodes)
+
+
+@pytest.mark.parametrize("kind", ["garbage", "nan", "shape"])
+def test_a_reducer_that_spoils_every_mean_stops_no_round(swarm: Swarm, kind: str) -> None:
+    """Whoever leads after a refused result reduces alone; where that is the spoiler, the one after it does."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[1]
+    bad.rounds.faults = parse_faults(f"average@*={kind}")
+    for round_ in range(4):
+        began_s = time.monotonic()
+        done = round_of(nodes, round_)
+        assert time.monotonic() - began_s < SOON_S
+        assert bad.peer_id not in done[0].outcome.plan.reducers
+        assert len(done[0].outcome.included) == 3, "what it contributed was right"
 
 
 def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +66,42 @@ def test_the_line_with_more_tokens_holds(
         assert replayed == list(range(1, 1 + greater_rounds))
     done = round_of(four, 1 + greater_rounds, timeout_s=20)
     assert len(done[0].outcome.included) == 4
+
+
+def test_one_that_comes_from_a_download_shows_the_line_that_led_there(swarm: Swarm, four: list[Node]) -> None:
+    lesser, greater = four[:2], four[2:]
+    cut(swarm, lesser, greater, True)
+    round_of(lesser, 1)
+    for round_ in (1, 2, 3):
+        round_of(greater, round_, extra_tokens=5000)
+    serve(greater[0], Memory(greater[0].tip))
+    cut(swarm, lesser, greater, False)
+    first, second = lesser
+    second.stop()
+    rejoin(first, greater[0])
+    assert first.tip.line == greater[0].tip.line and first.tip.line[0].round == 0
+
+
+@pytest.mark.parametrize("shown", [1, 2])
+def test_a_peer_that_shows_only_the_end_of_its_line_hides_no_other(swarm: Swarm, four: list[Node], shown: int) -> None:
+    """Without the round at which they parted, both lines are weighed from the first round on that both show."""
+    lesser, greater = four[:2], four[2:]
+    cut(swarm, lesser, greater, True)
+    for round_ in (1, 2):
+        round_of(lesser, round_, extra_tokens=1000)
+    for round_ in (1, 2):
+        round_of(greater, round_, extra_tokens=5000)
+    for node in greater:
+        node.chain.tip = replace(node.tip, line=node.tip.line[-shown:])
+    cut(swarm, lesser, greater, False)
+    for node in lesser:
+        assert node.lost.wait(15)
+        assert node.loss is not None and node.loss.code == "fork"
+        assert [link.round for link in node.loss.dropped] == [1, 2][-shown:]
+    time.sleep(2)
+    for node in greater:
+        assert not node.lost.is_set()
+        assert node.seat.wire.traffic.rejected["bad_weight"] == 0, "nobody has claimed anything false"
 
 
 def test_of_as_many_tokens_the_smaller_head_holds(swarm: Swarm, four: list[Node]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
+
 import pytest
 import torch
 
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.diloco.outer import outer_step
 from node.status import Channel
+from node.worker.minutes import record_of
 from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_state
 
 
@@ -58,6 +62,19 @@ def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
         heads.add(parent)
     assert len(heads) == 5
     assert all(not node.failures for node in nodes), "nothing was in the way"
+
+
+def test_the_record_tells_when_the_search_for_the_group_began(swarm: Swarm) -> None:
+    nodes = swarm.nodes(2, swarm.rules(1000, "fp32", min_peers=2))
+    began = datetime.now(UTC)
+    nodes[0].offer(torch.ones(1000))
+    time.sleep(1.0)
+    nodes[1].offer(torch.ones(1000))
+    done = nodes[0].committed()
+    record = record_of(done, nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+    late_s = (datetime.fromisoformat(record.started_at) - began).total_seconds()
+    assert record.seconds.rendezvous > 0.9
+    assert abs(late_s) < 0.5
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -184,6 +184,23 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
     assert not late.lost.is_set()
 
 
+def test_a_peer_that_keeps_no_rounds_does_not_hide_one_that_does(swarm: Swarm) -> None:
+    """The one asked first has come back at the head without the way that leads there; that is no loss of the line."""
+    nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
+    late = joiner(swarm, nodes)
+    for round_ in range(3):
+        round_of(nodes, round_)
+    forgetful, knowing = nodes
+    forgetful.chain._proofs.clear()
+
+    async def replay() -> bool:
+        return await late.catch_up.replay([forgetful.directory.me, knowing.directory.me])
+
+    assert late.seat.do(replay())
+    assert (late.tip.head, late.tip.digest) == (knowing.tip.head, knowing.tip.digest)
+    assert not late.lost.is_set()
+
+
 def test_a_node_that_missed_more_rounds_than_are_kept_is_told(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
     for round_ in range(KEPT_ROUNDS + 1):

@@ -9,7 +9,7 @@ import pytest
 from node.errors import PeerError
 from node.swarm import line as line_module
 from node.swarm.identity import Identity, new_identity
-from node.swarm.line import Link, extend, heads_of, prevails, read_line, since
+from node.swarm.line import Link, abreast, extend, heads_of, prevails, read_line, since
 from node.swarm.records import Bounds, Join, Outcome, Plan, Proof, accept, results_root, sign
 
 RUN, HASHES = "ab" * 32, [bytes(32)]
@@ -92,3 +92,13 @@ def test_the_oldest_rounds_fall_off_by_number_and_by_size(monkeypatch: pytest.Mo
     assert extend(line[:2], line[2]) == line[2:]
     monkeypatch.setattr(line_module, "LINE_BYTES", 1)
     assert extend(line[:2], line[2]) == line[2:], "the newest always stays"
+
+
+def test_lines_without_a_common_head_are_weighed_over_the_rounds_that_both_show() -> None:
+    long = rounds_after(RUN, 0, [10, 10, 10, 10])
+    short = rounds_after(RUN, 0, [10, 9, 11, 11, 11])[2:]
+    theirs, mine = abreast(short, long)
+    assert [link.round for link in theirs] == [2, 3, 4] and [link.round for link in mine] == [2, 3]
+    assert abreast(long, short) == (mine, theirs)
+    assert abreast(short, ()) == (short, ()) and abreast((), ()) == ((), ())
+    assert prevails(theirs, mine) and not prevails(mine, theirs)
