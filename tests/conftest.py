@@ -1,8 +1,9 @@
-"""Shared by all tests: few threads, and an environment without settings of the person who runs them."""
+"""Shared by all tests: few threads, no settings of the person who runs them, and how two processes share them."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,3 +17,20 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("DILOCO_"):
             monkeypatch.delenv(variable)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`: the swarms of real processes one after the other, and beside them all the rest.
+
+    The longest first. Networks of their own wait the most, so they go with the rest; there, files stay whole.
+    """
+    if not config.getoption("numprocesses", default=None):
+        return
+    here = Path(__file__).parent
+
+    def is_swarm(item: pytest.Item) -> bool:
+        return (here / "swarm") in item.path.parents and item.path.name != "test_namespaces.py"
+
+    items.sort(key=lambda item: (not is_swarm(item), item.path.name != "test_namespaces.py"))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("swarm" if is_swarm(item) else str(item.path.relative_to(here))))

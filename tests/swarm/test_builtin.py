@@ -1,4 +1,7 @@
-"""The built-in preset's own model: left in every way, in inner steps and in a round, it ends at once and for all."""
+"""The built-in preset's own model: left in inner steps and in a round, it ends at once and for all.
+
+Every way of leaving at every moment: `test_leave`.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,19 @@ def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figu
         founder.start(SHORT_ROUNDS).until_training()
         node = swarm.node("second", join=founder.invite())
         node.preset = None
-        for moment in ("inner", "round"):
-            for how in ("sigterm", "sigint", "leave"):
-                node.start(env={"DILOCO_FAULTS": "reduce@*=stall:8"} if moment == "round" else None)
-                reach(founder, node, moment)
-                began_s = time.monotonic()
-                if how == "leave":
-                    node.act("leave")
-                else:
-                    node.running.send_signal(signal.Signals[how.upper()])
-                assert node.wait_end(10 * PATIENCE) == 0
-                figures.hold(f"built-in, {how} in {moment} to exit", time.monotonic() - began_s, 10)
-                founder.until(lambda s: s["peers"]["training"] == 1, 5 * PATIENCE)
-                figures.hold(f"built-in, {how} in {moment} to the others' knowing", time.monotonic() - began_s, 5)
-                assert node.processes() == []
+        for moment, how in (("inner", "sigint"), ("round", "sigterm"), ("round", "leave")):
+            node.start(env={"DILOCO_FAULTS": "reduce@*=stall:8"} if moment == "round" else None)
+            reach(founder, node, moment)
+            began_s = time.monotonic()
+            if how == "leave":
+                node.act("leave")
+            else:
+                node.running.send_signal(signal.Signals[how.upper()])
+            assert node.wait_end(10 * PATIENCE) == 0
+            figures.hold(f"built-in, {how} in {moment} to exit", time.monotonic() - began_s, 10)
+            founder.until(lambda s: s["peers"]["training"] == 1, 5 * PATIENCE)
+            figures.hold(f"built-in, {how} in {moment} to the others' knowing", time.monotonic() - began_s, 5)
+            assert node.processes() == []
 
 
 def reach(founder: Node, node: Node, moment: str) -> None:
