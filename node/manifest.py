@@ -128,8 +128,9 @@ class SyncConfig(Section):
 
     mode: Literal["blocking"] = "blocking"
     """`blocking`: the trainer waits for the round's result."""
-    codec: Literal["fp32", "fp16"] = "fp16"
-    """Encoding of pseudo-gradients on the wire. `fp16` has a scale per block, so tiny values survive."""
+    codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
+    """Encoding of pseudo-gradients on the wire. `fp16` to `e3m0` have a scale per block, so tiny values survive; `topk`
+    is an experiment."""
 
 
 class EvaluationConfig(Section):

@@ -1,17 +1,22 @@
 """How vectors become bytes on the wire, and back. Knows formats and the chunk grid; not what the vectors mean.
 
 A codec is deterministic, and its `decode` trusts nothing: a wrong size, a scale out of range or a value that is not
-finite is a ValueError. All numbers on the wire are little-endian. Vectors are fp32 [n] on the cpu.
+finite is a ValueError. All numbers on the wire are little-endian. Vectors are fp32 [n]; they are encoded on the device
+that they are on, and decoded on the cpu. Formats of fewer bits: `blockwise`, `sparse`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from node.diloco.blockwise import E3M0, Int4, Int8
+from node.diloco.sparse import TopK
+from node.diloco.wireform import little, require_finite, require_size, require_vector
 
 BLOCK = 4096
 """Elements that share one scale. Chunks begin at multiples of it, so a chunk's encoding does not depend on the grid."""
@@ -34,11 +39,15 @@ class Codec(Protocol):
     def name(self) -> str:
         """As in the manifest's `sync.codec`."""
 
+    @property
+    def stretch_ratio(self) -> float:
+        """By how much encoding may make a vector longer: the L2 norm of the decoded over its own, less 1."""
+
     def encoded_bytes(self, n: int) -> int:
         """Size of `encode` for any vector of `n` elements."""
 
     def encode(self, x: Tensor) -> bytes:
-        """`x` is fp32 [n] on the cpu. ValueError when a value is not finite."""
+        """`x` is fp32 [n] on any device. ValueError when a value is not finite."""
 
     def check(self, data: bytes | memoryview, n: int) -> None:
         """ValueError unless `decode` would give `n` finite values. Cheaper than decoding."""
@@ -50,22 +59,22 @@ class Codec(Protocol):
 class Fp32:
     """Four bytes an element; loses nothing."""
 
-    name = "fp32"
+    name, stretch_ratio = "fp32", 0.0
 
     def encoded_bytes(self, n: int) -> int:
         return 4 * n
 
     def encode(self, x: Tensor) -> bytes:
-        _require_finite(_checked(x), "The vector to encode")
-        return _little(x.detach().contiguous().numpy()).tobytes()
+        require_finite(require_vector(x), "The vector to encode")
+        return little(x.detach().cpu().contiguous().numpy()).tobytes()
 
     def check(self, data: bytes | memoryview, n: int) -> None:
         self.decode(data, n)
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _require_size(data, self.encoded_bytes(n), self.name)
+        require_size(data, self.encoded_bytes(n), self.name)
         x = torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
-        _require_finite(x, "The encoded vector")
+        require_finite(x, "The encoded vector")
         return x
 
 
@@ -76,25 +85,25 @@ class Fp16:
     is fp16's rounding, the second its least step under the block's scale, the third the smallest scale.
     """
 
-    name = "fp16"
+    name, stretch_ratio = "fp16", 1e-3
 
     def encoded_bytes(self, n: int) -> int:
         return -(-n // BLOCK) + 2 * n
 
     def encode(self, x: Tensor) -> bytes:
-        flat = _checked(x).detach().contiguous()
+        flat = require_vector(x).detach().contiguous()
         exponents = _exponents(flat)
         scaled = torch.empty_like(flat)
         _scale(flat, -exponents, out=scaled)
         if exponents.numel() and exponents.max() == MAX_EXPONENT:
             # Values just below the end of fp32 would round up to 2^128, which is infinite.
             scaled.clamp_(-(2.0**HEADROOM_BITS) + 16, 2.0**HEADROOM_BITS - 16)
-        halves = scaled.to(torch.float16).numpy()
-        return b"".join((exponents.to(torch.int8).numpy().tobytes(), _little(halves).view(np.uint8).data))
+        halves = scaled.to(torch.float16).cpu().numpy()
+        return b"".join((exponents.to(torch.int8).cpu().numpy().tobytes(), little(halves).view(np.uint8).data))
 
     def check(self, data: bytes | memoryview, n: int) -> None:
         """Looks at the bits: no value above 2^15, as no encoder writes one, so that none can overflow its scale."""
-        _require_size(data, self.encoded_bytes(n), self.name)
+        require_size(data, self.encoded_bytes(n), self.name)
         if n == 0:
             return
         blocks = -(-n // BLOCK)
@@ -106,7 +115,7 @@ class Fp16:
             self.decode(data, n)
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _require_size(data, self.encoded_bytes(n), self.name)
+        require_size(data, self.encoded_bytes(n), self.name)
         blocks = -(-n // BLOCK)
         front = np.frombuffer(data, np.int8, count=blocks)
         if blocks and not (front.min() >= MIN_EXPONENT and front.max() <= MAX_EXPONENT):
@@ -116,17 +125,25 @@ class Fp16:
         halves.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=blocks) if n else 0
         x = torch.from_numpy(halves.astype(np.float16, copy=False)).to(torch.float32)
         _scale(x, torch.from_numpy(front.astype(np.int32)), out=x)
-        _require_finite(x, "The encoded vector")
+        require_finite(x, "The encoded vector")
         return x
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "fp32": Fp32,
+    "fp16": Fp16,
+    "int8": Int8,
+    "int4": Int4,
+    "e3m0": E3M0,
+    "topk": TopK,
+}
 
 
 def make_codec(name: str) -> Codec:
     """The codec of the manifest's `sync.codec`."""
-    if name == "fp32":
-        return Fp32()
-    if name == "fp16":
-        return Fp16()
-    raise ValueError(f"There is no codec {name!r}: use fp32 or fp16.")
+    if name not in CODECS:
+        raise ValueError(f"There is no codec {name!r}: use one of {', '.join(CODECS)}.")
+    return CODECS[name]()
 
 
 def chunk_elements(parameters: int) -> int:
@@ -151,9 +168,9 @@ def _exponents(x: Tensor) -> Tensor:
             lows.append(torch.amin(part, dim=1))
             highs.append(torch.amax(part, dim=1))
     if not lows:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device=x.device)
     largest = torch.maximum(torch.cat(highs), -torch.cat(lows))
-    _require_finite(largest, "The vector to encode")
+    require_finite(largest, "The vector to encode")
     exponents: Tensor = torch.frexp(largest).exponent - HEADROOM_BITS
     return torch.where(largest > 0, exponents, MIN_EXPONENT).clamp_(MIN_EXPONENT, MAX_EXPONENT)
 
@@ -168,27 +185,3 @@ def _scale(x: Tensor, exponents: Tensor, *, out: Tensor) -> None:
     torch.mul(x[:whole].view(-1, BLOCK), factors[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
     if whole < x.numel():
         torch.mul(x[whole:], factors[-1], out=out[whole:])
-
-
-def _checked(x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.dim() != 1 or x.device.type != "cpu":
-        raise ValueError(f"A codec takes fp32 vectors on the cpu, not {x.dtype} {tuple(x.shape)} on {x.device}.")
-    return x
-
-
-def _require_size(data: bytes | memoryview, expected: int, name: str) -> None:
-    size = data.nbytes if isinstance(data, memoryview) else len(data)
-    if size != expected:
-        raise ValueError(f"The encoded vector has {size} bytes where {name} needs {expected}.")
-
-
-def _require_finite(x: Tensor, what: str) -> None:
-    """One pass, no temporary: minimum and maximum carry a NaN along."""
-    if x.numel():
-        low, high = torch.aminmax(x)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise ValueError(f"{what} has a value that is not finite.")
-
-
-def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return array.astype(array.dtype.newbyteorder("<"), copy=False)

@@ -92,7 +92,7 @@ class Adoption:
             mean = await asyncio.to_thread(self._rounds.rules.grid.decode, chunks)
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            if await asyncio.to_thread(exceeds, mean, bound):
+            if await asyncio.to_thread(exceeds, mean, bound, self._rounds.rules.grid.codec.stretch_ratio):
                 raise PeerError("a result is longer than the contributions behind it", code="bad_norm")
             self._mean = (outcome.results, mean)
         return chunks, self._mean[1]

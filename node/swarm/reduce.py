@@ -21,7 +21,7 @@ from node.diloco.codec import Codec
 from node.errors import PeerError
 
 NORM_TOLERANCE = 1e-3
-"""Relative. Sums in fp32 are off by less than 1e-4, and a mean's own encoding adds less than 1e-3 (fp16)."""
+"""Relative; sums in fp32 are off by less than 1e-4. What a mean's own encoding adds is the codec's to say."""
 TINY_NORM = 1e-12
 
 
@@ -135,9 +135,9 @@ def misdeclared(norm: float, squares: Sequence[float]) -> bool:
     return not math.isfinite(total) or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
 
 
-def exceeds(mean: Tensor, bound: float) -> bool:
-    """Whether a mean, fp32 [P], is longer than the contributions behind it allow."""
-    return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE) + TINY_NORM
+def exceeds(mean: Tensor, bound: float, stretch_ratio: float) -> bool:
+    """Whether a mean, fp32 [P], is longer than the contributions behind it, and its own encoding, allow."""
+    return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE + stretch_ratio) + TINY_NORM
 
 
 def chunk_hash(data: bytes) -> bytes:
