@@ -258,9 +258,19 @@ class P2PWire:
             await asyncio.wait_for(self._dht.shutdown(), 2.0)
         except _FOREIGN as exc:
             logger.debug("the DHT did not shut down: %r", exc)
+        for client in (self._p2p._client, self._client):
+            _hear_out(client)
         await self._p2p.shutdown()
         self._client.close()
         await self.daemon.stop()
+
+
+def _hear_out(client: Any) -> None:
+    """Once the daemon is dead, hivemind's tasks on its control connection end with errors that nobody asks for."""
+    control = getattr(client, "control", None)
+    for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
+        if task is not None and task.done() and not task.cancelled():
+            logger.debug("libp2p's daemon is gone: %r", task.exception())
 
 
 async def _write(writer: asyncio.StreamWriter, verb: str, message: Message) -> int:

@@ -95,6 +95,7 @@ def test_worker_or_p2pd_killed_comes_back(pair: list[Node], what: str, figures: 
     before.check(node)
     figures.hold(f"{what} killed, until a round later", time.monotonic() - began_s, 40)
     assert len(node.processes()) == 3
+    assert "Traceback" not in node.said(), "a dead process is told in one sentence"
 
 
 def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], figures: Figures) -> None:
