@@ -126,11 +126,23 @@ class RoundConfig(Section):
 class SyncConfig(Section):
     """How contributions travel."""
 
-    mode: Literal["blocking"] = "blocking"
-    """`blocking`: the trainer waits for the round's result."""
+    mode: Literal["blocking", "overlapped"] = "blocking"
+    """`blocking`: the trainer waits for the round's result. `overlapped`: it goes on, for at most one round."""
     codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
     """Encoding of pseudo-gradients on the wire. `fp16` to `e3m0` have a scale per block, so tiny values survive; `topk`
     is an experiment."""
+    feedback: Literal["auto", "on", "off"] = "auto"
+    """Whether what encoding loses is added to the next contribution. `auto`: for codecs below 4 bits."""
+    feedback_beta: float = Field(1.0, gt=0, le=1)
+    """Weight of the newest loss in the feedback's moving average; 1: all of it."""
+    merge: Literal["mix", "correction"] = "mix"
+    """`overlapped`: how the steps since sending are kept. `mix`: a share of the local parameters; `correction`: all."""
+    mix_alpha: float = Field(0.5, ge=0, le=1)
+    """Share of the local parameters in the mix with the new anchor."""
+
+    @property
+    def has_feedback(self) -> bool:
+        return self.feedback == "on" or (self.feedback == "auto" and self.codec == "topk")
 
 
 class EvaluationConfig(Section):

@@ -30,6 +30,7 @@ from torch import Tensor
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
+from node.diloco.feedback import ErrorFeedback
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
@@ -67,6 +68,8 @@ class Member:
         self.state: OuterState = genesis(anchor)
         self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
         self._codec = make_codec(run.sync.codec)
+        beta = run.sync.feedback_beta
+        self._feedback = ErrorFeedback(anchor.numel(), beta=beta) if run.sync.has_feedback else None
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
         # Its moments are kept over rounds; only the parameters are set back to the anchor.
@@ -84,8 +87,13 @@ class Member:
             loss += result.loss / run.round.inner_steps
             tokens += result.tokens
         delta = pseudo_gradient(self.state.anchor, flatten(self._model))
-        encoded = b"".join(self._codec.encode(delta[start:end]) for start, end in chunk_bounds(delta.numel()))
-        return Contribution(self._stream_id, tokens, encoded), loss
+        wanted = self._feedback.add(delta) if self._feedback is not None else delta
+        encoded = b"".join(self._codec.encode(wanted[start:end]) for start, end in chunk_bounds(delta.numel()))
+        contribution = Contribution(self._stream_id, tokens, encoded)
+        if self._feedback is not None:
+            self._feedback.lost(wanted, torch.cat(list(self._chunks(contribution))))
+            self._feedback.advance()
+        return contribution, loss
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """The outer step: the weighted mean in order of stream id, itself encoded once and decoded, then Nesterov."""
@@ -201,6 +209,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
     run = read_run(options.preset_file)
+    if run.sync.mode != "blocking":
+        raise UsageError(f"The reference waits for each round: set run.sync.mode to blocking, not {run.sync.mode}.")
     member = Member(
         run,
         load_corpus(run.data),

@@ -62,9 +62,8 @@ class Adoption:
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")
             outer = rounds.rules.outer
-            tip = await asyncio.to_thread(
-                next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, rounds.clock()
-            )
+            at_s = rounds.anchor_at_s(outcome.plan.parent)
+            tip = await asyncio.to_thread(next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, at_s)
             await asyncio.to_thread(rounds.chain.store.put, tip.head, hashes, chunks)
             if outcome.plan.parent != rounds.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.

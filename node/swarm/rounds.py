@@ -64,6 +64,8 @@ class Rules:
     outer: Outer
     max_tokens: int
     """Most tokens that one contribution may weigh."""
+    overlapped: bool = False
+    """Training goes on while a round is averaged."""
 
     @property
     def bounds(self) -> Bounds:
@@ -107,6 +109,7 @@ class Rounds:
         self._attempts: dict[int, Attempt] = {}
         self.number = 0
         self.mine: Contribution | None = None
+        self._offered_at_s = 0.0
         self.accepted: Accepted | None = None
         self.shunned: set[str] = set()
         """Members that failed an attempt that this node led: left out of its next plans for this round."""
@@ -132,8 +135,14 @@ class Rounds:
 
     def offer(self, contribution: Contribution) -> None:
         """Take part with this in the round after its parent, as soon as may be. The newest offer counts."""
-        self.mine = contribution
+        self.mine, self._offered_at_s = contribution, self.clock()
         self._offered.set()
+
+    def anchor_at_s(self, parent: str) -> float:
+        """When the round after the one that follows `parent` begins: now, at its commit; overlapped, when this node's
+        contribution was ready, so that a round lasts no longer for the time that its average takes."""
+        is_mine = self.mine is not None and self.mine.parent == parent
+        return self._offered_at_s if self.rules.overlapped and is_mine else self.clock()
 
     async def run(self) -> None:
         """Take part in rounds for ever."""

@@ -5,23 +5,25 @@ repeat:  H inner steps of AdamW from the anchor
          Delta   = the others' and ours, averaged by weight           (masterless, `node.swarm`)
          anchor := Nesterov(anchor, Delta)                            (the same bits on every node)
          local  := anchor
+
+Overlapped, the inner steps go on while Delta is averaged, and what they did is merged with the new anchor when it comes
+(Streaming DiLoCo, arXiv 2501.18512).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from node.worker.trainer import Trainer
 
 
-def train(trainer: Trainer, round_over: Callable[[], None]) -> None:
-    """Until the run is complete, or `trainer`'s check raises. `round_over` is called after every outer step."""
+def train(trainer: Trainer) -> None:
+    """Until the run is complete, or the trainer's check raises."""
     while not trainer.run_is_complete():
         trainer.show_training()
-        while not trainer.round_is_due():
+        while not trainer.must_sync():
             trainer.inner_step()
             trainer.obey_mail()
             trainer.breathe()
-        if trainer.offer():
+        if trainer.in_flight:
             trainer.await_commit()
-            round_over()
+        else:
+            trainer.offer()

@@ -314,6 +314,7 @@ def rules_of(manifest: Manifest) -> Rules:
         quorum=Quorum(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
         outer=Outer(run.outer.lr, run.outer.momentum, run.round.inner_steps),
         max_tokens=run.max_contribution_tokens,
+        overlapped=run.sync.mode == "overlapped",
     )
 
 

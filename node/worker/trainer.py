@@ -1,4 +1,4 @@
-"""One node's side of DiLoCo: the steps that `loop` strings together. Knows the model, the data and the mailbox.
+"""One node's side of DiLoCo: the steps that `loop` strings together. Knows its own parameters, the tip, the mailbox.
 
 The main thread owns everything here. The swarm's thread is reached through `offer` and the mailbox, and nothing else.
 """
@@ -6,35 +6,30 @@ The main thread owns everything here. The swarm's thread is reached through `off
 from __future__ import annotations
 
 import logging
-import math
 import queue
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from node.config import Config
+from node.config import CheckpointConfig
 from node.diloco.outer import carry, pseudo_gradient
+from node.diloco.overlap import correct, mix
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
-from node.errors import RoundFailed, SwarmError, TrainingError
+from node.errors import RoundFailed, TrainingError
 from node.status import Activity, Outcome, Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
 from node.swarm.faults import spoil_blobs
 from node.swarm.rendezvous import role_of
 from node.swarm.rounds import Committed
-from node.training.data import Corpus, Stream, held_out_batches
-from node.training.device import Chosen
-from node.training.evaluate import evaluate
-from node.training.inner import InnerLoop
-from node.training.model import flatten, load_flat_
+from node.worker import shown
 from node.worker.ledger import Ledger
+from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
-from node.worker.session import Session, invite_of
+from node.worker.outgoing import Outgoing
+from node.worker.session import Session
 from node.worker.snapshot import checkpoint_of
 from node.worker.teller import Teller
 
@@ -47,14 +42,12 @@ CHECKPOINT_ROUNDS = 4
 MAX_DROPPED = 3
 """Times in a row that a node may go back to the anchor because its parameters are no numbers; then it gives up."""
 WAITING_RATIO = 2.0
-STEP_TIMES = 21
-"""Inner steps whose median is this node's step time."""
 POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class Progress:
-    """What this node has done since its anchor."""
+    """What this node has done since its anchor, or since it sent its contribution."""
 
     steps: int = 0
     tokens: int = 0
@@ -65,32 +58,37 @@ class Progress:
     """Rounds in a row whose result did not include this node's contribution."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A contribution on its way: handed to the swarm, and not in a committed round yet."""
+
+    done: Progress
+    at_s: float
+    """Monotonic."""
+    sent: Tensor | None
+    """The local parameters then, fp32 [P]; None where the merge does not need them."""
+
+
 class Trainer:
-    """Model, optimizer, data and anchor of one node."""
+    """Anchor, progress and rounds of one node. `round_over` is called when a contribution of this node has landed."""
 
     def __init__(
         self,
-        config: Config,
         session: Session,
-        model: nn.Module,
-        corpus: Corpus,
-        chosen: Chosen,
+        local: Local,
+        saves: CheckpointConfig,
         teller: Teller,
         ledger: Ledger,
         check: Callable[[], None],
+        round_over: Callable[[], None],
     ) -> None:
         assert session.tip is not None
-        self.config, self.session, self.run = config, session, session.manifest.run
-        self.teller, self.ledger, self._check = teller, ledger, check
+        self.session, self.run, self.local = session, session.manifest.run, local
+        self.teller, self.ledger, self._check, self._round_over = teller, ledger, check, round_over
         self.tip: Tip = session.tip
         self.progress = Progress()
-        self._model, self._corpus, self._chosen = model, corpus, chosen
-        self._inner = InnerLoop(model, self.run.inner, chosen.device, chosen.precision, config.devices.micro_batch)
-        evaluation = self.run.evaluation
-        inner = self.run.inner
-        self._held_out = held_out_batches(corpus, evaluation.batches, inner.batch_size, inner.sequence_length)
-        self._stream = self._new_stream()
-        self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
+        self._flight: Flight | None = None
+        self._saves = saves
         self._checkpoint_at_s = time.monotonic()
         self._checkpoint_round = self.tip.round
         self._traffic_before = (0, 0)
@@ -101,36 +99,31 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the session's checkpoint, or from its downloaded state."""
-        saved = self.session.checkpoint
+        session, saved = self.session, self.session.checkpoint
+        tensors = saved.optimizer if saved is not None else {}
+        self._outgoing = Outgoing(session.rules.grid, self.run.sync, session.manifest.parameters, tensors)
         if saved is None:
-            load_flat_(self._model, self.tip.state.anchor)
-            self._show_position()
-            return
-        load_flat_(self._model, saved.anchor if saved.local is None else saved.local)
-        if saved.optimizer:
-            self._inner.load_state_tensors(saved.optimizer)
-        done = saved.extra.get("progress", {})
-        self.progress = Progress(saved.inner_step, done.get("tokens", 0), 0.0, done.get("carried", 0))
-        self._stream = self._new_stream(saved.data_round, saved.data_position)
+            self.local.load(self.tip.state.anchor)
+            self.local.start_text(self.tip.round + 1)
+        else:
+            self.local.resume(saved)
+            done = saved.extra.get("progress", {})
+            self.progress = Progress(saved.inner_step, done.get("tokens", 0), 0.0, done.get("carried", 0))
         self._show_position()
-
-    def _new_stream(self, round_: int | None = None, position: int = 0) -> Stream:
-        """The node's own text of a round (of the next one); no rank, no world size: peer id and round suffice."""
-        self._data_round = self.tip.round + 1 if round_ is None else round_
-        peer_id = self.session.swarm.view.peer_id
-        return Stream(self._corpus, self.session.manifest.run_id, peer_id, self._data_round, position)
 
     def save(self) -> None:
         """A checkpoint of outer and local state. Raises MachineError where the disk does not take it."""
         with self.ledger.doing(Activity.CHECKPOINT):
             ledger = self.ledger.save(self.ledger.counters(self.session.swarm.view))
-            done = {"tokens": self.progress.tokens, "carried": self.progress.carried}
+            # What is in flight is offered once more by whoever starts from here, together with what came since.
+            sent = self._flight.done if self._flight is not None else Progress()
+            done = {"tokens": sent.tokens + self.progress.tokens, "carried": self.progress.carried}
             checkpoint = checkpoint_of(
                 self.session.manifest,
                 self.tip,
-                local=flatten(self._model),
-                optimizer=self._inner.state_tensors(),
-                position=(self.progress.steps, self._data_round, self._stream.position),
+                local=self.local.parameters,
+                optimizer=self.local.moments() | self._outgoing.tensors(),
+                position=(sent.steps + self.progress.steps, *self.local.place),
                 extra={"ledger": ledger, "progress": done},
             )
             self.session.store.save(checkpoint)
@@ -141,15 +134,30 @@ class Trainer:
 
     @property
     def done_ratio(self) -> float:
-        """Share of the round's inner phase that is over; ready from 1 on."""
+        """Share of the round's inner phase that is over, since the anchor or since sending; ready from 1 on."""
         policy, inner_steps = self.run.round.policy, self.run.round.inner_steps
-        elapsed_s = time.monotonic() - self.tip.anchor_at_s
+        since_s = self._flight.at_s if self._flight is not None else self.tip.anchor_at_s
         steps = self.progress.steps + round(self.progress.offset * inner_steps)
+        elapsed_s = time.monotonic() - since_s
         return progress(
             policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=elapsed_s, round_s=self.tip.round_s
         )
 
-    def round_is_due(self) -> bool:
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    def must_sync(self) -> bool:
+        """A contribution is due; or one is in flight, and nothing may be done before it has landed.
+
+        Blocking rounds allow no step meanwhile, overlapped ones as many as a round has; the first one, whose length
+        nobody knows, is a blocking one.
+        """
+        if self._flight is not None:
+            return self.run.sync.mode == "blocking" or self.tip.round_s is None or self.done_ratio >= 1.0
+        return self._is_due()
+
+    def _is_due(self) -> bool:
         """By the clock, and with too few peers there for a round: train on to twice its length; wait only then."""
         rounds = self.run.round
         below_quorum = rounds.policy == "time" and self.session.swarm.view.training < rounds.min_peers
@@ -165,30 +173,19 @@ class Trainer:
 
     def inner_step(self) -> None:
         """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""
-        self.session.swarm.faults.meet("inner", self.tip.round + 1, self._role)
-        began_s = time.monotonic()
+        faults = self.session.swarm.faults
+        faults.meet("inner", self.tip.round + 1, self._role)
         lr = self._learning_rate()
-        with self.ledger.doing(Activity.DATA):
-            batch = self._stream.next_batch(self.run.inner.batch_size, self.run.inner.sequence_length)
         try:
-            with self.ledger.doing(Activity.COMPUTE):
-                result = self._inner.step(batch, lr)
-                self._be_slow(time.monotonic() - began_s)
+            result = self.local.step(lr, faults.slowness())
         except TrainingError as exc:
             if not self.progress.steps or self._dropped >= MAX_DROPPED:
                 raise
             self._drop(f"The local parameters no longer train ({exc})")
             return
-        step_s = time.monotonic() - began_s
         self.progress.steps += 1
         self.progress.tokens += result.tokens
-        self._step_s.append(step_s)
-        self.ledger.step_done(step_s, result.tokens)
-        self._show_step(result.loss, lr, result.tokens)
-
-    def _be_slow(self, step_s: float) -> None:
-        """A fault on purpose: a device that needs longer for the same."""
-        time.sleep(max(0.0, self.session.swarm.faults.slowness() - 1) * step_s)
+        self._show_step(result.loss, lr)
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
@@ -198,10 +195,12 @@ class Trainer:
     def _learning_rate(self) -> float:
         run = self.run
         usual = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
-        tokens = swarm_tokens_at(self.tip.state.tokens, self.done_ratio, self.tip.last_round_tokens or usual)
+        round_tokens = self.tip.last_round_tokens or usual
+        # What is in flight will be in the anchor before long.
+        anchor_tokens = self.tip.state.tokens + (round_tokens if self._flight is not None else 0)
         inner = run.inner
         return learning_rate(
-            tokens,
+            swarm_tokens_at(anchor_tokens, self.done_ratio, round_tokens),
             peak=inner.lr,
             warmup_tokens=inner.warmup_tokens,
             total_tokens=run.total_tokens,
@@ -210,37 +209,37 @@ class Trainer:
 
     # the outer step
 
-    def offer(self) -> bool:
-        """Hand the encoded pseudo-gradient to the swarm. False, after dropping it, where it is not all numbers."""
+    def offer(self) -> None:
+        """Hand the encoded pseudo-gradient to the swarm; drop it where it is not all numbers."""
         spoilt = self.session.swarm.faults.spoils("inner", self.tip.round + 1, self._role)
         if spoilt in ("nan", "garbage"):
-            load_flat_(self._model, torch.full_like(self.tip.state.anchor, math.nan if spoilt == "nan" else 1.0))
-        gradient: Tensor = pseudo_gradient(self.tip.state.anchor, flatten(self._model))
-        grid = self.session.rules.grid
+            self.local.spoil(spoilt)
+        parameters = self.local.parameters
         try:
-            chunks = [grid.codec.encode(gradient[start:end]) for start, end in grid.bounds]
+            chunks, norm = self._outgoing.encode(pseudo_gradient(self.tip.state.anchor, parameters))
         except ValueError:
             self._drop("The local parameters are not all finite numbers any more")
-            return False
+            return
         self._dropped = 0
-        norm = grid.norm(chunks)
         if spoilt == "shape":
             chunks = list(spoil_blobs(spoilt, chunks))
-        step_s = statistics.median(self._step_s) if self._step_s else self.tip.round_s or 1.0
+        step_s = self.local.step_s or self.tip.round_s or 1.0
         tokens = min(self.progress.tokens, self.run.max_contribution_tokens)
+        keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
+        self._flight = Flight(self.progress, time.monotonic(), parameters if keeps else None)
+        self.progress = Progress(carried=self.progress.carried)
+        self.local.start_text(self.tip.round + 2)
         self.session.swarm.offer(Contribution(self.tip.head, chunks, tokens, step_s, norm))
-        return True
 
     def _drop(self, why: str) -> None:
         """Back to the anchor: what this node did since is of no use to anybody, and it says so."""
         self._dropped += 1
         error = RoundFailed(f"{why}: this node drops them and goes on from the swarm's.", code="not_finite")
         logger.warning("%s", error)
-        load_flat_(self._model, self.tip.state.anchor)
-        moments = self._inner.state_tensors()
-        if not all(bool(torch.isfinite(moment).all()) for moment in moments.values()):
-            self._inner.load_state_tensors({name: torch.zeros_like(moment) for name, moment in moments.items()})
+        self.local.mend(self.tip.state.anchor)
         self.progress = Progress()
+        if self._flight is not None:
+            self._flight = replace(self._flight, done=Progress())  # It may count still, but can not be carried.
         self._count_failure(error)
 
     def _role(self) -> str:
@@ -261,7 +260,7 @@ class Trainer:
     def obey_mail(self, timeout_s: float = 0.0, blocked_since_s: float | None = None) -> None:
         """Take in what the swarm has committed, with or without this node."""
         try:
-            mail = self.session.swarm.mailbox.get(timeout=timeout_s) if timeout_s else self._mail_now()
+            mail = self.session.swarm.mailbox.get(timeout_s > 0, timeout_s or None)
         except queue.Empty:
             return
         if isinstance(mail, Committed):
@@ -291,28 +290,41 @@ class Trainer:
             age_s = time.monotonic() - tip.anchor_at_s
             self.progress.offset = min(1.0, max(0.0, age_s / tip.round_s))
 
-    def _mail_now(self) -> Committed | RoundFailed | SwarmError:
-        return self.session.swarm.mailbox.get_nowait()
-
     def _apply(self, done: Committed, blocked_s: float) -> None:
-        """Included: local := new anchor. Left out: local += new anchor - old anchor, and the tokens are kept."""
+        """Included: local := new anchor, merged with the steps since. Left out: local += new anchor - old anchor."""
         began_s = time.monotonic()
         old, self.tip = self.tip, done.tip
-        keep = not done.included and self.progress.tokens > 0 and self.progress.carried < MAX_CARRIED
-        if keep:
-            load_flat_(self._model, carry(flatten(self._model), old.state.anchor, self.tip.state.anchor))
-            self.progress = Progress(0, self.progress.tokens, 0.0, self.progress.carried + 1)
+        flight, self._flight = self._flight, None
+        self._outgoing.landed(done.included and flight is not None)
+        new = self.tip.state.anchor
+        tokens = self.progress.tokens + (flight.done.tokens if flight is not None else 0)
+        if not done.included and tokens and self.progress.carried < MAX_CARRIED:
+            merged = carry(self.local.parameters, old.state.anchor, new)
+            # The tokens are kept; the steps that were for this round are not counted for the next.
+            steps = self.progress.steps if flight is not None else 0
+            self.progress = Progress(steps, tokens, 0.0, self.progress.carried + 1)
             self.ledger.carried += 1
+        elif done.included and flight is not None and self.progress.steps:
+            merged = self._merge(flight, new)
+            self.progress = Progress(self.progress.steps, self.progress.tokens)
         else:
-            load_flat_(self._model, self.tip.state.anchor)
-            self.progress = Progress()
-        self._stream = self._new_stream()
+            merged, self.progress = new, Progress()
+        self._evaluate()
+        self.local.load(merged)
+        if self.local.place[0] != self.tip.round + 1:
+            self.local.start_text(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
-        if not keep:
-            self._evaluate()
         self._show_position()
         if self._checkpoint_is_due():
             self.save()
+        if flight is not None:
+            self._round_over()
+
+    def _merge(self, flight: Flight, new_anchor: Tensor) -> Tensor:
+        """The new anchor and what this node has done since it sent, fp32 [P]."""
+        if flight.sent is not None:
+            return correct(self.local.parameters, flight.sent, new_anchor)
+        return mix(self.local.parameters, new_anchor, self.run.sync.mix_alpha)
 
     def _close_books(self, done: Committed, blocked_s: float, apply_s: float) -> None:
         view = self.session.swarm.view
@@ -336,17 +348,17 @@ class Trainer:
             record.outcome,
             len(done.outcome.included),
             len(record.members),
-            blocked_s,
+            sum(done.stage_s.values()),
             f", loss {loss:.3f}" if loss is not None else "",
             record.state_digest[:12],
         )
 
     def _evaluate(self) -> None:
-        """Loss of the anchor, which the model holds just now, on the held-out split."""
-        if not self._held_out or self.tip.round % self.run.evaluation.every_rounds:
+        """Loss of the anchor on the held-out split. Leaves the anchor in the model."""
+        if not self.local.evaluates or self.tip.round % self.run.evaluation.every_rounds:
             return
-        with self.ledger.doing(Activity.EVALUATE):
-            loss = evaluate(self._model, self._held_out, self._chosen.device, self._chosen.precision)
+        self.local.load(self.tip.state.anchor)
+        loss = self.local.evaluate()
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
     def _checkpoint_is_due(self) -> bool:
@@ -355,43 +367,31 @@ class Trainer:
         since_s, since_rounds = time.monotonic() - self._checkpoint_at_s, self.tip.round - self._checkpoint_round
         # All nodes keep the same rounds, too, so that a joiner finds several that serve one state.
         is_common = (self.tip.round + 1) % CHECKPOINT_ROUNDS == 0
-        return is_common or since_s >= self.config.checkpoint.every_s or since_rounds >= CHECKPOINT_ROUNDS
+        return is_common or since_s >= self._saves.every_s or since_rounds >= CHECKPOINT_ROUNDS
 
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens
 
     # telling
 
-    def _show_step(self, loss: float, lr: float, tokens: int) -> None:
-        rate = tokens / statistics.fmean(self._step_s)
-        self.teller.training = self.teller.training.model_copy(
-            update={"loss": loss, "learning_rate": lr, "inner_step": self.progress.steps, "tokens_per_second": rate}
-        )
-        ratio = min(1.0, self.done_ratio)
-        step_s = statistics.median(self._step_s)
-        round_s = self.tip.round_s if self.run.round.policy == "time" else None
-        eta_s = (1 - ratio) * (round_s or self.run.round.inner_steps * step_s)
-        self.teller.sync = self.teller.sync.model_copy(update={"progress_ratio": ratio, "eta_s": eta_s})
+    def _show_step(self, loss: float, lr: float) -> None:
+        done = min(1.0, self.done_ratio)
+        by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
+        length_s = self.tip.round_s if by_clock else self.run.round.inner_steps * (self.local.step_s or 0.0)
+        shown.step(self.teller, loss, lr, self.progress.steps, self.local.tokens_per_second)
+        shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
 
     def _show_position(self) -> None:
         """Where the node stands in the run."""
-        session, tip = self.session, self.tip
-        self.teller.run = self.teller.run.model_copy(
-            update={
-                "manifest_hash": session.manifest.hash,
-                "invite": invite_of(session.manifest, session.swarm.view.addresses),
-                "round": tip.round,
-                "swarm_tokens": tip.state.tokens,
-                "head": tip.head,
-                "state_digest": tip.digest,
-            }
-        )
-        self.teller.training = self.teller.training.model_copy(
-            update={"inner_step": self.progress.steps, "inner_steps": self.run.round.inner_steps}
-        )
+        shown.position(self.teller, self.session, self.tip)
+        shown.steps(self.teller, self.progress.steps, self.run.round.inner_steps)
 
     def show_training(self) -> None:
-        self.teller.enter(Phase.TRAINING, f"Training towards round {self.tip.round + 1}.", "training")
+        next_round = self.tip.round + 1
+        reason = f"Training towards round {next_round}."
+        if self._flight is not None and self.run.sync.mode != "blocking":
+            reason = f"Training towards round {next_round + 1}, while round {next_round} is averaged."
+        self.teller.enter(Phase.TRAINING, reason, "training")
 
     def _show_waiting(self) -> None:
         view = self.session.swarm.view

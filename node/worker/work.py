@@ -18,6 +18,7 @@ from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.ledger import Ledger
+from node.worker.local import Local
 from node.worker.loop import train
 from node.worker.materials import Materials, begin_loading, load_materials
 from node.worker.minutes import dropped_record
@@ -114,22 +115,24 @@ class Work:
         loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run)
         session.swarm.take_part(session.rules, session.tip, session.source)
         while True:
-            trainer = Trainer(
-                self._config,
-                session,
+            local = Local(
+                run,
+                session.manifest.run_id,
+                session.swarm.view.peer_id,
                 loaded.model,
                 loaded.corpus,
                 self._chosen,
-                self._teller,
+                self._config.devices,
                 self._ledger,
-                self._check,
             )
+            saves = self._config.checkpoint
+            trainer = Trainer(session, local, saves, self._teller, self._ledger, self._check, self._after_round)
             self._trainer = trainer
             try:
                 self._align(session, trainer)
                 if session.checkpoint is None:
                     trainer.save()  # A state that was downloaded is not to be downloaded again, and is served.
-                train(trainer, self._after_round)
+                train(trainer)
                 trainer.save()
                 self._see_off(session, trainer.tip)
                 return

@@ -1,7 +1,7 @@
 """Pairs of the fault matrix with real nodes: processes, libp2p, signals. Knows the command line and the HTTP API.
 
     python -m tests.swarm.matrix               all cases, one after the other; a table; exit code 1 if one fails
-    python -m tests.swarm.matrix --only stop,3
+    python -m tests.swarm.matrix --only stop,3 --mode overlapped
 
 One swarm for each size plays all of its cases: the plan of faults is in a file that all its nodes read, and strikes one
 of them, by its role in the round. `kill` is SIGKILL of the worker, `stop` is SIGSTOP of it for STOP_S. What must hold:
@@ -65,10 +65,11 @@ def all_cases() -> list[Case]:
 class Team:
     """So many nodes of one run, that play one case after the other."""
 
-    def __init__(self, folder: Path, peers: int) -> None:
+    def __init__(self, folder: Path, peers: int, mode: str = "blocking") -> None:
         self.plan = folder / "plan"
         rules = {"policy": "time", "inner_steps": 200, "min_peers": 1 if peers == 2 else 2}
-        self.swarm = Swarm(folder / "swarm", tiny(round=rules))
+        sync = {"mode": mode} if mode == "blocking" else {"mode": mode, "codec": "int4", "feedback": "on"}
+        self.swarm = Swarm(folder / "swarm", tiny(round=rules, sync=sync))
         self._env = {"DILOCO_FAULTS": f"file:{self.plan}"}
         self._peers = peers
 
@@ -90,7 +91,7 @@ class Team:
         founder, rounds = self.nodes[0], [-1]
 
         def complete() -> bool:
-            newest = next((r for r in founder.rounds() if r["outcome"] not in ("failed", "skipped")), None)
+            newest = next((r for r in founder.rounds() if r["outcome"] != "failed"), None)
             rounds[0] = newest["round"] if newest else -1
             return newest is not None and sum(m["included"] for m in newest["members"]) == self._peers
 
@@ -174,14 +175,16 @@ class Team:
             assert "drops them and goes on from the swarm's" in victim.said()
 
 
-def play(cases: Sequence[Case], folder: Path, stop_s: float = STOP_S) -> Iterator[tuple[Case, float, str]]:
+def play(
+    cases: Sequence[Case], folder: Path, stop_s: float = STOP_S, mode: str = "blocking"
+) -> Iterator[tuple[Case, float, str]]:
     """Each case, its seconds, and what went wrong. After a failure the rest of its size gets a fresh swarm."""
     for peers in sorted({case.peers for case in cases}):
         left = [case for case in cases if case.peers == peers]
         for attempt in itertools.count():
             if not left:
                 break
-            with Team(folder / f"{peers}-{attempt}", peers) as team:
+            with Team(folder / f"{peers}-{attempt}", peers, mode) as team:
                 while left:
                     case, problem, began_s = left.pop(0), "", time.monotonic()
                     try:
@@ -197,12 +200,13 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Pairs of the fault matrix with real nodes.")
     options.add_argument("--stop-s", type=float, default=STOP_S, help="how long a stopped worker stands still")
     options.add_argument("--only", default="", help="words that a case's name must hold, such as stop,3")
+    options.add_argument("--mode", default="blocking", choices=("blocking", "overlapped"), help="as run.sync.mode")
     chosen = options.parse_args()
     words = [word for word in chosen.only.split(",") if word]
     cases = [case for case in all_cases() if all(word in str(case).split("-") for word in words)]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for case, seconds, problem in play(cases, Path(folder), chosen.stop_s):
+        for case, seconds, problem in play(cases, Path(folder), chosen.stop_s, chosen.mode):
             failed += bool(problem)
             print(f"{case!s:34} {seconds:6.1f} s  {'ok' if not problem else 'FAILED ' + problem}", flush=True)
     print(f"{len(cases) - failed} of {len(cases)} cases hold.")

@@ -19,13 +19,13 @@ INNER_STEPS = 5
 ROUNDS = 3
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_same_bits_as_the_reference(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "codec"), [(2, "fp32"), (4, "int4")])
+def test_same_bits_as_the_reference(size: int, codec: str, tmp_path: Path) -> None:
     run = tiny(
         total_tokens=ROUNDS * size * INNER_STEPS * 4 * 64,
         inner={"warmup_tokens": 2 * INNER_STEPS * 4 * 64},
         round={"inner_steps": INNER_STEPS, "min_peers": size},
-        sync={"codec": "fp32"},
+        sync={"codec": codec, "feedback": "off" if codec == "fp32" else "on"},
     )
     with Swarm(tmp_path, run) as swarm:
         swarm.found("--checkpoint.keep=9", "--checkpoint.every_s=0.001")

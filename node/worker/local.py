@@ -1,0 +1,124 @@
+"""What this node trains with, and shares with nobody: model, inner optimizer, text, step times. Knows no swarm."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+
+import torch
+from torch import Tensor, nn
+
+from node.config import DevicesConfig
+from node.manifest import RunConfig
+from node.status import Activity
+from node.training.checkpoint import Checkpoint
+from node.training.data import Corpus, Stream, held_out_batches
+from node.training.device import Chosen
+from node.training.evaluate import evaluate
+from node.training.inner import InnerLoop, StepResult
+from node.training.model import flatten, load_flat_
+from node.worker.ledger import Ledger
+
+STEP_TIMES = 21
+"""Inner steps whose median is this node's step time."""
+
+
+class Local:
+    """One node's own parameters and what moves them."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        run_id: str,
+        peer_id: str,
+        model: nn.Module,
+        corpus: Corpus,
+        chosen: Chosen,
+        devices: DevicesConfig,
+        ledger: Ledger,
+    ) -> None:
+        self._run, self._run_id, self._peer_id = run, run_id, peer_id
+        self._model, self._corpus, self._chosen, self._ledger = model, corpus, chosen, ledger
+        self._inner = InnerLoop(model, run.inner, chosen.device, chosen.precision, devices.micro_batch)
+        inner = run.inner
+        self._held_out = held_out_batches(corpus, run.evaluation.batches, inner.batch_size, inner.sequence_length)
+        self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
+        self.start_text(0)
+
+    # text
+
+    def start_text(self, round_: int, position: int = 0) -> None:
+        """The node's own text of a round; no rank, no world size: peer id and round suffice."""
+        self._data_round = round_
+        self._stream = Stream(self._corpus, self._run_id, self._peer_id, round_, position)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Round of the text, and position in it."""
+        return self._data_round, self._stream.position
+
+    # parameters
+
+    @property
+    def parameters(self) -> Tensor:
+        """A copy, fp32 [P] on the cpu."""
+        return flatten(self._model)
+
+    def load(self, flat: Tensor) -> None:
+        load_flat_(self._model, flat)
+
+    def resume(self, saved: Checkpoint) -> None:
+        self.load(saved.anchor if saved.local is None else saved.local)
+        if saved.optimizer:
+            self._inner.load_state_tensors(saved.optimizer)
+        self.start_text(saved.data_round, saved.data_position)
+
+    def moments(self) -> dict[str, Tensor]:
+        return self._inner.state_tensors()
+
+    def mend(self, anchor: Tensor) -> None:
+        """Back to the anchor; moments that are no numbers begin again."""
+        self.load(anchor)
+        moments = self._inner.state_tensors()
+        if not all(bool(torch.isfinite(moment).all()) for moment in moments.values()):
+            self._inner.load_state_tensors({name: torch.zeros_like(moment) for name, moment in moments.items()})
+
+    def spoil(self, kind: str) -> None:
+        """A fault on purpose: parameters that are no numbers, or rubbish."""
+        self.load(torch.full_like(self.parameters, math.nan if kind == "nan" else 1.0))
+
+    # steps
+
+    def step(self, lr: float, slowness: float) -> StepResult:
+        """One inner step on the next batch. Raises what `InnerLoop.step` raises. `slowness`: a fault on purpose."""
+        began_s = time.monotonic()
+        with self._ledger.doing(Activity.DATA):
+            batch = self._stream.next_batch(self._run.inner.batch_size, self._run.inner.sequence_length)
+        with self._ledger.doing(Activity.COMPUTE):
+            result = self._inner.step(batch, lr)
+            time.sleep(max(0.0, slowness - 1) * (time.monotonic() - began_s))
+        step_s = time.monotonic() - began_s
+        self._step_s.append(step_s)
+        self._ledger.step_done(step_s, result.tokens)
+        return result
+
+    @property
+    def step_s(self) -> float | None:
+        """Median of the newest steps, seconds."""
+        return statistics.median(self._step_s) if self._step_s else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        per_step = self._run.inner.batch_size * self._run.inner.sequence_length
+        return per_step / statistics.fmean(self._step_s) if self._step_s else 0.0
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self._held_out)
+
+    def evaluate(self) -> float:
+        """Loss of the parameters as they are on the held-out split, nats per token."""
+        with self._ledger.doing(Activity.EVALUATE):
+            return evaluate(self._model, self._held_out, self._chosen.device, self._chosen.precision)

@@ -1,0 +1,37 @@
+"""What a trainer shows of itself, put into the teller's words. Knows fields; no training."""
+
+from __future__ import annotations
+
+from node.swarm.chain import Tip
+from node.worker.session import Session, invite_of
+from node.worker.teller import Teller
+
+
+def step(teller: Teller, loss: float, lr: float, steps: int, tokens_per_second: float) -> None:
+    """An inner step is done."""
+    teller.training = teller.training.model_copy(
+        update={"loss": loss, "learning_rate": lr, "inner_step": steps, "tokens_per_second": tokens_per_second}
+    )
+
+
+def steps(teller: Teller, done: int, inner_steps: int) -> None:
+    teller.training = teller.training.model_copy(update={"inner_step": done, "inner_steps": inner_steps})
+
+
+def waits(teller: Teller, done_ratio: float, eta_s: float) -> None:
+    """How far it is to the next contribution."""
+    teller.sync = teller.sync.model_copy(update={"progress_ratio": done_ratio, "eta_s": eta_s})
+
+
+def position(teller: Teller, session: Session, tip: Tip) -> None:
+    """Where the node stands in the run."""
+    teller.run = teller.run.model_copy(
+        update={
+            "manifest_hash": session.manifest.hash,
+            "invite": invite_of(session.manifest, session.swarm.view.addresses),
+            "round": tip.round,
+            "swarm_tokens": tip.state.tokens,
+            "head": tip.head,
+            "state_digest": tip.digest,
+        }
+    )

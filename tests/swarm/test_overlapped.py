@@ -1,0 +1,61 @@
+"""Real nodes whose training goes on while a round is averaged: the same promises, and nobody stands still."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
+
+SLOW_S = 1.0
+"""Every member's sending takes so much longer."""
+RUN = tiny(
+    round={"policy": "time", "inner_steps": 400, "min_peers": 2},
+    sync={"mode": "overlapped", "codec": "int4", "feedback": "on"},
+)
+ROUNDS = 5
+
+
+def landed(node: Node) -> list[dict]:  # type: ignore[type-arg]
+    """The node's rounds that hold its contribution, after the first, which is a blocking one."""
+    me = node.status()["node"]["peer_id"]
+    return [
+        r for r in node.rounds() if r["round"] > 0 and any(m["peer_id"] == me and m["included"] for m in r["members"])
+    ]
+
+
+@pytest.mark.timeout(240)
+def test_nobody_stands_still_and_all_agree(tmp_path: Path) -> None:
+    with Swarm(tmp_path, RUN) as swarm:
+        env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
+        founder = swarm.found(env=env)
+        founder.calm()
+        (other,) = swarm.join("other", env=env)
+        other.calm()
+        for node in swarm.nodes:
+            wait_for(lambda node=node: len(landed(node)) >= ROUNDS, 2 * START_S, "no rounds")
+        for node in swarm.nodes:
+            seconds = [r["seconds"] for r in landed(node)]
+            assert statistics.median(s["reduce"] for s in seconds) >= SLOW_S
+            assert statistics.median(s["blocked"] for s in seconds) < 0.1 * SLOW_S
+        shared = common_rounds(swarm.nodes)
+        assert len(shared) >= ROUNDS and all(len(digests) == 1 for digests in shared.values())
+
+
+@pytest.mark.timeout(240)
+def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
+    with Swarm(tmp_path, RUN) as swarm:
+        founder = swarm.found()
+        founder.calm()
+        swarm.join("second")
+        (third,) = swarm.join("third", env={"DILOCO_FAULTS": "reduce@4=die"})
+        for node in swarm.nodes[1:]:
+            node.calm()
+        founder.until_round(5, 2 * START_S)
+        third.until(lambda s: s["run"]["round"] >= 5, 30 * PATIENCE)
+        before = len(landed(third))
+        wait_for(lambda: len(landed(third)) > before, START_S, "it is in no round any more")
+        shared = common_rounds(swarm.nodes)
+        assert shared and all(len(digests) == 1 for digests in shared.values())
