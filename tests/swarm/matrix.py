@@ -111,7 +111,8 @@ class Team:
         seconds = time.monotonic() - began_s
         if case.kind == "stop":
             time.sleep(max(0.0, began_s + stop_s - time.monotonic()))
-            psutil.Process(workers[victim.name]).resume()
+            with suppress(psutil.NoSuchProcess):  # Its supervisor has lost patience, and started another.
+                psutil.Process(workers[victim.name]).resume()
         self.check(case, round_, survivors, victim, workers)
         return seconds
 
