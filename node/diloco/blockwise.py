@@ -57,6 +57,7 @@ class Blockwise:
         largest = torch.empty(blocks, device=flat.device)
         scale_bits = torch.empty(blocks, dtype=torch.int16, device=flat.device)
         codes = torch.empty(blocks, self.code_bytes, dtype=torch.uint8, device=flat.device)
+        room_BE = torch.empty(min(blocks, _slice_blocks(flat)), SCALE_BLOCK, device=flat.device)
         for at, part in _slices(flat):
             end = at + len(part)
             torch.maximum(part.amax(1), part.amin(1).neg_(), out=largest[at:end])
@@ -65,9 +66,9 @@ class Blockwise:
             )
             scale_bits[at:end] = bits
             inverse = (bits << 16).view(torch.float32).reciprocal_()
-            self._write(torch.mul(part, inverse[:, None]), codes[at:end])
+            self._write(torch.mul(part, inverse[:, None], out=room_BE[: len(part)]), codes[at:end])
         require_finite(largest, "The vector to encode")
-        return little(scale_bits.cpu().numpy()).tobytes() + codes.cpu().numpy().tobytes()
+        return b"".join((little(scale_bits.cpu().numpy()).data, codes.cpu().numpy().data))
 
     def check(self, data: bytes | memoryview, n: int) -> None:
         """Any codes are numbers; the scales must be those of an encoder."""
@@ -136,31 +137,35 @@ class E3M0(Blockwise):
     def _write(self, scaled_BE: Tensor, codes: Tensor) -> None:
         """By the bits of bfloat16: 8 of exponent, 7 of mantissa. Half a mantissa more rounds to the nearest power."""
         bits = scaled_BE.to(torch.bfloat16).view(torch.int16)
-        signs = (bits >> 12) & 8
-        low, high = _halves(
-            (bits & 0x7FFF).add_(0x40 - (120 << 7)).clamp_(0, (8 << 7) - 1).bitwise_right_shift_(7) | signs
-        )
-        codes.copy_(torch.add(low, high, alpha=16))
+        signs = torch.bitwise_right_shift(bits, 12).bitwise_and_(8)
+        bits.bitwise_and_(0x7FFF).add_(0x40 - (120 << 7)).clamp_(0, (8 << 7) - 1).bitwise_right_shift_(7)
+        low, high = _halves(bits.bitwise_or_(signs))
+        codes.copy_(low.add_(high, alpha=16))
 
     def _read(self, codes: Tensor, out_BE: Tensor) -> None:
         low, high = _halves(out_BE)
         for part, code in ((low, codes & 15), (high, codes >> 4)):
-            wide = code.to(torch.int32)
-            exponents = wide & 7
-            signs = (wide & 8) << 28
-            part.copy_((((exponents + 120) << 23) * (exponents > 0) | signs).view(torch.float32))
+            part.copy_(torch.index_select(E3M0_VALUES, 0, code.view(-1).to(torch.int32)).view(part.shape))
+
+
+E3M0_VALUES = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in (0, *(2.0**e for e in range(-6, 1)))])
 
 
 def _slices(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Number of the first block, and blocks [B, 256]; the last one filled up. Views, but for that one."""
     whole = flat.numel() // SCALE_BLOCK * SCALE_BLOCK
-    size = SLICE if flat.device.type == "cpu" else max(SLICE, whole)
+    size = _slice_blocks(flat) * SCALE_BLOCK
     for start in range(0, whole, size):
         yield start // SCALE_BLOCK, flat[start : min(start + size, whole)].view(-1, SCALE_BLOCK)
     if whole < flat.numel():
         last = flat.new_zeros(1, SCALE_BLOCK)
         last[0, : flat.numel() - whole] = flat[whole:]
         yield whole // SCALE_BLOCK, last
+
+
+def _slice_blocks(flat: Tensor) -> int:
+    """Blocks that are encoded at a time; on a GPU all of them, as each operation costs a launch."""
+    return (SLICE if flat.device.type == "cpu" else max(SLICE, flat.numel())) // SCALE_BLOCK
 
 
 def _halves(x_BE: Tensor) -> tuple[Tensor, Tensor]:
