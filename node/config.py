@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from node.manifest import RunConfig, Section
+
+LEAST_MBIT_S = 2.0
+"""Bulk calls are given up when they take longer than at about this rate."""
 
 
 class NodeConfig(Section):
@@ -63,6 +66,19 @@ class LimitsConfig(Section):
 
     cpu_threads: int = Field(0, ge=0)
     """Threads for computing; 0: all cores."""
+    upload_mbit_s: float = Field(0, ge=0)
+    """Most that is sent to other peers, all together, headers included; 0: no limit, else at least 2."""
+    download_mbit_s: float = Field(0, ge=0)
+    """Most that is received from other peers; 0: no limit, else at least 2."""
+
+    @field_validator("upload_mbit_s", "download_mbit_s")
+    @classmethod
+    def _rounds_fit(cls, mbit_s: float) -> float:
+        if 0 < mbit_s < LEAST_MBIT_S:
+            raise ValueError(
+                f"rounds do not fit through less than {LEAST_MBIT_S:g} Mbit/s: allow that, or 0 for no limit"
+            )
+        return mbit_s
 
 
 class CheckpointConfig(Section):

@@ -56,6 +56,9 @@ class MemberOptions:
     daemon: DaemonOptions
     bootstrap: Sequence[str] = ()
     faults: Faults = field(default_factory=Faults)
+    upload_mbit_s: float = 0.0
+    """Limits of the volunteer; 0: none."""
+    download_mbit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,8 @@ async def start_member(options: MemberOptions) -> Member:
     """Open the wire and start to look for others. Raises UsageError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
     wire = await _open_wire(options)
+    wire.up.limit(options.upload_mbit_s)
+    wire.down.limit(options.download_mbit_s)
     record = PeerRecord(
         peer_id=identity.peer_id,
         number=time.time_ns() // 1_000_000,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -24,28 +24,16 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import (
-    MAX_HEADER_BYTES,
-    MAX_REPLY_BYTES,
-    STALL_S,
-    Busy,
-    Message,
-    Service,
-    Traffic,
-    answer,
-    late,
-    pack_header,
-    unpack_header,
-)
+from node.swarm.base import MAX_REPLY_BYTES, STALL_S, Busy, Message, Service, Traffic, answer, late
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
+from node.swarm.pace import Pace
+from node.swarm.streams import linger, read_message, write_message
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/diloco/1"
-PIECE_BYTES = 256 * 1024
 CONNECT_TIMEOUT_S = 5.0
 DHT_TIMEOUT_S = 10.0
-LINGER_S = 1.0
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -56,6 +44,9 @@ class P2PWire:
     def __init__(self, daemon: Daemon, p2p: P2P, client: Client, dht: DHTNode) -> None:
         self.peer_id = p2p.peer_id.to_base58()
         self.traffic = Traffic()
+        clock = asyncio.get_running_loop().time
+        self.up, self.down = Pace(clock), Pace(clock)
+        """What bulk is sent and received at; no limit at first."""
         self.daemon = daemon
         self._p2p, self._client, self._dht = p2p, client, dht
         self._services: dict[str, Service] = {}
@@ -99,9 +90,9 @@ class P2PWire:
         service = self._services.get(verb)
         channel = service.channel if service else Channel.DHT
         # Beside the reading: a peer may refuse, and hang up, before it has read it all.
-        sending = asyncio.create_task(_write(writer, verb, message))
+        sending = asyncio.create_task(write_message(writer, verb, message, self.up))
         try:
-            status, reply, size = await _read(reader, lambda _: max_reply_bytes)
+            status, reply, size = await read_message(reader, lambda _: max_reply_bytes, self.down)
             self.traffic.received_bytes[channel] += size
             if status == "ok":
                 sent_bytes = await sending
@@ -125,7 +116,7 @@ class P2PWire:
         held = ExitStack()
         try:
             try:
-                verb, message, size = await _read(reader, self._limit, STALL_S)
+                verb, message, size = await read_message(reader, self._limit, self.down, STALL_S)
                 service = self._services[verb]
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
@@ -136,10 +127,10 @@ class P2PWire:
                 logger.debug("refused %s: %s", caller[-6:], exc)
                 status, reply = exc.code, Message({"error": str(exc)})
             # Not `+= await`: that reads the total before it waits, and loses what other streams add meanwhile.
-            sent_bytes = await _write(writer, status, reply)
+            sent_bytes = await write_message(writer, status, reply, self.up)
             self.traffic.sent_bytes[channel] += sent_bytes
             held.close()
-            await _linger(reader)
+            await linger(reader)
         except _FOREIGN as exc:
             logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
         except asyncio.CancelledError:
@@ -271,53 +262,6 @@ def _hear_out(client: Any) -> None:
     for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
         if task is not None and task.done() and not task.cancelled():
             logger.debug("libp2p's daemon is gone: %r", task.exception())
-
-
-async def _write(writer: asyncio.StreamWriter, verb: str, message: Message) -> int:
-    """Send one message; returns its bytes. A peer that takes nothing for STALL_S raises TimeoutError."""
-    header = pack_header(verb, message)
-    writer.write(len(header).to_bytes(4, "big") + header)
-    for blob in message.blobs:
-        view = memoryview(blob)
-        for start in range(0, len(view), PIECE_BYTES):
-            writer.write(view[start : start + PIECE_BYTES])
-            async with asyncio.timeout(STALL_S):
-                await writer.drain()
-    async with asyncio.timeout(STALL_S):
-        await writer.drain()
-    return 4 + len(header) + message.blob_bytes
-
-
-async def _read(
-    reader: asyncio.StreamReader, limit: Callable[[str], int], first_s: float | None = None
-) -> tuple[str, Message, int]:
-    """Receive one message: verb or status, message, bytes. No size is believed before it is checked.
-
-    `first_s` bounds the wait for the first byte; None where the caller bounds the whole.
-    """
-    async with asyncio.timeout(first_s):
-        length = int.from_bytes(await reader.readexactly(4), "big")
-    if length > MAX_HEADER_BYTES:
-        raise PeerError("a header is longer than allowed", code="bad_size")
-    verb, header, sizes = unpack_header(await _read_blob(reader, length), limit)
-    blobs = [await _read_blob(reader, size) for size in sizes]
-    return verb, Message(header, blobs), 4 + length + sum(sizes)
-
-
-async def _linger(reader: asyncio.StreamReader) -> None:
-    """Let the caller hang up first: hanging up on one that still writes would lose the answer. Drops what comes."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while await reader.read(PIECE_BYTES):
-                pass
-
-
-async def _read_blob(reader: asyncio.StreamReader, size: int) -> bytes:
-    pieces = []
-    for start in range(0, size, PIECE_BYTES):
-        async with asyncio.timeout(STALL_S):
-            pieces.append(await reader.readexactly(min(size - start, PIECE_BYTES)))
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P2PWire:

@@ -303,6 +303,8 @@ class Opening:
             ),
             bootstrap=(*config.swarm.bootstrap, *(self._invite.addresses if self._invite else ())),
             faults=faults_from(os.environ),
+            upload_mbit_s=config.limits.upload_mbit_s,
+            download_mbit_s=config.limits.download_mbit_s,
         )
 
 

@@ -1,0 +1,60 @@
+"""A volunteer's limit on real streams: bulk keeps to it in both directions, and small calls go by."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from node.status import Channel
+from node.swarm.base import Message, Service
+from node.swarm.p2p import P2PWire
+from tests.contract.harness import Swarm
+
+MBIT_S = 8.0
+BULK = 2_000_000
+"""Two seconds, and 6 % for headers."""
+
+
+async def _echo(caller: str, message: Message) -> Message:
+    return Message({"bytes": message.blob_bytes})
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_bulk_keeps_to_the_limit_and_small_calls_go_by(swarm: Swarm, direction: str) -> None:
+    if swarm.transport == "local":
+        pytest.skip("the local transport has no links")
+    sender, receiver = swarm.seats(2)
+    assert isinstance(sender.wire, P2PWire) and isinstance(receiver.wire, P2PWire)
+    receiver.wire.serve({"bulk": Service(_echo, Channel.REDUCE, max_request_bytes=2 * BULK)})
+    sender.learn(receiver.peer_id, receiver.addresses())
+    paces = {"up": sender.wire.up, "down": receiver.wire.down}
+
+    async def limit(mbit_s: float) -> None:
+        paces[direction].limit(mbit_s)
+
+    async def call(size: int) -> float:
+        began_s = time.monotonic()
+        blobs = [bytes(size // 4)] * 4 if size else []
+        reply = await sender.wire.call(receiver.peer_id, "bulk", Message(blobs=blobs), timeout_s=20)
+        assert reply.header["bytes"] == size
+        return time.monotonic() - began_s
+
+    async def both() -> tuple[float, list[float]]:
+        bulk = asyncio.create_task(call(BULK))
+        small = []
+        while not bulk.done():
+            small.append(await call(0))
+            await asyncio.sleep(0.1)
+        return await bulk, small
+
+    sender.do(call(0))
+    (sender if direction == "up" else receiver).do(limit(MBIT_S))
+    try:
+        bulk_s, small_s = sender.do(both())
+    finally:
+        (sender if direction == "up" else receiver).do(limit(0))
+    assert 2.0 <= bulk_s < 4.0
+    assert max(small_s) < 1.0, "heartbeats must not wait for bulk"
+    assert sender.do(call(BULK)) < 1.5, "without the limit it is quick"

@@ -1,0 +1,70 @@
+"""A limit on bulk traffic: never exceeded, shared in order, and no hindrance to what is small."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from node.config import Config
+from node.swarm.pace import OVERHEAD_RATIO, Pace
+
+
+def test_no_limit_never_waits() -> None:
+    async def many() -> float:
+        pace = Pace(asyncio.get_running_loop().time)
+        began_s = time.monotonic()
+        for _ in range(1000):
+            await pace.take(2**30)
+        return time.monotonic() - began_s
+
+    assert asyncio.run(many()) < 1
+
+
+def test_all_streams_together_stay_below_the_limit() -> None:
+    """8 Mbit/s are a megabyte a second, headers included."""
+
+    async def rush() -> tuple[list[tuple[float, int]], float]:
+        clock = asyncio.get_running_loop().time
+        pace, passed = Pace(clock, 8.0), []
+        began_s = clock()
+
+        async def stream(pieces: int) -> None:
+            for _ in range(pieces):
+                await pace.take(16_000)
+                passed.append((clock() - began_s, 16_000))
+
+        await asyncio.gather(*(stream(10) for _ in range(4)))
+        return passed, clock() - began_s
+
+    passed, took_s = asyncio.run(rush())
+    total = 0
+    for at_s, size in passed:
+        total += size
+        assert total * OVERHEAD_RATIO <= 1e6 * at_s + 1
+    assert took_s == pytest.approx(total * OVERHEAD_RATIO / 1e6, rel=0.25)
+
+
+def test_what_is_small_does_not_wait_but_counts() -> None:
+    async def beside() -> tuple[float, float]:
+        clock = asyncio.get_running_loop().time
+        pace = Pace(clock, 8.0)
+        bulk = asyncio.create_task(pace.take(200_000))
+        await asyncio.sleep(0)
+        began_s = clock()
+        await pace.take(100_000, wait=False)
+        small_s = clock() - began_s
+        await bulk
+        await pace.take(1)
+        return small_s, clock() - began_s
+
+    small_s, next_s = asyncio.run(beside())
+    assert small_s < 0.05
+    assert next_s >= 0.3 * 0.99
+
+
+def test_a_limit_below_the_least_is_refused_with_the_mend() -> None:
+    with pytest.raises(ValueError, match="less than 2 Mbit/s: allow that, or 0"):
+        Config.model_validate({"limits": {"upload_mbit_s": 1.0}})
+    assert Config.model_validate({"limits": {"download_mbit_s": 2.0}}).limits.download_mbit_s == 2.0
