@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -32,6 +33,18 @@ def parameter_count(cfg: ModelConfig) -> int:
     """P, without memory for a single one of them."""
     with torch.device("meta"):
         return sum(p.numel() for p in _llama(cfg).parameters())
+
+
+def unit_elements(cfg: ModelConfig) -> list[int]:
+    """Elements of each unit in `flatten`'s order: what stands before the layers, each layer, what comes after them."""
+    with torch.device("meta"):
+        named = [(name, p.numel()) for name, p in _llama(cfg).named_parameters()]
+    sizes: dict[str, int] = {}
+    for name, count in named:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        unit = layer.group(1) if layer else "after" if len(sizes) > 1 else "before"
+        sizes[unit] = sizes.get(unit, 0) + count
+    return list(sizes.values())
 
 
 def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from node.training.model import (
     load_flat_,
     next_token_loss,
     parameter_count,
+    unit_elements,
 )
 
 TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
@@ -133,3 +135,24 @@ model.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sys
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout + done.stderr == ""
+
+
+def test_units_are_what_stands_before_the_layers_the_layers_and_the_rest_in_order() -> None:
+    cfg = ModelConfig(
+        vocab_size=50,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    units = unit_elements(cfg)
+    named = [(name, p.numel()) for name, p in build_model(cfg, seed=0).named_parameters()]
+    assert sum(units) == sum(count for _, count in named) == parameter_count(cfg)
+    assert len(units) == 5 and len(set(units[1:4])) == 1
+    ends, done = list(accumulate(units)), 0
+    for name, count in named:
+        unit = next(i for i, end in enumerate(ends) if done < end)
+        assert (f".layers.{unit - 1}." in name) == (0 < unit < 4), name
+        done += count
+        assert done <= ends[unit], "no tensor lies in two units"

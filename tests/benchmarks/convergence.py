@@ -1,0 +1,309 @@
+"""What fewer bits, overlap and fragments cost in loss: paired seeds, equal tokens, the loss of the anchor.
+
+    python -m tests.benchmarks.convergence [--seeds 4] [--rounds 40] [--arms fp32,int4,...] [--jobs 2]
+    python -m tests.benchmarks.convergence --tune       outer lr and momentum, of the arms TUNED
+
+Eight workers in one process, each with text and optimizer of its own, on the standard library's text. The maths is the
+node's (codecs, clipped mean, outer step, merge, feedback, fragments); no network and no clock, so tau, the steps from
+sending to applying, is exact. Every cell is kept in results/convergence.json as it ends, and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
+from node.diloco.codec import Codec, make_codec
+from node.diloco.feedback import ErrorFeedback
+from node.diloco.fragments import Ranges, elements, put_, strided, take
+from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
+from node.diloco.overlap import correct, mix
+from node.diloco.schedule import learning_rate
+from node.manifest import RunConfig
+from node.training.data import Corpus, Stream, held_out_batches, load_corpus
+from node.training.evaluate import evaluate
+from node.training.inner import InnerLoop
+from node.training.model import build_model, flatten, load_flat_, unit_elements
+from tests.benchmarks.curves import T_95
+from tests.benchmarks.figures import RESULTS
+from tests.swarm.harness import tiny
+
+WORKERS = 8
+INNER_STEPS = 30
+CELLS = RESULTS / "convergence.json"
+CPU = torch.device("cpu")
+ALLOWED_RATIO = 1.01
+"""Whatever is worse than blocking fp32 by more is no default."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train on the same tokens."""
+
+    name: str
+    kind: str = "diloco"
+    """`diloco`; `data-parallel`: one model, all workers' batches in each step; `one`: one worker, as many tokens."""
+    codec: str = "fp32"
+    feedback: float = 0.0
+    """beta; 0: none."""
+    tau: int = 0
+    """Inner steps from sending to applying."""
+    merge: str = "mix"
+    fragments: int = 1
+    sign: float = 1.0
+    outer_lr: float = 0.7
+    momentum: float = 0.6
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("fp32"),
+        Arm("data-parallel", kind="data-parallel"),
+        Arm("one", kind="one"),
+        Arm("fp16", codec="fp16"),
+        Arm("int8", codec="int8"),
+        Arm("int4", codec="int4"),
+        Arm("int4-feedback", codec="int4", feedback=1.0),
+        Arm("e3m0", codec="e3m0"),
+        Arm("overlap-5%", codec="int4", tau=round(0.05 * INNER_STEPS)),
+        Arm("overlap-20%", codec="int4", tau=round(0.2 * INNER_STEPS)),
+        Arm("overlap-40%", codec="int4", tau=round(0.4 * INNER_STEPS)),
+        Arm("streaming", codec="int4", fragments=3, tau=round(0.05 * INNER_STEPS)),
+        Arm("topk", codec="topk", feedback=1.0),
+        Arm("correction-20%", codec="int4", tau=round(0.2 * INNER_STEPS), merge="correction"),
+        Arm("wrong sign", sign=-1.0),
+    )
+}
+TUNED = ("fp32", "int4", "overlap-20%")
+DEFAULT = tuple(name for name in ARMS if name not in ("int8", "correction-20%", "wrong sign"))
+"""Twelve."""
+
+
+def config(rounds: int) -> RunConfig:
+    model = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    inner = {"batch_size": 4, "sequence_length": 64, "lr": 2e-3}
+    tokens = rounds * INNER_STEPS * WORKERS * 4 * 64
+    return RunConfig.model_validate(tiny(model=model, inner=inner, total_tokens=tokens))
+
+
+class Worker:
+    """One node's inner loop; its text does not depend on the arm."""
+
+    def __init__(self, run: RunConfig, corpus: Corpus, anchor: Tensor, seed: int, number: int) -> None:
+        self._run = run
+        self._model = build_model(run.model, seed=0)
+        load_flat_(self._model, anchor)
+        self._inner = InnerLoop(self._model, run.inner, CPU, "fp32", 0)
+        self._stream = Stream(corpus, f"{seed:064x}", f"worker {number}", 0)
+        self.flights: dict[int, tuple[Tensor, Tensor]] = {}
+        """By fragment: what was sent, as parameters and as it arrives."""
+        self.feedback: dict[int, ErrorFeedback] = {}
+
+    def batch(self) -> Tensor:
+        return self._stream.next_batch(self._run.inner.batch_size, self._run.inner.sequence_length)
+
+    def step(self, lr: float, batch: Tensor | None = None) -> None:
+        self._inner.step(self.batch() if batch is None else batch, lr)
+
+    @property
+    def parameters(self) -> Tensor:
+        return flatten(self._model)
+
+    def load(self, flat: Tensor) -> None:
+        load_flat_(self._model, flat)
+
+
+class Trial:
+    """One arm with one seed."""
+
+    def __init__(self, arm: Arm, seed: int, rounds: int) -> None:
+        self.arm, self.rounds, self.run = arm, rounds, config(rounds)
+        corpus = load_corpus(self.run.data)
+        self.state: OuterState = genesis(flatten(build_model(self.run.model, seed=seed)))
+        count = 1 if arm.kind == "one" else WORKERS
+        self.workers = [Worker(self.run, corpus, self.state.anchor, seed, i) for i in range(count)]
+        inner = self.run.inner
+        self._held_out = held_out_batches(corpus, 32, inner.batch_size, inner.sequence_length)
+        self._codec: Codec = make_codec(arm.codec)
+        self._fragments = strided(unit_elements(self.run.model), arm.fragments)
+
+    def lr(self, step: int, steps: int) -> float:
+        tokens = self.run.total_tokens * step // steps
+        return learning_rate(
+            tokens, peak=self.run.inner.lr, warmup_tokens=0, total_tokens=self.run.total_tokens, min_ratio=0.1
+        )
+
+    def play(self) -> float:
+        """The held-out loss of the anchor at the end, nats per token; infinite where training broke down."""
+        try:
+            {"diloco": self._diloco, "data-parallel": self._data_parallel, "one": self._one}[self.arm.kind]()
+        except (ValueError, ArithmeticError, RuntimeError):
+            return math.inf
+        model = build_model(self.run.model, seed=0)
+        load_flat_(model, self.state.anchor)
+        return evaluate(model, self._held_out, CPU, "fp32")
+
+    def _one(self) -> None:
+        steps = self.rounds * INNER_STEPS * WORKERS
+        for step in range(steps):
+            self.workers[0].step(self.lr(step, steps))
+        self.state = replace(self.state, anchor=self.workers[0].parameters)
+
+    def _data_parallel(self) -> None:
+        steps, (first, *_) = self.rounds * INNER_STEPS, self.workers
+        for step in range(steps):
+            first.step(self.lr(step, steps), torch.cat([worker.batch() for worker in self.workers]))
+        self.state = replace(self.state, anchor=first.parameters)
+
+    def _diloco(self) -> None:
+        """Fragment f is sent at the steps f H / F + H, + 2H, .. (the last one at the end), and applied tau later."""
+        steps = self.rounds * INNER_STEPS
+        count = len(self._fragments)
+        for step in range(1, steps + 1):
+            for worker in self.workers:
+                worker.step(self.lr(step - 1, steps))
+            for f in range(count):
+                offset = INNER_STEPS * (f + 1) // count
+                since = (step - offset) % INNER_STEPS
+                if since == self.arm.tau and self.workers[0].flights.get(f) is not None and self.arm.tau:
+                    self._land(f)
+                if since == 0 and step >= offset:
+                    self._send(f)
+                    if not self.arm.tau or step + self.arm.tau > steps:
+                        self._land(f)
+
+    def _send(self, f: int) -> None:
+        ranges = self._fragments[f]
+        anchor = take(self.state.anchor, ranges)
+        for worker in self.workers:
+            sent = take(worker.parameters, ranges).clone()
+            wanted = pseudo_gradient(anchor, sent) * self.arm.sign
+            if self.arm.feedback:
+                feedback = worker.feedback.setdefault(f, ErrorFeedback(elements(ranges), beta=self.arm.feedback))
+                wanted = feedback.add(wanted)
+            arrived = self._through_the_wire(wanted)
+            if self.arm.feedback:
+                feedback.lost(wanted, arrived)
+                feedback.advance()
+            worker.flights[f] = (sent, arrived)
+
+    def _through_the_wire(self, x: Tensor) -> Tensor:
+        return self._codec.decode(self._codec.encode(x), x.numel())
+
+    def _land(self, f: int) -> None:
+        """The clipped mean, itself encoded once; the outer step; the merge at each worker."""
+        ranges = self._fragments[f]
+        parts = [worker.flights[f][1] for worker in self.workers]
+        weights = [1] * len(parts)
+        scales = clip_scales([math.sqrt(square_norm(part)) for part in parts], weights)
+        mean = self._through_the_wire(weighted_mean(parts, weights, scales))
+        self.state = self._stepped(ranges, mean)
+        new = take(self.state.anchor, ranges)
+        for worker in self.workers:
+            sent, _ = worker.flights.pop(f)
+            whole = worker.parameters
+            put_(whole, ranges, self._merged(take(whole, ranges), sent, new))
+            worker.load(whole)
+
+    def _stepped(self, ranges: Ranges, mean: Tensor) -> OuterState:
+        part = OuterState(take(self.state.anchor, ranges), take(self.state.momentum, ranges), self.state.round, 0)
+        stepped = outer_step(part, mean, lr=self.arm.outer_lr, momentum=self.arm.momentum, tokens=0)
+        anchor, momentum = self.state.anchor.clone(), self.state.momentum.clone()
+        put_(anchor, ranges, stepped.anchor)
+        put_(momentum, ranges, stepped.momentum)
+        return OuterState(anchor, momentum, self.state.round + 1, 0)
+
+    def _merged(self, local: Tensor, sent: Tensor, new: Tensor) -> Tensor:
+        if not self.arm.tau:
+            return new
+        return mix(local, new, 0.5) if self.arm.merge == "mix" else correct(local, sent, new)
+
+
+def play(arm: Arm, seed: int, rounds: int) -> tuple[Arm, int, float]:
+    torch.set_num_threads(1)
+    return arm, seed, Trial(arm, seed, rounds).play()
+
+
+def key(arm: Arm, seed: int, rounds: int) -> str:
+    return json.dumps([asdict(arm), seed, rounds])
+
+
+def cells_of(arms: Sequence[Arm], seeds: int, rounds: int, jobs: int) -> dict[tuple[Arm, int], float]:
+    """Losses, from the file where it has them; each new one is written there at once."""
+    kept: dict[str, float] = json.loads(CELLS.read_text()) if CELLS.exists() else {}
+    wanted = [(arm, seed) for seed in range(seeds) for arm in arms]
+    with ProcessPoolExecutor(jobs) as pool:
+        todo = [pool.submit(play, arm, seed, rounds) for arm, seed in wanted if key(arm, seed, rounds) not in kept]
+        for future in as_completed(todo):
+            arm, seed, loss = future.result()
+            kept[key(arm, seed, rounds)] = loss
+            CELLS.parent.mkdir(parents=True, exist_ok=True)
+            draft = CELLS.with_suffix(".new")
+            draft.write_text(json.dumps(kept, indent=1))
+            draft.replace(CELLS)
+            print(f"{arm.name:16} lr {arm.outer_lr} momentum {arm.momentum} seed {seed}: {loss:.4f}", flush=True)
+    return {(arm, seed): kept[key(arm, seed, rounds)] for arm, seed in wanted}
+
+
+def compare(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+    """Mean of the paired ratios, and half of its 95 % interval (Student's t)."""
+    ratios = [one / other for one, other in zip(losses, baseline, strict=True)]
+    if len(ratios) < 2 or not all(map(math.isfinite, ratios)):
+        return statistics.fmean(ratios), math.inf
+    spread = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return statistics.fmean(ratios), T_95[len(ratios) - 1] * spread
+
+
+def report(arms: Sequence[Arm], seeds: int, losses: dict[tuple[Arm, int], float]) -> list[str]:
+    baseline = [losses[ARMS["fp32"], seed] for seed in range(seeds)]
+    lines = ["| arm | loss, mean | of fp32 | 95 % interval | a default? |", "|---|---|---|---|---|"]
+    for arm in arms:
+        own = [losses[arm, seed] for seed in range(seeds)]
+        ratio, half = compare(own, baseline)
+        verdict = "yes" if ratio <= ALLOWED_RATIO else "no"
+        lines.append(f"| {arm.name} | {statistics.fmean(own):.4f} | {ratio:.4f} | +- {half:.4f} | {verdict} |")
+    return lines
+
+
+def tune(rounds: int, jobs: int) -> None:
+    grid = [(lr, momentum) for lr in (0.4, 0.7, 1.0) for momentum in (0.4, 0.6, 0.8)]
+    arms = [replace(ARMS[name], outer_lr=lr, momentum=mu) for name in TUNED for lr, mu in grid]
+    losses = cells_of(arms, 1, rounds, jobs)
+    for name in TUNED:
+        best = min((arm for arm in arms if arm.name == name), key=lambda arm: losses[arm, 0])
+        print(f"{name}: best at outer lr {best.outer_lr}, momentum {best.momentum}: {losses[best, 0]:.4f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--arms", default=",".join(DEFAULT), help=", ".join(ARMS))
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args()
+    if options.tune:
+        tune(options.rounds, options.jobs)
+        return 0
+    names = dict.fromkeys(["fp32", *options.arms.split(",")])
+    arms = [ARMS[name] for name in names]
+    losses = cells_of(arms, options.seeds, options.rounds, options.jobs)
+    lines = report(arms, options.seeds, losses)
+    print(*lines, sep="\n")
+    (RESULTS / "convergence.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""Which elements belong to which fragment, and getting them out and in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from node.diloco.fragments import elements, put_, strided, take
+
+UNITS = [5, 3, 3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 4, 6])
+def test_every_element_is_in_one_fragment(fragments: int) -> None:
+    ranges = strided(UNITS, fragments)
+    assert sum(elements(r) for r in ranges) == sum(UNITS)
+    seen = torch.zeros(sum(UNITS))
+    for one in ranges:
+        for start, end in one:
+            seen[start:end] += 1
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+def test_fragments_are_strided_and_neighbours_joined() -> None:
+    assert strided(UNITS, 1) == [((0, 19),)]
+    assert strided(UNITS, 3) == [((0, 5), (11, 14)), ((5, 8), (14, 17)), ((8, 11), (17, 19))]
+    assert strided([4, 4], 2) == [((0, 4),), ((4, 8),)]
+
+
+def test_what_is_taken_out_is_put_back() -> None:
+    x, y = torch.arange(19.0), torch.zeros(19)
+    for ranges in strided(UNITS, 3):
+        put_(y, ranges, take(x, ranges))
+    assert torch.equal(x, y)
+    assert take(x, ((2, 5),)).data_ptr() == x[2:].data_ptr(), "one range is a view"
+
+
+@pytest.mark.parametrize("fragments", [0, 7])
+def test_more_fragments_than_units_are_refused(fragments: int) -> None:
+    with pytest.raises(ValueError, match="6 units cannot be split"):
+        strided(UNITS, fragments)
