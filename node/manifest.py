@@ -126,8 +126,11 @@ class RoundConfig(Section):
 class SyncConfig(Section):
     """How contributions travel."""
 
-    mode: Literal["blocking", "overlapped"] = "blocking"
-    """`blocking`: the trainer waits for the round's result. `overlapped`: it goes on, for at most one round."""
+    mode: Literal["blocking", "overlapped", "streaming"] = "blocking"
+    """`blocking`: the trainer waits for the round's result. `overlapped`: it goes on, for at most one round.
+    `streaming`: so, too, and each round moves one fragment of the parameters."""
+    fragments: int = Field(4, ge=1, le=64)
+    """`streaming`: strided fragments of layers, each of which is averaged once in `round.inner_steps`."""
     codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
     """Encoding of pseudo-gradients on the wire. `fp16` to `e3m0` have a scale per block, so tiny values survive; `topk`
     is an experiment."""
@@ -139,6 +142,10 @@ class SyncConfig(Section):
     """`overlapped`: how the steps since sending are kept. `mix`: a share of the local parameters; `correction`: all."""
     mix_alpha: float = Field(0.5, ge=0, le=1)
     """Share of the local parameters in the mix with the new anchor."""
+
+    @property
+    def fragment_count(self) -> int:
+        return self.fragments if self.mode == "streaming" else 1
 
     @property
     def has_feedback(self) -> bool:
@@ -175,6 +182,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"inner.sequence_length {self.inner.sequence_length} is longer than "
                 f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        if self.sync.fragment_count > self.model.num_hidden_layers + 2:
+            raise ValueError(
+                f"sync.fragments {self.sync.fragments} is more than the model's {self.model.num_hidden_layers} layers "
+                "and 2 allow"
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 258:
             raise ValueError("data.tokenizer = bytes needs model.vocab_size of at least 258")

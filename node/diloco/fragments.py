@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from node.diloco.outer import OuterState, outer_step
+
 Ranges = tuple[tuple[int, int], ...]
 """First element and end, in rising order, none touching the next."""
 
@@ -50,3 +52,15 @@ def put_(vector: Tensor, ranges: Ranges, fragment: Tensor) -> None:
     for start, end in ranges:
         vector[start:end] = fragment[at : at + end - start]
         at += end - start
+
+
+def step(state: OuterState, ranges: Ranges, mean: Tensor, *, lr: float, momentum: float, tokens: int) -> OuterState:
+    """`outer_step` for one fragment, `mean` fp32 [P_f] on the cpu; the other elements stay as they are."""
+    if ranges == ((0, state.anchor.numel()),):
+        return outer_step(state, mean, lr=lr, momentum=momentum, tokens=tokens)
+    part = OuterState(take(state.anchor, ranges), take(state.momentum, ranges), state.round, state.tokens)
+    stepped = outer_step(part, mean, lr=lr, momentum=momentum, tokens=tokens)
+    anchor, buffer = state.anchor.clone(), state.momentum.clone()
+    put_(anchor, ranges, stepped.anchor)
+    put_(buffer, ranges, stepped.momentum)
+    return OuterState(anchor, buffer, stepped.round, stepped.tokens)

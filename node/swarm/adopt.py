@@ -63,7 +63,10 @@ class Adoption:
             await rounds.mishaps.at("apply")
             outer = rounds.rules.outer
             at_s = rounds.anchor_at_s(outcome.plan.parent)
-            tip = await asyncio.to_thread(next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, at_s)
+            ranges = rounds.rules.grid_at(outcome.round).ranges
+            tip = await asyncio.to_thread(
+                next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, at_s, ranges
+            )
             await asyncio.to_thread(rounds.chain.store.put, tip.head, hashes, chunks)
             if outcome.plan.parent != rounds.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.
@@ -85,13 +88,14 @@ class Adoption:
     async def mean_of(
         self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
     ) -> tuple[list[bytes], Tensor]:
-        """All chunks of a result, and the mean, fp32 [P]. Raises PeerError where it is longer than its inputs allow."""
+        """All chunks of a result, and the mean, fp32 [P_f]. PeerError where it is longer than its inputs allow."""
         chunks = await self._rounds.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
-            mean = await asyncio.to_thread(self._rounds.rules.grid.decode, chunks)
+            grid = self._rounds.rules.grid_at(outcome.round)
+            mean = await asyncio.to_thread(grid.decode, chunks)
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            if await asyncio.to_thread(exceeds, mean, bound, self._rounds.rules.grid.codec.stretch_ratio):
+            if await asyncio.to_thread(exceeds, mean, bound, grid.codec.stretch_ratio):
                 raise PeerError("a result is longer than the contributions behind it", code="bad_norm")
             self._mean = (outcome.results, mean)
         return chunks, self._mean[1]

@@ -50,7 +50,7 @@ class Answers:
         self._rounds = rounds
 
     def services(self) -> dict[str, Service]:
-        bulk = self._rounds.rules.grid.encoded_bytes() + MAX_HEADER_BYTES
+        bulk = self._rounds.rules.round_bytes + MAX_HEADER_BYTES
         small = partial(Service, channel=Channel.REDUCE)
         return {
             "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
@@ -124,7 +124,7 @@ class Answers:
         document = Document.model_validate_json(message.blobs[0])
         plan = read(document, Plan)
         rules = self._rounds.rules
-        joins = check_plan(plan, rules.bounds, attempt.parent)
+        joins = check_plan(plan, rules.bounds, attempt.parent, self._rounds.next_round)
         mine = self._rounds.mine
         is_member = self._rounds.directory.is_member(caller)
         if document.signer != caller or plan.attempt != attempt.number or not is_member:
@@ -138,7 +138,7 @@ class Answers:
         if self._rounds.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}
             norms = {peer: join.norm for peer, join in joins.items()}
-            attempt.bench = Bench(rules.grid, owned, weights, norms)
+            attempt.bench = Bench(self._rounds.grid, owned, weights, norms)
         attempt.planned.set()
         self._rounds.enter_stage("reduce")
         attempt.sending = self._rounds.spawn(self._rounds.send(attempt, plan, mine))
@@ -220,7 +220,7 @@ class Answers:
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:
         wanted = message.header.get("hashes")
-        if not isinstance(wanted, list) or len(wanted) > len(self._rounds.rules.grid.bounds):
+        if not isinstance(wanted, list) or len(wanted) > max(self._rounds.rules.bounds.chunks):
             raise PeerError("a fetch has the wrong form")
         found = [self._rounds.results.get(digest) for digest in wanted]
         if any(data is None for data in found):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from node.diloco.digest import leaf_hashes, root_digest
-from node.diloco.outer import OuterState, outer_step
+from node.diloco.fragments import Ranges, step
+from node.diloco.outer import OuterState
 from node.diloco.schedule import round_seconds
 from node.swarm.line import Link, extend, link_of
 from node.swarm.records import Join, Outcome, Proof
@@ -26,6 +27,9 @@ class Outer:
     lr: float
     momentum: float
     inner_steps: int
+    """Of a typical node between two rounds."""
+    fragments: int = 1
+    """Rounds in which all parameters have their turn; a contribution's tokens are those since the fragment's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def tip_at(
         digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
         last_weights={peer: join.tokens for peer, join in included.items()},
         round_s=_round_s(joins, outer.inner_steps),
-        last_round_tokens=sum(join.tokens for join in joins) if joins else None,
+        last_round_tokens=sum(join.tokens for join in joins) // outer.fragments if joins else None,
         anchor_at_s=now_s,
         leaves=leaves,
         proof=proof,
@@ -92,10 +96,12 @@ def next_tip(
     outcome: Outcome,
     included: Mapping[str, Join],
     now_s: float,
+    ranges: Ranges,
 ) -> Tip:
-    """The tip after a proven outcome with this mean, fp32 [P]: take the outer step, hash. Pure and heavy."""
+    """The tip after a proven outcome with this mean, fp32 [P_f], of `ranges`: outer step, hash. Pure and heavy."""
     tokens = sum(join.tokens for join in included.values())
-    state = outer_step(tip.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=tokens)
+    done = tokens // outer.fragments
+    state = step(tip.state, ranges, mean, lr=outer.lr, momentum=outer.momentum, tokens=done)
     line = extend(tip.line, link_of(proof, outcome, tokens))
     return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line)
 

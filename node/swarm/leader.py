@@ -144,9 +144,7 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
         attempt=attempt.number,
         joins=tuple(joins),
         reducers=reducers,
-        owners=chunk_owners(
-            len(rounds.rules.grid.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
-        ),
+        owners=chunk_owners(len(rounds.grid.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])),
     )
     document = sign(rounds.directory.identity, plan)
     message = Message(_key(attempt), [document.model_dump_json().encode()])

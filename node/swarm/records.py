@@ -104,10 +104,14 @@ class Bounds:
     """What the manifest allows in any document of the run."""
 
     run: str
-    chunks: int
+    chunks: tuple[int, ...]
+    """Of each fragment; the rounds take turns."""
     min_peers: int
     max_tokens: int
     """Of one contribution: tokens are self-declared."""
+
+    def chunks_at(self, round_: int) -> int:
+        return self.chunks[round_ % len(self.chunks)]
 
 
 Model = TypeVar("Model", bound=Content)
@@ -160,13 +164,13 @@ def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
     return join
 
 
-def check_plan(plan: Plan, bounds: Bounds, parent: str) -> dict[str, Join]:
+def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str, Join]:
     """Every join signed and for this round, every chunk owned by a member. Returns the joins; raises PeerError."""
     if plan.run != bounds.run or plan.parent != parent:
         raise PeerError("a plan is for another round")
     if list(plan.members) != sorted(set(plan.members)):
         raise PeerError("a plan does not list its members once each, by peer id")
-    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != bounds.chunks:
+    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != bounds.chunks_at(round_):
         raise PeerError("a plan's reducers are not its members, or leave chunks out")
     if plan.owners and not 0 <= min(plan.owners) <= max(plan.owners) < len(plan.reducers):
         raise PeerError("a plan names a reducer that does not exist")
@@ -199,7 +203,7 @@ def voters(proof: Proof) -> set[str]:
 
 def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
     """Every name in it has joined. Returns the joins; raises PeerError."""
-    joins = check_plan(outcome.plan, bounds, outcome.plan.parent)
+    joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
     if len(outcome.included) < bounds.min_peers:
@@ -208,7 +212,7 @@ def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
 
 
 def check_hashes(outcome: Outcome, hashes: Sequence[bytes], bounds: Bounds) -> None:
-    if len(hashes) != bounds.chunks or results_root(hashes) != outcome.results:
+    if len(hashes) != bounds.chunks_at(outcome.round) or results_root(hashes) != outcome.results:
         raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
 
 

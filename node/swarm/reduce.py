@@ -17,7 +17,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import Codec
+from node.diloco.codec import Codec, chunk_bounds
+from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
 
 NORM_TOLERANCE = 1e-3
@@ -27,11 +28,13 @@ TINY_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How the flat vector of P parameters is cut for the wire, and written."""
+    """How a round's vector, the P parameters or the P_f of a fragment, is cut for the wire, and written."""
 
     codec: Codec
     bounds: Sequence[tuple[int, int]]
-    """First element and end of each chunk."""
+    """First element and end of each chunk, in the vector that is sent."""
+    ranges: Ranges
+    """Which elements of the flat vector of all parameters that one is made of."""
 
     def elements(self, chunk: int) -> int:
         start, end = self.bounds[chunk]
@@ -43,7 +46,7 @@ class Grid:
         return sum(self.codec.encoded_bytes(self.elements(chunk)) for chunk in wanted)
 
     def decode(self, chunks: Sequence[bytes]) -> Tensor:
-        """The whole vector, fp32 [P], from all of its chunks."""
+        """The round's vector, fp32 [P_f], from all of its chunks."""
         vector = torch.empty(self.bounds[-1][1] if self.bounds else 0)
         for data, (start, end) in zip(chunks, self.bounds, strict=True):
             vector[start:end] = self.codec.decode(data, end - start)
@@ -61,6 +64,11 @@ class Grid:
             self.codec.check(data, self.elements(chunk))
         except ValueError as exc:
             raise PeerError(f"chunk {chunk}: {exc}", code="not_finite") from exc
+
+
+def grids_of(codec: Codec, fragments: Sequence[Ranges]) -> tuple[Grid, ...]:
+    """One for each fragment."""
+    return tuple(Grid(codec, chunk_bounds(elements(ranges)), ranges) for ranges in fragments)
 
 
 class Bench:
@@ -136,7 +144,7 @@ def misdeclared(norm: float, squares: Sequence[float]) -> bool:
 
 
 def exceeds(mean: Tensor, bound: float, stretch_ratio: float) -> bool:
-    """Whether a mean, fp32 [P], is longer than the contributions behind it, and its own encoding, allow."""
+    """Whether a mean, fp32 [P_f], is longer than the contributions behind it, and its own encoding, allow."""
     return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE + stretch_ratio) + TINY_NORM
 
 

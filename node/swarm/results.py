@@ -93,13 +93,13 @@ class Results:
         self,
         wire: Wire,
         directory: Directory,
-        grid: Grid,
+        grid_at: Callable[[int], Grid],
         store: ResultStore,
         timeout_s: float,
         others: Callable[[], Iterable[str]],
     ) -> None:
-        """`others`: peers that may be asked, best first."""
-        self._wire, self._directory, self._grid = wire, directory, grid
+        """`grid_at`: the grid of a round. `others`: peers that may be asked, best first."""
+        self._wire, self._directory, self._grid_at = wire, directory, grid_at
         self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
         self._running: dict[str, asyncio.Future[list[bytes]]] = {}
@@ -141,15 +141,16 @@ class Results:
 
     async def _complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
         by_owner: dict[str, list[int]] = {}
+        grid = self._grid_at(outcome.round)
         for chunk in self._missing(hashes):
             by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)
-        await asyncio.gather(*(self._fetch(owner, chunks, hashes) for owner, chunks in by_owner.items()))
+        await asyncio.gather(*(self._fetch(owner, chunks, hashes, grid) for owner, chunks in by_owner.items()))
         for peer in dict.fromkeys((*outcome.plan.members, *self._others())):
             missing = self._missing(hashes)
             if not missing:
                 break
             if peer != self._wire.peer_id:
-                await self._fetch(peer, missing, hashes)
+                await self._fetch(peer, missing, hashes, grid)
         if self._missing(hashes):
             raise RoundFailed("nobody has all of the result's chunks", code="reducer_lost")
         return [self._chunks[digest] for digest in hashes]
@@ -157,17 +158,17 @@ class Results:
     def _missing(self, hashes: Sequence[bytes]) -> list[int]:
         return [chunk for chunk, digest in enumerate(hashes) if digest not in self._chunks]
 
-    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes]) -> None:
+    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes], grid: Grid) -> None:
         """Take what is right of what a peer gives; what is not stays missing."""
         request = Message({"hashes": [hashes[chunk] for chunk in chunks]})
         try:
-            size = self._grid.encoded_bytes()
+            size = grid.encoded_bytes()
             call = self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s, max_reply_bytes=size)
             reply = await while_live(self._directory, peer, call)
             for chunk, data in zip(chunks, reply.blobs, strict=False):
                 if chunk_hash(data) != hashes[chunk]:
                     raise PeerError(f"chunk {chunk} has a wrong hash")
-                self._grid.check(chunk, data)
+                grid.check(chunk, data)
                 self._chunks[hashes[chunk]] = data
         except PeerError as exc:
             self._wire.traffic.reject(exc)

@@ -59,7 +59,8 @@ class Rules:
     """What the manifest says about rounds."""
 
     run: str
-    grid: Grid
+    grids: tuple[Grid, ...]
+    """Of each fragment; the rounds take turns."""
     quorum: Quorum
     outer: Outer
     max_tokens: int
@@ -69,11 +70,20 @@ class Rules:
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.run, len(self.grid.bounds), self.quorum.min_peers, self.max_tokens)
+        chunks = tuple(len(grid.bounds) for grid in self.grids)
+        return Bounds(self.run, chunks, self.quorum.min_peers, self.max_tokens)
+
+    def grid_at(self, round_: int) -> Grid:
+        return self.grids[round_ % len(self.grids)]
+
+    @property
+    def round_bytes(self) -> int:
+        """Of the largest fragment, encoded."""
+        return max(grid.encoded_bytes() for grid in self.grids)
 
     @property
     def bulk_s(self) -> float:
-        return FIXED_S + self.grid.encoded_bytes() / SLOWEST_BYTES_PER_S
+        return FIXED_S + self.round_bytes / SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class Rounds:
         self.clock = asyncio.get_running_loop().time
         self.behind = asyncio.Event()
         """Somebody is ahead of this node; `state` catches up."""
-        self.results = Results(wire, directory, rules.grid, chain.store, rules.bulk_s, self._others)
+        self.results = Results(wire, directory, rules.grid_at, chain.store, rules.bulk_s, self._others)
         self.uplink = Uplink()
         self.mishaps = Mishaps(self)
         self.adoption = Adoption(self)
@@ -132,6 +142,11 @@ class Rounds:
     @property
     def next_round(self) -> int:
         return self.chain.tip.round + 1
+
+    @property
+    def grid(self) -> Grid:
+        """Of the round that this node is in."""
+        return self.rules.grid_at(self.next_round)
 
     def offer(self, contribution: Contribution) -> None:
         """Take part with this in the round after its parent, as soon as may be. The newest offer counts."""

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor
 
 from node.diloco.feedback import ErrorFeedback
+from node.diloco.fragments import elements
 from node.manifest import SyncConfig
 from node.swarm.reduce import Grid
 
 RESIDUAL = "feedback_residual"
-"""Its name among a checkpoint's tensors."""
+"""A fragment's, with its number, among a checkpoint's tensors."""
 
 
 class Outgoing:
-    """One node's. Alternates: `encode`, then `landed` once the round is over."""
+    """One node's. For each fragment alternates: `encode`, then `landed` once the round is over."""
 
-    def __init__(self, grid: Grid, sync: SyncConfig, parameters: int, saved: dict[str, Tensor]) -> None:
-        self._grid = grid
-        self._feedback: ErrorFeedback | None = None
+    def __init__(self, grids: Sequence[Grid], sync: SyncConfig, saved: Mapping[str, Tensor]) -> None:
+        self._grids = grids
+        self._feedback: list[ErrorFeedback] = []
         if sync.has_feedback:
-            self._feedback = ErrorFeedback(parameters, beta=sync.feedback_beta, residual=saved.get(RESIDUAL))
+            self._feedback = [
+                ErrorFeedback(
+                    elements(grid.ranges), beta=sync.feedback_beta, residual=saved.get(f"{RESIDUAL}.{fragment}")
+                )
+                for fragment, grid in enumerate(grids)
+            ]
 
-    def encode(self, gradient: Tensor) -> tuple[list[bytes], float]:
-        """The chunks of a pseudo-gradient, fp32 [P], and the L2 norm of what they decode to. ValueError: no numbers."""
-        wanted = self._feedback.add(gradient) if self._feedback is not None else gradient
-        chunks = [self._grid.codec.encode(wanted[start:end]) for start, end in self._grid.bounds]
-        if self._feedback is not None:
-            self._feedback.lost(wanted, self._grid.decode(chunks))
-        return chunks, self._grid.norm(chunks)
+    def encode(self, fragment: int, gradient: Tensor) -> tuple[list[bytes], float]:
+        """The chunks of a pseudo-gradient, fp32 [P_f], and the L2 norm of what they decode to. ValueError: NaN."""
+        grid = self._grids[fragment]
+        wanted = self._feedback[fragment].add(gradient) if self._feedback else gradient
+        chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
+        if self._feedback:
+            self._feedback[fragment].lost(wanted, grid.decode(chunks))
+        return chunks, grid.norm(chunks)
 
-    def landed(self, included: bool) -> None:
-        """The round is over, with this contribution or without."""
-        if self._feedback is not None:
-            self._feedback.advance() if included else self._feedback.keep()
+    def landed(self, fragment: int, included: bool) -> None:
+        """The fragment's round is over, with this contribution or without."""
+        if self._feedback:
+            self._feedback[fragment].advance() if included else self._feedback[fragment].keep()
 
     def tensors(self) -> dict[str, Tensor]:
         """For a checkpoint."""
-        return {RESIDUAL: self._feedback.residual} if self._feedback is not None else {}
+        return {f"{RESIDUAL}.{i}": feedback.residual for i, feedback in enumerate(self._feedback)}

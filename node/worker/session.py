@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from node.config import Config
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import make_codec
 from node.diloco.digest import leaf_bounds
+from node.diloco.fragments import strided
 from node.diloco.outer import OuterState, genesis
 from node.errors import DataFolderError, MachineError, PeerError, TransferFailed, UsageError
 from node.link import Start
@@ -31,12 +32,13 @@ from node.swarm.member import Member, MemberOptions
 from node.swarm.offers import Target
 from node.swarm.p2pd import DaemonOptions
 from node.swarm.partial import forget
-from node.swarm.reduce import Grid
+from node.swarm.reduce import grids_of
 from node.swarm.rendezvous import Quorum
 from node.swarm.rounds import Rules
 from node.swarm.state import Snapshot, tip_of
 from node.swarm.thread import SwarmThread
 from node.training.checkpoint import Checkpoint, CheckpointStore
+from node.training.model import unit_elements
 from node.training.tensorfile import read_slice
 from node.worker.ledger import Ledger
 from node.worker.snapshot import initial_checkpoint, load_line, load_proof
@@ -309,14 +311,15 @@ class Opening:
 
 
 def rules_of(manifest: Manifest) -> Rules:
-    run = manifest.run
+    run, count = manifest.run, manifest.run.sync.fragment_count
+    units = unit_elements(run.model) if count > 1 else [manifest.parameters]
     return Rules(
         run=manifest.hash,
-        grid=Grid(make_codec(run.sync.codec), chunk_bounds(manifest.parameters)),
+        grids=grids_of(make_codec(run.sync.codec), strided(units, count)),
         quorum=Quorum(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
-        outer=Outer(run.outer.lr, run.outer.momentum, run.round.inner_steps),
+        outer=Outer(run.outer.lr, run.outer.momentum, max(1, run.round.inner_steps // count), count),
         max_tokens=run.max_contribution_tokens,
-        overlapped=run.sync.mode == "overlapped",
+        overlapped=run.sync.mode != "blocking",
     )
 
 

@@ -9,13 +9,11 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from node.config import CheckpointConfig
-from node.diloco.outer import carry, pseudo_gradient
-from node.diloco.overlap import correct, mix
+from node.diloco.fragments import put_, take
+from node.diloco.outer import pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import RoundFailed, TrainingError
 from node.status import Activity, Outcome, Phase
@@ -25,6 +23,7 @@ from node.swarm.faults import spoil_blobs
 from node.swarm.rendezvous import role_of
 from node.swarm.rounds import Committed
 from node.worker import shown
+from node.worker.accounts import Accounts
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
@@ -35,8 +34,6 @@ from node.worker.teller import Teller
 
 logger = logging.getLogger(__name__)
 
-MAX_CARRIED = 2
-"""Rounds for which a contribution that was left out is kept."""
 CHECKPOINT_ROUNDS = 4
 """A checkpoint at least so often: joiners replay from it, and peers keep the results of 8 rounds."""
 MAX_DROPPED = 3
@@ -47,26 +44,11 @@ POLL_S = 0.1
 
 @dataclass(slots=True)
 class Progress:
-    """What this node has done since its anchor, or since it sent its contribution."""
+    """Where this node is in its round: since the anchor, or since it sent its newest contribution."""
 
     steps: int = 0
-    tokens: int = 0
-    """That stand behind the next contribution, carried ones included."""
     offset: float = 0.0
     """Share of the round that was over when this node came to it; under `steps` only."""
-    carried: int = 0
-    """Rounds in a row whose result did not include this node's contribution."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A contribution on its way: handed to the swarm, and not in a committed round yet."""
-
-    done: Progress
-    at_s: float
-    """Monotonic."""
-    sent: Tensor | None
-    """The local parameters then, fp32 [P]; None where the merge does not need them."""
 
 
 class Trainer:
@@ -87,7 +69,7 @@ class Trainer:
         self.teller, self.ledger, self._check, self._round_over = teller, ledger, check, round_over
         self.tip: Tip = session.tip
         self.progress = Progress()
-        self._flight: Flight | None = None
+        self._accounts = Accounts(self.run.sync.fragment_count)
         self._saves = saves
         self._checkpoint_at_s = time.monotonic()
         self._checkpoint_round = self.tip.round
@@ -101,30 +83,28 @@ class Trainer:
         """Go on from the session's checkpoint, or from its downloaded state."""
         session, saved = self.session, self.session.checkpoint
         tensors = saved.optimizer if saved is not None else {}
-        self._outgoing = Outgoing(session.rules.grid, self.run.sync, session.manifest.parameters, tensors)
+        self._outgoing = Outgoing(session.rules.grids, self.run.sync, tensors)
         if saved is None:
             self.local.load(self.tip.state.anchor)
             self.local.start_text(self.tip.round + 1)
         else:
             self.local.resume(saved)
-            done = saved.extra.get("progress", {})
-            self.progress = Progress(saved.inner_step, done.get("tokens", 0), 0.0, done.get("carried", 0))
+            self.progress = Progress(saved.inner_step)
+            self._accounts = Accounts(self.run.sync.fragment_count, saved.extra.get("owed", ()))
         self._show_position()
 
     def save(self) -> None:
         """A checkpoint of outer and local state. Raises MachineError where the disk does not take it."""
         with self.ledger.doing(Activity.CHECKPOINT):
             ledger = self.ledger.save(self.ledger.counters(self.session.swarm.view))
-            # What is in flight is offered once more by whoever starts from here, together with what came since.
-            sent = self._flight.done if self._flight is not None else Progress()
-            done = {"tokens": sent.tokens + self.progress.tokens, "carried": self.progress.carried}
+            sent_steps, owed = self._accounts.for_checkpoint(self._next)
             checkpoint = checkpoint_of(
                 self.session.manifest,
                 self.tip,
                 local=self.local.parameters,
                 optimizer=self.local.moments() | self._outgoing.tensors(),
-                position=(sent.steps + self.progress.steps, *self.local.place),
-                extra={"ledger": ledger, "progress": done},
+                position=(sent_steps + self.progress.steps, *self.local.place),
+                extra={"ledger": ledger, "owed": owed},
             )
             self.session.store.save(checkpoint)
             self.session.source.publish(self.tip)
@@ -133,10 +113,16 @@ class Trainer:
     # the inner loop
 
     @property
+    def _next(self) -> int:
+        """The fragment whose round is the next one."""
+        return (self.tip.round + 1) % self.run.sync.fragment_count
+
+    @property
     def done_ratio(self) -> float:
         """Share of the round's inner phase that is over, since the anchor or since sending; ready from 1 on."""
-        policy, inner_steps = self.run.round.policy, self.run.round.inner_steps
-        since_s = self._flight.at_s if self._flight is not None else self.tip.anchor_at_s
+        policy, inner_steps = self.run.round.policy, self.session.rules.outer.inner_steps
+        flight = self._accounts.flight
+        since_s = flight.at_s if flight is not None else self.tip.anchor_at_s
         steps = self.progress.steps + round(self.progress.offset * inner_steps)
         elapsed_s = time.monotonic() - since_s
         return progress(
@@ -145,7 +131,7 @@ class Trainer:
 
     @property
     def in_flight(self) -> bool:
-        return self._flight is not None
+        return self._accounts.flight is not None
 
     def must_sync(self) -> bool:
         """A contribution is due; or one is in flight, and nothing may be done before it has landed.
@@ -153,7 +139,7 @@ class Trainer:
         Blocking rounds allow no step meanwhile, overlapped ones as many as a round has; the first one, whose length
         nobody knows, is a blocking one.
         """
-        if self._flight is not None:
+        if self.in_flight:
             return self.run.sync.mode == "blocking" or self.tip.round_s is None or self.done_ratio >= 1.0
         return self._is_due()
 
@@ -162,7 +148,7 @@ class Trainer:
         rounds = self.run.round
         below_quorum = rounds.policy == "time" and self.session.swarm.view.training < rounds.min_peers
         ready = self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) or self._first_round_is_due()
-        return ready and self.progress.tokens > 0
+        return ready and self._accounts.tokens(self._next) > 0
 
     def _first_round_is_due(self) -> bool:
         """By the clock, while nobody knows how long a round lasts: when the first member has done its H steps."""
@@ -184,7 +170,7 @@ class Trainer:
             self._drop(f"The local parameters no longer train ({exc})")
             return
         self.progress.steps += 1
-        self.progress.tokens += result.tokens
+        self._accounts.earn(result.tokens)
         self._show_step(result.loss, lr)
 
     def breathe(self) -> None:
@@ -194,10 +180,10 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         run = self.run
-        usual = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
+        usual = run.round.first_round_tokens or run.tokens_per_inner_step * self.session.rules.outer.inner_steps
         round_tokens = self.tip.last_round_tokens or usual
         # What is in flight will be in the anchor before long.
-        anchor_tokens = self.tip.state.tokens + (round_tokens if self._flight is not None else 0)
+        anchor_tokens = self.tip.state.tokens + (round_tokens if self.in_flight else 0)
         inner = run.inner
         return learning_rate(
             swarm_tokens_at(anchor_tokens, self.done_ratio, round_tokens),
@@ -214,9 +200,11 @@ class Trainer:
         spoilt = self.session.swarm.faults.spoils("inner", self.tip.round + 1, self._role)
         if spoilt in ("nan", "garbage"):
             self.local.spoil(spoilt)
-        parameters = self.local.parameters
+        fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
+        sent = take(self.local.parameters, ranges)
         try:
-            chunks, norm = self._outgoing.encode(pseudo_gradient(self.tip.state.anchor, parameters))
+            gradient = pseudo_gradient(take(self.tip.state.anchor, ranges), sent)
+            chunks, norm = self._outgoing.encode(fragment, gradient)
         except ValueError:
             self._drop("The local parameters are not all finite numbers any more")
             return
@@ -224,10 +212,10 @@ class Trainer:
         if spoilt == "shape":
             chunks = list(spoil_blobs(spoilt, chunks))
         step_s = self.local.step_s or self.tip.round_s or 1.0
-        tokens = min(self.progress.tokens, self.run.max_contribution_tokens)
+        tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
         keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
-        self._flight = Flight(self.progress, time.monotonic(), parameters if keeps else None)
-        self.progress = Progress(carried=self.progress.carried)
+        self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
+        self.progress = Progress()
         self.local.start_text(self.tip.round + 2)
         self.session.swarm.offer(Contribution(self.tip.head, chunks, tokens, step_s, norm))
 
@@ -238,8 +226,7 @@ class Trainer:
         logger.warning("%s", error)
         self.local.mend(self.tip.state.anchor)
         self.progress = Progress()
-        if self._flight is not None:
-            self._flight = replace(self._flight, done=Progress())  # It may count still, but can not be carried.
+        self._accounts.give_up()
         self._count_failure(error)
 
     def _role(self) -> str:
@@ -291,24 +278,18 @@ class Trainer:
             self.progress.offset = min(1.0, max(0.0, age_s / tip.round_s))
 
     def _apply(self, done: Committed, blocked_s: float) -> None:
-        """Included: local := new anchor, merged with the steps since. Left out: local += new anchor - old anchor."""
+        """The round's fragment goes to the new anchor, or with it; the other parameters stay as they are."""
         began_s = time.monotonic()
+        fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
         old, self.tip = self.tip, done.tip
-        flight, self._flight = self._flight, None
-        self._outgoing.landed(done.included and flight is not None)
-        new = self.tip.state.anchor
-        tokens = self.progress.tokens + (flight.done.tokens if flight is not None else 0)
-        if not done.included and tokens and self.progress.carried < MAX_CARRIED:
-            merged = carry(self.local.parameters, old.state.anchor, new)
-            # The tokens are kept; the steps that were for this round are not counted for the next.
-            steps = self.progress.steps if flight is not None else 0
-            self.progress = Progress(steps, tokens, 0.0, self.progress.carried + 1)
-            self.ledger.carried += 1
-        elif done.included and flight is not None and self.progress.steps:
-            merged = self._merge(flight, new)
-            self.progress = Progress(self.progress.steps, self.progress.tokens)
-        else:
-            merged, self.progress = new, Progress()
+        landing = self._accounts.land(fragment, done.included, self.progress.steps)
+        self.ledger.carried += landing.is_carried
+        self._outgoing.landed(fragment, done.included and landing.flight is not None)
+        merged = self.local.parameters
+        before, after = (take(tip.state.anchor, ranges) for tip in (old, self.tip))
+        put_(merged, ranges, landing.moved(take(merged, ranges), before, after, self.run.sync.mix_alpha))
+        if landing.flight is None:
+            self.progress = Progress()
         self._evaluate()
         self.local.load(merged)
         if self.local.place[0] != self.tip.round + 1:
@@ -317,14 +298,8 @@ class Trainer:
         self._show_position()
         if self._checkpoint_is_due():
             self.save()
-        if flight is not None:
+        if landing.flight is not None:
             self._round_over()
-
-    def _merge(self, flight: Flight, new_anchor: Tensor) -> Tensor:
-        """The new anchor and what this node has done since it sent, fp32 [P]."""
-        if flight.sent is not None:
-            return correct(self.local.parameters, flight.sent, new_anchor)
-        return mix(self.local.parameters, new_anchor, self.run.sync.mix_alpha)
 
     def _close_books(self, done: Committed, blocked_s: float, apply_s: float) -> None:
         view = self.session.swarm.view
@@ -377,7 +352,7 @@ class Trainer:
     def _show_step(self, loss: float, lr: float) -> None:
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
-        length_s = self.tip.round_s if by_clock else self.run.round.inner_steps * (self.local.step_s or 0.0)
+        length_s = self.tip.round_s if by_clock else self.session.rules.outer.inner_steps * (self.local.step_s or 0.0)
         shown.step(self.teller, loss, lr, self.progress.steps, self.local.tokens_per_second)
         shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
 
@@ -389,7 +364,7 @@ class Trainer:
     def show_training(self) -> None:
         next_round = self.tip.round + 1
         reason = f"Training towards round {next_round}."
-        if self._flight is not None and self.run.sync.mode != "blocking":
+        if self.in_flight and self.run.sync.mode != "blocking":
             reason = f"Training towards round {next_round + 1}, while round {next_round} is averaged."
         self.teller.enter(Phase.TRAINING, reason, "training")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import make_codec
 from node.diloco.outer import genesis
 from node.errors import RoundFailed
 from node.status import Phase
@@ -21,7 +21,7 @@ from node.swarm.attempt import Contribution
 from node.swarm.chain import Outer
 from node.swarm.member import Member, MemberOptions
 from node.swarm.p2pd import DaemonOptions
-from node.swarm.reduce import Grid
+from node.swarm.reduce import grids_of
 from node.swarm.rendezvous import Quorum
 from node.swarm.rounds import Committed, Rules
 from node.swarm.state import Snapshot, tip_of
@@ -52,9 +52,9 @@ class Peer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
-        self.grid = Grid(make_codec("fp16"), chunk_bounds(n))
+        (self.grid,) = grids = grids_of(make_codec("fp16"), [((0, n),)])
         # With outer lr 1 and no momentum the anchor is minus the sum of the means, so the means can be checked.
-        rules = Rules(RUN, self.grid, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100), 2**40)
+        rules = Rules(RUN, grids, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100), 2**40)
         self.vector = contribution(self.rank, n)
         self.norm = self.grid.norm([self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds])
         folder = arguments.folder

@@ -141,7 +141,7 @@ def measure_swarm(ether: Ether, peers: int, rounds: int, idle_s: float) -> Row:
             round_s.append(time.monotonic() - began_s)
             one_group &= all(len(d.outcome.included) == peers for d in done)
             one_state &= len({(d.tip.head, d.tip.digest, d.tip.round) for d in done}) == 1
-        payload = 2 * (peers - 1) * nodes[0].rules.grid.encoded_bytes() * rounds
+        payload = 2 * (peers - 1) * nodes[0].rules.grids[0].encoded_bytes() * rounds
         control_bytes = sent(nodes, Channel.REDUCE) - control - payload
         return Row(
             transport=ether.transport,

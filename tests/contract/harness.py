@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import make_codec
+from node.diloco.fragments import elements, strided
 from node.diloco.outer import OuterState, genesis
 from node.errors import RoundFailed
 from node.status import Phase
@@ -35,7 +36,7 @@ from node.swarm.directory import Directory, Gossip, PeerRecord
 from node.swarm.faults import Fault, Faults, Role, StageName
 from node.swarm.identity import load_identity
 from node.swarm.local import LocalHub, LocalWire
-from node.swarm.reduce import Grid
+from node.swarm.reduce import grids_of
 from node.swarm.rendezvous import Quorum, leader_order
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Committed, Rounds, Rules
@@ -189,14 +190,16 @@ class Node:
         return self.chain.tip
 
     def encode(self, x: torch.Tensor) -> list[bytes]:
-        grid = self.rules.grid
+        grid = self.rules.grid_at(self.tip.round + 1)
         return [grid.codec.encode(x[start:end]) for start, end in grid.bounds]
 
     def offer(self, x: torch.Tensor, tokens: int = 100, step_s: float = 0.01) -> None:
         self.offer_chunks(self.encode(x), tokens, step_s)
 
     def offer_chunks(self, chunks: Sequence[bytes], tokens: int = 100, step_s: float = 0.01) -> None:
-        contribution = Contribution(self.tip.head, chunks, tokens, step_s, self.rules.grid.norm(chunks))
+        contribution = Contribution(
+            self.tip.head, chunks, tokens, step_s, self.rules.grid_at(self.tip.round + 1).norm(chunks)
+        )
         self.seat.loop.call_soon_threadsafe(self.rounds.offer, contribution)
 
     def committed(self, timeout_s: float = WAIT_S) -> Committed:
@@ -239,7 +242,8 @@ def start_state(parameters: int) -> OuterState:
 
 
 def start_tip(rules: Rules) -> Tip:
-    return tip_at(start_state(rules.grid.bounds[-1][1]), rules.run, None, OUTER, {}, 0.0)
+    parameters = sum(elements(grid.ranges) for grid in rules.grids)
+    return tip_at(start_state(parameters), rules.run, None, rules.outer, {}, 0.0)
 
 
 def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
@@ -297,9 +301,14 @@ class Swarm:
         policy: Literal["time", "steps"] = "time",
         min_peers: int = 1,
         quorum_ratio: float = 0.5,
+        fragments: int = 1,
     ) -> Rules:
-        grid = Grid(make_codec(codec), chunk_bounds(parameters))
-        return Rules(self.run, grid, Quorum(policy, min_peers, quorum_ratio), OUTER, max_tokens=2**40)
+        """Of two units for each fragment."""
+        size = -(-parameters // (2 * fragments))
+        units = [min(size, parameters - start) for start in range(0, parameters, size)]
+        grids = grids_of(make_codec(codec), strided(units, fragments))
+        outer = replace(OUTER, fragments=fragments)
+        return Rules(self.run, grids, Quorum(policy, min_peers, quorum_ratio), outer, max_tokens=2**40)
 
     def seats(self, count: int) -> list[Seat]:
         made = self._ether.take(count)
@@ -349,7 +358,7 @@ def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict
     """Everybody offers; returns peer id to (contribution, tokens)."""
     given = {}
     for i, node in enumerate(nodes):
-        x = gradient(i, round_, node.rules.grid.bounds[-1][1])
+        x = gradient(i, round_, node.rules.grid_at(round_).bounds[-1][1])
         given[node.peer_id] = (x, 100 + 37 * i + extra_tokens)
         node.offer(*given[node.peer_id])
     return given

@@ -107,7 +107,7 @@ class Player:
             return
         self.asked = tip.head
         round_ = tip.round + 1
-        x = gradient(self.number, round_, self.node.rules.grid.bounds[-1][1])
+        x = gradient(self.number, round_, self.node.rules.grids[0].bounds[-1][1])
         spoils, self.spoils = self.spoils, ""
         if spoils == "nan":
             x[7] = torch.nan
@@ -121,7 +121,7 @@ class Player:
         if spoils == "garbage":
             x = 1000 * torch.randn_like(x)
         chunks = self.node.encode(x)
-        norm = self.node.rules.grid.norm(chunks)
+        norm = self.node.rules.grids[0].norm(chunks)
         sent = spoil_blobs(spoils if spoils == "shape" else "", chunks)
         offer = Contribution(tip.head, sent, sum(tokens for _, tokens in self.waiting), 0.01, norm)
         self.node.seat.loop.call_soon_threadsafe(self.node.rounds.offer, offer)

@@ -33,7 +33,7 @@ def test_a_norm_a_hundred_times_too_long_is_bounded_by_clipping(swarm: Swarm) ->
     done = [node.committed() for node in nodes]
     assert_same(done)
     parts = [given[p] for p in sorted(given)]
-    norms = [nodes[0].rules.grid.norm(nodes[0].encode(x)) for x in parts]
+    norms = [nodes[0].rules.grids[0].norm(nodes[0].encode(x)) for x in parts]
     assert torch.equal(done[0].tip.state.momentum, weighted_mean(parts, [100] * 5, clip_scales(norms, [100] * 5)))
     moved = (done[0].tip.state.momentum - honest).norm() / honest.norm()
     assert moved < 1, f"it moved the mean by {moved:.2f} of its length"
@@ -47,7 +47,7 @@ def test_one_that_signs_another_norm_than_it_sends_is_left_out_in_the_same_attem
     bad = nodes[2]
     for node in nodes:
         chunks = node.encode(_ones())
-        norm = node.rules.grid.norm(chunks) * (factor if node is bad else 1.0)
+        norm = node.rules.grids[0].norm(chunks) * (factor if node is bad else 1.0)
         contribution = Contribution(node.tip.head, chunks, 100, 0.01, norm)
         node.seat.loop.call_soon_threadsafe(node.rounds.offer, contribution)
     done = [node.committed() for node in nodes]
@@ -64,7 +64,7 @@ def test_a_reducer_that_makes_its_mean_longer_is_not_believed_and_the_round_goes
 
     def longer(self: reduce.Bench, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
         means, squares = true(self, included)
-        grid = bad.rules.grid
+        grid = bad.rules.grids[0]
         return {c: grid.codec.encode(grid.codec.decode(d, grid.elements(c)) * 100) for c, d in means.items()}, squares
 
     on_average = bad.seat.wire._services["average"].handler  # type: ignore[attr-defined]

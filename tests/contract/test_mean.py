@@ -22,7 +22,7 @@ def test_the_mean_is_exact_in_fp32(swarm: Swarm, count: int, parameters: int) ->
     done = [node.committed() for node in nodes]
     parts = [given[peer_id] for peer_id in sorted(given)]
     weights = [tokens for _, tokens in parts]
-    scales = clip_scales([nodes[0].rules.grid.norm(nodes[0].encode(x)) for x, _ in parts], weights)
+    scales = clip_scales([nodes[0].rules.grids[0].norm(nodes[0].encode(x)) for x, _ in parts], weights)
     mean = weighted_mean([x for x, _ in parts], weights, scales)
     total = sum(weights)
     state = outer_step(start_state(parameters), mean, lr=OUTER.lr, momentum=OUTER.momentum, tokens=total)
@@ -40,7 +40,7 @@ def test_the_fp16_mean_is_the_codecs_rounding_of_the_exact_one(swarm: Swarm) -> 
     nodes = swarm.nodes(3, rules)
     given = offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
-    codec, bounds = rules.grid.codec, rules.grid.bounds
+    codec, bounds = rules.grids[0].codec, rules.grids[0].bounds
     mean = torch.empty(10_000)
     for start, end in bounds:
         parts = [codec.decode(codec.encode(given[p][0][start:end]), end - start) for p in sorted(given)]
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
     round_of(nodes, 0)
     sent = [n.seat.wire.traffic.sent_bytes[Channel.REDUCE] - b for n, b in zip(nodes, before, strict=True)]
     received = [n.seat.wire.traffic.received_bytes[Channel.REDUCE] for n in nodes]
-    expected = 2 * (count - 1) / count * rules.grid.encoded_bytes()
+    expected = 2 * (count - 1) / count * rules.grids[0].encoded_bytes()
     assert sum(sent) / count == pytest.approx(expected, rel=0.03)
     assert sum(received) / count == pytest.approx(expected, rel=0.03)
     for node_bytes in sent:

@@ -69,7 +69,7 @@ def test_what_each_reducer_sends_follows_from_how_many_there_are(ether_swarm: Sw
     round_of(nodes, 0)
     before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes[:4]]
     round_of(nodes, 1)
-    payload = nodes[0].rules.grid.encoded_bytes()
+    payload = nodes[0].rules.grids[0].encoded_bytes()
     for node, already in zip(nodes[:4], before, strict=True):
         sent = (node.seat.wire.traffic.sent_bytes[Channel.REDUCE] - already) / payload
         # The leader's plan, proposal and proof are small only beside a larger model than this.

@@ -68,7 +68,9 @@ class Team:
     def __init__(self, folder: Path, peers: int, mode: str = "blocking") -> None:
         self.plan = folder / "plan"
         rules = {"policy": "time", "inner_steps": 200, "min_peers": 1 if peers == 2 else 2}
-        sync = {"mode": mode} if mode == "blocking" else {"mode": mode, "codec": "int4", "feedback": "on"}
+        sync = {"mode": mode, "fragments": 2}
+        if mode != "blocking":
+            sync |= {"codec": "int4", "feedback": "on"}
         self.swarm = Swarm(folder / "swarm", tiny(round=rules, sync=sync))
         self._env = {"DILOCO_FAULTS": f"file:{self.plan}"}
         self._peers = peers
@@ -201,7 +203,9 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Pairs of the fault matrix with real nodes.")
     options.add_argument("--stop-s", type=float, default=STOP_S, help="how long a stopped worker stands still")
     options.add_argument("--only", default="", help="words that a case's name must hold, such as stop,3")
-    options.add_argument("--mode", default="blocking", choices=("blocking", "overlapped"), help="as run.sync.mode")
+    options.add_argument(
+        "--mode", default="blocking", choices=("blocking", "overlapped", "streaming"), help="as run.sync.mode"
+    )
     chosen = options.parse_args()
     words = [word for word in chosen.only.split(",") if word]
     cases = [case for case in all_cases() if all(word in str(case).split("-") for word in words)]

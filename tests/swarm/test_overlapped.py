@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,16 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, t
 
 SLOW_S = 1.0
 """Every member's sending takes so much longer."""
-RUN = tiny(
-    round={"policy": "time", "inner_steps": 400, "min_peers": 2},
-    sync={"mode": "overlapped", "codec": "int4", "feedback": "on"},
-)
 ROUNDS = 5
+
+
+def run_of(mode: str) -> dict[str, Any]:
+    """With two fragments, rounds as long as without."""
+    steps = {"overlapped": 400, "streaming": 800}[mode]
+    return tiny(
+        round={"policy": "time", "inner_steps": steps, "min_peers": 2},
+        sync={"mode": mode, "fragments": 2, "codec": "int4", "feedback": "on"},
+    )
 
 
 def landed(node: Node) -> list[dict]:  # type: ignore[type-arg]
@@ -27,8 +33,9 @@ def landed(node: Node) -> list[dict]:  # type: ignore[type-arg]
 
 
 @pytest.mark.timeout(240)
-def test_nobody_stands_still_and_all_agree(tmp_path: Path) -> None:
-    with Swarm(tmp_path, RUN) as swarm:
+@pytest.mark.parametrize("mode", ["overlapped", "streaming"])
+def test_nobody_stands_still_and_all_agree(mode: str, tmp_path: Path) -> None:
+    with Swarm(tmp_path, run_of(mode)) as swarm:
         env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
         founder = swarm.found(env=env)
         founder.calm()
@@ -46,7 +53,7 @@ def test_nobody_stands_still_and_all_agree(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
-    with Swarm(tmp_path, RUN) as swarm:
+    with Swarm(tmp_path, run_of("streaming")) as swarm:
         founder = swarm.found()
         founder.calm()
         swarm.join("second")

@@ -49,7 +49,7 @@ def step(tip: Tip, now_s: float = 7.0) -> Tip:
 
 
 def take(tip: Tip, mean: torch.Tensor, proof: Proof, joins: dict[str, Join], now_s: float) -> Tip:
-    return next_tip(tip, OUTER, mean, proof, parse(Outcome, proof.outcome.text), joins, now_s)
+    return next_tip(tip, OUTER, mean, proof, parse(Outcome, proof.outcome.text), joins, now_s, ((0, P),))
 
 
 def test_the_first_tip_knows_no_round() -> None:

@@ -13,7 +13,7 @@ from node.swarm.line import Link, abreast, extend, heads_of, prevails, read_line
 from node.swarm.records import Bounds, Join, Outcome, Plan, Proof, accept, results_root, sign
 
 RUN, HASHES = "ab" * 32, [bytes(32)]
-BOUNDS = Bounds(RUN, 1, 1, 1000)
+BOUNDS = Bounds(RUN, (1,), 1, 1000)
 A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
 
 

@@ -137,14 +137,16 @@ model.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sys
     assert done.stdout + done.stderr == ""
 
 
-def test_units_are_what_stands_before_the_layers_the_layers_and_the_rest_in_order() -> None:
+@pytest.mark.parametrize(("heads", "tied"), [(2, True), (1, False)])
+def test_units_are_what_stands_before_the_layers_the_layers_and_the_rest_in_order(heads: int, tied: bool) -> None:
     cfg = ModelConfig(
+        tie_word_embeddings=tied,
         vocab_size=50,
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=3,
         num_attention_heads=2,
-        num_key_value_heads=2,
+        num_key_value_heads=heads,
     )
     units = unit_elements(cfg)
     named = [(name, p.numel()) for name, p in build_model(cfg, seed=0).named_parameters()]

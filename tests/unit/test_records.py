@@ -36,7 +36,7 @@ PEERS = sorted((new_identity() for _ in range(4)), key=lambda identity: identity
 A, B, C, D = PEERS
 OUTSIDER = new_identity()
 MAX_TOKENS = 1000
-BOUNDS = Bounds(RUN, CHUNKS, 2, MAX_TOKENS)
+BOUNDS = Bounds(RUN, (CHUNKS,), 2, MAX_TOKENS)
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS)]
 
 
@@ -150,7 +150,7 @@ def test_a_vote_counts_for_its_head_and_attempt_only() -> None:
 
 
 def checked(candidate: Plan) -> dict[str, Join]:
-    return check_plan(candidate, BOUNDS, PARENT)
+    return check_plan(candidate, BOUNDS, PARENT, 0)
 
 
 def test_a_good_plan_gives_its_joins() -> None:
@@ -189,7 +189,7 @@ def test_plans_without_members_or_reducers_cannot_be_written() -> None:
 
 
 def weighed(candidate: Outcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
-    bounds = Bounds(RUN, CHUNKS, min_peers, MAX_TOKENS)
+    bounds = Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS)
     joins = check_outcome(candidate, bounds)
     check_hashes(candidate, hashes, bounds)
     return joins
@@ -231,7 +231,7 @@ def test_hashes_travel_as_text() -> None:
 
 
 def proven(candidate: Proof, min_peers: int = 2) -> tuple[Outcome, dict[str, Join]]:
-    return check_proof(candidate, Bounds(RUN, CHUNKS, min_peers, MAX_TOKENS))
+    return check_proof(candidate, Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS))
 
 
 def test_a_proof_by_more_than_half_holds() -> None:

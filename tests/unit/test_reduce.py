@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from node.diloco.aggregate import weighted_mean
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import make_codec
 from node.errors import PeerError
-from node.swarm.reduce import Bench, Grid, chunk_hash, exceeds, misdeclared
+from node.swarm.reduce import Bench, Grid, chunk_hash, exceeds, grids_of, misdeclared
 
 P = 10_000
 WEIGHTS = {"a": 100, "b": 300, "c": 7}
@@ -22,7 +22,7 @@ NORMS = dict.fromkeys(WEIGHTS, 100.0)
 
 
 def grid(codec: str = "fp32") -> Grid:
-    return Grid(make_codec(codec), chunk_bounds(P))
+    return grids_of(make_codec(codec), [((0, P),)])[0]
 
 
 def vector(seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import make_codec
 from node.diloco.digest import leaf_hash, root_digest
 from node.diloco.outer import OuterState, genesis
 from node.errors import PeerError, TransferFailed
@@ -26,14 +26,14 @@ from node.swarm.identity import new_identity
 from node.swarm.local import LocalHub, LocalWire
 from node.swarm.offers import Target
 from node.swarm.records import Join, Outcome, Plan, Proof, accept, results_root, sign
-from node.swarm.reduce import Grid
+from node.swarm.reduce import grids_of
 from node.swarm.rendezvous import Quorum
 from node.swarm.rounds import Rules
 from node.swarm.state import Snapshot, StateServer, tip_of
 
 P, RUN, HASH = 1000, "ab" * 32, bytes(32)
 A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
-RULES = Rules(RUN, Grid(make_codec("fp32"), chunk_bounds(P)), Quorum("time", 2, 0.5), Outer(0.7, 0.9, 10), 2**40)
+RULES = Rules(RUN, grids_of(make_codec("fp32"), [((0, P),)]), Quorum("time", 2, 0.5), Outer(0.7, 0.9, 10), 2**40)
 
 
 def proof_of(round_: int, members: Sequence[Any] = (A, B)) -> Proof:

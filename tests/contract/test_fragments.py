@@ -1,0 +1,81 @@
+"""Rounds of fragments: each moves its own part of the parameters, and all promises hold for every one of them."""
+
+from __future__ import annotations
+
+import torch
+
+from node.diloco.aggregate import weighted_mean
+from node.diloco.fragments import elements, take
+from node.status import Channel, Phase
+from tests.contract.harness import OUTER, Node, Swarm, assert_same, offer_all, round_of, wait_until
+from tests.contract.test_state import Memory, download, joiner, restart_at, serve
+
+PARAMETERS, FRAGMENTS = 30_000, 3
+
+
+def swarm_of(swarm: Swarm, count: int) -> list[Node]:
+    return swarm.nodes(count, swarm.rules(PARAMETERS, "fp32", min_peers=2, fragments=FRAGMENTS))
+
+
+def test_each_round_steps_its_own_fragment_and_leaves_the_rest(swarm: Swarm) -> None:
+    nodes = swarm_of(swarm, 3)
+    momentum = torch.zeros(PARAMETERS)
+    for round_ in range(2 * FRAGMENTS):
+        before = nodes[0].tip.state
+        given = offer_all(nodes, round_)
+        done = [node.committed() for node in nodes]
+        assert_same(done)
+        state, grid = done[0].tip.state, nodes[0].rules.grid_at(round_)
+        ordered = [given[peer] for peer in sorted(given)]
+        mean = weighted_mean([x for x, _ in ordered], [tokens for _, tokens in ordered])
+        buffer = OUTER.momentum * take(momentum, grid.ranges) + mean
+        step = OUTER.lr * (mean + OUTER.momentum * buffer)
+        torch.testing.assert_close(take(state.anchor, grid.ranges), take(before.anchor, grid.ranges) - step)
+        changed = (state.anchor != before.anchor).nonzero().flatten()
+        inside = torch.cat([torch.arange(start, end) for start, end in grid.ranges])
+        assert set(changed.tolist()) <= set(inside.tolist())
+        momentum = state.momentum
+        # A contribution's tokens are those since the fragment's last round, so a token is in each fragment's.
+        assert state.tokens - before.tokens == sum(tokens for _, tokens in ordered) // FRAGMENTS
+
+
+def test_a_round_moves_only_its_fragments_bytes(swarm: Swarm) -> None:
+    nodes = swarm_of(swarm, 2)
+    round_of(nodes, 0)
+    before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
+    round_of(nodes, 1)
+    payload = nodes[0].rules.grid_at(1).encoded_bytes()
+    assert payload == 4 * elements(nodes[0].rules.grid_at(1).ranges) < 4 * PARAMETERS / 2
+    for node, sent in zip(nodes, before, strict=True):
+        moved = node.seat.wire.traffic.sent_bytes[Channel.REDUCE] - sent
+        assert payload <= moved < payload + 20_000
+
+
+def test_one_that_missed_rounds_of_all_fragments_replays_them(swarm: Swarm) -> None:
+    nodes = swarm_of(swarm, 2)
+    serve(nodes[0], Memory(nodes[0].tip))
+    late = joiner(swarm, nodes)
+    late.stop()
+    for round_ in range(FRAGMENTS + 1):
+        round_of(nodes, round_)
+    other = joiner(swarm, nodes)
+    other.start_gossip()
+    wait_until(lambda: other.tip.head == nodes[0].tip.head)
+    assert other.tip.digest == nodes[0].tip.digest
+    other.directory.say(phase=Phase.TRAINING)
+    wait_until(lambda: all(node.directory.is_member(other.peer_id) for node in nodes))
+    assert len(round_of([*nodes, other], FRAGMENTS + 1)[0].outcome.included) == 3
+
+
+def test_a_state_is_downloaded_whole(swarm: Swarm) -> None:
+    nodes = swarm_of(swarm, 2)
+    for round_ in range(2):
+        round_of(nodes, round_)
+    serve(nodes[0], Memory(nodes[0].tip))
+    late = swarm.node(nodes[0].rules)
+    late.meet(nodes)
+    tip = download(late)
+    assert tip.digest == nodes[0].tip.digest and tip.state.anchor.numel() == PARAMETERS
+    restart_at(late, tip)
+    wait_until(lambda: all(node.directory.is_member(late.peer_id) for node in nodes))
+    round_of([*nodes, late], 2)
