@@ -9,13 +9,14 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from node.config import CheckpointConfig
 from node.diloco.fragments import put_, take
 from node.diloco.outer import pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
-from node.errors import RoundFailed, TrainingError
+from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Outcome, Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
@@ -28,6 +29,7 @@ from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
 from node.worker.outgoing import Outgoing
+from node.worker.saver import Saver
 from node.worker.session import Session
 from node.worker.snapshot import checkpoint_of
 from node.worker.teller import Teller
@@ -70,7 +72,7 @@ class Trainer:
         self.tip: Tip = session.tip
         self.progress = Progress()
         self._accounts = Accounts(self.run.sync.fragment_count)
-        self._saves = saves
+        self._saves, self._saver = saves, Saver(session.store, session.source)
         self._checkpoint_at_s = time.monotonic()
         self._checkpoint_round = self.tip.round
         self._traffic_before = (0, 0)
@@ -94,7 +96,13 @@ class Trainer:
         self._show_position()
 
     def save(self) -> None:
-        """A checkpoint of outer and local state. Raises MachineError where the disk does not take it."""
+        """A checkpoint of outer and local state, on the disk when this returns. Raises MachineError if that is full."""
+        self._begin_save()
+        with self.ledger.doing(Activity.CHECKPOINT):
+            self._saver.wait()
+
+    def _begin_save(self) -> None:
+        """Training goes on while it is written; `breathe` tells of a disk that does not take it."""
         with self.ledger.doing(Activity.CHECKPOINT):
             ledger = self.ledger.save(self.ledger.counters(self.session.swarm.view))
             sent_steps, owed = self._accounts.for_checkpoint(self._next)
@@ -106,8 +114,7 @@ class Trainer:
                 position=(sent_steps + self.progress.steps, *self.local.place),
                 extra={"ledger": ledger, "owed": owed},
             )
-            self.session.store.save(checkpoint)
-            self.session.source.publish(self.tip)
+            self._saver.begin(checkpoint, self.tip)
         self._checkpoint_at_s, self._checkpoint_round = time.monotonic(), self.tip.round
 
     # the inner loop
@@ -175,6 +182,7 @@ class Trainer:
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
+        self._saver.check()
         self.teller.tell()
         self._check()
 
@@ -297,7 +305,7 @@ class Trainer:
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
         if self._checkpoint_is_due():
-            self.save()
+            self._begin_save()
         if landing.flight is not None:
             self._round_over()
 
@@ -337,12 +345,17 @@ class Trainer:
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
     def _checkpoint_is_due(self) -> bool:
-        if not self.session.swarm.mailbox.empty():
-            return False  # Rounds are being replayed: the last of them will do.
+        if not self.session.swarm.mailbox.empty() or self._saver.is_busy:
+            return False  # Rounds are being replayed, and the last of them will do; or the disk is slow.
         since_s, since_rounds = time.monotonic() - self._checkpoint_at_s, self.tip.round - self._checkpoint_round
         # All nodes keep the same rounds, too, so that a joiner finds several that serve one state.
         is_common = (self.tip.round + 1) % CHECKPOINT_ROUNDS == 0
         return is_common or since_s >= self._saves.every_s or since_rounds >= CHECKPOINT_ROUNDS
+
+    def stop_saving(self) -> None:
+        """Nothing is written from here on; what could not be written is no matter any more."""
+        with suppress(MachineError):
+            self._saver.wait()
 
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens

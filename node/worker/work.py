@@ -137,6 +137,7 @@ class Work:
                 self._see_off(session, trainer.tip)
                 return
             except Lost as exc:
+                trainer.stop_saving()
                 self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):
                 trainer.save()
