@@ -15,7 +15,9 @@ Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SI
 `die` is SIGKILL, `stop` SIGSTOP, `fail` an error that nobody expects, `corrupt` changes what the node holds just then
 (the anchor at `apply`). Three kinds spoil what the node sends just then: `garbage` are random bytes of the same length,
 `shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
-they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long.
+they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long;
+`inner@*=rest:S` stands for a device that this machine does not have: each inner step is a sleep of S seconds, and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "apply", "serve")
 SPOILS = ("garbage", "shape", "nan")
-KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow")
+KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow", "rest")
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
@@ -103,6 +105,10 @@ class Faults:
     def slowness(self) -> float:
         """How many times as long as it needs an inner step is to take."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
+
+    def rest_s(self) -> float:
+        """Seconds that an inner step sleeps in place of computing; 0: it computes."""
+        return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
 
     def suffer(self, fault: Fault) -> None:
         """Without an event loop."""

@@ -91,18 +91,32 @@ class Local:
 
     # steps
 
-    def step(self, lr: float, slowness: float) -> StepResult:
-        """One inner step on the next batch. Raises what `InnerLoop.step` raises. `slowness`: a fault on purpose."""
+    def step(self, lr: float, slowness: float, rest_s: float) -> StepResult:
+        """One inner step on the next batch. Raises what `InnerLoop.step` raises.
+
+        `slowness`, `rest_s`: faults on purpose, a slow device, and a sleep that stands for one.
+        """
         began_s = time.monotonic()
+        if rest_s:
+            return self._rest(rest_s)
         with self._ledger.doing(Activity.DATA):
             batch = self._stream.next_batch(self._run.inner.batch_size, self._run.inner.sequence_length)
         with self._ledger.doing(Activity.COMPUTE):
             result = self._inner.step(batch, lr)
             time.sleep(max(0.0, slowness - 1) * (time.monotonic() - began_s))
-        step_s = time.monotonic() - began_s
-        self._step_s.append(step_s)
-        self._ledger.step_done(step_s, result.tokens)
+        self._count(time.monotonic() - began_s, result.tokens)
         return result
+
+    def _rest(self, seconds: float) -> StepResult:
+        with self._ledger.doing(Activity.COMPUTE):
+            time.sleep(seconds)
+        result = StepResult(0.0, 0.0, self._run.tokens_per_inner_step)
+        self._count(seconds, result.tokens)
+        return result
+
+    def _count(self, step_s: float, tokens: int) -> None:
+        self._step_s.append(step_s)
+        self._ledger.step_done(step_s, tokens)
 
     @property
     def step_s(self) -> float | None:

@@ -170,7 +170,7 @@ class Trainer:
         faults.meet("inner", self.tip.round + 1, self._role)
         lr = self._learning_rate()
         try:
-            result = self.local.step(lr, faults.slowness())
+            result = self.local.step(lr, faults.slowness(), faults.rest_s())
         except TrainingError as exc:
             if not self.progress.steps or self._dropped >= MAX_DROPPED:
                 raise

@@ -35,12 +35,16 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 class Helper:
     """`python -m MODULE ARGUMENTS`, told what to do over its stdin. Use as a context manager."""
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, namespace: str = ""
+    ) -> None:
+        """`namespace`: the network namespace that it runs in; empty: the machine's own."""
+        there = ["ip", "netns", "exec", namespace] if namespace else []
         self._module, self._log, self._rest = module, log, b""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*there, sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
                 env=inherited | environ,
                 stdin=subprocess.PIPE,

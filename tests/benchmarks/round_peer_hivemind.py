@@ -45,7 +45,7 @@ class Peer:
         self.peers = arguments.peers
         self.dht = DHT(
             initial_peers=arguments.bootstrap or None,
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            host_maddrs=[f"/ip4/{arguments.host}/tcp/0"],
             nat_port_map=False,
             auto_nat=False,
             use_relay=False,
@@ -92,6 +92,7 @@ def main() -> int:
     parser.add_argument("--peers", type=int, required=True)
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--bootstrap", action="append", default=[])
+    parser.add_argument("--host", default="127.0.0.1")
     peer = Peer(parser.parse_args())
     answer({"address": str(peer.dht.get_visible_maddrs()[0])})
     for _ in orders():

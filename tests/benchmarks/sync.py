@@ -1,0 +1,297 @@
+"""Compute utilisation and bytes over shaped lines: this node's modes and codecs, hivemind's averager, and the formula.
+
+    python -m tests.benchmarks.sync [--cells 20:4:overlapped:int4,...] [--rounds 4] [--fresh]
+
+Real processes in network namespaces, one per node, lines shaped with `tc` (tbf), bytes by the interfaces' counters;
+needs root. A sleep of STEP_S stands for each inner step, as two cores cannot train so many models at once: it counts as
+compute, and the encoding, sending, averaging and stepping beside it are real and have the machine to themselves.
+
+Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's averager,
+which blocks, the inner phase over the inner phase and its `step`. The formula: payloads of 2 (n - 1) / n go each way, so
+with T = payload / rate a blocking node is busy C / (C + T), an overlapped one always while T < C. Every cell is kept in
+results/sync.json as it ends, and not measured again without --fresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.figures import RESULTS
+from tests.benchmarks.processes import Helper
+from tests.swarm.harness import Node, Swarm
+from tests.swarm.netns import Host, Network, why_not
+
+PORT = 41234
+PARAMETERS = 15_000_000
+INNER_S = 30.0
+STEP_S = 0.25
+STEPS = round(INNER_S / STEP_S)
+START_S = 240.0
+ROUND_S = 900.0
+CELLS = RESULTS / "sync.json"
+DEFAULT = (
+    "20:4:blocking:fp16", "20:4:hivemind:fp16", "20:4:overlapped:int4", "20:4:streaming:int4", "20:4:overlapped:int8",
+    "100:4:blocking:fp16", "100:4:hivemind:fp16", "100:4:overlapped:int4", "100:4:streaming:int4",
+    "100:4:overlapped:fp16", "10:4:overlapped:int4", "10:4:streaming:int4", "10:4:blocking:fp16",
+    "500:4:blocking:fp16", "500:4:streaming:int4", "20:2:overlapped:int4", "20:8:overlapped:int4", "100:8:streaming:int4",
+)  # fmt: skip
+BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
+FRAGMENTS = 4
+MODEL = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the table, and what is wanted of it."""
+
+    mbit_s: float
+    nodes: int
+    mode: str
+    codec: str
+
+    def __str__(self) -> str:
+        return f"{self.mbit_s:g}:{self.nodes}:{self.mode}:{self.codec}"
+
+    @property
+    def payload_bytes(self) -> float:
+        """Sent by a node in H inner steps, whatever the mode."""
+        return 2 * (self.nodes - 1) / self.nodes * BITS[self.codec] * PARAMETERS / 8
+
+    @property
+    def formula(self) -> float:
+        transfer_s = self.payload_bytes / (self.mbit_s * 1e6 / 8)
+        if self.mode in ("blocking", "hivemind"):
+            return INNER_S / (INNER_S + transfer_s)
+        return min(1.0, INNER_S / transfer_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured in a cell."""
+
+    utilization: float
+    """Mean over the nodes."""
+    least: float
+    round_s: float
+    """Seconds of H inner steps and all that comes with them."""
+    transfer_s: float
+    """Median seconds from the closed group to the commit; of all fragments together."""
+    counted_bytes: float
+    """By our counters, sent by a node in H inner steps."""
+    interface_bytes: float
+    peak_mb: float
+    """Resident memory of a worker at its largest, mean over the nodes."""
+    agree: bool
+
+
+def parse(text: str) -> Cell:
+    mbit_s, nodes, mode, codec = text.split(":")
+    return Cell(float(mbit_s), int(nodes), mode, codec)
+
+
+def run_of(cell: Cell) -> dict[str, Any]:
+    return {
+        "name": "sync",
+        "total_tokens": 10**12,
+        "model": MODEL,
+        "inner": {"batch_size": 1, "sequence_length": 32},
+        "round": {"policy": "time", "inner_steps": STEPS, "min_peers": cell.nodes},
+        "sync": {"mode": cell.mode, "codec": cell.codec, "fragments": FRAGMENTS},
+        "evaluation": {"batches": 0},
+    }
+
+
+def settle(node: Node, host: Host) -> Node:
+    node.namespace, node.listen = host.namespace, f"/ip4/{host.address}/tcp/{PORT}"
+    return node
+
+
+def interface_bytes(host: Host) -> int:
+    """Sent by the host so far, headers included."""
+    words = ["ip", "netns", "exec", host.namespace, "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+    return int(subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One node's counters at one moment."""
+
+    compute_s: float
+    all_s: float
+    reduce_bytes: float
+    interface_bytes: int
+    round: int
+    at_s: float
+
+
+def count(node: Node, host: Host) -> Counted:
+    text = node.http.get("/metrics").text
+    seconds = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
+    sent = re.findall(r'^diloco_network_sent_bytes_total\{channel="reduce"\} (\S+)$', text, re.MULTILINE)[0]
+    return Counted(
+        float(seconds["compute"]),
+        sum(map(float, seconds.values())),
+        float(sent),
+        interface_bytes(host),
+        node.status()["run"]["round"],
+        time.monotonic(),
+    )
+
+
+def ours(cell: Cell, rounds: int) -> Found:
+    """`rounds` times H inner steps, after a round or two."""
+    turns = FRAGMENTS if cell.mode == "streaming" else 1
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        Network() as network,
+        Swarm(Path(name), run_of(cell)) as swarm,
+    ):
+        hosts = [network.host() for _ in range(cell.nodes)]
+        env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
+        founder = settle(swarm.node("founder"), hosts[0]).start(env=env)
+        invite = founder.invite()
+        nodes = [founder]
+        for number, host in enumerate(hosts[1:], 1):
+            node = settle(swarm.node(f"node{number}", join=invite), host)
+            node.preset = None
+            nodes.append(node.start(env=env))
+        for node in nodes:
+            node.until_training(START_S)
+        for host in hosts:  # Joining is not what is measured.
+            network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
+        first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
+        for node in nodes:
+            node.until_round(first, ROUND_S)
+        before = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
+        for node in nodes:
+            node.until_round(before[0].round + rounds * turns, rounds * ROUND_S)
+        after = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
+        records = [r for r in founder.rounds() if before[0].round < r["round"] <= after[0].round]
+        transfers = [r["seconds"]["reduce"] + r["seconds"]["commit"] for r in records if r["outcome"] != "failed"]
+        peaks = [node.find("worker").memory_info() for node in nodes]
+        states = {(s["round"], s["state_digest"]) for s in (node.status()["run"] for node in nodes)}
+        agree = len({r for r, _ in states}) == len(states)
+    return found(before, after, turns, transfers, [p.rss for p in peaks], agree=agree)
+
+
+def found(
+    before: Sequence[Counted],
+    after: Sequence[Counted],
+    turns: int,
+    transfers: Sequence[float],
+    memory: Sequence[int],
+    *,
+    agree: bool,
+) -> Found:
+    pairs = list(zip(before, after, strict=True))
+    busy = [(new.compute_s - old.compute_s) / (new.all_s - old.all_s) for old, new in pairs]
+    per = [turns / max(1, new.round - old.round) for old, new in pairs]
+    return Found(
+        utilization=statistics.fmean(busy),
+        least=min(busy),
+        round_s=statistics.median((new.at_s - old.at_s) * p for (old, new), p in zip(pairs, per, strict=True)),
+        transfer_s=turns * statistics.median(transfers),
+        counted_bytes=statistics.fmean(
+            (new.reduce_bytes - old.reduce_bytes) * p for (old, new), p in zip(pairs, per, strict=True)
+        ),
+        interface_bytes=statistics.fmean(
+            (new.interface_bytes - old.interface_bytes) * p for (old, new), p in zip(pairs, per, strict=True)
+        ),
+        peak_mb=statistics.fmean(memory) / 1e6,
+        agree=agree,
+    )
+
+
+def hivemind(cell: Cell, rounds: int) -> Found:
+    """The blocking fp16 round of hivemind's own averager, in the same loop: sleep, then `step`."""
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, Network() as network, ExitStack() as stack:
+        hosts = [network.host() for _ in range(cell.nodes)]
+        helpers: list[Helper] = []
+        said: list[dict[str, Any]] = []
+        for rank, host in enumerate(hosts):
+            arguments = ["--rank", str(rank), "--peers", str(cell.nodes), "--parameters", str(PARAMETERS)]
+            arguments += ["--host", host.address, *(["--bootstrap", said[0]["address"]] if said else [])]
+            log = Path(name) / f"hivemind-{rank}.log"
+            environment = {"OMP_NUM_THREADS": "1"}
+            helpers.append(
+                stack.enter_context(
+                    Helper(
+                        "tests.benchmarks.round_peer_hivemind", arguments, log, environment, namespace=host.namespace
+                    )
+                )
+            )
+            said.append(helpers[-1].hear(START_S))
+        for host in hosts:
+            network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
+        step_s, sent = [], [interface_bytes(host) for host in hosts]
+        for _ in range(rounds):
+            for helper in helpers:
+                helper.tell(do="round")
+            step_s.append(statistics.fmean(helper.hear(ROUND_S)["step_s"] for helper in helpers))
+        moved = [interface_bytes(host) - before for host, before in zip(hosts, sent, strict=True)]
+    mean_s = statistics.fmean(step_s)
+    busy = INNER_S / (INNER_S + mean_s)
+    return Found(busy, busy, INNER_S + mean_s, mean_s, 0.0, statistics.fmean(moved) / rounds, 0.0, agree=False)
+
+
+def row(cell: Cell, one: Found) -> str:
+    counted = f"{one.counted_bytes / cell.payload_bytes:.3f}" if one.counted_bytes else ""
+    cells = (
+        f"{cell.mbit_s:g}", str(cell.nodes), cell.mode, cell.codec, f"{one.utilization:.1%}", f"{one.least:.1%}",
+        f"{cell.formula:.1%}", f"{one.round_s:.1f}", f"{one.transfer_s:.1f}", counted,
+        f"{one.interface_bytes / cell.payload_bytes:.3f}", f"{one.peak_mb:.0f}" if one.peak_mb else "",
+        "yes" if one.agree else "" if cell.mode == "hivemind" else "NO",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| Mbit/s | nodes | mode | codec | busy, mean | least | formula | s per H steps | transfer s | bytes counted / formula "
+    "| bytes on the interface / formula | worker MB | equal digests |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=",".join(DEFAULT), help="MBIT_S:NODES:MODE:CODEC, mode hivemind included")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason)
+        return 1
+    kept: dict[str, Any] = json.loads(CELLS.read_text()) if CELLS.exists() and not options.fresh else {}
+    print(HEAD)
+    for text in options.cells.split(","):
+        cell = parse(text)
+        if str(cell) not in kept:
+            measured = (hivemind if cell.mode == "hivemind" else ours)(cell, options.rounds)
+            kept[str(cell)] = asdict(measured)
+            CELLS.parent.mkdir(parents=True, exist_ok=True)
+            CELLS.write_text(json.dumps(kept, indent=1))
+        print(row(cell, Found(**kept[str(cell)])), flush=True)
+    lines = [HEAD, *(row(parse(text), Found(**one)) for text, one in kept.items())]
+    (RESULTS / "sync.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
