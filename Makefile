@@ -19,7 +19,7 @@ NAME ?= first
 N ?= 4
 ARGS ?=
 
-.PHONY: help run test lint swarm bench storm lock clean
+.PHONY: help run test lint swarm bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           a node on the built-in preset"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint                          style, types, imports"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
 	@echo "make bench                         measurements (tests/benchmarks)"
+	@echo "make bench-sync                    utilisation and bytes over shaped lines (root; more than an hour)"
 	@echo "make storm                         25 minutes of faults on real nodes, then every fault at every place"
 	@echo "make lock                          write requirements.lock anew from pyproject.toml"
 
@@ -60,6 +61,9 @@ swarm: $(SET_UP)
 
 bench: $(SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
+
+bench-sync: $(SET_UP)
+	@exec $(BIN)/python -m tests.benchmarks.sync $(ARGS)
 
 # ARGS are the storm's: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three run, whatever the first come to.
 storm: $(SET_UP)

@@ -6,10 +6,10 @@ Real processes in network namespaces, one per node, lines shaped with `tc` (tbf)
 needs root. A sleep of STEP_S stands for each inner step, as two cores cannot train so many models at once: it counts as
 compute, and the encoding, sending, averaging and stepping beside it are real and have the machine to themselves.
 
-Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's averager,
-which blocks, the inner phase over the inner phase and its `step`. The formula: payloads of 2 (n - 1) / n go each way, so
-with T = payload / rate a blocking node is busy C / (C + T), an overlapped one always while T < C. Every cell is kept in
-results/sync.json as it ends, and not measured again without --fresh.
+Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's
+averager, which blocks, the inner phase over the inner phase and its `step`. The formula: payloads of 2 (n - 1) / n go
+each way, so with T = payload / rate a blocking node is busy C / (C + T), an overlapped one always while T < C. Every
+cell is kept in results/sync.json as it ends, and not measured again without --fresh.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ DEFAULT = (
     "20:4:blocking:fp16", "20:4:hivemind:fp16", "20:4:overlapped:int4", "20:4:streaming:int4", "20:4:overlapped:int8",
     "100:4:blocking:fp16", "100:4:hivemind:fp16", "100:4:overlapped:int4", "100:4:streaming:int4",
     "100:4:overlapped:fp16", "10:4:overlapped:int4", "10:4:streaming:int4", "10:4:blocking:fp16",
-    "500:4:blocking:fp16", "500:4:streaming:int4", "20:2:overlapped:int4", "20:8:overlapped:int4", "100:8:streaming:int4",
+    "500:4:blocking:fp16", "500:4:streaming:int4", "20:2:overlapped:int4", "20:8:overlapped:int4",
+    "100:8:streaming:int4",
 )  # fmt: skip
 BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
 FRAGMENTS = 4
@@ -263,10 +264,11 @@ def row(cell: Cell, one: Found) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = (
-    "| Mbit/s | nodes | mode | codec | busy, mean | least | formula | s per H steps | transfer s | bytes counted / formula "
-    "| bytes on the interface / formula | worker MB | equal digests |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
+COLUMNS = (
+    "Mbit/s", "nodes", "mode", "codec", "busy, mean", "least", "formula", "s per H steps", "transfer s",
+    "bytes counted / formula", "bytes on the interface / formula", "worker MB", "equal digests",
+)  # fmt: skip
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def main() -> int:
