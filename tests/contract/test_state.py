@@ -74,7 +74,7 @@ def serve(node: Node, source: Memory) -> Memory:
 
 
 def download(node: Node) -> Tip:
-    parameters = node.rules.grids[0].bounds[-1][1]
+    parameters = node.tip.state.anchor.numel()
     return node.seat.do(new_download(node).run(Target(parameters), lambda ratio: None))
 
 

@@ -25,7 +25,7 @@ from node.manifest import (
 )
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "09485e5ccf1de92d98d216fad2aaa6df777be7abda1f2414eb77dc137d602f45"
+GOLDEN_HASH = "793066ba080e626cf6cc29c1662ea9af6544a9e61fb1d7f5577529e9f3c8e0a1"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
