@@ -228,7 +228,7 @@ class Member:
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
-            addresses=addresses if inbound else self._others_addresses(),
+            addresses=self._invited(addresses if inbound else ()),
             reachability="direct" if inbound else "relay" if relayed else "none",
             reachability_reason=self.reachability.reason,
             stage=self.rounds.stage if self.rounds else "idle",
@@ -240,10 +240,11 @@ class Member:
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 
-    def _others_addresses(self) -> tuple[str, ...]:
-        """Who is invited by a node that cannot be called begins with peers that can."""
-        callable_ = [record for record in self.directory.live()[1:] if record.inbound]
-        return tuple(a for r in callable_[:INVITED] for a in r.addresses if a.endswith(r.peer_id))[:16]
+    def _invited(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
+        others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
+        others = others[: INVITED - bool(own)]
+        return (*own, *(a for r in others for a in r.addresses if a.endswith(r.peer_id)))[:16]
 
     async def close(self, phase: Phase) -> None:
         """Say goodbye as `phase`, and let go. Bounded to a few seconds."""

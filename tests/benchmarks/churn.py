@@ -224,7 +224,7 @@ def measure(rounds: int, inner_steps: int, seed: int) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--inner-steps", type=int, default=250)
+    parser.add_argument("--inner-steps", type=int, default=700, help="a round must outlast a join")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     result = measure(options.rounds, options.inner_steps, options.seed)

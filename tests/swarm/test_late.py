@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from node.diloco.digest import LEAF_BYTES
+from node.manifest import parse_invite
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
 
@@ -33,6 +34,23 @@ def state_bytes(node: Node) -> float:
 def rejected(node: Node) -> float:
     lines = node.http.get("/metrics").text.splitlines()
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
+
+
+def test_an_invite_outlives_whoever_gave_it(swarm: Swarm) -> None:
+    founder = swarm.found()
+    (second,) = swarm.join("second")
+    second_id = second.until_training()["node"]["peer_id"]
+    named = wait_for(
+        lambda: (i := parse_invite(founder.invite())) and any(second_id in a for a in i.addresses) and i,
+        START_S,
+        "alone",
+    )
+    assert founder.status()["node"]["peer_id"] in named.addresses[0], "who gives it comes first"
+    founder.end_by_force()
+    late = swarm.node("late", join=str(named))
+    late.preset = None
+    late.start().until_training()
+    assert late.status()["peers"]["connected"] == 1
 
 
 @pytest.mark.timeout(240)
