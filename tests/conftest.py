@@ -19,18 +19,24 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`: the swarms of real processes one after the other, and beside them all the rest.
+BESIDE = ("test_namespaces.py", "test_late.py")
+"""Swarms that wait the most."""
 
-    The longest first. Networks of their own wait the most, so they go with the rest; there, files stay whole.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`: swarms of real processes one after the other, and beside them all the rest.
+
+    The longest first; what is not among those swarms is dealt out file by file.
     """
     if not config.getoption("numprocesses", default=None):
         return
     here = Path(__file__).parent
 
-    def is_swarm(item: pytest.Item) -> bool:
-        return (here / "swarm") in item.path.parents and item.path.name != "test_namespaces.py"
+    def order(item: pytest.Item) -> int:
+        if item.path.name in BESIDE:
+            return 1
+        return 0 if (here / "swarm") in item.path.parents else 2
 
-    items.sort(key=lambda item: (not is_swarm(item), item.path.name != "test_namespaces.py"))
+    items.sort(key=order)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("swarm" if is_swarm(item) else str(item.path.relative_to(here))))
+        item.add_marker(pytest.mark.xdist_group("swarm" if not order(item) else str(item.path.relative_to(here))))
