@@ -48,7 +48,7 @@ run: $(SET_UP)
 	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(FLAGS) $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2
 
 lint: $(SET_UP)
 	@$(BIN)/ruff check .

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before anything imports torch: two cores are shared by all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,24 +20,31 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable)
 
 
-BESIDE = ("test_namespaces.py", "test_late.py")
+BESIDE = ("tests/swarm/test_namespaces.py", "tests/swarm/test_late.py")
 """Swarms that wait the most."""
 
 
+def part_of(file: str) -> str:
+    """What is run by one process in one go: the swarms of real processes, but those; any other file."""
+    return "swarms" if file.startswith("tests/swarm/") and file not in BESIDE else file
+
+
+class Parts(LoadScopeScheduling):  # type: ignore[misc]
+    """With `-n 2`: the swarms one after the other, and beside them all the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return part_of(nodeid.split("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
+    config.option.loadscopereorder = False
+    return Parts(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`: swarms of real processes one after the other, and beside them all the rest.
-
-    The longest first; what is not among those swarms is dealt out file by file.
-    """
-    if not config.getoption("numprocesses", default=None):
-        return
-    here = Path(__file__).parent
-
-    def order(item: pytest.Item) -> int:
-        if item.path.name in BESIDE:
-            return 1
-        return 0 if (here / "swarm") in item.path.parents else 2
-
-    items.sort(key=order)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("swarm" if not order(item) else str(item.path.relative_to(here))))
+    """The longest first, in the processes that pytest-xdist starts."""
+    if hasattr(config, "workerinput"):
+        files = [item.nodeid.split("::")[0] for item in items]
+        rank = {file: (part_of(file) != "swarms", file not in BESIDE) for file in files}
+        items.sort(key=lambda item: rank[item.nodeid.split("::")[0]])
