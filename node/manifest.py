@@ -113,6 +113,8 @@ class RoundConfig(Section):
     """`steps`: every node does `inner_steps` inner steps. `time`: rounds by the clock, weighted by tokens."""
     inner_steps: int = Field(500, ge=1)
     """Inner steps H of a typical node between two outer steps."""
+    most_inner_steps: int = Field(0, ge=0)
+    """With `sync.auto`, the most that H may come to; 0: four times `inner_steps`."""
     min_peers: int = Field(2, ge=1)
     """Fewest members that may take an outer step; 1 lets a lone node go on by itself."""
     quorum_ratio: float = Field(0.5, gt=0, le=1)
@@ -142,6 +144,10 @@ class SyncConfig(Section):
     """`overlapped`: how the steps since sending are kept. `mix`: a share of the local parameters; `correction`: all."""
     mix_alpha: float = Field(0.5, ge=0, le=1)
     """Share of the local parameters in the mix with the new anchor."""
+
+    auto: bool = False
+    """Whether H follows the time that transfers take, from `round.inner_steps` up, and the outer learning rate, in
+    place of `outer.lr`, the number of contributors."""
 
     @property
     def fragment_count(self) -> int:
@@ -182,6 +188,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"inner.sequence_length {self.inner.sequence_length} is longer than "
                 f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        if 0 < self.round.most_inner_steps < self.round.inner_steps:
+            raise ValueError(
+                f"round.most_inner_steps {self.round.most_inner_steps} is less than "
+                f"round.inner_steps {self.round.inner_steps}"
             )
         if self.sync.fragment_count > self.model.num_hidden_layers + 2:
             raise ValueError(

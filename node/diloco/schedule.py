@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 
@@ -46,6 +47,35 @@ def round_seconds(step_seconds: Sequence[float], weights: Sequence[int], inner_s
         if 2 * below >= total:
             return inner_steps * seconds
     raise AssertionError("the weights below the largest time are all weights")
+
+
+TRANSFER_SHARE = 0.8
+"""Of a round's inner phase, that the transfer of the round before may take: the rest is for those that are slower."""
+PUBLISHED_LR = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
+"""Best outer learning rates by contributors (2503.09799)."""
+
+
+def fitting_steps(
+    step_seconds: Sequence[float], weights: Sequence[int], transfer_seconds: Sequence[float], *, least: int, most: int
+) -> int:
+    """H of the next round: so many inner steps that the slowest member's transfer fits beside them.
+
+    ceil(max(transfer) / (TRANSFER_SHARE x typical step)), from `least` to `most`. All take the numbers from one signed
+    record, so all come to the same H. Who overstates its transfer makes rounds longer, up to `most`.
+    """
+    typical_s = round_seconds(step_seconds, weights, 1)
+    needed = math.ceil(max(transfer_seconds) / (TRANSFER_SHARE * typical_s))
+    return min(max(least, needed), most)
+
+
+def published_outer_lr(contributors: float) -> float:
+    """Outer learning rate for so many contributors: between the published points linear in log2, at the ends theirs."""
+    points = [(math.log2(count), lr) for count, lr in PUBLISHED_LR]
+    at = math.log2(max(1.0, contributors))
+    for (left, low), (right, high) in pairwise(points):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    return points[-1][1]
 
 
 def progress(

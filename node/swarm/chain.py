@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import Tensor
 
 from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.fragments import Ranges, step
 from node.diloco.outer import OuterState
-from node.diloco.schedule import round_seconds
+from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.line import Link, extend, link_of
 from node.swarm.records import Join, Outcome, Proof
 from node.swarm.results import ResultStore, kept_rounds
@@ -30,6 +31,21 @@ class Outer:
     """Of a typical node between two rounds."""
     fragments: int = 1
     """Rounds in which all parameters have their turn; a contribution's tokens are those since the fragment's last."""
+    most_inner_steps: int = 0
+    """To which the inner steps follow the transfers; 0: they do not."""
+    follows_peers: bool = False
+    """Whether the learning rate is the published one for as many contributors, in place of `lr`."""
+
+    def lr_for(self, contributors: Sequence[int]) -> float:
+        """`contributors` of the newest records: their mean, so that one that comes and goes moves it by half."""
+        return published_outer_lr(fmean(contributors)) if self.follows_peers else self.lr
+
+    def steps_after(self, joins: Sequence[Join]) -> int:
+        """Inner steps of the round after a record with these contributors."""
+        if not self.most_inner_steps or not joins:
+            return self.inner_steps
+        steps, weights, transfers = zip(*((j.step_s, j.tokens, j.transfer_s) for j in joins), strict=True)
+        return fitting_steps(steps, weights, transfers, least=self.inner_steps, most=self.most_inner_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,8 @@ class Tip:
     """Tokens of the contributors to the newest record; empty before the first."""
     round_s: float | None
     """T_r of the next round, from the step times that the contributors signed; None before the first record."""
+    inner_steps: int
+    """H of the next round."""
     last_round_tokens: int | None
     anchor_at_s: float
     """Monotonic time at which the round after the tip began; a joiner asks others for its age."""
@@ -70,12 +88,14 @@ def tip_at(
     """The tip with this state; `included`: the joins that the newest record counts. Heavy: hashes the state."""
     leaves = leaf_hashes(state)
     joins = list(included.values())
+    inner_steps = outer.steps_after(joins)
     return Tip(
         head=head,
         state=state,
         digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
         last_weights={peer: join.tokens for peer, join in included.items()},
-        round_s=_round_s(joins, outer.inner_steps),
+        round_s=_round_s(joins, inner_steps),
+        inner_steps=inner_steps,
         last_round_tokens=sum(join.tokens for join in joins) // outer.fragments if joins else None,
         anchor_at_s=now_s,
         leaves=leaves,
@@ -101,7 +121,8 @@ def next_tip(
     """The tip after a proven outcome with this mean, fp32 [P_f], of `ranges`: outer step, hash. Pure and heavy."""
     tokens = sum(join.tokens for join in included.values())
     done = tokens // outer.fragments
-    state = step(tip.state, ranges, mean, lr=outer.lr, momentum=outer.momentum, tokens=done)
+    lr = outer.lr_for([len(tip.last_weights or included), len(included)])
+    state = step(tip.state, ranges, mean, lr=lr, momentum=outer.momentum, tokens=done)
     line = extend(tip.line, link_of(proof, outcome, tokens))
     return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line)
 

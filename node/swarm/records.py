@@ -55,6 +55,8 @@ class Join(Content):
     """Whether others can reach it, so that it may reduce."""
     upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
     """What it has measured of its uplink; 0: nothing yet. Decides how much it reduces."""
+    transfer_s: float = Field(0.0, ge=0, lt=1e6)
+    """Seconds from the closed group to the commit in the last round that it was in; 0: none yet."""
 
 
 class Plan(Content):

@@ -113,6 +113,8 @@ class Rounds:
         """Somebody is ahead of this node; `state` catches up."""
         self.results = Results(wire, directory, rules.grid_at, chain.store, rules.bulk_s, self._others)
         self.uplink = Uplink()
+        self._transfer_s = 0.0
+        """Of this node's last round, from the closed group to the commit."""
         self.mishaps = Mishaps(self)
         self.adoption = Adoption(self)
         self._deliver = deliver
@@ -197,6 +199,7 @@ class Rounds:
             norm=mine.norm,
             reduces=self.directory.me.inbound,
             upload_bytes_s=self.uplink.bytes_s,
+            transfer_s=self._transfer_s,
         )
         join = self.mishaps.join(self.directory.identity, content)
         strange, patient_until_s = 0, self.clock() + self._patience_s()
@@ -325,6 +328,8 @@ class Rounds:
         self._leave_round()
         self.enter_stage("idle")
         stage_s, self._stage_s = self._stage_s, {}
+        if offered and self.me in outcome.included:
+            self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
         self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s))
         for attempt in attempts:
             attempt.finish()

@@ -317,9 +317,23 @@ def rules_of(manifest: Manifest) -> Rules:
         run=manifest.hash,
         grids=grids_of(make_codec(run.sync.codec), strided(units, count)),
         quorum=Quorum(run.round.policy, run.round.min_peers, run.round.quorum_ratio),
-        outer=Outer(run.outer.lr, run.outer.momentum, max(1, run.round.inner_steps // count), count),
+        outer=_outer_of(run),
         max_tokens=run.max_contribution_tokens,
         overlapped=run.sync.mode != "blocking",
+    )
+
+
+def _outer_of(run: RunConfig) -> Outer:
+    """H of a fragment's round is an F-th."""
+    count, auto = run.sync.fragment_count, run.sync.auto
+    least, most = run.round.inner_steps, run.round.most_inner_steps or 4 * run.round.inner_steps
+    return Outer(
+        lr=run.outer.lr,
+        momentum=run.outer.momentum,
+        inner_steps=max(1, least // count),
+        fragments=count,
+        most_inner_steps=max(1, most // count) if auto else 0,
+        follows_peers=auto,
     )
 
 

@@ -127,7 +127,7 @@ class Trainer:
     @property
     def done_ratio(self) -> float:
         """Share of the round's inner phase that is over, since the anchor or since sending; ready from 1 on."""
-        policy, inner_steps = self.run.round.policy, self.session.rules.outer.inner_steps
+        policy, inner_steps = self.run.round.policy, self.tip.inner_steps
         flight = self._accounts.flight
         since_s = flight.at_s if flight is not None else self.tip.anchor_at_s
         steps = self.progress.steps + round(self.progress.offset * inner_steps)
@@ -188,7 +188,7 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         run = self.run
-        usual = run.round.first_round_tokens or run.tokens_per_inner_step * self.session.rules.outer.inner_steps
+        usual = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
         round_tokens = self.tip.last_round_tokens or usual
         # What is in flight will be in the anchor before long.
         anchor_tokens = self.tip.state.tokens + (round_tokens if self.in_flight else 0)
@@ -365,14 +365,14 @@ class Trainer:
     def _show_step(self, loss: float, lr: float) -> None:
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
-        length_s = self.tip.round_s if by_clock else self.session.rules.outer.inner_steps * (self.local.step_s or 0.0)
+        length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
         shown.step(self.teller, loss, lr, self.progress.steps, self.local.tokens_per_second)
         shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
 
     def _show_position(self) -> None:
         """Where the node stands in the run."""
         shown.position(self.teller, self.session, self.tip)
-        shown.steps(self.teller, self.progress.steps, self.run.round.inner_steps)
+        shown.steps(self.teller, self.progress.steps, self.tip.inner_steps)
 
     def show_training(self) -> None:
         next_round = self.tip.round + 1

@@ -59,6 +59,23 @@ def test_the_first_tip_knows_no_round() -> None:
     assert tip.digest == state_digest(tip.state)
 
 
+def test_with_auto_h_follows_the_signed_transfers_and_the_rate_the_contributors() -> None:
+    outer = Outer(lr=0.1, momentum=0.0, inner_steps=50, most_inner_steps=100, follows_peers=True)
+    tip = tip_at(genesis(torch.zeros(P)), RUN, None, outer, {}, 5.0)
+    assert (tip.inner_steps, tip.round_s) == (50, None)
+    names = [new_identity().peer_id for _ in range(4)]
+    slow = {n: join(100, 0.1).model_copy(update={"transfer_s": 6.0}) for n in names}
+    tips = []
+    for joins in (dict(list(slow.items())[:1]), slow):
+        proof = proof_after(tip.head, tip.round + 1)
+        record = parse(Outcome, proof.outcome.text)
+        tips.append(tip := next_tip(tip, outer, torch.ones(P), proof, record, joins, 7.0, ((0, P),)))
+    assert (tip.inner_steps, tip.round_s) == (75, pytest.approx(7.5))
+    # Alone 0.4; then of one and of four contributors the mean, 2.5, which lies on the plateau.
+    assert tips[0].state.anchor[0] == pytest.approx(-0.4)
+    assert tips[1].state.anchor[0] == pytest.approx(-0.4 - 0.6)
+
+
 def test_the_next_tip_follows_from_mean_and_joins() -> None:
     tip = first()
     proof = proof_after(RUN, 0)

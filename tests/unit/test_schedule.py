@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 
-from node.diloco.schedule import learning_rate, progress, round_seconds, swarm_tokens_at
+from node.diloco.schedule import (
+    fitting_steps,
+    learning_rate,
+    progress,
+    published_outer_lr,
+    round_seconds,
+    swarm_tokens_at,
+)
 
 
 def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.1) -> float:
@@ -84,3 +91,24 @@ def test_progress_by_policy() -> None:
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=5.0, round_s=10.0) == 0.5
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=None) == 0.25
     assert progress("time", inner_step=0, inner_steps=20, elapsed_s=20.0, round_s=10.0) == 2.0
+
+
+# control
+
+
+@pytest.mark.parametrize(
+    ("transfers", "expected"),
+    [([0.0, 0.0], 100), ([5.0, 8.0], 100), ([5.0, 16.0], 200), ([0.0, 16.1], 202), ([1e5, 1.0], 400)],
+)
+def test_h_grows_until_the_slowest_transfer_fits(transfers: list[float], expected: int) -> None:
+    """A typical step takes 0.1 s; a transfer may take 80 % of the inner phase."""
+    assert fitting_steps([0.1, 0.3], [300, 100], transfers, least=100, most=400) == expected
+
+
+def test_the_outer_learning_rate_follows_the_contributors_as_published() -> None:
+    assert [published_outer_lr(n) for n in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
+    assert published_outer_lr(0.5) == published_outer_lr(1)
+    assert published_outer_lr(64) == 0.8
+    rates = [published_outer_lr(n / 4) for n in range(4, 40)]
+    assert rates == sorted(rates)
+    assert 0.4 < published_outer_lr(1.5) < 0.6 and 0.6 < published_outer_lr(5) < 0.8
