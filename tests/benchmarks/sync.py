@@ -18,7 +18,6 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -125,12 +124,6 @@ def settle(node: Node, host: Host) -> Node:
     return node
 
 
-def interface_bytes(host: Host) -> int:
-    """Sent by the host so far, headers included."""
-    words = ["ip", "netns", "exec", host.namespace, "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
-    return int(subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout)
-
-
 @dataclass(frozen=True, slots=True)
 class Counted:
     """One node's counters at one moment."""
@@ -143,7 +136,7 @@ class Counted:
     at_s: float
 
 
-def count(node: Node, host: Host) -> Counted:
+def count(node: Node, host: Host, network: Network) -> Counted:
     text = node.http.get("/metrics").text
     seconds = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
     sent = re.findall(r'^diloco_network_sent_bytes_total\{channel="reduce"\} (\S+)$', text, re.MULTILINE)[0]
@@ -151,7 +144,7 @@ def count(node: Node, host: Host) -> Counted:
         float(seconds["compute"]),
         sum(map(float, seconds.values())),
         float(sent),
-        interface_bytes(host),
+        network.sent_bytes(host),
         node.status()["run"]["round"],
         time.monotonic(),
     )
@@ -181,10 +174,10 @@ def ours(cell: Cell, rounds: int) -> Found:
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
         for node in nodes:
             node.until_round(first, ROUND_S)
-        before = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
+        before = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
         for node in nodes:
             node.until_round(before[0].round + rounds * turns, rounds * ROUND_S)
-        after = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
+        after = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
         records = [r for r in founder.rounds() if before[0].round < r["round"] <= after[0].round]
         transfers = [r["seconds"]["reduce"] + r["seconds"]["commit"] for r in records if r["outcome"] != "failed"]
         peaks = [node.find("worker").memory_info() for node in nodes]
@@ -242,12 +235,12 @@ def hivemind(cell: Cell, rounds: int) -> Found:
             said.append(helpers[-1].hear(START_S))
         for host in hosts:
             network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
-        step_s, sent = [], [interface_bytes(host) for host in hosts]
+        step_s, sent = [], [network.sent_bytes(host) for host in hosts]
         for _ in range(rounds):
             for helper in helpers:
                 helper.tell(do="round")
             step_s.append(statistics.fmean(helper.hear(ROUND_S)["step_s"] for helper in helpers))
-        moved = [interface_bytes(host) - before for host, before in zip(hosts, sent, strict=True)]
+        moved = [network.sent_bytes(host) - before for host, before in zip(hosts, sent, strict=True)]
     mean_s = statistics.fmean(step_s)
     busy = INNER_S / (INNER_S + mean_s)
     return Found(busy, busy, INNER_S + mean_s, mean_s, 0.0, statistics.fmean(moved) / rounds, 0.0, agree=False)

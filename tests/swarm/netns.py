@@ -121,6 +121,11 @@ class Network:
             shape = ("rate", f"{rate}mbit", "burst", "64kb", "latency", "200ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
+    def sent_bytes(self, host: Host) -> int:
+        """By the host's own interface so far, headers included."""
+        words = ("ip", "netns", "exec", host.namespace, "cat", "/sys/class/net/eth0/statistics/tx_bytes")
+        return int(_run(*words))
+
     def cut_off(self, hosts: Sequence[Host]) -> None:
         """These reach one another, and the rest one another; nothing gets across, and nobody is told."""
         self._plug(hosts, BRIDGES[1])

@@ -23,6 +23,7 @@ CALM_ROUNDS = 5
 LONG_S = 90.0
 """For what takes several rounds on a busy machine."""
 DEATH_S = 10.0
+WINDOW_S = 10.0
 MEET_S = 15.0
 EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
 
@@ -49,15 +50,17 @@ def settle(node: Node, host: Host) -> Node:
     return node
 
 
-def start_all(swarm: Swarm, hosts: Sequence[Host], *, names: Sequence[str] = ()) -> list[Node]:
+def start_all(
+    swarm: Swarm, hosts: Sequence[Host], *, names: Sequence[str] = (), flags: Sequence[str] = ()
+) -> list[Node]:
     """A founder on the first host, and one that joins it on each of the others."""
-    founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER)
+    founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER, *flags)
     invite = founder.invite()
     founder.calm()
     joined = [settle(swarm.node(name, join=invite), host) for name, host in zip(names, hosts[1:], strict=True)]
     for node in joined:
         node.preset = None
-        node.start(*EAGER)
+        node.start(*EAGER, *flags)
     for node in joined:
         node.until_training()
         node.calm()
@@ -180,6 +183,36 @@ def test_nodes_behind_nat_contribute_and_reduce_nothing(
         killed_at_s = time.monotonic()
         nodes[0].until(lambda s: s["peers"]["training"] == len(nodes) - 1, PATIENCE * DEATH_S)
         figures.hold("killed behind NAT: out of the count", time.monotonic() - killed_at_s, DEATH_S)
+
+
+@pytest.mark.timeout(300)
+def test_a_limit_of_5_mbit_s_is_kept_while_rounds_go_on(network: Network, tmp_path: Path) -> None:
+    hosts = [network.host() for _ in range(3)]
+    model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    rounds = {"policy": "time", "min_peers": 3, "inner_steps": 30}
+    run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
+    with Swarm(tmp_path, run) as swarm:
+        nodes = start_all(swarm, hosts, names=("second", "third"), flags=("--limits.upload_mbit_s=5",))
+        nodes[0].until_round(2, LONG_S)
+        began, members, slowest_s = nodes[0].status()["run"]["round"], set(), 0.0
+        seen: list[tuple[float, int]] = []
+        while not seen or seen[-1][0] - seen[0][0] < 3 * WINDOW_S:
+            asked_at_s = time.monotonic()
+            members.add(nodes[0].status()["peers"]["training"])
+            slowest_s = max(slowest_s, time.monotonic() - asked_at_s)
+            seen.append((time.monotonic(), network.sent_bytes(hosts[0])))
+            time.sleep(0.5)
+        rates = [
+            (later - before) * 8e-6 / (until_s - since_s)
+            for i, (since_s, before) in enumerate(seen)
+            for until_s, later in seen[i + 1 :]
+            if WINDOW_S <= until_s - since_s < WINDOW_S + 1
+        ]
+        assert 3.5 < max(rates) < 5.5, f"{max(rates):.2f} Mbit/s; the limit must be felt, and kept"
+        assert members == {3}, "heartbeats must pass"
+        assert slowest_s < 1.0 * PATIENCE
+        assert nodes[0].status()["run"]["round"] >= began + 3
+        assert_agreed(nodes, -1)
 
 
 @pytest.mark.timeout(300)
