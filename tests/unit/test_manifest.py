@@ -25,7 +25,7 @@ from node.manifest import (
 )
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "793066ba080e626cf6cc29c1662ea9af6544a9e61fb1d7f5577529e9f3c8e0a1"
+GOLDEN_HASH = "d7f659fad818476f8bb272060ffa453dd0c527eb60b7b9bf014cae1b17a6999e"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
