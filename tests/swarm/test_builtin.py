@@ -25,7 +25,7 @@ def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figu
         founder.start(SHORT_ROUNDS).until_training()
         node = swarm.node("second", join=founder.invite())
         node.preset = None
-        for moment, how in (("inner", "sigint"), ("round", "sigterm"), ("round", "leave")):
+        for moment, how in (("inner", "sigint"), ("round", "leave")):
             node.start(env={"DILOCO_FAULTS": "reduce@*=stall:8"} if moment == "round" else None)
             reach(founder, node, moment)
             began_s = time.monotonic()
