@@ -26,6 +26,8 @@ from node.swarm.state import SERVING_PHASES
 logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
+LINE_S = 20.0
+"""For an answer of 4 MiB at 2 Mbit/s."""
 LOOK_S = 1.0
 
 
@@ -136,7 +138,7 @@ class CatchUp:
         if (record.peer_id, record.head, tip.head) in self._lighter:
             return False
         heads = heads_of(tip.line, tip.head)
-        reply = await self._wire.call(record.peer_id, "line", Message({"heads": heads}), timeout_s=CALL_S)
+        reply = await self._wire.call(record.peer_id, "line", Message({"heads": heads}), timeout_s=LINE_S)
         try:
             theirs = await asyncio.to_thread(read_line, reply.blobs, self._rounds.rules.bounds)
         except PeerError as exc:

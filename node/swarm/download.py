@@ -35,7 +35,8 @@ LEAF_S = 120.0
 STREAMS = 6
 """Leaves on their way at once, from all peers together."""
 STREAMS_PER_PEER = 3
-LINE_S = 15.0
+LINE_S = 20.0
+"""For an answer of 4 MiB at 2 Mbit/s."""
 COPIES = 2
 """Peers that may be asked for the same leaf when there is nothing else left to ask for."""
 HURRY_S = 1.0
