@@ -1,0 +1,88 @@
+"""Checkpoints that are written beside the training: one at a time, served once they are there, errors told."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.diloco.outer import genesis
+from node.errors import MachineError
+from node.swarm.chain import Outer, tip_at
+from node.training.checkpoint import Checkpoint, CheckpointStore
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.worker.saver import Saver
+    from node.worker.session import CheckpointSource
+
+P = 100
+TIP = tip_at(genesis(torch.ones(P)), "ab" * 32, None, Outer(0.7, 0.9, 10), {}, 0.0)
+CHECKPOINT = Checkpoint(
+    manifest_hash="ab" * 32, head=TIP.head, round=-1, tokens=0, state_digest=TIP.digest,
+    leaves=tuple(leaf.hex() for leaf in TIP.leaves), anchor=TIP.state.anchor, momentum=TIP.state.momentum, local=None,
+    optimizer={}, inner_step=0, data_round=0, data_position=0,
+)  # fmt: skip
+
+
+class SlowStore(CheckpointStore):
+    """A disk that takes its time, and may be full."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, keep=2)
+        self.may_go_on = threading.Event()
+        self.is_full = False
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        assert self.may_go_on.wait(10)
+        if self.is_full:
+            raise MachineError("the disk is full", code="disk_full")
+        return super().save(checkpoint)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SlowStore:
+    return SlowStore(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def source(store: SlowStore, tmp_path: Path) -> CheckpointSource:
+    return CheckpointSource(store, P, tmp_path / "cache")
+
+
+@pytest.fixture
+def saver(store: SlowStore, source: CheckpointSource) -> Iterator[Saver]:
+    yield (made := Saver(store, source))
+    store.may_go_on.set()
+    store.is_full = False
+    made.wait()
+
+
+def test_training_goes_on_while_it_is_written_and_it_is_served_only_then(
+    saver: Saver, store: SlowStore, source: CheckpointSource
+) -> None:
+    saver.begin(CHECKPOINT, TIP)
+    saver.check()
+    assert saver.is_busy and source.find() is None
+    store.may_go_on.set()
+    saver.wait()
+    assert not saver.is_busy and store.rounds() == [-1]
+    snapshot = source.find()
+    assert snapshot is not None and snapshot.digest == TIP.digest
+
+
+def test_a_full_disk_is_told_at_the_next_look_once(saver: Saver, store: SlowStore, source: CheckpointSource) -> None:
+    store.is_full = True
+    store.may_go_on.set()
+    saver.begin(CHECKPOINT, TIP)
+    with pytest.raises(MachineError, match="disk is full"):
+        saver.wait()
+    saver.check()
+    saver.begin(CHECKPOINT, TIP)
+    with pytest.raises(MachineError):
+        saver.begin(CHECKPOINT, TIP)
+    assert source.find() is None
