@@ -168,14 +168,25 @@ class Judge:
         return {number: some for number, some in heads.items() if len(some) > 1}
 
     def damaged(self) -> list[tuple[str, int, bool]]:
-        """(node, round, planned) where a node had another digest than the others after the same rounds."""
+        """(node, round, planned) where a node had another digest than the others after the same rounds.
+
+        Who replays rounds in a burst passes several before anybody can compare: they are as planned as the first of
+        them, while the swarm itself ends no more than one.
+        """
         found = []
         for name, node in self.seen.nodes.items():
             planned = {hurt.after_round for hurt in self.seen.hurts if hurt.node == name and hurt.after_round >= 0}
+            since_s = math.inf
             for commit in node.commits:
                 known = self.chain[commit.round]
-                if commit.head == known.head and commit.digest != known.digest:
-                    found.append((name, commit.round, bool(planned & {commit.round - 1, commit.round - 2})))
+                if commit.head != known.head or commit.digest == known.digest:
+                    since_s = math.inf
+                    continue
+                is_planned = bool(planned & {commit.round - 1, commit.round - 2})
+                if is_planned:
+                    since_s = min(since_s, commit.at_s)
+                ended = sum(since_s < r.ended_s <= commit.at_s for r in self.chain.values())
+                found.append((name, commit.round, is_planned or (since_s < math.inf and ended <= 1)))
         return found
 
     def agree_at_end(self) -> bool:

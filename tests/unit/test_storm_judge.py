@@ -116,6 +116,18 @@ def test_forks_and_damage_are_told_apart() -> None:
     assert "digests that differ without planned damage" in failed
 
 
+def test_damage_in_a_burst_of_replayed_rounds_is_one_and_damage_that_lasts_is_not() -> None:
+    for seconds, planned in (
+        ((88.0, 88.1, 88.2, 88.3), [True] * 4),
+        ((50.0, 60.0, 70.0, 80.0), [True, True, False, False]),
+    ):
+        seen = calm_storm()
+        for round_, at_s in zip(range(4, 8), seconds, strict=True):
+            seen.nodes["b"].commits[round_] = Commit(at_s, round_, f"h{round_}", "damaged", "skipped", included=False)
+        seen.hurts.append(Hurt("b", "corrupt at apply", 40.0, 40.0, after_round=3))
+        assert [is_planned for *_, is_planned in Judge(seen).damaged()] == planned
+
+
 def test_nodes_apart_at_the_end_do_not_agree() -> None:
     seen = calm_storm()
     look = seen.at_end["d"]
