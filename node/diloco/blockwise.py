@@ -42,6 +42,8 @@ class Blockwise:
     """Magnitude, in scales, of the block's largest element."""
     code_bytes: int
     """Bytes of a block's codes."""
+    needs_spare = False
+    """Whether `_write` needs room for two int16 an element."""
 
     def __init__(self) -> None:
         self._max_scale_bits = _bfloat16_below(FLOAT_MAX / self.top)
@@ -57,7 +59,10 @@ class Blockwise:
         largest = torch.empty(blocks, device=flat.device)
         scale_bits = torch.empty(blocks, dtype=torch.int16, device=flat.device)
         codes = torch.empty(blocks, self.code_bytes, dtype=torch.uint8, device=flat.device)
-        room_BE = torch.empty(min(blocks, _slice_blocks(flat)), SCALE_BLOCK, device=flat.device)
+        # Made once: memory that is fetched anew for each slice costs more than the arithmetic.
+        size = (min(blocks, _slice_blocks(flat)), SCALE_BLOCK)
+        room_BE = torch.empty(size, device=flat.device)
+        spare_BE = torch.empty((2, *size), dtype=torch.int16, device=flat.device) if self.needs_spare else None
         for at, part in _slices(flat):
             end = at + len(part)
             torch.maximum(part.amax(1), part.amin(1).neg_(), out=largest[at:end])
@@ -66,7 +71,8 @@ class Blockwise:
             )
             scale_bits[at:end] = bits
             inverse = (bits << 16).view(torch.float32).reciprocal_()
-            self._write(torch.mul(part, inverse[:, None], out=room_BE[: len(part)]), codes[at:end])
+            scaled = torch.mul(part, inverse[:, None], out=room_BE[: len(part)])
+            self._write(scaled, codes[at:end], spare_BE[:, : len(part)] if spare_BE is not None else None)
         require_finite(largest, "The vector to encode")
         return b"".join((little(scale_bits.cpu().numpy()).data, codes.cpu().numpy().data))
 
@@ -98,8 +104,8 @@ class Blockwise:
             raise ValueError("The encoded vector has a scale out of range: a value is not finite.")
         return bits
 
-    def _write(self, scaled_BE: Tensor, codes: Tensor) -> None:
-        """Codes uint8 [B, code_bytes] of elements fp32 [B, 256] within -top..top (and a rounding). Overwrites both."""
+    def _write(self, scaled_BE: Tensor, codes: Tensor, spare_2BE: Tensor | None) -> None:
+        """Codes uint8 [B, code_bytes] of elements fp32 [B, 256] within -top..top (and a rounding). Overwrites all."""
         raise NotImplementedError
 
     def _read(self, codes: Tensor, out_BE: Tensor) -> None:
@@ -110,7 +116,7 @@ class Blockwise:
 class Int8(Blockwise):
     name, stretch_ratio, top, code_bytes = "int8", 0.01, 127.0, SCALE_BLOCK
 
-    def _write(self, scaled_BE: Tensor, codes: Tensor) -> None:
+    def _write(self, scaled_BE: Tensor, codes: Tensor, spare_2BE: Tensor | None) -> None:
         codes.view(torch.int8).copy_(scaled_BE.round_().clamp_(-self.top, self.top))
 
     def _read(self, codes: Tensor, out_BE: Tensor) -> None:
@@ -120,7 +126,7 @@ class Int8(Blockwise):
 class Int4(Blockwise):
     name, stretch_ratio, top, code_bytes = "int4", 0.25, 7.0, SCALE_BLOCK // 2
 
-    def _write(self, scaled_BE: Tensor, codes: Tensor) -> None:
+    def _write(self, scaled_BE: Tensor, codes: Tensor, spare_2BE: Tensor | None) -> None:
         low, high = _halves(scaled_BE.round_().clamp_(-self.top, self.top))
         codes.copy_(torch.add(low, high, alpha=16).add_(8 * 17))
 
@@ -133,11 +139,14 @@ class Int4(Blockwise):
 
 class E3M0(Blockwise):
     name, stretch_ratio, top, code_bytes = "e3m0", 0.25, 1.0, SCALE_BLOCK // 2
+    needs_spare = True
 
-    def _write(self, scaled_BE: Tensor, codes: Tensor) -> None:
+    def _write(self, scaled_BE: Tensor, codes: Tensor, spare_2BE: Tensor | None) -> None:
         """By the bits of bfloat16: 8 of exponent, 7 of mantissa. Half a mantissa more rounds to the nearest power."""
-        bits = scaled_BE.to(torch.bfloat16).view(torch.int16)
-        signs = torch.bitwise_right_shift(bits, 12).bitwise_and_(8)
+        assert spare_2BE is not None
+        bits, signs = spare_2BE
+        bits.view(torch.bfloat16).copy_(scaled_BE)
+        torch.bitwise_right_shift(bits, 12, out=signs).bitwise_and_(8)
         bits.bitwise_and_(0x7FFF).add_(0x40 - (120 << 7)).clamp_(0, (8 << 7) - 1).bitwise_right_shift_(7)
         low, high = _halves(bits.bitwise_or_(signs))
         codes.copy_(low.add_(high, alpha=16))
