@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from node.errors import PeerError
 from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, pack_header, unpack_header
@@ -13,25 +14,45 @@ from node.swarm.pace import Pace
 PIECE_BYTES = 256 * 1024
 PACED_PIECE_BYTES = 16 * 1024
 """Under a limit: small enough that many streams share a slow line evenly."""
+LEAST_BYTES_S = PIECE_BYTES / STALL_S
+"""Slower than this in the long run, a peer is as good as one that hangs."""
 LINGER_S = 1.0
+
+T = TypeVar("T")
+
+
+class _Patience:
+    """How long the other end may keep this one waiting, in all, for a message of so many bytes; the own pace apart."""
+
+    def __init__(self, size: int) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._left_s = STALL_S + size / LEAST_BYTES_S
+
+    async def wait(self, step: Awaitable[T]) -> T:
+        """TimeoutError if nothing moves for STALL_S, or if all of it takes too long."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(min(STALL_S, self._left_s)):
+                return await step
+        finally:
+            self._left_s -= self._clock() - began_s
 
 
 async def write_message(writer: asyncio.StreamWriter, verb: str, message: Message, pace: Pace) -> int:
-    """Send one message; returns its bytes. A peer that takes nothing for STALL_S raises TimeoutError."""
+    """Send one message; returns its bytes. TimeoutError for a peer that takes nothing, or all of it too slowly."""
     header = pack_header(verb, message)
     writer.write(len(header).to_bytes(4, "big") + header)
     await pace.take(len(header), wait=False)
     step = PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES
+    patience = _Patience(message.blob_bytes)
     for blob in message.blobs:
         view = memoryview(blob)
         for start in range(0, len(view), step):
             piece = view[start : start + step]
             await pace.take(len(piece))
             writer.write(piece)
-            async with asyncio.timeout(STALL_S):
-                await writer.drain()
-    async with asyncio.timeout(STALL_S):
-        await writer.drain()
+            await patience.wait(writer.drain())
+    await patience.wait(writer.drain())
     return 4 + len(header) + message.blob_bytes
 
 
@@ -46,8 +67,7 @@ async def read_message(
         length = int.from_bytes(await reader.readexactly(4), "big")
     if length > MAX_HEADER_BYTES:
         raise PeerError("a header is longer than allowed", code="bad_size")
-    async with asyncio.timeout(STALL_S):
-        head = await reader.readexactly(length)
+    head = await _Patience(length).wait(reader.readexactly(length))
     await pace.take(length, wait=False)
     verb, header, sizes = unpack_header(head, limit)
     blobs = [await _read_blob(reader, size, pace) for size in sizes]
@@ -55,11 +75,10 @@ async def read_message(
 
 
 async def _read_blob(reader: asyncio.StreamReader, size: int, pace: Pace) -> bytes:
-    """As long as anything comes; a limit is kept by reading no faster, and the sender feels it."""
-    pieces, left = [], size
+    """A limit is kept by reading no faster, and the sender feels it."""
+    pieces, left, patience = [], size, _Patience(size)
     while left:
-        async with asyncio.timeout(STALL_S):
-            piece = await reader.read(min(left, PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES))
+        piece = await patience.wait(reader.read(min(left, PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES)))
         if not piece:
             raise asyncio.IncompleteReadError(b"", size)
         pieces.append(piece)

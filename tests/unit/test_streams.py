@@ -1,0 +1,64 @@
+"""A message on a stream, and how long a peer may take over it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from node.swarm import streams
+from node.swarm.base import Message, pack_header
+from node.swarm.pace import Pace
+
+
+def read_from(feed_s: float, piece: int, size: int, monkeypatch: pytest.MonkeyPatch, mbit_s: float = 0.0) -> bytes:
+    """A blob of `size` bytes that comes `piece` by piece, one each `feed_s` seconds; a stall is half a second."""
+    monkeypatch.setattr(streams, "STALL_S", 0.5)
+    monkeypatch.setattr(streams, "LEAST_BYTES_S", 20_000.0)
+
+    async def read() -> bytes:
+        reader, blob = asyncio.StreamReader(), bytes(range(256)) * (size // 256)
+
+        async def feed() -> None:
+            header = pack_header("ok", Message(blobs=[blob]))
+            reader.feed_data(len(header).to_bytes(4, "big") + header)
+            for start in range(0, size, piece):
+                reader.feed_data(blob[start : start + piece])
+                await asyncio.sleep(feed_s)
+
+        feeding = asyncio.create_task(feed())
+        try:
+            pace = Pace(asyncio.get_running_loop().time, mbit_s)
+            _, message, _ = await streams.read_message(reader, lambda _: 2 * size, pace)
+            assert message.blobs[0] == blob
+            return bytes(message.blobs[0])
+        finally:
+            feeding.cancel()
+
+    return asyncio.run(read())
+
+
+def test_what_comes_steadily_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(read_from(0.01, 5120, 51200, monkeypatch)) == 51200
+
+
+def test_one_that_trickles_is_given_up_although_it_never_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read_from(0.05, 16, 25600, monkeypatch)
+    assert time.monotonic() - began_s == pytest.approx(0.5 + 25600 / 20_000, rel=0.3)
+
+
+def test_one_that_hangs_is_given_up_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read_from(30.0, 1024, 10240, monkeypatch)
+    assert time.monotonic() - began_s < 1.5
+
+
+def test_ones_own_limit_does_not_count_against_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """51 kB at 0.12 Mbit/s take 3.6 s; a peer may take 3.1 s."""
+    began_s = time.monotonic()
+    assert len(read_from(0.0, 51200, 51200, monkeypatch, mbit_s=0.12)) == 51200
+    assert time.monotonic() - began_s > 3.3
