@@ -209,8 +209,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
     run = read_run(options.preset_file)
-    if run.sync.mode != "blocking":
-        raise UsageError(f"The reference waits for each round: set run.sync.mode to blocking, not {run.sync.mode}.")
+    if run.sync.mode != "blocking" or run.sync.auto:
+        raise UsageError("The reference has blocking rounds of fixed length: leave run.sync.mode and auto as they are.")
     member = Member(
         run,
         load_corpus(run.data),

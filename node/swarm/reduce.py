@@ -54,7 +54,11 @@ class Grid:
 
     def norm(self, chunks: Sequence[bytes]) -> float:
         """L2 norm of an encoded vector, as every decoder gets it."""
-        return math.sqrt(sum(square_norm(self.codec.decode(c, self.elements(i))) for i, c in enumerate(chunks)))
+        return self.length(self.decode(chunks))
+
+    def length(self, vector: Tensor) -> float:
+        """L2 norm of the round's vector, fp32 [P_f], summed up chunk by chunk, as reducers do."""
+        return math.sqrt(sum(square_norm(vector[start:end]) for start, end in self.bounds))
 
     def check(self, chunk: int, data: bytes) -> None:
         """Raises PeerError unless `data` is this chunk: right size, finite values."""

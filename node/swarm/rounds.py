@@ -156,8 +156,10 @@ class Rounds:
         self._offered.set()
 
     def anchor_at_s(self, parent: str) -> float:
-        """When the round after the one that follows `parent` begins: now, at its commit; overlapped, when this node's
-        contribution was ready, so that a round lasts no longer for the time that its average takes."""
+        """When the clock starts again after the round that follows `parent`: now, at its commit.
+
+        Overlapped, when this node's contribution was ready: a round lasts no longer for the time its average takes.
+        """
         is_mine = self.mine is not None and self.mine.parent == parent
         return self._offered_at_s if self.rules.overlapped and is_mine else self.clock()
 

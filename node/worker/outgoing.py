@@ -34,9 +34,10 @@ class Outgoing:
         grid = self._grids[fragment]
         wanted = self._feedback[fragment].add(gradient) if self._feedback else gradient
         chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
+        arrives = grid.decode(chunks)
         if self._feedback:
-            self._feedback[fragment].lost(wanted, grid.decode(chunks))
-        return chunks, grid.norm(chunks)
+            self._feedback[fragment].lost(wanted, arrives)
+        return chunks, grid.length(arrives)
 
     def landed(self, fragment: int, included: bool) -> None:
         """The fragment's round is over, with this contribution or without."""

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from tests.benchmarks.curves import Curve
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.founding import found, run_config
 from tests.swarm.harness import Node, Swarm
 
@@ -228,11 +228,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     result = measure(options.rounds, options.inner_steps, options.seed)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    for figure in result.figures:
-        print(" ".join(figure.row()))
-    return 0 if all(figure.passed for figure in result.figures) else 1
+    return result.conclude()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from node.diloco.codec import CODECS, make_codec
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 
 PROMISED_GB_S = 2.0
 PROMISED = ("int8", "int4", "e3m0")
@@ -63,11 +63,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     result = measure(options.parameters, options.repeats)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    for figure in result.figures:
-        print(" ".join(figure.row()))
-    return 0 if all(figure.passed for figure in result.figures) else 1
+    return result.conclude()
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ class Result:
     samples: dict[str, object] = field(default_factory=dict)
     """All that was measured, for the JSON file."""
 
+    def conclude(self) -> int:
+        """Keep it and tell it; the exit code."""
+        self.save(RESULTS)
+        print(*self.notes, sep="\n")
+        for figure in self.figures:
+            print(" ".join(figure.row()))
+        return 0 if all(figure.passed for figure in self.figures) else 1
+
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         figures = [asdict(f) | {"ratio": f.ratio, "passed": f.passed} for f in self.figures]

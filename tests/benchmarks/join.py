@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 from tests.swarm.harness import Node, Swarm
 from tests.swarm.netns import Host, Network, why_not
 
@@ -201,11 +201,7 @@ def main() -> int:
         print(reason)
         return 1
     result = measure(Sizes(options.hidden, options.layers, options.inner_steps))
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    for figure in result.figures:
-        print(" ".join(figure.row()))
-    return 0 if all(figure.passed for figure in result.figures) else 1
+    return result.conclude()
 
 
 if __name__ == "__main__":

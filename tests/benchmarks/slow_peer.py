@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.curves import Curve, interval_95
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.founding import found, free_port, invite_to, lend_identity, listen_at, run_config
 from tests.swarm.harness import Node, Swarm
 
@@ -197,11 +197,7 @@ def main() -> int:
     parser.add_argument("--inner-steps", type=int, default=250)
     options = parser.parse_args()
     result = measure(options.seeds, options.seconds, options.inner_steps)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    for figure in result.figures:
-        print(" ".join(figure.row()))
-    return 0 if all(figure.passed for figure in result.figures) else 1
+    return result.conclude()
 
 
 if __name__ == "__main__":

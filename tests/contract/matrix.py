@@ -20,9 +20,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -347,6 +347,21 @@ def play_all(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, float, st
             yield future.result()
 
 
+def is_meant(case: object, only: str) -> bool:
+    """Whether a case's name holds all of these words."""
+    return all(word in str(case).split("-") for word in only.split(",") if word)
+
+
+def tell(played: Iterable[tuple[object, float, str]]) -> int:
+    """A line for each case as it ends, and how many hold; the exit code."""
+    count = failed = 0
+    for case, seconds, problem in played:
+        count, failed = count + 1, failed + bool(problem)
+        print(f"{case!s:34} {seconds:6.1f} s  {'ok' if not problem else 'FAILED ' + problem}", flush=True)
+    print(f"{count - failed} of {count} cases hold.")
+    return 1 if failed else 0
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description="The fault matrix over the local transport.")
     options.add_argument("--jobs", type=int, default=4)
@@ -355,14 +370,8 @@ def main() -> int:
     options.add_argument("--sample", action="store_true", help="what `make test` runs")
     chosen = options.parse_args()
     cases = sample() if chosen.sample else all_cases(chosen.stop_s)
-    words = [word for word in chosen.only.split(",") if word]
-    cases = [replace(case) for case in cases if all(word in str(case).split("-") for word in words)]
-    failed = 0
-    for case, seconds, problem in play_all(cases, chosen.jobs):
-        failed += bool(problem)
-        print(f"{case!s:34} {seconds:6.1f} s  {'ok' if not problem else 'FAILED ' + problem}", flush=True)
-    print(f"{len(cases) - failed} of {len(cases)} cases hold.")
-    return 1 if failed else 0
+    cases = [case for case in cases if is_meant(case, chosen.only)]
+    return tell(play_all(cases, chosen.jobs))
 
 
 if __name__ == "__main__":

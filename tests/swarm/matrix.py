@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from tests.contract.matrix import BOUND_S, KINDS, ROLES, STAGES
+from tests.contract.matrix import BOUND_S, KINDS, ROLES, STAGES, is_meant, tell
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
 
 PEERS = (2, 3, 4)
@@ -207,15 +207,9 @@ def main() -> int:
         "--mode", default="blocking", choices=("blocking", "overlapped", "streaming"), help="as run.sync.mode"
     )
     chosen = options.parse_args()
-    words = [word for word in chosen.only.split(",") if word]
-    cases = [case for case in all_cases() if all(word in str(case).split("-") for word in words)]
-    failed = 0
+    cases = [case for case in all_cases() if is_meant(case, chosen.only)]
     with tempfile.TemporaryDirectory() as folder:
-        for case, seconds, problem in play(cases, Path(folder), chosen.stop_s, chosen.mode):
-            failed += bool(problem)
-            print(f"{case!s:34} {seconds:6.1f} s  {'ok' if not problem else 'FAILED ' + problem}", flush=True)
-    print(f"{len(cases) - failed} of {len(cases)} cases hold.")
-    return 1 if failed else 0
+        return tell(play(cases, Path(folder), chosen.stop_s, chosen.mode))
 
 
 if __name__ == "__main__":
