@@ -80,6 +80,12 @@ class InnerLoop:
             self._optimizer.zero_grad()
         return StepResult(loss=loss_value, grad_norm=norm_value, tokens=batch[:, 1:].numel())
 
+    @torch.no_grad()
+    def nudge(self, share: float) -> None:
+        """All parameters times 1 + `share`: for a step that is only slept, so that there is something to send."""
+        for parameter in self._parameters:
+            parameter.mul_(1 + share)
+
     def _backward(self, batch: Tensor) -> Tensor:
         """Gradients of the batch's mean loss; returns that mean, fp32 scalar on the device."""
         total = torch.zeros((), device=self._device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from node.diloco.fragments import Ranges, elements
 from node.errors import DataFolderError
 from node.manifest import ModelConfig
 from node.training.data import BEGIN, END
@@ -94,6 +95,38 @@ def load_flat_(model: nn.Module, flat: Tensor) -> None:
     parts = unflatten_like(model, flat)
     for name, parameter in model.named_parameters():
         parameter.copy_(parts[name])
+
+
+@torch.no_grad()
+def take_flat(model: nn.Module, ranges: Ranges) -> Tensor:
+    """A copy of some parameters, fp32 cpu [P_f]; `ranges` are of the vector that `flatten` gives."""
+    taken = torch.empty(elements(ranges), dtype=torch.float32)
+    for part, at in _parts(model, ranges):
+        taken[at : at + part.numel()].copy_(part)
+    return taken
+
+
+@torch.no_grad()
+def change_flat_(model: nn.Module, ranges: Ranges, change: Callable[[Tensor, slice], Tensor]) -> None:
+    """Overwrite those parameters in place, a part at a time, by what `change` makes of the part.
+
+    `change` gets the part, [n] on its device, and its place in the fragment [P_f]; it returns [n], on any device.
+    """
+    for part, at in _parts(model, ranges):
+        part.copy_(change(part, slice(at, at + part.numel())))
+
+
+def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, int]]:
+    """Flat views of what the ranges have of each parameter, and where it lies in the fragment."""
+    first = 0
+    for parameter in model.parameters():
+        end, at = first + parameter.numel(), 0
+        for low, high in ranges:
+            start, stop = max(low, first), min(high, end)
+            if start < stop:
+                yield parameter.detach().view(-1)[start - first : stop - first], at + start - low
+            at += high - low
+        first = end
 
 
 def export_folder(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str) -> None:

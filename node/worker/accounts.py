@@ -50,13 +50,14 @@ class Landing:
     is_merged: bool
     """There were steps since it was sent."""
 
-    def moved(self, local: Tensor, old: Tensor, new: Tensor, mix_alpha: float) -> Tensor:
-        """The fragment's parameters from now on; all fp32 [P_f]: the local ones, old and new anchor."""
+    def moved(self, local: Tensor, at: slice, old: Tensor, new: Tensor, mix_alpha: float) -> Tensor:
+        """A part of the fragment from now on, and its place; all fp32 [n] on one device: local, old and new anchor."""
         if self.is_carried:
             return carry(local, old, new)
         if not self.is_merged or self.flight is None:
             return new
-        return mix(local, new, mix_alpha) if self.flight.sent is None else correct(local, self.flight.sent, new)
+        sent = self.flight.sent
+        return mix(local, new, mix_alpha) if sent is None else correct(local, sent[at].to(local.device), new)
 
 
 class Accounts:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from node.config import DevicesConfig
+from node.diloco.fragments import Ranges
 from node.manifest import RunConfig
 from node.status import Activity
 from node.training.checkpoint import Checkpoint
@@ -18,11 +21,13 @@ from node.training.data import Corpus, Stream, held_out_batches
 from node.training.device import Chosen
 from node.training.evaluate import evaluate
 from node.training.inner import InnerLoop, StepResult
-from node.training.model import flatten, load_flat_
+from node.training.model import change_flat_, flatten, load_flat_, take_flat
 from node.worker.ledger import Ledger
 
 STEP_TIMES = 21
 """Inner steps whose median is this node's step time."""
+REST_SHARE = 1e-3
+"""Width of the range from which a slept step takes what it changes the parameters by."""
 
 
 class Local:
@@ -69,6 +74,14 @@ class Local:
     def load(self, flat: Tensor) -> None:
         load_flat_(self._model, flat)
 
+    def take(self, ranges: Ranges) -> Tensor:
+        """A copy of a fragment, fp32 [P_f] on the cpu."""
+        return take_flat(self._model, ranges)
+
+    def change(self, ranges: Ranges, change: Callable[[Tensor, slice], Tensor]) -> None:
+        """Overwrite a fragment, as `change_flat_`."""
+        change_flat_(self._model, ranges, change)
+
     def resume(self, saved: Checkpoint) -> None:
         self.load(saved.anchor if saved.local is None else saved.local)
         if saved.optimizer:
@@ -108,8 +121,10 @@ class Local:
         return result
 
     def _rest(self, seconds: float) -> StepResult:
+        began_s = time.monotonic()
         with self._ledger.doing(Activity.COMPUTE):
-            time.sleep(seconds)
+            self._inner.nudge(REST_SHARE * (random.random() - 0.5))  # noqa: S311 - any number that is not the last one
+            time.sleep(max(0.0, began_s + seconds - time.monotonic()))
         result = StepResult(0.0, 0.0, self._run.tokens_per_inner_step)
         self._count(seconds, result.tokens)
         return result
@@ -132,7 +147,11 @@ class Local:
     def evaluates(self) -> bool:
         return bool(self._held_out)
 
-    def evaluate(self) -> float:
-        """Loss of the parameters as they are on the held-out split, nats per token."""
+    def evaluate(self, anchor: Tensor) -> float:
+        """Loss of an anchor, fp32 [P], on the held-out split, nats per token. The parameters stay as they are."""
         with self._ledger.doing(Activity.EVALUATE):
-            return evaluate(self._model, self._held_out, self._chosen.device, self._chosen.precision)
+            own = self.parameters
+            self.load(anchor)
+            loss = evaluate(self._model, self._held_out, self._chosen.device, self._chosen.precision)
+            self.load(own)
+        return loss

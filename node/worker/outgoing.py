@@ -1,25 +1,41 @@
-"""From a pseudo-gradient to what is sent of it: encoded, with error feedback where the run has it. Knows no round."""
+"""From local parameters to what is sent of them: encoded pseudo-gradients, with error feedback where the run has it.
+
+The work is done on a thread beside the training. Knows no round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import torch
 from torch import Tensor
 
 from node.diloco.feedback import ErrorFeedback
 from node.diloco.fragments import elements
+from node.diloco.outer import pseudo_gradient
 from node.manifest import SyncConfig
 from node.swarm.reduce import Grid
 
 RESIDUAL = "feedback_residual"
 """A fragment's, with its number, among a checkpoint's tensors."""
 
+LARGEST = 1e30
+"""Of parameters that still train; what they differ by can be encoded."""
+
+
+def are_numbers(sent: Tensor) -> bool:
+    """Whether local parameters, fp32 [P_f], can be sent; one pass over them."""
+    return not sent.numel() or bool(torch.stack(torch.aminmax(sent)).abs().max() <= LARGEST)
+
 
 class Outgoing:
-    """One node's. For each fragment alternates: `encode`, then `landed` once the round is over."""
+    """One node's. For each fragment alternates: `begin`, then `landed` once the round is over."""
 
     def __init__(self, grids: Sequence[Grid], sync: SyncConfig, saved: Mapping[str, Tensor]) -> None:
         self._grids = grids
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._running: Future[None] | None = None
         self._feedback: list[ErrorFeedback] = []
         if sync.has_feedback:
             self._feedback = [
@@ -29,18 +45,40 @@ class Outgoing:
                 for fragment, grid in enumerate(grids)
             ]
 
-    def encode(self, fragment: int, gradient: Tensor) -> tuple[list[bytes], float]:
-        """The chunks of a pseudo-gradient, fp32 [P_f], and the L2 norm of what they decode to. ValueError: NaN."""
-        grid = self._grids[fragment]
+    def begin(
+        self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
+    ) -> None:
+        """Encode the pseudo-gradient, anchor - sent, fp32 [P_f], beside the training.
+
+        `then` is called on the thread that encodes, with the chunks and the L2 norm of what they decode to.
+        """
+        self._running = self._thread.submit(self._encode, fragment, anchor, sent, then)
+
+    def _encode(
+        self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
+    ) -> None:
+        grid, gradient = self._grids[fragment], pseudo_gradient(anchor, sent)
         wanted = self._feedback[fragment].add(gradient) if self._feedback else gradient
         chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
         arrives = grid.decode(chunks)
         if self._feedback:
             self._feedback[fragment].lost(wanted, arrives)
-        return chunks, grid.length(arrives)
+        then(chunks, grid.length(arrives))
+
+    def check(self) -> None:
+        """Raises what the encoding raised, if it has ended."""
+        if self._running is not None and self._running.done():
+            running, self._running = self._running, None
+            running.result()
+
+    def wait(self) -> None:
+        """Until nothing is being encoded."""
+        if self._running is not None:
+            wait((self._running,))
 
     def landed(self, fragment: int, included: bool) -> None:
         """The fragment's round is over, with this contribution or without."""
+        self.wait()  # The others may have gone on without this node.
         if self._feedback:
             self._feedback[fragment].advance() if included else self._feedback[fragment].keep()
 

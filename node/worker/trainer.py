@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from node.config import CheckpointConfig
-from node.diloco.fragments import put_, take
-from node.diloco.outer import pseudo_gradient
+from node.diloco.fragments import take
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Outcome, Phase
@@ -28,7 +29,7 @@ from node.worker.accounts import Accounts
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
-from node.worker.outgoing import Outgoing
+from node.worker.outgoing import Outgoing, are_numbers
 from node.worker.saver import Saver
 from node.worker.session import Session
 from node.worker.snapshot import checkpoint_of
@@ -183,6 +184,7 @@ class Trainer:
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
         self._saver.check()
+        self._outgoing.check()
         self.teller.tell()
         self._check()
 
@@ -204,28 +206,29 @@ class Trainer:
     # the outer step
 
     def offer(self) -> None:
-        """Hand the encoded pseudo-gradient to the swarm; drop it where it is not all numbers."""
+        """Hand the pseudo-gradient to the swarm, once it is encoded; training goes on beside that."""
         spoilt = self.session.swarm.faults.spoils("inner", self.tip.round + 1, self._role)
         if spoilt in ("nan", "garbage"):
             self.local.spoil(spoilt)
         fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
-        sent = take(self.local.parameters, ranges)
-        try:
-            gradient = pseudo_gradient(take(self.tip.state.anchor, ranges), sent)
-            chunks, norm = self._outgoing.encode(fragment, gradient)
-        except ValueError:
+        parent, swarm = self.tip.head, self.session.swarm
+        step_s = self.local.step_s or self.tip.round_s or 1.0
+        tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
+        sent = self.local.take(ranges)
+        if not are_numbers(sent):
             self._drop("The local parameters are not all finite numbers any more")
             return
         self._dropped = 0
-        if spoilt == "shape":
-            chunks = list(spoil_blobs(spoilt, chunks))
-        step_s = self.local.step_s or self.tip.round_s or 1.0
-        tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
+
+        def hand_over(chunks: Sequence[bytes], norm: float) -> None:
+            wrong = spoil_blobs(spoilt, chunks) if spoilt == "shape" else chunks
+            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm))
+
         keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
         self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
         self.progress = Progress()
         self.local.start_text(self.tip.round + 2)
-        self.session.swarm.offer(Contribution(self.tip.head, chunks, tokens, step_s, norm))
+        self._outgoing.begin(fragment, take(self.tip.state.anchor, ranges), sent, hand_over)
 
     def _drop(self, why: str) -> None:
         """Back to the anchor: what this node did since is of no use to anybody, and it says so."""
@@ -248,6 +251,7 @@ class Trainer:
         with self.ledger.doing(Activity.SYNC_WAIT):
             while self.tip.head == before:
                 self.obey_mail(timeout_s=POLL_S, blocked_since_s=began_s)
+                self._outgoing.check()
                 self._show_waiting()
                 self.teller.tell()
                 self._check()
@@ -293,13 +297,16 @@ class Trainer:
         landing = self._accounts.land(fragment, done.included, self.progress.steps)
         self.ledger.carried += landing.is_carried
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
-        merged = self.local.parameters
         before, after = (take(tip.state.anchor, ranges) for tip in (old, self.tip))
-        put_(merged, ranges, landing.moved(take(merged, ranges), before, after, self.run.sync.mix_alpha))
+
+        def moved(part: Tensor, at: slice) -> Tensor:
+            old_part, new_part = before[at].to(part.device), after[at].to(part.device)
+            return landing.moved(part, at, old_part, new_part, self.run.sync.mix_alpha)
+
+        self.local.change(ranges, moved)
         if landing.flight is None:
             self.progress = Progress()
         self._evaluate()
-        self.local.load(merged)
         if self.local.place[0] != self.tip.round + 1:
             self.local.start_text(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
@@ -337,11 +344,10 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        """Loss of the anchor on the held-out split. Leaves the anchor in the model."""
+        """Loss of the anchor on the held-out split."""
         if not self.local.evaluates or self.tip.round % self.run.evaluation.every_rounds:
             return
-        self.local.load(self.tip.state.anchor)
-        loss = self.local.evaluate()
+        loss = self.local.evaluate(self.tip.state.anchor)
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
     def _checkpoint_is_due(self) -> bool:
@@ -352,8 +358,9 @@ class Trainer:
         is_common = (self.tip.round + 1) % CHECKPOINT_ROUNDS == 0
         return is_common or since_s >= self._saves.every_s or since_rounds >= CHECKPOINT_ROUNDS
 
-    def stop_saving(self) -> None:
-        """Nothing is written from here on; what could not be written is no matter any more."""
+    def finish(self) -> None:
+        """Nothing is encoded or written from here on; what could not be written is no matter any more."""
+        self._outgoing.wait()
         with suppress(MachineError):
             self._saver.wait()
 

@@ -137,7 +137,7 @@ class Work:
                 self._see_off(session, trainer.tip)
                 return
             except Lost as exc:
-                trainer.stop_saving()
+                trainer.finish()
                 self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):
                 trainer.save()

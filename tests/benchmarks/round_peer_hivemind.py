@@ -16,6 +16,7 @@ from hivemind import DHT
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.compression import Float16Compression
+from hivemind.utils import get_dht_time
 
 from tests.benchmarks.processes import answer, orders
 from tests.benchmarks.tensors import check_mean, contribution, ends_of
@@ -65,11 +66,16 @@ class Peer:
             allow_state_sharing=False,
         )
 
-    def round(self) -> dict[str, object]:
+    def round(self, inner_s: float) -> dict[str, object]:
+        """One average. With an inner phase, slept, the group is sought before its end, as hivemind's optimizer does."""
+        at = get_dht_time() + max(inner_s, MATCHMAKING_S)
+        round_ = self.averager.step(scheduled_time=at, wait=False, require_trigger=True, timeout=inner_s + ROUND_S)
+        time.sleep(inner_s)
         with self.averager.get_tensors() as tensors:
             tensors[0].copy_(self.vector)
         began_s = time.monotonic()
-        self.averager.step(timeout=ROUND_S)
+        round_.allow_allreduce()
+        round_.result()
         step_s = time.monotonic() - began_s
         with self.averager.get_tensors() as tensors:
             check_mean(ends_of(tensors[0]), self.peers)
@@ -95,8 +101,8 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     peer = Peer(parser.parse_args())
     answer({"address": str(peer.dht.get_visible_maddrs()[0])})
-    for _ in orders():
-        answer(peer.round())
+    for order in orders():
+        answer(peer.round(order.get("inner_s", 0.0)))
     peer.close()
     return 0
 

@@ -7,7 +7,8 @@ needs root. A sleep of STEP_S stands for each inner step, as two cores cannot tr
 compute, and the encoding, sending, averaging and stepping beside it are real and have the machine to themselves.
 
 Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's
-averager, which blocks, the inner phase over the inner phase and its `step`. The formula: payloads of 2 (n - 1) / n go
+averager, which blocks, the inner phase (slept, too) over it and what its `step` adds, its group being sought before the
+phase ends, as hivemind's optimizer does. The formula: payloads of 2 (n - 1) / n go
 each way, so with T = payload / rate a blocking node is busy C / (C + T), an overlapped one always while T < C. Every
 cell is kept in results/sync.json as it ends, and not measured again without --fresh.
 """
@@ -32,7 +33,7 @@ from tests.swarm.harness import Node, Swarm
 from tests.swarm.netns import Host, Network, why_not
 
 PORT = 41234
-PARAMETERS = 15_000_000
+PARAMETERS = 15_036_288
 INNER_S = 30.0
 STEP_S = 0.25
 STEPS = round(INNER_S / STEP_S)
@@ -40,17 +41,18 @@ START_S = 240.0
 ROUND_S = 900.0
 CELLS = RESULTS / "sync.json"
 DEFAULT = (
-    "20:4:blocking:fp16", "20:4:hivemind:fp16", "20:4:overlapped:int4", "20:4:streaming:int4", "20:4:overlapped:int8",
-    "100:4:blocking:fp16", "100:4:hivemind:fp16", "100:4:overlapped:int4", "100:4:streaming:int4",
-    "100:4:overlapped:fp16", "10:4:overlapped:int4", "10:4:streaming:int4", "10:4:blocking:fp16",
-    "500:4:blocking:fp16", "500:4:streaming:int4", "20:2:overlapped:int4", "20:8:overlapped:int4",
+    "20:4:overlapped:int4", "100:4:streaming:int4", "20:4:blocking:fp16", "20:4:hivemind:fp16", "100:4:blocking:fp16",
+    "100:4:hivemind:fp16", "100:4:blocking:fp32", "20:4:streaming:int4", "20:4:overlapped:int8",
+    "20:4:overlapped:e3m0", "20:4:overlapped:topk", "100:4:overlapped:fp16", "100:4:overlapped:int4",
+    "10:4:overlapped:int4", "10:4:streaming:int4", "10:4:blocking:fp16", "500:4:blocking:fp16",
+    "500:4:streaming:int4", "20:2:overlapped:int4", "100:2:streaming:int4", "20:8:overlapped:int4",
     "100:8:streaming:int4",
 )  # fmt: skip
 BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
 FRAGMENTS = 4
 MODEL = {
     "hidden_size": 384,
-    "intermediate_size": 1024,
+    "intermediate_size": 928,
     "num_hidden_layers": 9,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
@@ -98,7 +100,7 @@ class Found:
     """By our counters, sent by a node in H inner steps."""
     interface_bytes: float
     peak_mb: float
-    """Resident memory of a worker at its largest, mean over the nodes."""
+    """Resident memory of a worker at its largest in these rounds, mean over the nodes."""
     agree: bool
 
 
@@ -122,6 +124,21 @@ def run_of(cell: Cell) -> dict[str, Any]:
 def settle(node: Node, host: Host) -> Node:
     node.namespace, node.listen = host.namespace, f"/ip4/{host.address}/tcp/{PORT}"
     return node
+
+
+def found_swarm(swarm: Swarm, network: Network, count: int) -> tuple[list[Node], list[Host]]:
+    """So many nodes, each on a host of its own, all of them training; a sleep stands for each inner step."""
+    hosts = [network.host() for _ in range(count)]
+    env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
+    nodes = [settle(swarm.node("founder"), hosts[0]).start(env=env)]
+    invite = nodes[0].invite()
+    for number, host in enumerate(hosts[1:], 1):
+        node = settle(swarm.node(f"node{number}", join=invite), host)
+        node.preset = None
+        nodes.append(node.start(env=env))
+    for node in nodes:
+        node.until_training(START_S)
+    return nodes, hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +167,11 @@ def count(node: Node, host: Host, network: Network) -> Counted:
     )
 
 
+def peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[0])
+
+
 def ours(cell: Cell, rounds: int) -> Found:
     """`rounds` times H inner steps, after a round or two."""
     turns = FRAGMENTS if cell.mode == "streaming" else 1
@@ -158,32 +180,26 @@ def ours(cell: Cell, rounds: int) -> Found:
         Network() as network,
         Swarm(Path(name), run_of(cell)) as swarm,
     ):
-        hosts = [network.host() for _ in range(cell.nodes)]
-        env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
-        founder = settle(swarm.node("founder"), hosts[0]).start(env=env)
-        invite = founder.invite()
-        nodes = [founder]
-        for number, host in enumerate(hosts[1:], 1):
-            node = settle(swarm.node(f"node{number}", join=invite), host)
-            node.preset = None
-            nodes.append(node.start(env=env))
-        for node in nodes:
-            node.until_training(START_S)
+        nodes, hosts = found_swarm(swarm, network, cell.nodes)
+        founder = nodes[0]
         for host in hosts:  # Joining is not what is measured.
             network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
         for node in nodes:
             node.until_round(first, ROUND_S)
+        workers = [node.find("worker").pid for node in nodes]
+        for pid in workers:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks are counted from here (proc(5)).
         before = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
         for node in nodes:
             node.until_round(before[0].round + rounds * turns, rounds * ROUND_S)
         after = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
         records = [r for r in founder.rounds() if before[0].round < r["round"] <= after[0].round]
         transfers = [r["seconds"]["reduce"] + r["seconds"]["commit"] for r in records if r["outcome"] != "failed"]
-        peaks = [node.find("worker").memory_info() for node in nodes]
+        peaks = [peak_bytes(pid) for pid in workers]
         states = {(s["round"], s["state_digest"]) for s in (node.status()["run"] for node in nodes)}
         agree = len({r for r, _ in states}) == len(states)
-    return found(before, after, turns, transfers, [p.rss for p in peaks], agree=agree)
+    return found(before, after, turns, transfers, peaks, agree=agree)
 
 
 def found(
@@ -238,7 +254,7 @@ def hivemind(cell: Cell, rounds: int) -> Found:
         step_s, sent = [], [network.sent_bytes(host) for host in hosts]
         for _ in range(rounds):
             for helper in helpers:
-                helper.tell(do="round")
+                helper.tell(do="round", inner_s=INNER_S)
             step_s.append(statistics.fmean(helper.hear(ROUND_S)["step_s"] for helper in helpers))
         moved = [network.sent_bytes(host) - before for host, before in zip(hosts, sent, strict=True)]
     mean_s = statistics.fmean(step_s)

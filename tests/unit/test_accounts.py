@@ -7,6 +7,7 @@ import torch
 from node.worker.accounts import MAX_CARRIED, Accounts, Landing
 
 LOCAL, OLD, NEW, SENT = (torch.tensor([x]) for x in (10.0, 1.0, 2.0, 8.0))
+ALL = slice(None)
 
 
 def test_what_is_included_is_no_longer_owed() -> None:
@@ -25,7 +26,7 @@ def test_without_a_step_since_it_is_the_blocking_algorithm() -> None:
     accounts.earn(100)
     accounts.send(0, 5, 0.0, SENT)
     landing = accounts.land(0, included=True, steps=0)
-    assert not landing.is_merged and torch.equal(landing.moved(LOCAL, OLD, NEW, 0.5), NEW)
+    assert not landing.is_merged and torch.equal(landing.moved(LOCAL, ALL, OLD, NEW, 0.5), NEW)
     assert accounts.tokens(0) == 0
 
 
@@ -40,10 +41,10 @@ def test_what_is_left_out_is_carried_twice_with_all_that_came_since() -> None:
         landing = accounts.land(0, included=False, steps=1)
         if carried < MAX_CARRIED:
             assert landing.is_carried and accounts.tokens(0) == total
-            assert landing.moved(LOCAL, OLD, NEW, 0.5).item() == 11.0
+            assert landing.moved(LOCAL, ALL, OLD, NEW, 0.5).item() == 11.0
         else:
             assert not landing.is_carried and accounts.tokens(0) == 0
-            assert torch.equal(landing.moved(LOCAL, OLD, NEW, 0.5), NEW)
+            assert torch.equal(landing.moved(LOCAL, ALL, OLD, NEW, 0.5), NEW)
 
 
 def test_a_round_that_this_node_missed_carries_what_it_has_done() -> None:
@@ -64,7 +65,7 @@ def test_after_a_restart_a_contribution_that_counted_all_the_same_is_not_offered
     again = Accounts(1, owed)
     assert again.tokens(0) == 120 and again.flight is None
     landing = again.land(0, included=True, steps=7)
-    assert torch.equal(landing.moved(LOCAL, OLD, NEW, 0.5), NEW) and again.tokens(0) == 0
+    assert torch.equal(landing.moved(LOCAL, ALL, OLD, NEW, 0.5), NEW) and again.tokens(0) == 0
 
 
 def test_fragments_have_books_of_their_own() -> None:
@@ -92,4 +93,4 @@ def test_the_merge_is_the_mix_or_where_the_sent_was_kept_the_correction() -> Non
         accounts.earn(1)
         accounts.send(0, 1, 0.0, sent)
         landing: Landing = accounts.land(0, included=True, steps=1)
-        assert landing.moved(LOCAL, OLD, NEW, 0.25).item() == expected
+        assert landing.moved(LOCAL, ALL, OLD, NEW, 0.25).item() == expected

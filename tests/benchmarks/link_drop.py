@@ -1,0 +1,191 @@
+"""A line that drops in mid-run and comes back, with `sync.auto`: how soon the nodes are busy again, and of one mind.
+
+    python -m tests.benchmarks.link_drop [--high 100] [--low 10] [--phase 100] [--nodes 4]
+
+Four nodes in network namespaces, `overlapped`, int4, 15M parameters, H of 6 s of inner steps (a sleep stands for each,
+see `sync`), beside which the round's bytes do not fit at the lower rate. The lines of all nodes are at the high rate,
+at the low one and at the high one again. Utilisation is each node's own, of its last complete round; beside it the
+formula's for a round whose length does not follow. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.figures import Figure, Result
+from tests.benchmarks.sync import PARAMETERS, START_S, STEP_S, Cell, found_swarm, run_of
+from tests.swarm.harness import Node, Swarm
+from tests.swarm.netns import Host, Network, why_not
+
+INNER_S = 6.0
+STEPS = round(INNER_S / STEP_S)
+POLL_S = 0.3
+WANTED = 0.95
+WITHIN_ROUNDS = 3
+PHASES = ("high", "low", "high again")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node's account of one round, as it has just ended."""
+
+    node: int
+    phase: int
+    at_s: float
+    """Since the measurement began."""
+    round: int
+    utilization: float
+    """Of this round."""
+    inner_steps: int
+    """H of the next one."""
+    digest: str
+
+
+def run_config(nodes: int) -> dict[str, Any]:
+    run = run_of(Cell(0, nodes, "overlapped", "int4"))
+    run["round"] |= {"inner_steps": STEPS}
+    run["sync"] |= {"auto": True}
+    return run
+
+
+def limit(network: Network, hosts: Sequence[Host], mbit_s: float) -> None:
+    for host in hosts:
+        network.limit(host, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+
+
+def watch(nodes: Sequence[Node], phase: int, seconds: float, began_s: float, seen: dict[tuple[int, int], Seen]) -> None:
+    """Each round of each node, once, for so long."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for number, node in enumerate(nodes):
+            status = node.status()
+            run, ratio = status["run"], status["compute_utilization_ratio"]
+            if ratio is not None and (number, run["round"]) not in seen:
+                one = Seen(
+                    number,
+                    phase,
+                    time.monotonic() - began_s,
+                    run["round"],
+                    ratio,
+                    status["training"]["inner_steps"],
+                    run["state_digest"],
+                )
+                seen[number, run["round"]] = one
+        time.sleep(POLL_S)
+
+
+def play(count: int, rates: Sequence[float], seconds: float) -> list[Seen]:
+    seen: dict[tuple[int, int], Seen] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        Network() as network,
+        Swarm(Path(name), run_config(count)) as swarm,
+    ):
+        nodes, hosts = found_swarm(swarm, network, count)
+        limit(network, hosts, rates[0])
+        first = max(node.status()["run"]["round"] for node in nodes) + 3
+        for node in nodes:
+            node.until_round(first, START_S)
+        began_s = time.monotonic()
+        for phase, rate in enumerate(rates):
+            limit(network, hosts, rate)
+            watch(nodes, phase, seconds, began_s, seen)
+    return sorted(seen.values(), key=lambda one: (one.round, one.node))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round, over all nodes."""
+
+    round: int
+    phase: int
+    at_s: float
+    utilization: float
+    least: float
+    inner_steps: int
+    agree: bool
+    """One decision and one digest on all nodes that told of it."""
+
+
+def rounds_of(seen: Sequence[Seen]) -> list[Round]:
+    by_round: defaultdict[int, list[Seen]] = defaultdict(list)
+    for one in seen:
+        by_round[one.round].append(one)
+    return [
+        Round(
+            number,
+            max(one.phase for one in told),
+            min(one.at_s for one in told),
+            statistics.fmean(one.utilization for one in told),
+            min(one.utilization for one in told),
+            told[0].inner_steps,
+            len({(one.inner_steps, one.digest) for one in told}) == 1,
+        )
+        for number, told in sorted(by_round.items())
+    ]
+
+
+def rounds_to_recover(rounds: Sequence[Round], phase: int) -> int:
+    """Rounds of the phase up to the first from which on utilisation stays at WANTED; as many as it has if none."""
+    ratios = [one.utilization for one in rounds if one.phase == phase]
+    below = [number for number, ratio in enumerate(ratios, 1) if ratio < WANTED]
+    return max(below, default=0)
+
+
+def measure(count: int, high: float, low: float, seconds: float) -> Result:
+    rounds = rounds_of(play(count, (high, low, high), seconds))
+    blocked = INNER_S / max(INNER_S, Cell(low, count, "overlapped", "int4").payload_bytes * 8e-6 / low)
+    notes = [f"{count} nodes, {PARAMETERS / 1e6:.0f}M parameters, int4, {high:g} to {low:g} to {high:g} Mbit/s:"]
+    for phase, own in itertools.groupby(rounds, lambda one: one.phase):
+        told = ", ".join(f"{one.utilization:.0%} (H {one.inner_steps})" for one in own)
+        notes.append(f"  {PHASES[phase]}: {told}")
+    settled = [one.utilization for one in rounds if one.phase == 1][WITHIN_ROUNDS:]
+    figures = [
+        Figure(
+            f"rounds below {WANTED:.0%} after the line {verb}",
+            "rounds",
+            rounds_to_recover(rounds, phase),
+            WITHIN_ROUNDS,
+            "at most",
+            high=1.0,
+        )
+        for phase, verb in ((1, "drops"), (2, "comes back"))
+    ]
+    figures += [
+        Figure("busy on the slow line, settled", "", statistics.fmean(settled), blocked, "with fixed H", low=1.0),
+        Figure(
+            "rounds with one decision and one digest",
+            "rounds",
+            sum(one.agree for one in rounds),
+            len(rounds),
+            "rounds",
+            low=1.0,
+        ),
+    ]
+    return Result("link_drop", figures, notes, {"rounds": [asdict(one) for one in rounds], "fixed": blocked})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--high", type=float, default=100.0, help="Mbit/s")
+    parser.add_argument("--low", type=float, default=10.0, help="Mbit/s")
+    parser.add_argument("--phase", type=float, default=100.0, help="seconds for which each rate holds")
+    parser.add_argument("--nodes", type=int, default=4)
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason)
+        return 1
+    return measure(options.nodes, options.high, options.low, options.phase).conclude()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
