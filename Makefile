@@ -28,7 +28,7 @@ help:
 	@echo "make lint                          style, types, imports"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
 	@echo "make bench                         measurements (tests/benchmarks)"
-	@echo "make bench-sync                    utilisation and bytes over shaped lines (root; more than an hour)"
+	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
 	@echo "make storm                         25 minutes of faults on real nodes, then every fault at every place"
 	@echo "make lock                          write requirements.lock anew from pyproject.toml"
 
@@ -62,8 +62,9 @@ swarm: $(SET_UP)
 bench: $(SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
+# ARGS are the cells'. What is there of the convergence, `python -m tests.benchmarks.convergence`, comes into the report.
 bench-sync: $(SET_UP)
-	@exec $(BIN)/python -m tests.benchmarks.sync $(ARGS)
+	@for what in "sync $(ARGS)" link_drop codecs report; do $(BIN)/python -m tests.benchmarks.$$what; done
 
 # ARGS are the storm's: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three run, whatever the first come to.
 storm: $(SET_UP)

@@ -1,4 +1,4 @@
-"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and rooms; loads torch only to export.
+"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and rooms; loads torch only where it is needed.
 
 Settings of any section may stand among the flags (`--section.key value`). Errors of ours end in one sentence on stderr
 and their exit code; anything else is a bug of ours, and ends in 70.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from node import __version__
-from node.errors import NodeError, UsageError
+from node.errors import MachineError, NodeError, UsageError
 from node.settings import Loaded, load, value_of
 from node.sources import known_keys
 
@@ -163,6 +163,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add("leave", _act, "stop now, cleanly")
     add("invite", _invite, "print the invite of this node's run")
     add("config", _config, "print the resolved configuration, and where each value came from")
+    command = add("doctor", _doctor, "check this machine before the first step, and say how busy it will be")
+    command.add_argument("--join", metavar="INVITE", help="also see whether the peers of this invite answer")
+    command.add_argument(
+        "--members", metavar="N", type=int, default=8, help="members of the round to forecast (default: 8)"
+    )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
     return parser, commands
@@ -256,6 +261,27 @@ def _toml(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _doctor(call: Call) -> int:
+    from node import doctor
+    from node.manifest import parse_invite
+
+    if call.args.members < 1:
+        raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
+    invite = parse_invite(call.args.join) if call.args.join else None
+    manifest = doctor.read_manifest(call.data_dir)
+    if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
+        raise UsageError(f"{call.data_dir} belongs to another run: give this invite a --data-dir of its own.")
+    is_running = (call.data_dir.expanduser() / "api.json").exists()
+    patient = doctor.Patient(call.loaded.config, manifest, invite, call.args.members, is_running)
+    if manifest is None and invite is not None:
+        print("The run is not known before the first `run --join`: what follows is for this configuration's own.")
+    findings = []
+    for finding in doctor.examine(patient):
+        findings.append(finding)
+        print(finding, flush=True)
+    return 0 if doctor.is_healthy(findings) else MachineError.exit_code
 
 
 def _export(call: Call) -> int:

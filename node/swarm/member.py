@@ -179,7 +179,7 @@ class Member:
 
     def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
         """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
-        chain = Chain(tip, ResultStore(self._cache))
+        chain = Chain(tip, ResultStore(self._cache, len(rules.grids)))
         chain.wanted_since = self._wanted_since
         self.rounds = Rounds(self.wire, self.directory, rules, chain, self.options.faults, deliver)
         self.show_tip(tip)

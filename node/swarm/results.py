@@ -32,13 +32,14 @@ IN_USE_S = 60.0
 class ResultStore:
     """The encoded means of the last `kept_rounds` rounds, one file a round, found by chunk hash."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, folder: Path, turns: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        """`turns`: rounds in which all parameters have their turn; as many times more rounds are kept."""
+        self._clock, self.turns = clock, turns
         self._fetched_at_s: dict[str, float] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for left_over in folder.glob("results-*.bin"):
             left_over.unlink()
-        self.kept_rounds = KEPT_ROUNDS
+        self.kept_rounds = KEPT_ROUNDS * turns
         self._folder = folder
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
 
@@ -80,10 +81,10 @@ class ResultStore:
         return self._folder / f"results-{head[:16]}.bin"
 
 
-def kept_rounds(newest: int, wanted_since: int | None, in_use: int = 0) -> int:
+def kept_rounds(newest: int, wanted_since: int | None, in_use: int = 0, turns: int = 1) -> int:
     """Rounds whose results are kept, so that a state of round `wanted_since` can be brought up to date."""
     wanted = newest - wanted_since + 1 if wanted_since is not None else 0
-    return min(MAX_KEPT_ROUNDS, max(KEPT_ROUNDS, wanted, in_use + 1))
+    return min(MAX_KEPT_ROUNDS * turns, max(KEPT_ROUNDS * turns, wanted, in_use + 1))
 
 
 class Results:

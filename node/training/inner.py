@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from node.errors import MachineError, TrainingError
 from node.manifest import InnerConfig
-from node.training.model import autocast, flatten_like, next_token_loss, unflatten_like
+from node.training.model import autocast, next_token_loss, unflatten_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +102,18 @@ class InnerLoop:
 
         All zeros before the first step. Loading them gives the same bits from there on.
         """
-        moments: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
-        step = torch.zeros(1)
-        for name, parameter in self._model.named_parameters():
-            state = self._optimizer.state[parameter]
-            for key, tensors in moments.items():
-                tensors[name] = state[key] if key in state else torch.zeros_like(parameter)
+        parameters = sum(p.numel() for p in self._parameters)
+        moments = {key: torch.zeros(parameters) for key in ("exp_avg", "exp_avg_sq")}
+        step, at = torch.zeros(1), 0
+        for parameter in self._parameters:
+            end, state = at + parameter.numel(), self._optimizer.state[parameter]
+            for key, flat in moments.items():
+                if key in state:
+                    flat[at:end].copy_(state[key].flatten())
             if "step" in state:
                 step = state["step"].detach().to("cpu", torch.float32, copy=True).reshape(1)
-        return {key: flatten_like(self._model, tensors) for key, tensors in moments.items()} | {"step": step}
+            at = end
+        return moments | {"step": step}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `state_tensors` gave. KeyError or ValueError if it does not fit the model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,13 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
+@torch.no_grad()
 def flatten(model: nn.Module) -> Tensor:
     """A copy of all parameters, fp32 cpu [P]."""
-    return flatten_like(model, {name: p.detach() for name, p in model.named_parameters()})
-
-
-def flatten_like(model: nn.Module, tensors: Mapping[str, Tensor]) -> Tensor:
-    """One tensor per parameter name, in the vector's order. Returns a copy, fp32 cpu [P]."""
     flat = torch.empty(sum(p.numel() for p in model.parameters()), dtype=torch.float32)
     at = 0
-    for name, parameter in model.named_parameters():
-        flat[at : at + parameter.numel()].copy_(tensors[name].flatten())
+    for parameter in model.parameters():
+        flat[at : at + parameter.numel()].copy_(parameter.flatten())
         at += parameter.numel()
     return flat
 

@@ -18,6 +18,8 @@ from node.worker.channel import Channel, ChannelHandler
 
 START_S = 30.0
 PR_SET_PDEATHSIG = 1
+SWITCH_S = 0.0005
+"""How long the trainer's thread may wait for the interpreter while the swarm's thread has it; Python's own is 5 ms."""
 
 
 def main() -> int:
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     arguments = parser.parse_args()
     _die_with_parent()
+    sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=arguments.fd))
     start = channel.wait_start(START_S)

@@ -1,12 +1,49 @@
-"""Writes checkpoints beside the training, one at a time. Knows the store and who is served from it; no trainer."""
+"""When checkpoints are taken, and their writing beside the training, one at a time. Knows no trainer."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from node.swarm.chain import Tip
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.worker.session import CheckpointSource
+
+EVERY_ROUNDS = 4
+"""A checkpoint at least so often, times fragments: joiners replay from it, and peers keep the results of twice that."""
+SETTLE_S = 1.0
+
+
+class Calendar:
+    """When a checkpoint is to be taken: every few rounds, or every `every_s`, and a moment after the round."""
+
+    def __init__(self, round_: int, every_s: float, turns: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`round_`: that of the newest checkpoint. `turns`: rounds in which all parameters have their turn."""
+        self._clock, self._every_s, self._every_rounds = clock, every_s, EVERY_ROUNDS * turns
+        self._due_at_s: float | None = None
+        self.taken(round_)
+
+    def taken(self, round_: int) -> None:
+        """A checkpoint has been taken, of this round."""
+        self._taken_at_s, self._taken_round, self._due_at_s = self._clock(), round_, None
+
+    def round_over(self, round_: int) -> None:
+        """All nodes save the same rounds, too, so that a joiner finds several that serve one state."""
+        is_common = (round_ + 1) % self._every_rounds == 0
+        since_s, since_rounds = self._clock() - self._taken_at_s, round_ - self._taken_round
+        if is_common or since_s >= self._every_s or since_rounds >= self._every_rounds:
+            self._due_at_s = self._clock() + SETTLE_S
+
+    @property
+    def is_overdue(self) -> bool:
+        """One was due after a round before the newest."""
+        return self._due_at_s is not None
+
+    @property
+    def is_due(self) -> bool:
+        """The processors have done with the round by now."""
+        return self._due_at_s is not None and self._clock() >= self._due_at_s
 
 
 class Saver:

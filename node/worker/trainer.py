@@ -30,15 +30,13 @@ from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
 from node.worker.outgoing import Outgoing, are_numbers
-from node.worker.saver import Saver
+from node.worker.saver import Calendar, Saver
 from node.worker.session import Session
 from node.worker.snapshot import checkpoint_of
 from node.worker.teller import Teller
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_ROUNDS = 4
-"""A checkpoint at least so often: joiners replay from it, and peers keep the results of 8 rounds."""
 MAX_DROPPED = 3
 """Times in a row that a node may go back to the anchor because its parameters are no numbers; then it gives up."""
 WAITING_RATIO = 2.0
@@ -73,9 +71,8 @@ class Trainer:
         self.tip: Tip = session.tip
         self.progress = Progress()
         self._accounts = Accounts(self.run.sync.fragment_count)
-        self._saves, self._saver = saves, Saver(session.store, session.source)
-        self._checkpoint_at_s = time.monotonic()
-        self._checkpoint_round = self.tip.round
+        self._saver = Saver(session.store, session.source)
+        self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._traffic_before = (0, 0)
         self._dropped = 0
         self.resume()
@@ -116,7 +113,7 @@ class Trainer:
                 extra={"ledger": ledger, "owed": owed},
             )
             self._saver.begin(checkpoint, self.tip)
-        self._checkpoint_at_s, self._checkpoint_round = time.monotonic(), self.tip.round
+        self._calendar.taken(self.tip.round)
 
     # the inner loop
 
@@ -185,6 +182,8 @@ class Trainer:
         """Tell, and obey, between two inner steps."""
         self._saver.check()
         self._outgoing.check()
+        if self._calendar.is_due:
+            self._begin_save()
         self.teller.tell()
         self._check()
 
@@ -311,8 +310,7 @@ class Trainer:
             self.local.start_text(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
-        if self._checkpoint_is_due():
-            self._begin_save()
+        self._see_to_checkpoint()
         if landing.flight is not None:
             self._round_over()
 
@@ -350,13 +348,12 @@ class Trainer:
         loss = self.local.evaluate(self.tip.state.anchor)
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
-    def _checkpoint_is_due(self) -> bool:
+    def _see_to_checkpoint(self) -> None:
         if not self.session.swarm.mailbox.empty() or self._saver.is_busy:
-            return False  # Rounds are being replayed, and the last of them will do; or the disk is slow.
-        since_s, since_rounds = time.monotonic() - self._checkpoint_at_s, self.tip.round - self._checkpoint_round
-        # All nodes keep the same rounds, too, so that a joiner finds several that serve one state.
-        is_common = (self.tip.round + 1) % CHECKPOINT_ROUNDS == 0
-        return is_common or since_s >= self._saves.every_s or since_rounds >= CHECKPOINT_ROUNDS
+            return  # Rounds are being replayed, and the last of them will do; or the disk is slow.
+        if self._calendar.is_overdue:
+            self._begin_save()
+        self._calendar.round_over(self.tip.round)
 
     def finish(self) -> None:
         """Nothing is encoded or written from here on; what could not be written is no matter any more."""

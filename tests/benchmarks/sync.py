@@ -1,6 +1,6 @@
 """Compute utilisation and bytes over shaped lines: this node's modes and codecs, hivemind's averager, and the formula.
 
-    python -m tests.benchmarks.sync [--cells 20:4:overlapped:int4,...] [--rounds 4] [--fresh]
+    python -m tests.benchmarks.sync [--cells 20:4:overlapped:int4,...] [--rounds 3] [--fresh]
 
 Real processes in network namespaces, one per node, lines shaped with `tc` (tbf), bytes by the interfaces' counters;
 needs root. A sleep of STEP_S stands for each inner step, as two cores cannot train so many models at once: it counts as
@@ -8,9 +8,8 @@ compute, and the encoding, sending, averaging and stepping beside it are real an
 
 Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's
 averager, which blocks, the inner phase (slept, too) over it and what its `step` adds, its group being sought before the
-phase ends, as hivemind's optimizer does. The formula: payloads of 2 (n - 1) / n go
-each way, so with T = payload / rate a blocking node is busy C / (C + T), an overlapped one always while T < C. Every
-cell is kept in results/sync.json as it ends, and not measured again without --fresh.
+phase ends, as hivemind's optimizer does. The formula is `node.diloco.forecast`'s. Every cell is kept in
+results/sync.json as it ends, and not measured again without --fresh.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from tests.benchmarks.figures import RESULTS
 from tests.benchmarks.processes import Helper
 from tests.swarm.harness import Node, Swarm
@@ -75,14 +75,12 @@ class Cell:
     @property
     def payload_bytes(self) -> float:
         """Sent by a node in H inner steps, whatever the mode."""
-        return 2 * (self.nodes - 1) / self.nodes * BITS[self.codec] * PARAMETERS / 8
+        return round_bytes(BITS[self.codec] * PARAMETERS / 8, self.nodes)
 
     @property
     def formula(self) -> float:
-        transfer_s = self.payload_bytes / (self.mbit_s * 1e6 / 8)
-        if self.mode in ("blocking", "hivemind"):
-            return INNER_S / (INNER_S + transfer_s)
-        return min(1.0, INNER_S / transfer_s)
+        transfer_s = transfer_seconds(self.payload_bytes, self.mbit_s)
+        return utilization(INNER_S, transfer_s, overlapped=self.mode not in ("blocking", "hivemind"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,8 @@ def row(cell: Cell, one: Found) -> str:
     counted = f"{one.counted_bytes / cell.payload_bytes:.3f}" if one.counted_bytes else ""
     cells = (
         f"{cell.mbit_s:g}", str(cell.nodes), cell.mode, cell.codec, f"{one.utilization:.1%}", f"{one.least:.1%}",
-        f"{cell.formula:.1%}", f"{one.round_s:.1f}", f"{one.transfer_s:.1f}", counted,
+        f"{cell.formula:.1%}", f"{one.round_s:.1f}", f"{one.transfer_s:.1f}",
+        f"{transfer_seconds(cell.payload_bytes, cell.mbit_s) / one.transfer_s:.0%}", counted,
         f"{one.interface_bytes / cell.payload_bytes:.3f}", f"{one.peak_mb:.0f}" if one.peak_mb else "",
         "yes" if one.agree else "" if cell.mode == "hivemind" else "NO",
     )  # fmt: skip
@@ -275,9 +274,14 @@ def row(cell: Cell, one: Found) -> str:
 
 COLUMNS = (
     "Mbit/s", "nodes", "mode", "codec", "busy, mean", "least", "formula", "s per H steps", "transfer s",
-    "bytes counted / formula", "bytes on the interface / formula", "worker MB", "equal digests",
+    "of the line", "bytes counted / formula", "bytes on the interface / formula", "worker MB", "equal digests",
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """All that was measured, as Markdown."""
+    return [*HEAD.split("\n"), *(row(parse(text), Found(**one)) for text, one in kept.items())]
 
 
 def main() -> int:
@@ -299,8 +303,6 @@ def main() -> int:
             CELLS.parent.mkdir(parents=True, exist_ok=True)
             CELLS.write_text(json.dumps(kept, indent=1))
         print(row(cell, Found(**kept[str(cell)])), flush=True)
-    lines = [HEAD, *(row(parse(text), Found(**one)) for text, one in kept.items())]
-    (RESULTS / "sync.md").write_text("\n".join(lines) + "\n")
     return 0
 
 

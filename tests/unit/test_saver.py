@@ -17,7 +17,7 @@ from node.training.checkpoint import Checkpoint, CheckpointStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.worker.saver import Saver
+    from node.worker.saver import SETTLE_S, Calendar, Saver
     from node.worker.session import CheckpointSource
 
 P = 100
@@ -86,3 +86,54 @@ def test_a_full_disk_is_told_at_the_next_look_once(saver: Saver, store: SlowStor
     with pytest.raises(MachineError):
         saver.begin(CHECKPOINT, TIP)
     assert source.find() is None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def calendar(clock: Clock, *, turns: int = 1) -> Calendar:
+    return Calendar(0, 60.0, turns, clock)
+
+
+def test_all_nodes_save_the_same_rounds_a_moment_after_they_end() -> None:
+    clock = Clock()
+    saves = calendar(clock)
+    for round_ in (1, 2):
+        saves.round_over(round_)
+        assert not saves.is_overdue
+    saves.round_over(3)
+    assert saves.is_overdue and not saves.is_due
+    clock.now_s += SETTLE_S
+    assert saves.is_due
+    saves.taken(3)
+    assert not saves.is_overdue and not saves.is_due
+
+
+def test_a_fragments_rounds_count_less() -> None:
+    clock = Clock()
+    saves = calendar(clock, turns=4)
+    due = []
+    for round_ in range(1, 32):
+        saves.round_over(round_)
+        if saves.is_overdue:
+            due.append(round_)
+            saves.taken(round_)
+    assert due == [15, 31]
+
+
+def test_long_rounds_and_late_starts_are_saved_in_time() -> None:
+    clock = Clock()
+    saves = calendar(clock)
+    clock.now_s += 60
+    saves.round_over(1)
+    assert saves.is_overdue, "a minute has passed"
+    saves = Calendar(5, 1e9, 1, clock)
+    saves.round_over(8)
+    assert not saves.is_overdue
+    saves.round_over(9)
+    assert saves.is_overdue, "four rounds have passed"

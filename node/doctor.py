@@ -1,0 +1,302 @@
+"""Whether this machine can do what it is asked for, before the first step. Each fault comes with its mend.
+
+Knows the machine, the configuration and the run of the data folder; of the swarm, whether its first peers answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from node.config import Config
+from node.diloco.codec import make_codec
+from node.diloco.forecast import round_bytes, transfer_seconds, utilization
+from node.diloco.outer import pseudo_gradient
+from node.errors import MachineError
+from node.manifest import Invite, Manifest, RunConfig
+from node.training.device import Chosen, choose_device
+from node.training.inner import InnerLoop
+from node.training.model import build_model, change_flat_, parameter_count, take_flat
+
+Verdict = Literal["ok", "warn", "fault"]
+GB = 1e9
+HOST_BYTES = 28
+"""A parameter, beside the device's: old and new outer state, snapshot, pseudo-gradient, and what travels."""
+DEVICE_BYTES = 16
+"""A parameter: fp32 weights, gradients and AdamW's two moments. Activations come on top."""
+BASE_BYTES = 0.7 * GB
+"""Python, torch, libp2p's daemon and the supervisor."""
+CHECKPOINT_BYTES = 20
+"""A parameter: anchor, momentum, local weights and two moments, all fp32."""
+KEPT_RESULTS = 8
+LINES_MBIT_S = (10, 20, 100, 500)
+DIAL_S = 3.0
+TIMED_S = 10.0
+MAX_STEPS = 5
+TIMED_FLOPS = 3e11
+"""Of one trial step on a CPU: a few seconds on two cores."""
+ENCODED_ELEMENTS = 1 << 24
+STA_UNSYNC = 0x40
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's: what was looked at, and what it comes to."""
+
+    verdict: Verdict
+    about: str
+    text: str
+    """One sentence; a fault's names the mend."""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:5} {self.about:12} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """What is examined."""
+
+    config: Config
+    manifest: Manifest | None
+    """Of the data folder's run; None: a run founded with this configuration."""
+    invite: Invite | None
+    members: int
+    is_running: bool
+    """A node runs on this data folder just now."""
+
+    @property
+    def run(self) -> RunConfig:
+        return self.manifest.run if self.manifest else self.config.run
+
+
+def examine(patient: Patient) -> Iterator[Finding]:
+    """All findings, each as soon as it is known; the last ones take some seconds of computing."""
+    yield _versions()
+    yield _clock()
+    yield from _ports(patient)
+    yield from _bootstrap(patient)
+    try:
+        chosen = choose_device(patient.config.devices, patient.config.limits.cpu_threads)
+    except MachineError as exc:
+        yield Finding("fault", "device", str(exc))
+        return
+    parameters = parameter_count(patient.run.model)
+    yield _disk(patient, parameters)
+    memory = _memory(chosen, parameters)
+    yield memory
+    if memory.verdict == "fault":
+        return
+    step_s, still_s = _trial(patient.run, chosen)
+    per_step = patient.run.tokens_per_inner_step
+    yield Finding(
+        "ok",
+        "device",
+        f"{chosen.name}, {chosen.precision}: {step_s:.3g} s an inner step, {per_step / step_s:,.0f} tokens/s.",
+    )
+    yield from forecast(patient, parameters, step_s, still_s)
+
+
+# The machine
+
+
+def _versions() -> Finding:
+    found = [f"Python {platform.python_version()}"]
+    for package in ("torch", "hivemind"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            return Finding(
+                "fault", "packages", f"{package} is not installed: install diloco-node with its dependencies."
+            )
+    return Finding("ok", "packages", f"{', '.join(found)}.")
+
+
+class _Timex(ctypes.Structure):
+    """adjtimex(2), as far as its `status`; the rest is room."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long), ("status", ctypes.c_int), ("room", ctypes.c_char * 256),
+    ]  # fmt: skip
+
+
+def _clock() -> Finding:
+    """Peers' records expire by the wall clock, so it may be off by some seconds and no more."""
+    try:
+        timex = _Timex()
+        answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
+    except (OSError, AttributeError):
+        return Finding("warn", "clock", "This system does not say whether its clock is kept in time: look at it once.")
+    if answer < 0 or timex.status & STA_UNSYNC:
+        return Finding(
+            "warn",
+            "clock",
+            "Nothing keeps the clock in time here: turn on NTP; the others bear at most 3 s.",
+        )
+    return Finding("ok", "clock", "Kept in time.")
+
+
+def _ports(patient: Patient) -> Iterator[Finding]:
+    if patient.is_running:
+        yield Finding("ok", "ports", "In use by the node that runs on this data folder.")
+        return
+    wanted = [("api.port", patient.config.api.host, patient.config.api.port)]
+    for address in patient.config.swarm.listen:
+        if (place := tcp_place(address)) is not None:
+            wanted.append(("swarm.listen", *place))
+    for key, host, port in wanted:
+        yield _port(key, host, port)
+
+
+def _port(key: str, host: str, port: int) -> Finding:
+    if port == 0:
+        return Finding("ok", "ports", f"{key}: any free one.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except OSError as exc:
+        return Finding("fault", "ports", f"{key}: {host} port {port} cannot be bound ({exc.strerror}): choose another.")
+    return Finding("ok", "ports", f"{key}: {port} on {host} is free.")
+
+
+def tcp_place(address: str) -> tuple[str, int] | None:
+    """Host and port of a multiaddress over TCP; None for others."""
+    parts = address.strip("/").split("/")
+    if len(parts) < 4 or parts[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[2] != "tcp":
+        return None
+    return (parts[1], int(parts[3])) if parts[3].isdigit() else None
+
+
+def _bootstrap(patient: Patient) -> Iterator[Finding]:
+    addresses = [*patient.config.swarm.bootstrap, *(patient.invite.addresses if patient.invite else ())]
+    answered, places = 0, set()
+    for address in addresses:
+        if (place := tcp_place(address)) is not None:
+            places.add(place)
+        else:
+            text = f"{address} is no multiaddress over TCP, such as /ip4/203.0.113.7/tcp/31337: not tried."
+            yield Finding("warn", "bootstrap", text)
+    for place in sorted(places):
+        try:
+            with socket.create_connection(place, timeout=DIAL_S):
+                answered += 1
+        except OSError as exc:
+            why = exc.strerror or "no answer"
+            yield Finding("warn", "bootstrap", f"{place[0]} port {place[1]} does not answer ({why}).")
+    if answered:
+        yield Finding("ok", "bootstrap", f"{answered} of {len(places)} addresses answer.")
+    elif places:
+        yield Finding("fault", "bootstrap", "Nobody answers: check the network, or ask for a newer invite.")
+
+
+# What the run needs
+
+
+def _disk(patient: Patient, parameters: int) -> Finding:
+    folder = patient.config.node.data_dir.expanduser()
+    while not folder.exists():
+        folder = folder.parent
+    kept = patient.config.checkpoint.keep + 1
+    payload = make_codec(patient.run.sync.codec).encoded_bytes(parameters)
+    needed, free = kept * CHECKPOINT_BYTES * parameters + KEPT_RESULTS * payload, shutil.disk_usage(folder).free
+    text = f"{needed / GB:.2f} GB for {kept} checkpoints and the last results, {free / GB:.1f} GB free in {folder}"
+    if free < needed:
+        return Finding("fault", "disk", f"{text}: free some space, or choose another folder with --data-dir.")
+    return Finding("ok", "disk", f"{text}.")
+
+
+def _memory(chosen: Chosen, parameters: int) -> Finding:
+    host, device = HOST_BYTES * parameters + BASE_BYTES, DEVICE_BYTES * parameters
+    free = psutil.virtual_memory().available
+    if chosen.device.type == "cuda":
+        gpu_free, _ = torch.cuda.mem_get_info(chosen.device)
+        if gpu_free < device:
+            return Finding(
+                "fault",
+                "memory",
+                f"{device / GB:.1f} GB of GPU memory without activations, {gpu_free / GB:.1f} GB free: "
+                "end what else uses the GPU, or join a run with a smaller model.",
+            )
+    else:
+        host += device
+    text = f"{host / GB:.1f} GB without activations, {free / GB:.1f} GB free"
+    if free < host:
+        return Finding("fault", "memory", f"{text}: end what else uses memory, or join a run with a smaller model.")
+    return Finding("ok", "memory", f"{text}.")
+
+
+def _trial(run: RunConfig, chosen: Chosen) -> tuple[float, float]:
+    """Median seconds of an inner step, and those for which the device stands still at an outer step."""
+    rows, length = run.inner.batch_size, run.inner.sequence_length
+    model = build_model(run.model, seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    if chosen.device.type == "cpu":
+        rows = max(1, min(rows, int(TIMED_FLOPS / (6 * parameters * length))))
+    inner = InnerLoop(model, run.inner, chosen.device, chosen.precision)
+    batch = torch.randint(run.model.vocab_size, (rows, length + 1))
+    inner.step(batch, run.inner.lr)
+    step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.inner.batch_size / rows
+    # A share of the parameters stands for all of them.
+    ranges = ((0, min(parameters, ENCODED_ELEMENTS)),)
+    share = parameters / ranges[0][1]
+    sent = take_flat(model, ranges)
+    still_s = _median_s(lambda: take_flat(model, ranges))
+    still_s += _median_s(lambda: change_flat_(model, ranges, lambda part, at: sent[at].to(part.device)))
+    if run.sync.mode == "blocking":
+        codec = make_codec(run.sync.codec)
+        still_s += _median_s(lambda: codec.decode(codec.encode(pseudo_gradient(sent, sent)), sent.numel()))
+    return step_s, share * still_s
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Of a few runs, or of one that is slow."""
+    seconds: list[float] = []
+    while len(seconds) < MAX_STEPS and sum(seconds) < TIMED_S:
+        began_s = time.monotonic()
+        work()
+        seconds.append(time.monotonic() - began_s)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def forecast(patient: Patient, parameters: int, step_s: float, still_s: float) -> Iterator[Finding]:
+    """How busy this device will be, by formula; on the line of the limits, or on usual ones where there are none."""
+    run, limits = patient.run, patient.config.limits
+    payload = make_codec(run.sync.codec).encoded_bytes(parameters)
+    size_bytes, inner_s = round_bytes(payload, patient.members), run.round.inner_steps * step_s
+    yield Finding(
+        "ok",
+        "rounds",
+        f"{run.sync.mode}, {run.sync.codec}, {patient.members} members: {size_bytes / 1e6:.1f} MB each way for "
+        f"{run.round.inner_steps} inner steps of {inner_s:.0f} s in all.",
+    )
+    known = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
+    for mbit_s in (min(known),) if known else LINES_MBIT_S:
+        transfer_s = transfer_seconds(size_bytes, mbit_s)
+        busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", still_s=still_s)
+        yield Finding("ok", "forecast", f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {transfer_s:.2g} s).")
+
+
+def read_manifest(data_dir: Path) -> Manifest | None:
+    """Of the run that this folder belongs to; None where it belongs to none."""
+    try:
+        return Manifest.model_validate_json((data_dir.expanduser() / "manifest.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.verdict != "fault" for finding in findings)

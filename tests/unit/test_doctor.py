@@ -1,0 +1,105 @@
+"""The doctor: what a machine lacks is found before the first step, with the mend and the right exit code."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.cli import main
+from node.doctor import tcp_place
+
+TINY = (
+    "--run.model.hidden_size", "32", "--run.model.intermediate_size", "64", "--run.model.num_hidden_layers", "2",
+    "--run.model.num_attention_heads", "2", "--run.model.num_key_value_heads", "2", "--run.inner.sequence_length", "32",
+    "--api.port", "0", "--swarm.listen", "/ip4/127.0.0.1/tcp/0", "--devices.device", "cpu",
+)  # fmt: skip
+HUGE = (
+    "--run.model.hidden_size",
+    "16384",
+    "--run.model.num_hidden_layers",
+    "128",
+    "--run.model.intermediate_size",
+    "65536",
+)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def doctor(folder: Path, *flags: str) -> int:
+    return main(["doctor", "--data-dir", str(folder / "data"), *TINY, *flags])
+
+
+def test_a_fit_machine_is_told_how_busy_it_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(tmp_path, "--limits.upload_mbit_s", "20", "--members", "4") == 0
+    said = capsys.readouterr().out
+    assert "fault" not in said
+    (line,) = [line for line in said.splitlines() if "forecast" in line]
+    assert "busy at 20 Mbit/s" in line
+    assert "4 members" in said
+    assert not (tmp_path / "data").exists(), "examining leaves nothing behind"
+
+
+def test_without_a_limit_usual_lines_are_forecast_and_faster_ones_are_busier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(tmp_path) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "forecast" in line]
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines]
+    assert len(shares) == 4 and shares == sorted(shares)
+
+
+def test_a_taken_port_is_a_fault_with_its_mend(
+    tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = listener.getsockname()[1]
+    assert doctor(tmp_path, "--api.port", str(port)) == 3
+    (fault,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
+    assert f"api.port: 127.0.0.1 port {port} cannot be bound" in fault and "choose another" in fault
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(tmp_path, *HUGE) == 3
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
+    assert {line.split()[1] for line in faults} >= {"memory"}
+    assert "smaller model" in faults[-1]
+
+
+def test_bootstrap_peers_are_tried(tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
+    there = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/Qm"
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        gone = f"/ip4/127.0.0.1/tcp/{closing.getsockname()[1]}/p2p/Qm"
+    assert doctor(tmp_path, "--swarm.bootstrap", f"{there},{gone}") == 0
+    assert "1 of 2 addresses answer" in capsys.readouterr().out
+    assert doctor(tmp_path, "--swarm.bootstrap", gone) == 3
+    assert "Nobody answers" in capsys.readouterr().out
+    assert doctor(tmp_path, "--swarm.bootstrap", "example.org:31337") == 0
+    assert "example.org:31337 is no multiaddress" in capsys.readouterr().out
+
+
+def test_members_below_one_are_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(tmp_path, "--members", "0") == 2
+    assert "at least one member" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("/ip4/1.2.3.4/tcp/31337/p2p/Qm", ("1.2.3.4", 31337)),
+        ("/ip6/::1/tcp/1", ("::1", 1)),
+        ("/dns4/example.org/tcp/443/wss", ("example.org", 443)),
+        ("/ip4/1.2.3.4/udp/1/quic", None),
+        ("/ip4/1.2.3.4/tcp/x", None),
+        ("", None),
+    ],
+)
+def test_tcp_places(address: str, place: tuple[str, int] | None) -> None:
+    assert tcp_place(address) == place

@@ -1,0 +1,43 @@
+"""What a round costs on a line, by formula: numbers worked out by hand, and what must hold for all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.diloco.forecast import round_bytes, transfer_seconds, utilization
+
+positive = st.floats(1e-3, 1e6)
+
+
+@pytest.mark.parametrize(("members", "share"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
+def test_a_butterfly_moves_twice_what_others_reduce(members: int, share: float) -> None:
+    assert round_bytes(30e6, members) == pytest.approx(share * 30e6)
+
+
+def test_a_megabyte_takes_eight_seconds_on_a_megabit() -> None:
+    assert transfer_seconds(1e6, 1.0) == pytest.approx(8.0)
+    assert transfer_seconds(45e6, 20.0) == pytest.approx(18.0)
+
+
+def test_who_waits_pays_for_the_transfer_and_who_overlaps_only_for_what_does_not_fit() -> None:
+    assert utilization(30, 18, overlapped=False) == pytest.approx(30 / 48)
+    assert utilization(30, 18, overlapped=True) == 1.0
+    assert utilization(30, 60, overlapped=True) == pytest.approx(0.5)
+    assert utilization(30, 18, overlapped=True, still_s=0.3) == pytest.approx(30 / 30.3)
+    assert utilization(30, 18, overlapped=False, still_s=2) == pytest.approx(0.6)
+
+
+@given(positive, positive, st.floats(0, 1e3))
+def test_a_share_is_a_share_and_overlap_never_costs(inner_s: float, transfer_s: float, still_s: float) -> None:
+    waiting = utilization(inner_s, transfer_s, overlapped=False, still_s=still_s)
+    overlapped = utilization(inner_s, transfer_s, overlapped=True, still_s=still_s)
+    assert 0 < waiting <= overlapped <= 1
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one member"):
+        round_bytes(1.0, 0)
+    with pytest.raises(ValueError, match="a rate above 0"):
+        transfer_seconds(1.0, 0.0)
