@@ -69,7 +69,7 @@ class Accounts:
 
     def earn(self, tokens: int) -> None:
         """An inner step is for all fragments."""
-        self._owed = [replace(one, tokens=one.tokens + tokens) for one in self._owed]
+        self._owed = [Owed(one.tokens + tokens, one.carried) for one in self._owed]
 
     def tokens(self, fragment: int) -> int:
         return self._owed[fragment].tokens

@@ -65,13 +65,17 @@ class Teller:
     def tell_round(self, record: RoundRecord) -> None:
         self._channel.send(RoundTold(record=record))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `tell` tells more than that this thread lives."""
+        return time.monotonic() - self._told_at_s >= TELL_S
+
     def tell(self, *, now: bool = False) -> None:
         """A beat, and a report if one is due."""
         self._channel.beat()
-        now_s = time.monotonic()
-        if not now and now_s - self._told_at_s < TELL_S:
+        if not now and not self.is_due:
             return
-        self._told_at_s = now_s
+        self._told_at_s = now_s = time.monotonic()
         if now_s - self._devices_at_s >= DEVICE_S:
             self._devices, self._devices_at_s = self._describe(), now_s
         self._channel.send(Told(report=self._report()))

@@ -75,6 +75,8 @@ class Trainer:
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._traffic_before = (0, 0)
         self._dropped = 0
+        self._newest: tuple[float | None, float | None] = (None, None)
+        """Loss and learning rate of the newest inner step."""
         self.resume()
 
     # position
@@ -176,7 +178,9 @@ class Trainer:
             return
         self.progress.steps += 1
         self._accounts.earn(result.tokens)
-        self._show_step(result.loss, lr)
+        self._newest = (result.loss, lr)
+        if self.teller.is_due:
+            self._show_step()
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
@@ -218,6 +222,7 @@ class Trainer:
             self._drop("The local parameters are not all finite numbers any more")
             return
         self._dropped = 0
+        self._show_step()
 
         def hand_over(chunks: Sequence[bytes], norm: float) -> None:
             wrong = spoil_blobs(spoilt, chunks) if spoilt == "shape" else chunks
@@ -296,7 +301,8 @@ class Trainer:
         landing = self._accounts.land(fragment, done.included, self.progress.steps)
         self.ledger.carried += landing.is_carried
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
-        before, after = (take(tip.state.anchor, ranges) for tip in (old, self.tip))
+        after = take(self.tip.state.anchor, ranges)
+        before = take(old.state.anchor, ranges) if landing.is_carried else after
 
         def moved(part: Tensor, at: slice) -> Tensor:
             old_part, new_part = before[at].to(part.device), after[at].to(part.device)
@@ -366,11 +372,12 @@ class Trainer:
 
     # telling
 
-    def _show_step(self, loss: float, lr: float) -> None:
+    def _show_step(self) -> None:
+        """The newest one; only where somebody is about to be told, as it costs more than it seems."""
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
-        shown.step(self.teller, loss, lr, self.progress.steps, self.local.tokens_per_second)
+        shown.step(self.teller, *self._newest, self.progress.steps, self.local.tokens_per_second)
         shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
 
     def _show_position(self) -> None:

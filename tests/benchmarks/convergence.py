@@ -1,6 +1,6 @@
 """What fewer bits, overlap and fragments cost in loss: paired seeds, equal tokens, the loss of the anchor.
 
-    python -m tests.benchmarks.convergence [--seeds 4] [--rounds 30] [--arms fp32,int4,...] [--jobs 2]
+    python -m tests.benchmarks.convergence [--seeds 4] [--rounds 24] [--arms fp32,int4,...] [--jobs 2]
     python -m tests.benchmarks.convergence --tune       outer lr and momentum, of the arms TUNED
 
 Eight workers in one process, each with text and optimizer of its own, on the standard library's text. The maths is the
@@ -90,7 +90,7 @@ DEFAULT = tuple(name for name in ARMS if name not in ("int8", "correction-20%", 
 
 
 def config(rounds: int) -> RunConfig:
-    model = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
+    model = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     inner = {"batch_size": 4, "sequence_length": 64, "lr": 2e-3}
     tokens = rounds * INNER_STEPS * WORKERS * 4 * 64
@@ -311,7 +311,7 @@ def tune(rounds: int, jobs: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--arms", default=",".join(DEFAULT), help=", ".join(ARMS))
     parser.add_argument("--tune", action="store_true")

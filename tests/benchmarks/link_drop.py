@@ -1,8 +1,8 @@
 """A line that drops in mid-run and comes back, with `sync.auto`: how soon the nodes are busy again, and of one mind.
 
-    python -m tests.benchmarks.link_drop [--high 100] [--low 10] [--phase 100] [--nodes 4]
+    python -m tests.benchmarks.link_drop [--high 100] [--low 10] [--phase 150] [--nodes 4]
 
-Four nodes in network namespaces, `overlapped`, int4, 15M parameters, H of 6 s of inner steps (a sleep stands for each,
+Four nodes in network namespaces, `overlapped`, int8, 15M parameters, H of 10 s of inner steps (a sleep stands for each,
 see `sync`), beside which the round's bytes do not fit at the lower rate. The lines of all nodes are at the high rate,
 at the low one and at the high one again. Utilisation is each node's own, of its last complete round; beside it the
 formula's for a round whose length does not follow. Needs root.
@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.diloco.forecast import transfer_seconds, utilization
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.sync import PARAMETERS, START_S, STEP_S, Cell, found_swarm, run_of
 from tests.swarm.harness import Node, Swarm
 from tests.swarm.netns import Host, Network, why_not
 
-INNER_S = 6.0
+INNER_S = 10.0
 STEPS = round(INNER_S / STEP_S)
 POLL_S = 0.3
 WANTED = 0.95
@@ -50,8 +51,12 @@ class Seen:
     digest: str
 
 
+def cell(nodes: int, mbit_s: float) -> Cell:
+    return Cell(mbit_s, nodes, "overlapped", "int8")
+
+
 def run_config(nodes: int) -> dict[str, Any]:
-    run = run_of(Cell(0, nodes, "overlapped", "int4"))
+    run = run_of(cell(nodes, 0))
     run["round"] |= {"inner_steps": STEPS}
     run["sync"] |= {"auto": True}
     return run
@@ -135,23 +140,29 @@ def rounds_of(seen: Sequence[Seen]) -> list[Round]:
 
 
 def rounds_to_recover(rounds: Sequence[Round], phase: int) -> int:
-    """Rounds of the phase up to the first from which on utilisation stays at WANTED; as many as it has if none."""
+    """Which of the phase's rounds is the first with utilisation back at WANTED, counting from the first below it.
+
+    0 if none is below; one more than the phase has if it does not come back.
+    """
     ratios = [one.utilization for one in rounds if one.phase == phase]
-    below = [number for number, ratio in enumerate(ratios, 1) if ratio < WANTED]
-    return max(below, default=0)
+    dip = next((number for number, ratio in enumerate(ratios) if ratio < WANTED), None)
+    if dip is None:
+        return 0
+    return next((n for n, ratio in enumerate(ratios[dip:], 1) if ratio >= WANTED), len(ratios) + 1)
 
 
 def measure(count: int, high: float, low: float, seconds: float) -> Result:
     rounds = rounds_of(play(count, (high, low, high), seconds))
-    blocked = INNER_S / max(INNER_S, Cell(low, count, "overlapped", "int4").payload_bytes * 8e-6 / low)
-    notes = [f"{count} nodes, {PARAMETERS / 1e6:.0f}M parameters, int4, {high:g} to {low:g} to {high:g} Mbit/s:"]
+    transfer_s = transfer_seconds(cell(count, low).payload_bytes, low)
+    blocked = utilization(INNER_S, transfer_s, overlapped=True)
+    notes = [f"{count} nodes, {PARAMETERS / 1e6:.0f}M parameters, int8, {high:g} to {low:g} to {high:g} Mbit/s:"]
     for phase, own in itertools.groupby(rounds, lambda one: one.phase):
         told = ", ".join(f"{one.utilization:.0%} (H {one.inner_steps})" for one in own)
         notes.append(f"  {PHASES[phase]}: {told}")
     settled = [one.utilization for one in rounds if one.phase == 1][WITHIN_ROUNDS:]
     figures = [
         Figure(
-            f"rounds below {WANTED:.0%} after the line {verb}",
+            f"rounds until {WANTED:.0%} after the line {verb}",
             "rounds",
             rounds_to_recover(rounds, phase),
             WITHIN_ROUNDS,
@@ -178,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--high", type=float, default=100.0, help="Mbit/s")
     parser.add_argument("--low", type=float, default=10.0, help="Mbit/s")
-    parser.add_argument("--phase", type=float, default=100.0, help="seconds for which each rate holds")
+    parser.add_argument("--phase", type=float, default=150.0, help="seconds for which each rate holds")
     parser.add_argument("--nodes", type=int, default=4)
     options = parser.parse_args()
     if reason := why_not():

@@ -41,13 +41,13 @@ START_S = 240.0
 ROUND_S = 900.0
 CELLS = RESULTS / "sync.json"
 DEFAULT = (
-    "20:4:overlapped:int4", "100:4:streaming:int4", "20:4:blocking:fp16", "20:4:hivemind:fp16", "100:4:blocking:fp16",
-    "100:4:hivemind:fp16", "100:4:blocking:fp32", "20:4:streaming:int4", "20:4:overlapped:int8",
-    "20:4:overlapped:e3m0", "20:4:overlapped:topk", "100:4:overlapped:fp16", "100:4:overlapped:int4",
-    "10:4:overlapped:int4", "10:4:streaming:int4", "10:4:blocking:fp16", "500:4:blocking:fp16",
-    "500:4:streaming:int4", "20:2:overlapped:int4", "100:2:streaming:int4", "20:8:overlapped:int4",
-    "100:8:streaming:int4",
+    "20:4:overlapped:int4", "100:4:streaming:int4", "20:4:hivemind:fp16", "20:4:blocking:fp16", "100:4:blocking:fp32",
+    "20:4:overlapped:int8", "20:4:overlapped:e3m0", "20:8:overlapped:int4", "100:4:hivemind:fp16",
+    "100:4:blocking:fp16", "10:4:overlapped:int4", "20:4:overlapped:topk", "20:2:overlapped:int4",
+    "500:4:streaming:int4", "100:8:streaming:int4", "20:4:streaming:int4", "100:4:overlapped:fp16",
+    "10:4:blocking:fp16", "500:4:blocking:fp16", "100:2:streaming:int4",
 )  # fmt: skip
+"""The most telling first."""
 BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
 FRAGMENTS = 4
 MODEL = {
