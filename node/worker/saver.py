@@ -36,8 +36,8 @@ class Calendar:
             self._due_at_s = self._clock() + SETTLE_S
 
     @property
-    def is_overdue(self) -> bool:
-        """One was due after a round before the newest."""
+    def is_wanted(self) -> bool:
+        """One is to be taken of the newest round; at the latest before the next."""
         return self._due_at_s is not None
 
     @property

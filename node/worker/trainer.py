@@ -186,7 +186,7 @@ class Trainer:
         """Tell, and obey, between two inner steps."""
         self._saver.check()
         self._outgoing.check()
-        if self._calendar.is_due:
+        if self._calendar.is_due and not self._saver.is_busy:
             self._begin_save()
         self.teller.tell()
         self._check()
@@ -295,6 +295,8 @@ class Trainer:
 
     def _apply(self, done: Committed, blocked_s: float) -> None:
         """The round's fragment goes to the new anchor, or with it; the other parameters stay as they are."""
+        if self._calendar.is_wanted and not self._saver.is_busy:
+            self._begin_save()
         began_s = time.monotonic()
         fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
         old, self.tip = self.tip, done.tip
@@ -316,7 +318,8 @@ class Trainer:
             self.local.start_text(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
-        self._see_to_checkpoint()
+        if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
+            self._calendar.round_over(self.tip.round)
         if landing.flight is not None:
             self._round_over()
 
@@ -353,13 +356,6 @@ class Trainer:
             return
         loss = self.local.evaluate(self.tip.state.anchor)
         self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
-
-    def _see_to_checkpoint(self) -> None:
-        if not self.session.swarm.mailbox.empty() or self._saver.is_busy:
-            return  # Rounds are being replayed, and the last of them will do; or the disk is slow.
-        if self._calendar.is_overdue:
-            self._begin_save()
-        self._calendar.round_over(self.tip.round)
 
     def finish(self) -> None:
         """Nothing is encoded or written from here on; what could not be written is no matter any more."""

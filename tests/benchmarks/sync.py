@@ -39,6 +39,7 @@ STEP_S = 0.25
 STEPS = round(INNER_S / STEP_S)
 START_S = 240.0
 ROUND_S = 900.0
+POLL_S = 1.0
 CELLS = RESULTS / "sync.json"
 DEFAULT = (
     "20:4:overlapped:int4", "100:4:streaming:int4", "20:4:hivemind:fp16", "20:4:blocking:fp16", "100:4:blocking:fp32",
@@ -165,6 +166,16 @@ def count(node: Node, host: Host, network: Network) -> Counted:
     )
 
 
+def wait_for_round(nodes: Sequence[Node], number: int, timeout_s: float) -> None:
+    """Until all are there. Asks seldom: every answer takes processor time from those that are measured."""
+    end_s = time.monotonic() + timeout_s
+    for node in nodes:
+        while node.status()["run"]["round"] < number:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{node.name} did not come to round {number} within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+
 def peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[0])
@@ -183,14 +194,12 @@ def ours(cell: Cell, rounds: int) -> Found:
         for host in hosts:  # Joining is not what is measured.
             network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
-        for node in nodes:
-            node.until_round(first, ROUND_S)
+        wait_for_round(nodes, first, ROUND_S)
         workers = [node.find("worker").pid for node in nodes]
         for pid in workers:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks are counted from here (proc(5)).
         before = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
-        for node in nodes:
-            node.until_round(before[0].round + rounds * turns, rounds * ROUND_S)
+        wait_for_round(nodes, before[0].round + rounds * turns, rounds * ROUND_S)
         after = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
         records = [r for r in founder.rounds() if before[0].round < r["round"] <= after[0].round]
         transfers = [r["seconds"]["reduce"] + r["seconds"]["commit"] for r in records if r["outcome"] != "failed"]

@@ -105,13 +105,13 @@ def test_all_nodes_save_the_same_rounds_a_moment_after_they_end() -> None:
     saves = calendar(clock)
     for round_ in (1, 2):
         saves.round_over(round_)
-        assert not saves.is_overdue
+        assert not saves.is_wanted
     saves.round_over(3)
-    assert saves.is_overdue and not saves.is_due
+    assert saves.is_wanted and not saves.is_due
     clock.now_s += SETTLE_S
     assert saves.is_due
     saves.taken(3)
-    assert not saves.is_overdue and not saves.is_due
+    assert not saves.is_wanted and not saves.is_due
 
 
 def test_a_fragments_rounds_count_less() -> None:
@@ -120,7 +120,7 @@ def test_a_fragments_rounds_count_less() -> None:
     due = []
     for round_ in range(1, 32):
         saves.round_over(round_)
-        if saves.is_overdue:
+        if saves.is_wanted:
             due.append(round_)
             saves.taken(round_)
     assert due == [15, 31]
@@ -131,9 +131,9 @@ def test_long_rounds_and_late_starts_are_saved_in_time() -> None:
     saves = calendar(clock)
     clock.now_s += 60
     saves.round_over(1)
-    assert saves.is_overdue, "a minute has passed"
+    assert saves.is_wanted, "a minute has passed"
     saves = Calendar(5, 1e9, 1, clock)
     saves.round_over(8)
-    assert not saves.is_overdue
+    assert not saves.is_wanted
     saves.round_over(9)
-    assert saves.is_overdue, "four rounds have passed"
+    assert saves.is_wanted, "four rounds have passed"
