@@ -255,7 +255,7 @@ def _trial(run: RunConfig, chosen: Chosen) -> tuple[float, float]:
     share = parameters / ranges[0][1]
     sent = take_flat(model, ranges)
     still_s = _median_s(lambda: take_flat(model, ranges))
-    still_s += _median_s(lambda: change_flat_(model, ranges, lambda part, at: sent[at].to(part.device)))
+    still_s += _median_s(lambda: change_flat_(model, ranges, lambda part, at, _: sent[at].to(part.device)))
     if run.sync.mode == "blocking":
         codec = make_codec(run.sync.codec)
         still_s += _median_s(lambda: codec.decode(codec.encode(pseudo_gradient(sent, sent)), sent.numel()))

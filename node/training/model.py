@@ -97,30 +97,32 @@ def load_flat_(model: nn.Module, flat: Tensor) -> None:
 def take_flat(model: nn.Module, ranges: Ranges) -> Tensor:
     """A copy of some parameters, fp32 cpu [P_f]; `ranges` are of the vector that `flatten` gives."""
     taken = torch.empty(elements(ranges), dtype=torch.float32)
-    for part, at in _parts(model, ranges):
-        taken[at : at + part.numel()].copy_(part)
+    for part, at, _ in _parts(model, ranges):
+        taken[at].copy_(part)
     return taken
 
 
 @torch.no_grad()
-def change_flat_(model: nn.Module, ranges: Ranges, change: Callable[[Tensor, slice], Tensor]) -> None:
+def change_flat_(model: nn.Module, ranges: Ranges, change: Callable[[Tensor, slice, slice], Tensor]) -> None:
     """Overwrite those parameters in place, a part at a time, by what `change` makes of the part.
 
-    `change` gets the part, [n] on its device, and its place in the fragment [P_f]; it returns [n], on any device.
+    `change` gets the part, [n] on its device, its place in the fragment [P_f], and that in the vector [P]; it returns
+    [n], on any device.
     """
-    for part, at in _parts(model, ranges):
-        part.copy_(change(part, slice(at, at + part.numel())))
+    for part, at, place in _parts(model, ranges):
+        part.copy_(change(part, at, place))
 
 
-def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, int]]:
-    """Flat views of what the ranges have of each parameter, and where it lies in the fragment."""
+def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Flat views of what the ranges have of each parameter, with its places in the fragment and in the vector."""
     first = 0
     for parameter in model.parameters():
         end, at = first + parameter.numel(), 0
         for low, high in ranges:
             start, stop = max(low, first), min(high, end)
             if start < stop:
-                yield parameter.detach().view(-1)[start - first : stop - first], at + start - low
+                part = parameter.detach().view(-1)[start - first : stop - first]
+                yield part, slice(at + start - low, at + stop - low), slice(start, stop)
             at += high - low
         first = end
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
 from collections import deque
@@ -26,8 +25,9 @@ from node.worker.ledger import Ledger
 
 STEP_TIMES = 21
 """Inner steps whose median is this node's step time."""
-REST_SHARE = 1e-3
-"""Width of the range from which a slept step takes what it changes the parameters by."""
+REST_STEPS = 8
+REST_SHARE = 1e-6
+"""Every eighth slept step changes the parameters, each time by more, so that there is something to send."""
 
 
 class Local:
@@ -49,6 +49,7 @@ class Local:
         self._inner = InnerLoop(model, run.inner, chosen.device, chosen.precision, devices.micro_batch)
         inner = run.inner
         self._held_out = held_out_batches(corpus, run.evaluation.batches, inner.batch_size, inner.sequence_length)
+        self._rests = 0
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
         self.start_text(0)
 
@@ -78,7 +79,7 @@ class Local:
         """A copy of a fragment, fp32 [P_f] on the cpu."""
         return take_flat(self._model, ranges)
 
-    def change(self, ranges: Ranges, change: Callable[[Tensor, slice], Tensor]) -> None:
+    def change(self, ranges: Ranges, change: Callable[[Tensor, slice, slice], Tensor]) -> None:
         """Overwrite a fragment, as `change_flat_`."""
         change_flat_(self._model, ranges, change)
 
@@ -121,9 +122,10 @@ class Local:
         return result
 
     def _rest(self, seconds: float) -> StepResult:
-        began_s = time.monotonic()
+        began_s, self._rests = time.monotonic(), self._rests + 1
         with self._ledger.doing(Activity.COMPUTE):
-            self._inner.nudge(REST_SHARE * (random.random() - 0.5))  # noqa: S311 - any number that is not the last one
+            if self._rests % REST_STEPS == 1:
+                self._inner.nudge(REST_SHARE * self._rests)
             time.sleep(max(0.0, began_s + seconds - time.monotonic()))
         result = StepResult(0.0, 0.0, self._run.tokens_per_inner_step)
         self._count(seconds, result.tokens)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from node.diloco.feedback import ErrorFeedback
-from node.diloco.fragments import elements
+from node.diloco.fragments import elements, take
 from node.diloco.outer import pseudo_gradient
 from node.manifest import SyncConfig
 from node.swarm.reduce import Grid
@@ -48,7 +48,7 @@ class Outgoing:
     def begin(
         self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
     ) -> None:
-        """Encode the pseudo-gradient, anchor - sent, fp32 [P_f], beside the training.
+        """Encode the pseudo-gradient, anchor - sent, fp32 [P_f], beside the training; `anchor`: all of it, [P].
 
         `then` is called on the thread that encodes, with the chunks and the L2 norm of what they decode to.
         """
@@ -57,7 +57,8 @@ class Outgoing:
     def _encode(
         self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
     ) -> None:
-        grid, gradient = self._grids[fragment], pseudo_gradient(anchor, sent)
+        grid = self._grids[fragment]
+        gradient = pseudo_gradient(take(anchor, grid.ranges), sent)
         wanted = self._feedback[fragment].add(gradient) if self._feedback else gradient
         chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
         arrives = grid.decode(chunks)

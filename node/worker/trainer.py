@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from node.config import CheckpointConfig
-from node.diloco.fragments import take
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Outcome, Phase
@@ -232,7 +231,7 @@ class Trainer:
         self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
         self.progress = Progress()
         self.local.start_text(self.tip.round + 2)
-        self._outgoing.begin(fragment, take(self.tip.state.anchor, ranges), sent, hand_over)
+        self._outgoing.begin(fragment, self.tip.state.anchor, sent, hand_over)
 
     def _drop(self, why: str) -> None:
         """Back to the anchor: what this node did since is of no use to anybody, and it says so."""
@@ -303,12 +302,10 @@ class Trainer:
         landing = self._accounts.land(fragment, done.included, self.progress.steps)
         self.ledger.carried += landing.is_carried
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
-        after = take(self.tip.state.anchor, ranges)
-        before = take(old.state.anchor, ranges) if landing.is_carried else after
 
-        def moved(part: Tensor, at: slice) -> Tensor:
-            old_part, new_part = before[at].to(part.device), after[at].to(part.device)
-            return landing.moved(part, at, old_part, new_part, self.run.sync.mix_alpha)
+        def moved(part: Tensor, at: slice, place: slice) -> Tensor:
+            before, after = (tip.state.anchor[place].to(part.device) for tip in (old, self.tip))
+            return landing.moved(part, at, before, after, self.run.sync.mix_alpha)
 
         self.local.change(ranges, moved)
         if landing.flight is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from node.diloco.forecast import transfer_seconds, utilization
 from tests.benchmarks.figures import Figure, Result
+from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.sync import PARAMETERS, START_S, STEP_S, Cell, found_swarm, run_of
 from tests.swarm.harness import Node, Swarm
 from tests.swarm.netns import Host, Network, why_not
@@ -192,6 +193,7 @@ def main() -> int:
     parser.add_argument("--phase", type=float, default=150.0, help="seconds for which each rate holds")
     parser.add_argument("--nodes", type=int, default=4)
     options = parser.parse_args()
+    end_all_on_sigterm()
     if reason := why_not():
         print(reason)
         return 1

@@ -32,6 +32,11 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait(END_S)
 
 
+def end_all_on_sigterm() -> None:
+    """SIGTERM becomes SystemExit, so that context managers end what this process has started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 class Helper:
     """`python -m MODULE ARGUMENTS`, told what to do over its stdin. Use as a context manager."""
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from tests.benchmarks.figures import RESULTS
-from tests.benchmarks.processes import Helper
+from tests.benchmarks.processes import Helper, end_all_on_sigterm
 from tests.swarm.harness import Node, Swarm
 from tests.swarm.netns import Host, Network, why_not
 
@@ -299,6 +299,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
     options = parser.parse_args()
+    end_all_on_sigterm()
     if reason := why_not():
         print(reason)
         return 1
