@@ -170,6 +170,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    command = add("generate", _generate, "continue a text with the current model")
+    command.add_argument("text", metavar="TEXT", help="how it begins")
+    command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
+    command.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest token each time (default: 0.8)"
+    )
+    command.add_argument("--seed", metavar="N", type=int, help="for the same sample again")
     return parser, commands
 
 
@@ -290,6 +297,17 @@ def _export(call: Call) -> int:
     target: Path = call.args.folder
     number = export(call.data_dir, target.expanduser(), keep=call.loaded.config.checkpoint.keep)
     print(f"Wrote the model after round {number} to {target}.")
+    return 0
+
+
+def _generate(call: Call) -> int:
+    from node.generate import generate
+
+    args, keep = call.args, call.loaded.config.checkpoint.keep
+    more = generate(
+        call.data_dir, args.text, keep=keep, tokens=args.tokens, temperature=args.temperature, seed=args.seed
+    )
+    print(args.text + more)
     return 0
 
 

@@ -15,6 +15,13 @@ def export(data_dir: Path, target: Path, *, keep: int) -> int:
 
     `keep`: as in `checkpoint.keep`. DataFolderError if there is nothing to export, or `target` holds files.
     """
+    manifest, checkpoint = newest(data_dir, keep=keep)
+    export_folder(manifest.run.model, checkpoint.anchor, target, card=model_card(manifest, checkpoint))
+    return checkpoint.round
+
+
+def newest(data_dir: Path, *, keep: int) -> tuple[Manifest, Checkpoint]:
+    """The run of a data folder, and its newest checkpoint. DataFolderError if there is none."""
     manifest = _manifest(data_dir)
     checkpoint = CheckpointStore(data_dir / "checkpoints", keep=keep).newest()
     if checkpoint is None:
@@ -23,8 +30,7 @@ def export(data_dir: Path, target: Path, *, keep: int) -> int:
         raise DataFolderError(
             f"The checkpoints in {data_dir} are of another run than its manifest.json: restore either."
         )
-    export_folder(manifest.run.model, checkpoint.anchor, target, card=model_card(manifest, checkpoint))
-    return checkpoint.round
+    return manifest, checkpoint
 
 
 def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:

@@ -17,7 +17,7 @@ Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SI
 `shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
 they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long;
 `inner@*=rest:S` stands for a device that this machine does not have: each inner step is a sleep of S seconds, and
-changes nothing.
+every eighth changes the parameters by next to nothing.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,31 @@ def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
         wait_for(lambda: len(landed(third)) > before, START_S, "it is in no round any more")
         shared = common_rounds(swarm.nodes)
         assert shared and all(len(digests) == 1 for digests in shared.values())
+
+
+@pytest.mark.timeout(240)
+def test_with_auto_rounds_become_as_long_as_their_transfers_need(tmp_path: Path) -> None:
+    """H of 0.4 s, transfers of 2 s: without it nobody computes more than a fifth of the time."""
+    run = tiny(
+        round={"policy": "time", "inner_steps": 20, "most_inner_steps": 400, "min_peers": 2},
+        sync={"mode": "overlapped", "auto": True},
+    )
+    with Swarm(tmp_path, run) as swarm:
+        env = {"DILOCO_FAULTS": f"inner@*=rest:0.02,reduce@*=stall:{2 * SLOW_S}"}
+        founder = swarm.found(env=env)
+        swarm.join("other", env=env)
+        told: dict[int, set[int]] = {}
+        for _ in range(400):
+            for node in swarm.nodes:
+                status = node.status()
+                told.setdefault(status["run"]["round"], set()).add(status["training"]["inner_steps"])
+            if max(told) >= ROUNDS + 2:
+                break
+            time.sleep(0.1)
+        late = {number: steps for number, steps in told.items() if number >= 3}
+        assert late and all(len(steps) == 1 for steps in late.values()), f"one decision on all nodes: {told}"
+        (steps,) = late[max(late)]
+        assert 2 * SLOW_S / 0.02 <= steps <= 400, "the transfer fits beside them"
+        blocked = [r["seconds"]["blocked"] for r in landed(founder) if r["round"] >= 4]
+        assert statistics.median(blocked) < 0.1 * SLOW_S
+        assert all(len(digests) == 1 for digests in common_rounds(swarm.nodes).values())

@@ -19,7 +19,20 @@ from node.manifest import Invite
 from node.status import NodeInfo, Phase, RunInfo, Status, TrainingInfo
 
 TOKEN = "t" * 43
-COMMANDS = ("run", "relay", "status", "pause", "resume", "drain", "leave", "invite", "config", "doctor", "export")
+COMMANDS = (
+    "run",
+    "relay",
+    "status",
+    "pause",
+    "resume",
+    "drain",
+    "leave",
+    "invite",
+    "config",
+    "doctor",
+    "export",
+    "generate",
+)
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
 

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from node.diloco.fragments import elements, put_, strided, take
 from node.errors import DataFolderError
 from node.manifest import ModelConfig
 from node.training.model import (
     build_model,
+    change_flat_,
     export_folder,
     flatten,
     forward,
     load_flat_,
     next_token_loss,
     parameter_count,
+    take_flat,
     unit_elements,
 )
 
@@ -88,6 +92,24 @@ def test_flattening_goes_there_and_back() -> None:
     assert flatten(model).abs().sum() > 0, "the vector is a copy"
     with pytest.raises(ValueError, match="does not fit"):
         load_flat_(model, flat[:-1])
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_fragments_are_taken_and_changed_in_place(fragments: int) -> None:
+    model = build_model(TINY, seed=1)
+    units = unit_elements(TINY)
+    for ranges in (*strided(units, fragments), ((5, 300), (301, 302))):
+        before = flatten(model)
+        assert torch.equal(take_flat(model, ranges), take(before, ranges))
+        fragment, vector = torch.rand(elements(ranges)), torch.rand(len(before))
+
+        def grown(part: Tensor, at: slice, place: slice, f: Tensor = fragment, v: Tensor = vector) -> Tensor:
+            return part + f[at] * v[place]
+
+        change_flat_(model, ranges, grown)
+        expected = before.clone()
+        put_(expected, ranges, take(before, ranges) + fragment * take(vector, ranges))
+        assert torch.equal(flatten(model), expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
