@@ -183,7 +183,9 @@ def measure(count: int, high: float, low: float, seconds: float) -> Result:
             low=1.0,
         ),
     ]
-    return Result("link_drop", figures, notes, {"rounds": [asdict(one) for one in rounds], "fixed": blocked})
+    return Result(
+        "link_drop", figures, notes, {"rounds": [asdict(one) for one in rounds], "fixed": blocked, "phase_s": seconds}
+    )
 
 
 def main() -> int:

@@ -66,11 +66,18 @@ def of_link_drop() -> list[str]:
     below.set_ylabel("H of the next round")
     below.set_ylim(bottom=0)
     below.set_xlabel("seconds")
-    slow = [one["at_s"] for one in rounds if one["phase"] == 1]
+    phase_s = kept["samples"]["phase_s"]
     for axes in (above, below):
-        axes.axvspan(min(slow), max(slow), color="#fee2e2")
+        axes.axvspan(phase_s, 2 * phase_s, color="#fee2e2")
     save(figure, "link_drop")
-    return [*kept["notes"], "", "![Utilisation and H over time; shaded: the slow line](link_drop.png)"]
+    title, *phases = kept["notes"]
+    return [
+        title,
+        "",
+        *(f"- {one.strip()}" for one in phases),
+        "",
+        "![Utilisation and H over time; shaded: the slow line](link_drop.png)",
+    ]
 
 
 def of_convergence() -> list[str]:
