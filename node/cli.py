@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -163,6 +163,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add("leave", _act, "stop now, cleanly")
     add("invite", _invite, "print the invite of this node's run")
     add("config", _config, "print the resolved configuration, and where each value came from")
+    _of_the_model_and_the_machine(add)
+    return parser, commands
+
+
+def _of_the_model_and_the_machine(add: Callable[..., Parser]) -> None:
     command = add("doctor", _doctor, "check this machine before the first step, and say how busy it will be")
     command.add_argument("--join", metavar="INVITE", help="also see whether the peers of this invite answer")
     command.add_argument(
@@ -177,7 +182,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         "--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest token each time (default: 0.8)"
     )
     command.add_argument("--seed", metavar="N", type=int, help="for the same sample again")
-    return parser, commands
 
 
 def duration_s(text: str) -> float:

@@ -7,7 +7,7 @@ from node.worker.session import Session, invite_of
 from node.worker.teller import Teller
 
 
-def step(teller: Teller, loss: float | None, lr: float | None, steps: int, tokens_per_second: float) -> None:
+def step(teller: Teller, loss: float, lr: float, steps: int, tokens_per_second: float) -> None:
     """An inner step is done."""
     teller.training = teller.training.model_copy(
         update={"loss": loss, "learning_rate": lr, "inner_step": steps, "tokens_per_second": tokens_per_second}

@@ -74,8 +74,8 @@ class Trainer:
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._traffic_before = (0, 0)
         self._dropped = 0
-        self._newest: tuple[float | None, float | None] = (None, None)
-        """Loss and learning rate of the newest inner step."""
+        self._newest: tuple[float, float] | None = None
+        """Loss and learning rate of the newest inner step; None before the first."""
         self.resume()
 
     # position
@@ -367,6 +367,8 @@ class Trainer:
 
     def _show_step(self) -> None:
         """The newest one; only where somebody is about to be told, as it costs more than it seems."""
+        if self._newest is None:
+            return
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)

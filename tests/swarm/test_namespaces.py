@@ -96,8 +96,11 @@ def rounds_with(node: Node, everybody: set[str]) -> list[int]:
 
 
 def assert_agreed(nodes: Sequence[Node], after: int) -> None:
-    rounds = {number: digests for number, digests in common_rounds(nodes).items() if number > after}
-    assert rounds and all(len(digests) == 1 for digests in rounds.values()), rounds
+    def shared() -> dict[int, set[str]]:
+        return {number: digests for number, digests in common_rounds(nodes).items() if number > after}
+
+    rounds = wait_for(shared, LONG_S, "no round that all of them tell of")
+    assert all(len(digests) == 1 for digests in rounds.values()), rounds
 
 
 @pytest.mark.timeout(400)
