@@ -276,15 +276,17 @@ def _toml(value: Any) -> str:
 
 def _doctor(call: Call) -> int:
     from node import doctor
+    from node.client import Client
+    from node.export import manifest_of
     from node.manifest import parse_invite
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
     invite = parse_invite(call.args.join) if call.args.join else None
-    manifest = doctor.read_manifest(call.data_dir)
+    manifest = manifest_of(call.data_dir) if (call.data_dir / "manifest.json").exists() else None
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
         raise UsageError(f"{call.data_dir} belongs to another run: give this invite a --data-dir of its own.")
-    is_running = (call.data_dir.expanduser() / "api.json").exists()
+    is_running = Client(call.data_dir).is_there()
     patient = doctor.Patient(call.loaded.config, manifest, invite, call.args.members, is_running)
     if manifest is None and invite is not None:
         print("The run is not known before the first `run --join`: what follows is for this configuration's own.")

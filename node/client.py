@@ -24,6 +24,14 @@ class Client:
     def status(self) -> dict[str, Any]:
         return self._call("GET", "/api/v1/status")
 
+    def is_there(self) -> bool:
+        """Whether a node answers on this data folder; what a killed one left behind is none."""
+        try:
+            self.status()
+        except UsageError:
+            return False
+        return True
+
     def act(self, action: str, order: dict[str, Any] | None = None) -> dict[str, Any]:
         """pause, resume, drain, leave; the answer names the phase that it leads to."""
         return self._call("POST", f"/api/v1/actions/{action}", order or {})

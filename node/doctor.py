@@ -6,7 +6,6 @@ Knows the machine, the configuration and the run of the data folder; of the swar
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import platform
 import shutil
 import socket
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -288,14 +286,6 @@ def forecast(patient: Patient, parameters: int, step_s: float, still_s: float) -
         transfer_s = transfer_seconds(size_bytes, mbit_s)
         busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", still_s=still_s)
         yield Finding("ok", "forecast", f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {transfer_s:.2g} s).")
-
-
-def read_manifest(data_dir: Path) -> Manifest | None:
-    """Of the run that this folder belongs to; None where it belongs to none."""
-    try:
-        return Manifest.model_validate_json((data_dir.expanduser() / "manifest.json").read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

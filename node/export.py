@@ -22,7 +22,7 @@ def export(data_dir: Path, target: Path, *, keep: int) -> int:
 
 def newest(data_dir: Path, *, keep: int) -> tuple[Manifest, Checkpoint]:
     """The run of a data folder, and its newest checkpoint. DataFolderError if there is none."""
-    manifest = _manifest(data_dir)
+    manifest = manifest_of(data_dir)
     checkpoint = CheckpointStore(data_dir / "checkpoints", keep=keep).newest()
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
@@ -54,7 +54,8 @@ A Llama of {manifest.parameters:,} parameters, trained by volunteers with diloco
 """
 
 
-def _manifest(data_dir: Path) -> Manifest:
+def manifest_of(data_dir: Path) -> Manifest:
+    """Of the run that this folder belongs to. DataFolderError if it belongs to none, or the file is damaged."""
     path = data_dir / "manifest.json"
     try:
         return Manifest.model_validate_json(path.read_bytes())

@@ -11,7 +11,6 @@ all members hash all of the state in every round. The key's context tells leaf f
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy.typing as npt
 from blake3 import blake3
 from torch import Tensor
 
-from node.diloco.fragments import Ranges
 from node.diloco.outer import OuterState
 
 LEAF_BYTES = 4 * 2**20
@@ -46,23 +44,11 @@ def leaf_bounds(parameters: int) -> list[tuple[int, int]]:
 
 def leaf_hashes(state: OuterState) -> list[bytes]:
     """All leaves, anchor before momentum. Copies nothing on a little-endian machine."""
-    return _hashed(_slices(state))
-
-
-def changed_leaf_hashes(state: OuterState, leaves: Sequence[bytes], ranges: Ranges) -> list[bytes]:
-    """All leaves again, given those of a state that differs from this one in `ranges` of both vectors at most."""
-    touched = [any(low < end and start < high for low, high in ranges) for start, end in leaf_bounds(len(state.anchor))]
-    is_touched = touched + touched
-    fresh = iter(_hashed([s for s, changed in zip(_slices(state), is_touched, strict=True) if changed]))
-    return [next(fresh) if changed else leaf for leaf, changed in zip(leaves, is_touched, strict=True)]
-
-
-def _slices(state: OuterState) -> list[npt.NDArray[np.float32]]:
-    vectors = (_array(state.anchor), _array(state.momentum))
-    return [vector[start:end] for vector in vectors for start, end in leaf_bounds(len(vector))]
-
-
-def _hashed(slices: Sequence[npt.NDArray[np.float32]]) -> list[bytes]:
+    slices = [
+        vector[start:end]
+        for vector in (_array(state.anchor), _array(state.momentum))
+        for start, end in leaf_bounds(len(vector))
+    ]
     if len(slices) < 2 * THREADS:
         return [_slice_hash(s) for s in slices]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:

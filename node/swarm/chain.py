@@ -12,7 +12,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from node.diloco.digest import changed_leaf_hashes, leaf_hashes, root_digest
+from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.fragments import Ranges, step
 from node.diloco.outer import OuterState
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
@@ -84,19 +84,15 @@ def tip_at(
     included: Mapping[str, Join],
     now_s: float,
     line: tuple[Link, ...] = (),
-    leaves: Sequence[bytes] = (),
 ) -> Tip:
-    """The tip with this state; `included`: the joins that the newest record counts.
-
-    Heavy without the state's `leaves`: hashes all of it.
-    """
-    leaves = leaves or leaf_hashes(state)
+    """The tip with this state; `included`: the joins that the newest record counts. Heavy: hashes the state."""
+    leaves = leaf_hashes(state)
     joins = list(included.values())
     inner_steps = outer.steps_after(joins)
     return Tip(
         head=head,
         state=state,
-        digest=root_digest(state.round, state.tokens, state.anchor.numel(), list(leaves)),
+        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
         last_weights={peer: join.tokens for peer, join in included.items()},
         round_s=_round_s(joins, inner_steps),
         inner_steps=inner_steps,
@@ -128,8 +124,7 @@ def next_tip(
     lr = outer.lr_for([len(tip.last_weights or included), len(included)])
     state = step(tip.state, ranges, mean, lr=lr, momentum=outer.momentum, tokens=done)
     line = extend(tip.line, link_of(proof, outcome, tokens))
-    leaves = changed_leaf_hashes(state, tip.leaves, ranges)
-    return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line, leaves)
+    return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line)
 
 
 class Chain:

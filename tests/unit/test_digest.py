@@ -12,7 +12,6 @@ from blake3 import blake3
 from node.diloco.digest import (
     LEAF_BYTES,
     LEAF_ELEMENTS,
-    changed_leaf_hashes,
     leaf_bounds,
     leaf_hash,
     leaf_hashes,
@@ -99,23 +98,3 @@ def test_a_root_needs_all_its_leaves() -> None:
             root_digest(0, 0, 10, wrong)
     with pytest.raises(ValueError, match="64 bits"):
         root_digest(0, 2**64, 10, leaves)
-
-
-@pytest.mark.parametrize("parameters", [0, 1, 3 * LEAF_ELEMENTS + 5])
-def test_hashing_what_changed_gives_the_leaves_of_all(parameters: int) -> None:
-    before = state_of(parameters)
-    middle = (parameters // 3, parameters // 2)
-    for ranges in ((), ((0, parameters),), (middle,), ((0, 1), (max(0, parameters - 1), parameters))):
-        anchor, momentum = before.anchor.clone(), before.momentum.clone()
-        for start, end in ranges:
-            anchor[start:end] += 1
-            momentum[start:end] -= 2
-        after = OuterState(anchor, momentum, before.round + 1, before.tokens)
-        assert changed_leaf_hashes(after, leaf_hashes(before), ranges) == leaf_hashes(after)
-
-
-def test_leaves_that_no_range_touches_are_taken_over() -> None:
-    state = state_of(2 * LEAF_ELEMENTS)
-    known = [bytes([i]) * 32 for i in range(4)]
-    leaves = changed_leaf_hashes(state, known, ((LEAF_ELEMENTS, LEAF_ELEMENTS + 1),))
-    assert [leaves[i] == known[i] for i in range(4)] == [True, False, True, False]

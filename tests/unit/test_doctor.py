@@ -85,6 +85,23 @@ def test_bootstrap_peers_are_tried(tmp_path: Path, listener: socket.socket, caps
     assert "example.org:31337 is no multiaddress" in capsys.readouterr().out
 
 
+def test_what_a_killed_node_left_is_no_running_node(
+    tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "api.json").write_text('{"url": "http://127.0.0.1:9", "pid": 1}')
+    (tmp_path / "data" / "api-token").write_text("t" * 43)
+    assert doctor(tmp_path, "--api.port", str(listener.getsockname()[1])) == 3
+    assert "cannot be bound" in capsys.readouterr().out
+
+
+def test_a_damaged_manifest_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("{")
+    assert doctor(tmp_path) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_members_below_one_are_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(tmp_path, "--members", "0") == 2
     assert "at least one member" in capsys.readouterr().err
