@@ -275,6 +275,10 @@ def _toml(value: Any) -> str:
 
 
 def _doctor(call: Call) -> int:
+    from node.daemon.child import WORKER_ENVIRONMENT
+
+    # Before torch is loaded: the trial is to run as the worker does.
+    os.environ.update(WORKER_ENVIRONMENT | os.environ)
     from node import doctor
     from node.client import Client
     from node.export import manifest_of

@@ -98,11 +98,11 @@ def examine(patient: Patient) -> Iterator[Finding]:
         return
     step_s, still_s = _trial(patient.run, chosen)
     per_step = patient.run.tokens_per_inner_step
-    yield Finding(
-        "ok",
-        "device",
-        f"{chosen.name}, {chosen.precision}: {step_s:.3g} s an inner step, {per_step / step_s:,.0f} tokens/s.",
-    )
+    speed = f"{chosen.name}, {chosen.precision}: {step_s:.3g} s an inner step, {per_step / step_s:,.0f} tokens/s"
+    if patient.is_running:
+        yield Finding("warn", "device", f"{speed}, beside the node that runs: pause it to see all of its speed.")
+    else:
+        yield Finding("ok", "device", f"{speed}.")
     yield from forecast(patient, parameters, step_s, still_s)
 
 
