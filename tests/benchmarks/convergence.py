@@ -62,7 +62,11 @@ class Arm:
     sign: float = 1.0
     outer_lr: float = 0.7
     momentum: float = 0.6
+    """Both as `--tune` found them best for fp32 and for int4; blocking arms share them."""
 
+
+OVERLAPPED = 0.8
+"""The momentum that `--tune` found best where rounds are overlapped, at the same outer lr; those arms share it."""
 
 ARMS = {
     arm.name: arm
@@ -75,12 +79,12 @@ ARMS = {
         Arm("int4", codec="int4"),
         Arm("int4-feedback", codec="int4", feedback=1.0),
         Arm("e3m0", codec="e3m0"),
-        Arm("overlap-5%", codec="int4", tau=round(0.05 * INNER_STEPS)),
-        Arm("overlap-20%", codec="int4", tau=round(0.2 * INNER_STEPS)),
-        Arm("overlap-40%", codec="int4", tau=round(0.4 * INNER_STEPS)),
-        Arm("streaming", codec="int4", fragments=3, tau=round(0.05 * INNER_STEPS)),
+        Arm("overlap-5%", codec="int4", tau=round(0.05 * INNER_STEPS), momentum=OVERLAPPED),
+        Arm("overlap-20%", codec="int4", tau=round(0.2 * INNER_STEPS), momentum=OVERLAPPED),
+        Arm("overlap-40%", codec="int4", tau=round(0.4 * INNER_STEPS), momentum=OVERLAPPED),
+        Arm("streaming", codec="int4", fragments=3, tau=round(0.05 * INNER_STEPS), momentum=OVERLAPPED),
         Arm("topk", codec="topk", feedback=1.0),
-        Arm("correction-20%", codec="int4", tau=round(0.2 * INNER_STEPS), merge="correction"),
+        Arm("correction-20%", codec="int4", tau=round(0.2 * INNER_STEPS), merge="correction", momentum=OVERLAPPED),
         Arm("wrong sign", sign=-1.0),
     )
 }
