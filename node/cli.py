@@ -305,7 +305,7 @@ def _export(call: Call) -> int:
     from node.export import export
 
     target: Path = call.args.folder
-    number = export(call.data_dir, target.expanduser(), keep=call.loaded.config.checkpoint.keep)
+    number = export(call.loaded.config, target.expanduser())
     print(f"Wrote the model after round {number} to {target}.")
     return 0
 
@@ -313,10 +313,8 @@ def _export(call: Call) -> int:
 def _generate(call: Call) -> int:
     from node.generate import generate
 
-    args, keep = call.args, call.loaded.config.checkpoint.keep
-    more = generate(
-        call.data_dir, args.text, keep=keep, tokens=args.tokens, temperature=args.temperature, seed=args.seed
-    )
+    args = call.args
+    more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     print(args.text + more)
     return 0
 

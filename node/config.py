@@ -20,6 +20,17 @@ class NodeConfig(Section):
     """Shown to the other members; empty: a short form of the peer id."""
     data_dir: Path = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. One node owns it at a time."""
+    text_dir: Path = Path("text")
+    """Where files that a run's sources name are looked for; relative to `data_dir`."""
+
+    @property
+    def text_folder(self) -> Path:
+        return self.data_dir / self.text_dir.expanduser()
+
+    @property
+    def hub_cache(self) -> Path:
+        """What is fetched from the hub."""
+        return self.data_dir / "cache" / "hub"
 
 
 class DevicesConfig(Section):
@@ -27,10 +38,16 @@ class DevicesConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: the first GPU, else the CPU."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the inner step's matrix products; `auto`: bf16 where the device has it, fp32 on a CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the inner step's matrix products; `auto`: on a GPU bf16 where it has it, else fp16; fp32 on a CPU."""
     micro_batch: int = Field(0, ge=0)
-    """Sequences per forward pass; 0: the whole batch at once."""
+    """Sequences per forward pass; 0: as many as fit, found by trying. Several passes make the batch of the run."""
+    activation_checkpointing: bool = False
+    """Keep a layer's input only and compute the rest again on the way back: less memory, a third more time."""
+    compile: bool = False
+    """Compile the layers (torch.compile): minutes at the start, faster steps after."""
+    chunked_loss: Literal["auto", "on", "off"] = "auto"
+    """Make the logits for a part of the tokens at a time; `auto`: where all of them would take over 1 GB."""
 
 
 class SwarmConfig(Section):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,30 +14,20 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-import psutil
 import torch
 
-from node.config import Config
+from node.config import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError
 from node.manifest import Invite, Manifest, RunConfig
 from node.training.device import Chosen, choose_device
+from node.training.fit import GB, needs_of, settle_execution, shortages
 from node.training.inner import InnerLoop
-from node.training.model import build_model, change_flat_, parameter_count, take_flat
+from node.training.model import build_model, change_flat_, take_flat, unit_elements
 
 Verdict = Literal["ok", "warn", "fault"]
-GB = 1e9
-HOST_BYTES = 28
-"""A parameter, beside the device's: old and new outer state, snapshot, pseudo-gradient, and what travels."""
-DEVICE_BYTES = 16
-"""A parameter: fp32 weights, gradients and AdamW's two moments. Activations come on top."""
-BASE_BYTES = 0.7 * GB
-"""Python, torch, libp2p's daemon and the supervisor."""
-CHECKPOINT_BYTES = 20
-"""A parameter: anchor, momentum, local weights and two moments, all fp32."""
-KEPT_RESULTS = 8
 LINES_MBIT_S = (10, 20, 100, 500)
 DIAL_S = 3.0
 TIMED_S = 10.0
@@ -90,13 +79,12 @@ def examine(patient: Patient) -> Iterator[Finding]:
     except MachineError as exc:
         yield Finding("fault", "device", str(exc))
         return
-    parameters = parameter_count(patient.run.model)
-    yield _disk(patient, parameters)
-    memory = _memory(chosen, parameters)
-    yield memory
-    if memory.verdict == "fault":
+    parameters = sum(unit_elements(patient.run.model))
+    lacking = list(_shortages(patient, chosen))
+    yield from lacking
+    if not is_healthy(lacking):
         return
-    step_s, still_s = _trial(patient.run, chosen)
+    step_s, still_s = _trial(patient.run, chosen, patient.config.devices)
     per_step = patient.run.tokens_per_inner_step
     speed = f"{chosen.name}, {chosen.precision}: {step_s:.3g} s an inner step, {per_step / step_s:,.0f} tokens/s"
     if patient.is_running:
@@ -204,47 +192,22 @@ def _bootstrap(patient: Patient) -> Iterator[Finding]:
 # What the run needs
 
 
-def _disk(patient: Patient, parameters: int) -> Finding:
-    folder = patient.config.node.data_dir.expanduser()
-    while not folder.exists():
-        folder = folder.parent
-    kept = patient.config.checkpoint.keep + 1
-    payload = make_codec(patient.run.sync.codec).encoded_bytes(parameters)
-    needed, free = kept * CHECKPOINT_BYTES * parameters + KEPT_RESULTS * payload, shutil.disk_usage(folder).free
-    text = f"{needed / GB:.2f} GB for {kept} checkpoints and the last results, {free / GB:.1f} GB free in {folder}"
-    if free < needed:
-        return Finding("fault", "disk", f"{text}: free some space, or choose another folder with --data-dir.")
-    return Finding("ok", "disk", f"{text}.")
+def _shortages(patient: Patient, chosen: Chosen) -> Iterator[Finding]:
+    needs = needs_of(patient.run, patient.config, chosen.precision)
+    for what, needed, free, mend in shortages(needs, patient.config, chosen):
+        text = f"{needed / GB:.2f} GB of {what}, {free / GB:.1f} GB free"
+        about = what.split()[-1]
+        yield Finding("ok", about, f"{text}.") if needed <= free else Finding("fault", about, f"{text}: {mend}.")
 
 
-def _memory(chosen: Chosen, parameters: int) -> Finding:
-    host, device = HOST_BYTES * parameters + BASE_BYTES, DEVICE_BYTES * parameters
-    free = psutil.virtual_memory().available
-    if chosen.device.type == "cuda":
-        gpu_free, _ = torch.cuda.mem_get_info(chosen.device)
-        if gpu_free < device:
-            return Finding(
-                "fault",
-                "memory",
-                f"{device / GB:.1f} GB of GPU memory without activations, {gpu_free / GB:.1f} GB free: "
-                "end what else uses the GPU, or join a run with a smaller model.",
-            )
-    else:
-        host += device
-    text = f"{host / GB:.1f} GB without activations, {free / GB:.1f} GB free"
-    if free < host:
-        return Finding("fault", "memory", f"{text}: end what else uses memory, or join a run with a smaller model.")
-    return Finding("ok", "memory", f"{text}.")
-
-
-def _trial(run: RunConfig, chosen: Chosen) -> tuple[float, float]:
+def _trial(run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> tuple[float, float]:
     """Median seconds of an inner step, and those for which the device stands still at an outer step."""
     rows, length = run.inner.batch_size, run.inner.sequence_length
     model = build_model(run.model, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     if chosen.device.type == "cpu":
         rows = max(1, min(rows, int(TIMED_FLOPS / (6 * parameters * length))))
-    inner = InnerLoop(model, run.inner, chosen.device, chosen.precision)
+    inner = InnerLoop(model, run.inner, chosen.device, settle_execution(model, run, chosen, devices))
     batch = torch.randint(run.model.vocab_size, (rows, length + 1))
     inner.step(batch, run.inner.lr)
     step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.inner.batch_size / rows

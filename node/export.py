@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from node.config import Config
 from node.errors import DataFolderError
-from node.manifest import Manifest
+from node.manifest import Manifest, RunConfig
 from node.training.checkpoint import Checkpoint, CheckpointStore
-from node.training.model import export_folder
+from node.training.folder import export_folder
+from node.training.tokenizer import Tokenizer, open_tokenizer
 
 
-def export(data_dir: Path, target: Path, *, keep: int) -> int:
+def export(config: Config, target: Path) -> int:
     """Write the outer parameters of the newest round to `target`, a new or empty folder. Returns the round.
 
-    `keep`: as in `checkpoint.keep`. DataFolderError if there is nothing to export, or `target` holds files.
+    DataFolderError if there is nothing to export, or `target` holds files; MachineError if the run's tokenizer is not
+    to be had here.
     """
-    manifest, checkpoint = newest(data_dir, keep=keep)
-    export_folder(manifest.run.model, checkpoint.anchor, target, card=model_card(manifest, checkpoint))
+    manifest, checkpoint = newest(config)
+    tokenizer = tokenizer_of(manifest.run, config)
+    card = model_card(manifest, checkpoint)
+    export_folder(manifest.run.model, checkpoint.anchor, target, card=card, tokenizer=tokenizer)
     return checkpoint.round
 
 
-def newest(data_dir: Path, *, keep: int) -> tuple[Manifest, Checkpoint]:
-    """The run of a data folder, and its newest checkpoint. DataFolderError if there is none."""
+def newest(config: Config) -> tuple[Manifest, Checkpoint]:
+    """The run of the configuration's data folder, and its newest checkpoint. DataFolderError if there is none."""
+    data_dir = config.node.data_dir
     manifest = manifest_of(data_dir)
-    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=keep).newest()
+    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=config.checkpoint.keep).newest()
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
     if checkpoint.manifest_hash != manifest.hash:
@@ -33,22 +40,33 @@ def newest(data_dir: Path, *, keep: int) -> tuple[Manifest, Checkpoint]:
     return manifest, checkpoint
 
 
+def tokenizer_of(run: RunConfig, config: Config) -> Tokenizer:
+    return open_tokenizer(run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
+
+
 def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
     """README.md of the exported folder."""
+    run, loss = manifest.run, checkpoint.extra.get("evaluation_loss")
+    evaluated = (
+        f"{loss:.3f} nats a token, perplexity {math.exp(min(loss, 700.0)):.1f}" if loss is not None else "none yet"
+    )
     return f"""---
 library_name: transformers
 tags: [diloco]
 ---
-# {manifest.run.name}
+# {run.name}
 
-A Llama of {manifest.parameters:,} parameters, trained by volunteers with diloco-node (DiLoCo, arXiv 2311.08105).
+A model of type `{run.model.type}` with {manifest.parameters:,} parameters,
+trained by volunteers with diloco-node (DiLoCo, arXiv 2311.08105).
 
 | | |
 |---|---|
 | round | {checkpoint.round} |
 | tokens of the swarm | {checkpoint.tokens:,} |
-| data | `{manifest.run.data.source}` |
-| tokenizer | `{manifest.run.data.tokenizer}`: 256 begins and 257 ends a document |
+| evaluation loss | {evaluated} |
+| started from | {run.model.start or "random parameters"} |
+| data | {", ".join(f"`{source}`" for source in run.data.sources)} |
+| tokenizer | `{run.data.tokenizer}` |
 | run (hash of its manifest) | `{manifest.hash}` |
 | digest of the outer state | `{checkpoint.state_digest}` |
 """

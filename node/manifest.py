@@ -13,6 +13,7 @@ import json
 import zlib
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,15 +27,53 @@ MAX_ROUNDS_WORTH = 64
 """A node that is so many times faster than the typical one weighs in full; a faster one no more than that."""
 
 
+BUILTIN_TEXT = "builtin:python-stdlib"
+SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
+
+
 class Section(BaseModel):
     """Base of every section of a configuration: closed to unknown keys, frozen, documented under each field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class ModelConfig(Section):
-    """A Llama as `transformers` builds it, trained from random initialisation."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of text, as `parse_source` reads it."""
 
+    kind: str
+    place: str
+    """A pattern of files, or OWNER/NAME on the hub."""
+    field: str = "text"
+    config: str = ""
+    split: str = "train"
+    revision: str = ""
+
+
+def parse_source(text: str) -> Source:
+    """Read `KIND:PLACE?option=value&..`. ValueError with what is allowed."""
+    kind, _, rest = text.partition(":")
+    place, _, query = rest.partition("?")
+    allowed = {"hub": ("config", "split", "revision", "field"), "builtin": (), "text": ()}.get(kind, ("field",))
+    options = dict(parse_qsl(query))
+    if kind not in SOURCE_KINDS or not place or not options.keys() <= set(allowed):
+        raise ValueError(
+            f"{text!r} in sources is not KIND:PLACE, with a kind of {', '.join(SOURCE_KINDS)}, "
+            f"and of {kind or 'it'} no other options than {', '.join(allowed) or 'none'}"
+        )
+    if kind == "builtin" and text != BUILTIN_TEXT:
+        raise ValueError(f"{text!r} in sources is not known: the only built-in text is {BUILTIN_TEXT}")
+    return Source(kind, place, **options)
+
+
+class ModelConfig(Section):
+    """A model of the Llama family as `transformers` builds it; its code comes from there and from nowhere else."""
+
+    type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """Which of the family: `qwen2` has biases in its attention, `qwen3` norms of queries and keys."""
+    start: str = ""
+    """Where the first parameters come from. Empty: random. Else a folder or `hub:OWNER/NAME`, in safetensors, that the
+    founder loads, and the shape with it; joiners get them from the swarm. In a manifest only its name is left."""
     vocab_size: int = Field(258, ge=2)
     """Entries of the embedding. The byte tokenizer needs 258: 256 bytes, begin and end of a document."""
     hidden_size: int = Field(128, ge=8)
@@ -47,6 +86,8 @@ class ModelConfig(Section):
     """Query heads."""
     num_key_value_heads: int = Field(4, ge=1)
     """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: int = Field(0, ge=0)
+    """Width of a head; 0: `hidden_size` over the number of query heads."""
     max_position_embeddings: int = Field(1024, ge=8)
     """Longest sequence that the model is made for, tokens."""
     rope_theta: float = Field(10000.0, gt=0)
@@ -62,19 +103,50 @@ class ModelConfig(Section):
             raise ValueError("hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads")
         return self
 
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
 
 class DataConfig(Section):
     """The text that is trained on."""
 
-    source: str = "builtin:python-stdlib"
-    """Where the text comes from. `builtin:python-stdlib`: the sources of this machine's own Python standard library."""
-    tokenizer: Literal["bytes"] = "bytes"
-    """How text becomes tokens. `bytes`: each UTF-8 byte is a token; 256 begins and 257 ends a document."""
+    sources: tuple[str, ...] = (BUILTIN_TEXT,)
+    """Where the text comes from. `builtin:python-stdlib`: the sources of this machine's own Python standard library,
+    and nothing beside it. `hub:OWNER/NAME?config=C&split=S&revision=R`: a data set of the Hugging Face hub, streamed.
+    `parquet:PATTERN`, `json:PATTERN` (JSON lines), `text:PATTERN` (a file is a document): files on each member's
+    machine, relative to its `node.text_dir`. All take `field=F`, the column that holds the text, `text` by default."""
+    weights: tuple[float, ...] = ()
+    """Share of each source, in any unit; empty: equal shares."""
+    tokenizer: str = "bytes"
+    """How text becomes tokens. `bytes`: each UTF-8 byte is a token; 256 begins and 257 ends a document. Else a folder,
+    relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`, of a fast tokenizer."""
+    held_out_source: str = ""
+    """Text that evaluation uses, such as a validation split; empty: some documents of the sources."""
+    held_out_one_in: int = Field(20, ge=2)
+    """Without `held_out_source`, one document in so many, by the hash of its text, is never trained on."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> DataConfig:
+        parsed = [parse_source(text) for text in (*self.sources, *filter(None, (self.held_out_source,)))]
+        if not self.sources:
+            raise ValueError("sources must name at least one")
+        if any(source.kind == "builtin" for source in parsed) and (len(parsed) > 1 or self.tokenizer != "bytes"):
+            raise ValueError(f"{BUILTIN_TEXT} in sources stands alone, with tokenizer = bytes")
+        if self.weights and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
+            raise ValueError("weights must be numbers above 0, as many as sources")
+        return self
+
+    @property
+    def is_builtin(self) -> bool:
+        return self.sources == (BUILTIN_TEXT,)
 
 
 class InnerConfig(Section):
-    """The inner optimizer: AdamW, clipped, with warm-up and cosine decay over the *swarm's* tokens."""
+    """The inner optimizer, clipped, with warm-up and cosine decay over the *swarm's* tokens."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: for the layers' matrices, at the size of AdamW's updates; AdamW for the rest."""
     lr: float = Field(4e-4, gt=0)
     """Peak learning rate (DiLoCo, arXiv 2311.08105: 4e-4)."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -165,6 +237,10 @@ class EvaluationConfig(Section):
     """Batches of `inner.batch_size` sequences; 0 turns evaluation off."""
     every_rounds: int = Field(1, ge=1)
     """Rounds from one evaluation to the next."""
+    members: int = Field(0, ge=0)
+    """How many of a round's members evaluate, drawn anew each time; 0: all of them."""
+    budget_s: float = Field(30.0, gt=0)
+    """An evaluation ends after so long, with the batches that it came to."""
 
 
 class RunConfig(Section):

@@ -36,7 +36,7 @@ from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
 from node.manifest import RunConfig
 from node.training.data import Corpus, Stream, load_corpus
-from node.training.inner import InnerLoop
+from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, flatten, load_flat_, parameter_count
 
 
@@ -73,7 +73,7 @@ class Member:
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
         # Its moments are kept over rounds; only the parameters are set back to the anchor.
-        self._inner = InnerLoop(self._model, run.inner, device, precision, 0)
+        self._inner = InnerLoop(self._model, run.inner, device, Execution(precision))
         self._last_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
 
     def contribute(self) -> tuple[Contribution, float]:
@@ -209,11 +209,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
     run = read_run(options.preset_file)
+    if not run.data.is_builtin:
+        raise UsageError("The reference trains on the built-in text: leave run.data.sources as they are.")
     if run.sync.mode != "blocking" or run.sync.auto:
         raise UsageError("The reference has blocking rounds of fixed length: leave run.sync.mode and auto as they are.")
     member = Member(
         run,
-        load_corpus(run.data),
+        load_corpus(),
         initial_anchor(run, seed=options.seed, file=options.initial, device=device),
         run_id=options.run_id,
         stream_id=options.stream_ids[rank],

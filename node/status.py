@@ -213,6 +213,8 @@ class Counters(Value):
     activity_seconds: dict[Activity, float] = Field(default_factory=dict)
     tokens_processed: int = 0
     inner_steps: int = 0
+    skipped_steps: int = 0
+    """Inner steps whose loss or gradient was no finite number; they changed nothing."""
     sync_rounds: dict[Outcome, int] = Field(default_factory=dict)
     sync_failures: dict[str, int] = Field(default_factory=dict)
     contributions_carried: int = 0

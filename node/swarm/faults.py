@@ -16,6 +16,7 @@ Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SI
 (the anchor at `apply`). Three kinds spoil what the node sends just then: `garbage` are random bytes of the same length,
 `shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
 they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long;
+`inner@*=memory:N` has memory for N sequences at a time; `inner@R=overflow` makes the losses of that round no numbers.
 `inner@*=rest:S` stands for a device that this machine does not have: each inner step is a sleep of S seconds, and
 every eighth changes the parameters by next to nothing.
 """
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "apply", "serve")
 SPOILS = ("garbage", "shape", "nan")
-KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow", "rest")
+KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow", "rest", "memory", "overflow")
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
@@ -109,6 +110,15 @@ class Faults:
     def rest_s(self) -> float:
         """Seconds that an inner step sleeps in place of computing; 0: it computes."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
+
+    def has_room_for(self, rows: int, round: int) -> bool:
+        """Whether so many sequences fit into the device's memory at once."""
+        room = (f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "memory") and f.round in (None, round))
+        return rows <= min(room, default=rows)
+
+    def spoils_loss(self, round: int) -> bool:
+        """Whether an inner step of this round has a loss that is no number."""
+        return any((f.stage, f.kind) == ("inner", "overflow") and f.round in (None, round) for f in self.plan)
 
     def suffer(self, fault: Fault) -> None:
         """Without an event loop."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from node.errors import MachineError
 from node.training.tensorfile import read_tensors, write_tensors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 OUTER = "outer.safetensors"
 LOCAL = "local.safetensors"
 META = "meta.json"
@@ -68,9 +68,8 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """`InnerLoop.state_tensors()`; any shape and dtype."""
     inner_step: int = 0
-    data_round: int = 0
-    data_position: int = 0
-    """Where the data stream stands: `Stream(..., round=data_round, position=data_position)`."""
+    text: dict[str, Any] = field(default_factory=dict)
+    """Where this node's reader of the text stands, as `Reader.state`."""
     contribution: dict[str, int] = field(default_factory=dict)
     """Totals of this node's life, as in `status.ContributionInfo`."""
     records: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Text as batches of tokens. Knows files, bytes and numpy; knows no model, no optimizer, no network.
+"""The built-in text as batches of tokens. Knows files, bytes and numpy; knows no model, no optimizer, no network.
 
 Tokens are the bytes of the files as they are (UTF-8), with 256 before and 257 after each document.
 
@@ -18,13 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from node.errors import ConfigError, MachineError
-from node.manifest import DataConfig
-
-BEGIN = 256
-"""Token before each document."""
-END = 257
-"""Token after each document."""
+from node.errors import MachineError
+from node.training.tokenizer import BEGIN, END
 
 HELD_OUT_ONE_IN = 20
 """One document in so many, by the hash of its name, is never trained on."""
@@ -56,13 +51,11 @@ class Corpus:
     held_out: Split
 
 
-def load_corpus(cfg: DataConfig, folder: Path | None = None) -> Corpus:
+def load_corpus(folder: Path | None = None) -> Corpus:
     """Read the whole text into memory, two bytes a token. `folder`: other than this Python's standard library.
 
-    Raises MachineError where there are too few files, ConfigError for a source that this version does not know.
+    Raises MachineError where there are too few files.
     """
-    if cfg.source != "builtin:python-stdlib":
-        raise ConfigError(f"run.data.source {cfg.source} is not known here: set it to builtin:python-stdlib.")
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     train: list[bytes] = []
     held_out: list[bytes] = []

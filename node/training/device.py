@@ -29,7 +29,7 @@ _BF16_CAPABILITY = (8, 0)
 class Chosen:
     device: torch.device
     precision: str
-    """`fp32` or `bf16`."""
+    """`fp32`, `bf16` or `fp16`."""
     name: str
     """For people, such as `NVIDIA GeForce RTX 4090`."""
 
@@ -45,19 +45,31 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int) -> Chosen:
     if cfg.device == "cuda" and not has_gpu:
         raise MachineError(_why_no_gpu(), code="no_gpu")
     if cfg.device == "cpu" or not has_gpu:
-        return Chosen(torch.device("cpu"), "bf16" if cfg.precision == "bf16" else "fp32", _cpu_name())
+        return Chosen(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
     device = torch.device("cuda", 0)
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
     if cfg.precision == "bf16" and not has_bf16:
-        raise MachineError(f"{name} has no bf16: set devices.precision to fp32 or auto.", code="no_bf16")
-    return Chosen(device, "bf16" if has_bf16 and cfg.precision != "fp32" else "fp32", name)
+        raise MachineError(f"{name} has no bf16: set devices.precision to fp16, fp32 or auto.", code="no_bf16")
+    usual = "bf16" if has_bf16 else "fp16"
+    return Chosen(device, usual if cfg.precision == "auto" else cfg.precision, name)
 
 
 def usable_cores() -> int:
     """Cores that this process may run on: its affinity, and the quota of its container if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max")) or cores))
+
+
+def available_memory() -> float:
+    """Bytes of host memory that may still be taken: the machine's, and what its container leaves of it."""
+    free = float(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # No container, or one without a limit, which says `max`.
+        return free
+    return min(free, float(limit - used))
 
 
 def describe(device: torch.device) -> DeviceInfo:

@@ -1,13 +1,14 @@
-"""The inner loop's step: forward, backward, clip, AdamW. Knows one model and one device.
+"""The inner loop's step: forward, backward, clip, optimizer. Knows one model and one device.
 
-Knows no round and no data source.
-
-AdamW as in DiLoCo (arXiv 2311.08105, table 5): the values come from the manifest, the learning rate from the caller.
+Knows no round and no data source. With fp16, gradients are scaled so that small ones survive, and unscaled before they
+are clipped; nothing outside the step sees the scale.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 
 from node.errors import MachineError, TrainingError
 from node.manifest import InnerConfig
-from node.training.model import autocast, next_token_loss, unflatten_like
+from node.training.model import autocast, next_token_loss
+from node.training.optimizers import Optimizers
+
+MOST_SKIPPED = 32
+"""Inner steps in a row that may come to nothing; finding a scale for fp16 takes half of them."""
+FIRST_SCALE = 65536.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,60 +33,123 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     tokens: int
+    """0: a step that was skipped, as loss or gradient were no finite number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a step is computed here; what it comes to does not depend on it, but for rounding."""
+
+    precision: str = "fp32"
+    """`fp32`, `bf16` or `fp16`."""
+    micro_batch: int = 0
+    """Rows per forward pass; 0: the whole batch."""
+    chunked_loss: bool = False
+    """Whether the logits are made for a part of the tokens at a time, twice."""
+
+
+FP32 = Execution()
+Spoil = Callable[[int], float]
 
 
 class InnerLoop:
     """Owns the optimizer. Moves `model` to `device` and changes its parameters in place."""
 
-    def __init__(
-        self, model: nn.Module, cfg: InnerConfig, device: torch.device, precision: str, micro_batch: int = 0
-    ) -> None:
-        """`micro_batch`: rows per forward pass; 0: the whole batch. `precision`: fp32 or bf16."""
+    def __init__(self, model: nn.Module, cfg: InnerConfig, device: torch.device, how: Execution = FP32) -> None:
         self._model = model.to(device).train()
-        self._device = device
-        self._precision = precision
-        self._micro_batch = micro_batch
+        self._device, self._how = device, how
+        self.micro_batch = how.micro_batch
+        """Halved where the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self._parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-                {"params": [p for p in self._parameters if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=cfg.lr,
-            betas=(cfg.beta1, cfg.beta2),
-            eps=cfg.eps,
-            fused=True,
-        )
+        self._optimizers = Optimizers(model, cfg)
+        self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
+        self._skipped_in_a_row = 0
 
-    def step(self, batch: Tensor, lr: float) -> StepResult:
+    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None) -> StepResult:
         """One inner step on `batch`, int64 [B, T + 1] on any device.
 
-        Raises TrainingError before anything is changed if the loss or the gradient is not finite, and MachineError if
-        the GPU's memory does not suffice.
+        `spoil`: faults on purpose; asked with the rows of each try, it may raise, and gives a factor for the loss.
+
+        A loss or gradient that is no finite number changes nothing, and the step counts no tokens. Raises TrainingError
+        after MOST_SKIPPED of them in a row, and MachineError if the memory does not suffice for one row.
         """
         try:
-            loss = self._backward(batch.to(self._device, non_blocking=True))
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-            # One read for both: on a GPU each one waits for all that is queued.
-            loss_value, norm_value = torch.stack((loss, norm)).tolist()
-            if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-                raise TrainingError(
-                    f"Training diverged: loss {loss_value}, gradient norm {norm_value}; this step changed nothing. "
-                    "Go back to the last checkpoint, and lower run.inner.lr if it comes again."
-                )
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        except torch.OutOfMemoryError as exc:
+            loss, norm = self._gradient(batch, lr, spoil)
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+            if is_finite:
+                for optimizer in self._optimizers.each:
+                    self._scaler.step(optimizer)
+            self._scaler.update()
+        finally:
+            self._zero_grad()
+        if is_finite:
+            self._skipped_in_a_row = 0
+            return StepResult(loss, norm, batch[:, 1:].numel())
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            self._skipped_in_a_row = 0
+            raise TrainingError(
+                f"Training diverged: loss {loss}, gradient norm {norm}, {MOST_SKIPPED} steps in a row; they changed "
+                "nothing. Go back to the last checkpoint, and lower run.inner.lr if it comes again."
+            )
+        return StepResult(loss, norm, 0)
+
+    def _gradient(self, batch: Tensor, lr: float, spoil: Spoil | None) -> tuple[float, float]:
+        """The clipped gradient of the batch, on the parameters; its loss and its norm before clipping."""
+        self._optimizers.set_lr(lr)
+        total = self._backward_that_fits(batch.to(self._device, non_blocking=True), spoil)
+        for optimizer in self._optimizers.each:
+            self._scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        # One read for both: on a GPU each one waits for all that is queued.
+        loss_value, norm_value = torch.stack((total, norm)).tolist()
+        return float(loss_value), float(norm_value)
+
+    def _backward_that_fits(self, batch: Tensor, spoil: Spoil | None) -> Tensor:
+        while True:
+            try:
+                factor = spoil(self.micro_batch or len(batch)) if spoil is not None else 1.0
+                return self._backward(batch) * factor
+            except torch.OutOfMemoryError as exc:
+                self._halve(len(batch), exc)
+
+    def _halve(self, rows: int, exc: torch.OutOfMemoryError) -> None:
+        """Half as many rows at once from here on; MachineError where one row is too many."""
+        self._zero_grad()
+        before = self.micro_batch or rows
+        if before <= 1:
             raise MachineError(
-                "The GPU's memory does not suffice for this batch: set devices.micro_batch to a smaller number, "
-                "or close what else uses the GPU.",
+                "The GPU's memory does not suffice for a single sequence: close what else uses the GPU, or set "
+                "devices.activation_checkpointing.",
                 code="out_of_memory",
             ) from exc
+        self.micro_batch = before // 2
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.warning("Out of memory with %d sequences at once: from here on %d.", before, self.micro_batch)
+
+    def _backward(self, batch: Tensor) -> Tensor:
+        """Gradients of the batch's mean loss; returns that mean, fp32 scalar on the device."""
+        total = torch.zeros((), device=self._device)
+        for part in torch.split(batch, self.micro_batch or len(batch)):
+            with autocast(self._device, self._how.precision):
+                loss = next_token_loss(self._model, part, chunked=self._how.chunked_loss)
+            share = len(part) / len(batch)
+            self._scaler.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() * share
+        return total
+
+    def probe(self, batch: Tensor) -> None:
+        """Forward and backward of a micro-batch that changes nothing. Raises torch.OutOfMemoryError."""
+        try:
+            self._backward(batch.to(self._device))
         finally:
-            self._optimizer.zero_grad()
-        return StepResult(loss=loss_value, grad_norm=norm_value, tokens=batch[:, 1:].numel())
+            self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers.each:
+            optimizer.zero_grad()
 
     @torch.no_grad()
     def nudge(self, share: float) -> None:
@@ -86,41 +157,14 @@ class InnerLoop:
         for parameter in self._parameters:
             parameter.mul_(1 + share)
 
-    def _backward(self, batch: Tensor) -> Tensor:
-        """Gradients of the batch's mean loss; returns that mean, fp32 scalar on the device."""
-        total = torch.zeros((), device=self._device)
-        for part in torch.split(batch, self._micro_batch or len(batch)):
-            with autocast(self._device, self._precision):
-                loss = next_token_loss(self._model, part)
-            share = len(part) / len(batch)
-            (loss * share).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() * share
-        return total
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """Copies for a checkpoint, cpu: `exp_avg` and `exp_avg_sq` fp32 [P] in `flatten`'s order, `step` fp32 [1].
-
-        All zeros before the first step. Loading them gives the same bits from there on.
-        """
-        parameters = sum(p.numel() for p in self._parameters)
-        moments = {key: torch.zeros(parameters) for key in ("exp_avg", "exp_avg_sq")}
-        step, at = torch.zeros(1), 0
-        for parameter in self._parameters:
-            end, state = at + parameter.numel(), self._optimizer.state[parameter]
-            for key, flat in moments.items():
-                if key in state:
-                    flat[at:end].copy_(state[key].flatten())
-            if "step" in state:
-                step = state["step"].detach().to("cpu", torch.float32, copy=True).reshape(1)
-            at = end
-        return moments | {"step": step}
+        """The optimizer's, as `Optimizers.state_tensors`, and with fp16 `scale`: fp32 [1]."""
+        scale = {"scale": torch.tensor([self._scaler.get_scale()])} if self._scaler.is_enabled() else {}
+        return self._optimizers.state_tensors() | scale
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `state_tensors` gave. KeyError or ValueError if it does not fit the model."""
-        parts = {key: unflatten_like(self._model, tensors[key]) for key in ("exp_avg", "exp_avg_sq")}
-        step = tensors["step"].reshape(())
-        for name, parameter in self._model.named_parameters():
-            self._optimizer.state[parameter] = {
-                "step": step.to(parameter.device, torch.float32, copy=True),
-                **{key: part[name].to(parameter.device, copy=True) for key, part in parts.items()},
-            }
+        self._optimizers.load_state_tensors(tensors)
+        if self._scaler.is_enabled() and "scale" in tensors:
+            scale = min(FIRST_SCALE, max(1.0, float(tensors["scale"])))
+            self._scaler = torch.amp.GradScaler(self._device.type, scale)

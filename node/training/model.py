@@ -1,4 +1,4 @@
-"""The model: a Llama from `transformers`, as one flat vector and as a Hugging Face folder. Knows no data, no optimizer.
+"""The model: of `transformers`' Llama family, as one flat vector. Knows no data, no optimizer, no file.
 
 Everybody's vector has the same order: `named_parameters()`, a tied matrix once, each tensor row-major. P is its length.
 Shapes: B rows, T tokens, V vocabulary.
@@ -6,33 +6,32 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from node.diloco.fragments import Ranges, elements
-from node.errors import DataFolderError
 from node.manifest import ModelConfig
-from node.training.data import BEGIN, END
+
+LOSS_TOKENS = 4096
 
 
 def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
     """A freshly initialised model, fp32 on the CPU, in training mode. The global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return _llama(cfg)
+        return _build(cfg)
 
 
 def parameter_count(cfg: ModelConfig) -> int:
     """P, without memory for a single one of them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in _llama(cfg).parameters())
+        return sum(p.numel() for p in _build(cfg).parameters())
 
 
 def unit_elements(cfg: ModelConfig) -> list[int]:
@@ -40,8 +39,10 @@ def unit_elements(cfg: ModelConfig) -> list[int]:
 
     Without the library, which takes seconds to load; a test holds it to what the library builds.
     """
-    width, kv_width = cfg.hidden_size, cfg.hidden_size // cfg.num_attention_heads * cfg.num_key_value_heads
-    attention = 2 * width * width + 2 * width * kv_width
+    width, head = cfg.hidden_size, cfg.head_width
+    query_width, kv_width = cfg.num_attention_heads * head, cfg.num_key_value_heads * head
+    attention = 2 * width * query_width + 2 * width * kv_width
+    attention += {"qwen2": query_width + 2 * kv_width, "qwen3": 2 * head}.get(cfg.type, 0)
     layer = attention + 3 * width * cfg.intermediate_size + 2 * width
     embedding = cfg.vocab_size * width
     return [embedding, *[layer] * cfg.num_hidden_layers, width + (0 if cfg.tie_word_embeddings else embedding)]
@@ -53,15 +54,42 @@ def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     return logits_BTV
 
 
-def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy, nats per token, fp32 scalar. `batch`: int64 [B, T + 1] on the model's device."""
-    logits_BTV = forward(model, batch[:, :-1])
-    return nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch[:, 1:].flatten())
+def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -> Tensor:
+    """Mean cross-entropy, nats per token, fp32 scalar. `batch`: int64 [B, T + 1] on the model's device.
+
+    `chunked`: the logits are made for LOSS_TOKENS at a time and once more on the way back, so that those of a large
+    vocabulary never lie in memory all at once.
+    """
+    if not chunked:
+        logits_BTV = forward(model, batch[:, :-1])
+        return nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch[:, 1:].flatten())
+    body, head = model.get_submodule("model"), model.get_submodule("lm_head")
+    hidden_ND = body(input_ids=batch[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+    targets_N = batch[:, 1:].flatten()
+    total = torch.zeros((), device=hidden_ND.device)
+    for hidden, targets in zip(torch.split(hidden_ND, LOSS_TOKENS), torch.split(targets_N, LOSS_TOKENS), strict=True):
+        total = total + checkpoint(_summed_loss, head, hidden, targets, use_reentrant=False)
+    return total / targets_N.numel()
+
+
+def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(head(hidden_ND).float(), targets_N, reduction="sum")
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Matrix products in bf16 if `precision` is bf16; parameters, norms and losses stay fp32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    """Matrix products in half precision if `precision` is bf16 or fp16; parameters, norms and losses stay fp32."""
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, half, enabled=precision != "fp32")
+
+
+def prepare(model: nn.Module, *, recompute: bool, compiled: bool) -> None:
+    """Before the first step. `recompute`: activations of a layer are made again on the way back; `compiled`: layers by
+    `torch.compile`."""
+    for layer in model.get_submodule("model.layers").children():
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if compiled:
+            layer.compile()
 
 
 @torch.no_grad()
@@ -127,35 +155,18 @@ def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, slice, sl
         first = end
 
 
-def export_folder(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads, and `card` as README.md; whole or not at all.
-
-    DataFolderError if `folder` holds files already.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
-    model = build_model(cfg, seed=0)
-    load_flat_(model, flat)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        model.save_pretrained(temporary)  # type: ignore[operator]  # nn.Module's __getattr__ hides it
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        temporary.chmod(0o755)
-        temporary.replace(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _llama(cfg: ModelConfig) -> nn.Module:
+def _build(cfg: ModelConfig) -> nn.Module:
     # Here, not above: it takes seconds, and a node that only relays never needs it.
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = LlamaConfig(  # type: ignore[call-arg]  # the last two belong to its base
+    own: dict[str, Any] = {"mistral": {"sliding_window": None}}.get(cfg.type, {})
+    if cfg.type != "qwen2" or cfg.head_dim:
+        own["head_dim"] = cfg.head_width
+    config = AutoConfig.for_model(
+        cfg.type,
         vocab_size=cfg.vocab_size,
         hidden_size=cfg.hidden_size,
         intermediate_size=cfg.intermediate_size,
@@ -167,9 +178,12 @@ def _llama(cfg: ModelConfig) -> nn.Module:
         rms_norm_eps=cfg.rms_norm_eps,
         tie_word_embeddings=cfg.tie_word_embeddings,
         use_cache=False,
-        bos_token_id=BEGIN,
-        eos_token_id=END,
+        bos_token_id=None,
+        eos_token_id=None,
         dtype="float32",
-        attn_implementation="sdpa",
+        **own,
     )
-    return LlamaForCausalLM(config)
+    model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, attn_implementation="sdpa"
+    )
+    return model

@@ -29,6 +29,7 @@ class Ledger:
         self._since_s = clock()
         self.seconds: dict[Activity, float] = dict.fromkeys(Activity, 0.0)
         self.inner_steps = 0
+        self.skipped_steps = 0
         self.tokens = 0
         self.rounds: Counter[Outcome] = Counter()
         self.failures: Counter[str] = Counter()
@@ -84,6 +85,7 @@ class Ledger:
             activity_seconds=dict(self.seconds),
             tokens_processed=self.tokens,
             inner_steps=self.inner_steps,
+            skipped_steps=self.skipped_steps,
             sync_rounds=dict(self.rounds),
             sync_failures=dict(self.failures),
             contributions_carried=self.carried,
@@ -120,6 +122,7 @@ class Ledger:
         counters = Counters.model_validate(saved["counters"])
         self.seconds.update(counters.activity_seconds)
         self.tokens, self.inner_steps = counters.tokens_processed, counters.inner_steps
+        self.skipped_steps = counters.skipped_steps
         self.rounds.update(counters.sync_rounds)
         self.failures.update(counters.sync_failures)
         self.carried, self.digest_mismatches = counters.contributions_carried, counters.digest_mismatches

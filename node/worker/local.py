@@ -1,4 +1,5 @@
-"""What this node trains with, and shares with nobody: model, inner optimizer, text, step times. Knows no swarm."""
+"""What this node trains with, and shares with nobody: model, inner optimizer, text, step times. Knows no swarm,
+but the faults on purpose."""
 
 from __future__ import annotations
 
@@ -6,21 +7,22 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from node.config import DevicesConfig
 from node.diloco.fragments import Ranges
 from node.manifest import RunConfig
 from node.status import Activity
+from node.swarm.faults import Faults
 from node.training.checkpoint import Checkpoint
-from node.training.data import Corpus, Stream, held_out_batches
 from node.training.device import Chosen
 from node.training.evaluate import evaluate
-from node.training.inner import InnerLoop, StepResult
+from node.training.inner import Execution, InnerLoop, StepResult
 from node.training.model import change_flat_, flatten, load_flat_, take_flat
+from node.training.text import Reader
 from node.worker.ledger import Ledger
 
 STEP_TIMES = 21
@@ -36,34 +38,24 @@ class Local:
     def __init__(
         self,
         run: RunConfig,
-        run_id: str,
-        peer_id: str,
         model: nn.Module,
-        corpus: Corpus,
+        text: Callable[[dict[str, Any] | None], Reader],
+        held_out: Sequence[Tensor],
         chosen: Chosen,
-        devices: DevicesConfig,
+        how: Execution,
         ledger: Ledger,
     ) -> None:
-        self._run, self._run_id, self._peer_id = run, run_id, peer_id
-        self._model, self._corpus, self._chosen, self._ledger = model, corpus, chosen, ledger
-        self._inner = InnerLoop(model, run.inner, chosen.device, chosen.precision, devices.micro_batch)
-        inner = run.inner
-        self._held_out = held_out_batches(corpus, run.evaluation.batches, inner.batch_size, inner.sequence_length)
+        """`text`: a reader that goes on from the place given. `how`: as `settle_execution` found it."""
+        self._run, self._model, self._held_out = run, model, held_out
+        self._chosen, self._how, self._ledger = chosen, how, ledger
+        self._open_text = text
+        self.text = text(None)
+        self._inner = InnerLoop(model, run.inner, chosen.device, how)
         self._rests = 0
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
-        self.start_text(0)
 
-    # text
-
-    def start_text(self, round_: int, position: int = 0) -> None:
-        """The node's own text of a round; no rank, no world size: peer id and round suffice."""
-        self._data_round = round_
-        self._stream = Stream(self._corpus, self._run_id, self._peer_id, round_, position)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Round of the text, and position in it."""
-        return self._data_round, self._stream.position
+    def close(self) -> None:
+        self.text.close()
 
     # parameters
 
@@ -87,7 +79,8 @@ class Local:
         self.load(saved.anchor if saved.local is None else saved.local)
         if saved.optimizer:
             self._inner.load_state_tensors(saved.optimizer)
-        self.start_text(saved.data_round, saved.data_position)
+        self.text.close()
+        self.text = self._open_text(saved.text)
 
     def moments(self) -> dict[str, Tensor]:
         return self._inner.state_tensors()
@@ -105,20 +98,21 @@ class Local:
 
     # steps
 
-    def step(self, lr: float, slowness: float, rest_s: float) -> StepResult:
+    def step(self, lr: float, faults: Faults, round_: int, wait: Callable[[], None]) -> StepResult:
         """One inner step on the next batch. Raises what `InnerLoop.step` raises.
 
-        `slowness`, `rest_s`: faults on purpose, a slow device, and a sleep that stands for one.
+        `faults`, on purpose, those of `round_`. `wait` is called now and then while there is no text.
         """
         began_s = time.monotonic()
-        if rest_s:
+        if rest_s := faults.rest_s():
             return self._rest(rest_s)
         with self._ledger.doing(Activity.DATA):
-            batch = self._stream.next_batch(self._run.inner.batch_size, self._run.inner.sequence_length)
+            batch = self.text.next_batch(wait)
         with self._ledger.doing(Activity.COMPUTE):
-            result = self._inner.step(batch, lr)
-            time.sleep(max(0.0, slowness - 1) * (time.monotonic() - began_s))
+            result = self._inner.step(batch, lr, lambda rows: _spoilt(faults, round_, rows))
+            time.sleep(max(0.0, faults.slowness() - 1) * (time.monotonic() - began_s))
         self._count(time.monotonic() - began_s, result.tokens)
+        self._ledger.skipped_steps += not result.tokens
         return result
 
     def _rest(self, seconds: float) -> StepResult:
@@ -154,6 +148,15 @@ class Local:
         with self._ledger.doing(Activity.EVALUATE):
             own = self.parameters
             self.load(anchor)
-            loss = evaluate(self._model, self._held_out, self._chosen.device, self._chosen.precision)
+            loss = evaluate(
+                self._model, self._held_out, self._chosen.device, self._how, budget_s=self._run.evaluation.budget_s
+            )
             self.load(own)
         return loss
+
+
+def _spoilt(faults: Faults, round_: int, rows: int) -> float:
+    """A fault on purpose in one try of an inner step: memory for fewer rows only, or a loss that is no number."""
+    if faults.has_room_for(rows, round_):
+        return math.nan if faults.spoils_loss(round_) else 1.0
+    raise torch.OutOfMemoryError("injected")

@@ -5,32 +5,37 @@ Knows no swarm. What has been downloaded grows old while text and model are load
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
+from node.config import Config
 from node.manifest import RunConfig
-from node.training.data import Corpus
+from node.training.text import Library
 
 
 @dataclass(frozen=True, slots=True)
 class Materials:
-    corpus: Corpus
+    library: Library
+    held_out: Sequence[Tensor]
+    """Batches for evaluation, int64 cpu [B, T + 1]."""
     model: nn.Module
 
 
-def load_materials(run: RunConfig) -> Materials:
-    """Raises MachineError or ConfigError as `load_corpus` does."""
-    from node.training.data import load_corpus
+def load_materials(run: RunConfig, config: Config) -> Materials:
+    """Raises MachineError or ConfigError as `open_library` does."""
     from node.training.model import build_model
+    from node.training.text import open_library
 
-    return Materials(load_corpus(run.data), build_model(run.model, seed=0))
+    library = open_library(run, config.node.text_folder, config.node.hub_cache)
+    return Materials(library, library.held_out(), build_model(run.model, seed=0))
 
 
-def begin_loading(run: RunConfig) -> Future[Materials]:
+def begin_loading(run: RunConfig, config: Config) -> Future[Materials]:
     """The same on a thread of its own, that ends with it."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="loading")
-    loading = pool.submit(load_materials, run)
+    loading = pool.submit(load_materials, run, config)
     pool.shutdown(wait=False)
     return loading

@@ -109,7 +109,8 @@ class Session:
 class Opening:
     """The steps to a session. `check` raises when the worker is asked to stop.
 
-    `prepare` is called as soon as it is known what will be trained, before a state is downloaded.
+    `prepare` is called as soon as it is known what will be trained, before a state is drawn, read or downloaded; it may
+    raise, too.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Opening:
         teller: Teller,
         ledger: Ledger,
         check: Callable[[], None],
-        prepare: Callable[[Manifest], None],
+        prepare: Callable[[RunConfig], None],
     ) -> None:
         self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
         self._prepare = prepare
@@ -134,6 +135,8 @@ class Opening:
             if self._start.mode == "relay":
                 raise UsageError("A relay serves a run: give it one with --join INVITE.")
             manifest = self._found(self._config.run)
+        elif manifest is not None:
+            self._begin_training(manifest.run)
         saved = self._resume(manifest) if manifest is not None and self._start.mode != "relay" else None
         run = manifest.hash if manifest else self._invite.manifest_hash if self._invite else ""
         swarm = SwarmThread(self._member_options(run))
@@ -157,7 +160,6 @@ class Opening:
             session.checkpoint, session.tip = saved
             source.publish(session.tip)
         elif self._start.mode == "train":
-            self._prepare(manifest)
             session.tip = self.download(swarm, manifest, rules)
         return session
 
@@ -186,11 +188,23 @@ class Opening:
             )
         return manifest
 
+    def _begin_training(self, run: RunConfig) -> None:
+        if self._start.mode == "train":
+            self._prepare(run)
+
     def _found(self, run: RunConfig) -> Manifest:
-        """A new run: draw the initial parameters, and write them down before anybody hears of it."""
+        """A new run: draw or load the initial parameters, and write them down before anybody hears of it."""
+        from node.training.folder import load_start
         from node.training.model import build_model, flatten
 
-        state = genesis(flatten(build_model(run.model, seed=secrets.randbits(63))))
+        if run.model.start:
+            shape, first = load_start(run.model, self._config.node.hub_cache)
+            run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
+            self._begin_training(run)
+        else:
+            self._begin_training(run)
+            first = flatten(build_model(run.model, seed=secrets.randbits(63)))
+        state = genesis(first)
         draft = Manifest(
             run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
         )
@@ -210,6 +224,7 @@ class Opening:
             data = self.wait(swarm.start_call(lambda member: member.fetch_manifest()))
             if data is not None:
                 manifest = parse_manifest(data, self._invite.manifest_hash)
+                self._begin_training(manifest.run)
                 _write_whole(self._manifest_file, data)
                 return manifest
             self.pause(RETRY_S)

@@ -20,11 +20,11 @@ def checkpoint_of(
     *,
     local: Tensor | None,
     optimizer: dict[str, Tensor],
-    position: tuple[int, int, int],
+    inner_step: int,
+    text: dict[str, Any],
     extra: dict[str, Any],
 ) -> Checkpoint:
-    """`position`: inner step, data round, data position. `local` [P] fp32: None where it is the anchor."""
-    inner_step, data_round, data_position = position
+    """`text`: where the reader stands. `local` [P] fp32: None where it is the anchor."""
     proof = tip.proof.model_dump(mode="json") if tip.proof else None
     return Checkpoint(
         manifest_hash=manifest.hash,
@@ -38,8 +38,7 @@ def checkpoint_of(
         local=local,
         optimizer=optimizer,
         inner_step=inner_step,
-        data_round=data_round,
-        data_position=data_position,
+        text=text,
         records=[dataclasses.asdict(link) for link in tip.line],
         extra=extra | {"proof": proof},
     )
@@ -47,7 +46,7 @@ def checkpoint_of(
 
 def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
     """Of a run that has just been founded; `tip` has the draft's head."""
-    checkpoint = checkpoint_of(manifest, tip, local=None, optimizer={}, position=(0, 0, 0), extra={})
+    checkpoint = checkpoint_of(manifest, tip, local=None, optimizer={}, inner_step=0, text={}, extra={})
     return dataclasses.replace(checkpoint, head=manifest.hash)
 
 

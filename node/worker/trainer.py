@@ -87,7 +87,7 @@ class Trainer:
         self._outgoing = Outgoing(session.rules.grids, self.run.sync, tensors)
         if saved is None:
             self.local.load(self.tip.state.anchor)
-            self.local.start_text(self.tip.round + 1)
+            self.local.text.start_round(self.tip.round + 1)
         else:
             self.local.resume(saved)
             self.progress = Progress(saved.inner_step)
@@ -110,8 +110,9 @@ class Trainer:
                 self.tip,
                 local=self.local.parameters,
                 optimizer=self.local.moments() | self._outgoing.tensors(),
-                position=(sent_steps + self.progress.steps, *self.local.place),
-                extra={"ledger": ledger, "owed": owed},
+                inner_step=sent_steps + self.progress.steps,
+                text=self.local.text.state,
+                extra={"ledger": ledger, "owed": owed, "evaluation_loss": self.teller.training.evaluation_loss},
             )
             self._saver.begin(checkpoint, self.tip)
         self._calendar.taken(self.tip.round)
@@ -169,17 +170,26 @@ class Trainer:
         faults.meet("inner", self.tip.round + 1, self._role)
         lr = self._learning_rate()
         try:
-            result = self.local.step(lr, faults.slowness(), faults.rest_s())
+            result = self.local.step(lr, faults, self.tip.round + 1, self._await_text)
         except TrainingError as exc:
             if not self.progress.steps or self._dropped >= MAX_DROPPED:
                 raise
             self._drop(f"The local parameters no longer train ({exc})")
             return
         self.progress.steps += 1
+        if not result.tokens:
+            logger.warning("An inner step came to nothing: its loss or gradient is no finite number; it is left out.")
+            return
         self._accounts.earn(result.tokens)
         self._newest = (result.loss, lr)
         if self.teller.is_due:
             self._show_step()
+
+    def _await_text(self) -> None:
+        """While there is no batch: say so, and obey."""
+        if self.local.text.problem:
+            self.teller.enter(Phase.TRAINING, f"{self.local.text.problem} Waiting for it.", "no_text")
+        self.breathe()
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
@@ -230,7 +240,7 @@ class Trainer:
         keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
         self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
         self.progress = Progress()
-        self.local.start_text(self.tip.round + 2)
+        self.local.text.start_round(self.tip.round + 2)
         self._outgoing.begin(fragment, self.tip.state.anchor, sent, hand_over)
 
     def _drop(self, why: str) -> None:
@@ -311,8 +321,7 @@ class Trainer:
         if landing.flight is None:
             self.progress = Progress()
         self._evaluate()
-        if self.local.place[0] != self.tip.round + 1:
-            self.local.start_text(self.tip.round + 1)
+        self.local.text.start_round(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
         if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.

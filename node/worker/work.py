@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from node.config import Config
 from node.errors import SwarmError
 from node.link import Start
-from node.manifest import Manifest
+from node.manifest import RunConfig
 from node.status import DeviceInfo, Phase
 from node.swarm.catchup import Loss
 from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
 from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
+from node.training.fit import check_fit, settle_execution
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.ledger import Ledger
 from node.worker.local import Local
@@ -105,24 +106,27 @@ class Work:
 
     # training
 
-    def _prepare(self, manifest: Manifest) -> None:
-        self._loading = begin_loading(manifest.run)
+    def _prepare(self, run: RunConfig) -> None:
+        assert self._chosen is not None
+        check_fit(run, self._config, self._chosen)
+        self._loading = begin_loading(run, self._config)
 
     def _train(self, session: Session) -> None:
         assert self._chosen is not None and session.tip is not None
         run = session.manifest.run
         self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
-        loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run)
+        loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run, self._config)
+        how = settle_execution(loaded.model, run, self._chosen, self._config.devices)
+        ids = (session.manifest.run_id, session.swarm.view.peer_id)
         session.swarm.take_part(session.rules, session.tip, session.source)
         while True:
             local = Local(
                 run,
-                session.manifest.run_id,
-                session.swarm.view.peer_id,
                 loaded.model,
-                loaded.corpus,
+                lambda state: loaded.library.reader(*ids, state),
+                loaded.held_out,
                 self._chosen,
-                self._config.devices,
+                how,
                 self._ledger,
             )
             saves = self._config.checkpoint
@@ -142,6 +146,8 @@ class Work:
             except (StopAsked, SwarmError):
                 trainer.save()
                 raise
+            finally:
+                local.close()
 
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Come to the head, and to the age, of the round that the others are in."""

@@ -29,7 +29,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads or usable_cores())
     manifest = Manifest.model_validate_json(arguments.manifest.read_bytes())
     inner = manifest.run.inner
-    stream = Stream(load_corpus(manifest.run.data), manifest.run_id, arguments.peer_id, 0)
+    stream = Stream(load_corpus(), manifest.run_id, arguments.peer_id, 0)
     batches = [stream.next_batch(inner.batch_size, inner.sequence_length) for _ in range(BATCHES)]
     model = build_model(manifest.run.model, seed=0).train()
     optimizer = torch.optim.AdamW(

@@ -108,7 +108,7 @@ class Worker:
         self._run = run
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
-        self._inner = InnerLoop(self._model, run.inner, CPU, "fp32", 0)
+        self._inner = InnerLoop(self._model, run.inner, CPU)
         self._stream = Stream(corpus, f"{seed:064x}", f"worker {number}", 0)
         self.flights: dict[int, tuple[Tensor, Tensor]] = {}
         """By fragment: what was sent, as parameters and as it arrives."""
@@ -133,7 +133,7 @@ class Trial:
 
     def __init__(self, arm: Arm, seed: int, rounds: int) -> None:
         self.arm, self.rounds, self.run = arm, rounds, config(rounds)
-        corpus = load_corpus(self.run.data)
+        corpus = load_corpus()
         self.state: OuterState = genesis(flatten(build_model(self.run.model, seed=seed)))
         count = 1 if arm.kind == "one" else WORKERS
         self.workers = [Worker(self.run, corpus, self.state.anchor, seed, i) for i in range(count)]
@@ -156,7 +156,7 @@ class Trial:
             return math.inf
         model = build_model(self.run.model, seed=0)
         load_flat_(model, self.state.anchor)
-        return evaluate(model, self._held_out, CPU, "fp32")
+        return evaluate(model, self._held_out, CPU)
 
     def _one(self) -> None:
         steps = self.rounds * INNER_STEPS * WORKERS

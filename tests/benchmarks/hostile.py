@@ -46,7 +46,7 @@ class Liar(reference.Member):
 
 
 def held_out_loss(run: RunConfig, anchor: Tensor) -> Callable[[Tensor], float]:
-    batches = held_out_batches(load_corpus(run.data), 16, run.inner.batch_size, run.inner.sequence_length)
+    batches = held_out_batches(load_corpus(), 16, run.inner.batch_size, run.inner.sequence_length)
     model = build_model(run.model, seed=0)
 
     def loss(vector: Tensor) -> float:
@@ -58,7 +58,7 @@ def held_out_loss(run: RunConfig, anchor: Tensor) -> Callable[[Tensor], float]:
 
 def train(run: RunConfig, rounds: int, seed: int, factor: float, members: str = MEMBERS) -> float:
     anchor = flatten(build_model(run.model, seed=seed))
-    corpus = load_corpus(run.data)
+    corpus = load_corpus()
     made = [
         Liar(run, corpus, anchor, run_id=f"{seed:032x}", stream_id=name, device=DEVICE, precision="fp32")
         for name in members

@@ -59,7 +59,7 @@ def members_of_reference(swarm: Swarm) -> dict[int, str]:
     run = read_run(swarm.preset)
     cpu = torch.device("cpu")
     anchor = initial_anchor(run, seed=0, file=initial, device=cpu)
-    corpus = load_corpus(run.data)
+    corpus = load_corpus()
     members = [
         Member(run, corpus, anchor, run_id=run_id, stream_id=peer_id, device=cpu, precision="fp32")
         for peer_id in peer_ids

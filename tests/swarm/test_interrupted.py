@@ -25,15 +25,15 @@ def test_restart_goes_on_in_the_middle_of_a_round(swarm: Swarm) -> None:
     node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
     loss = stop(node)
     first = checkpoint_meta(node.checkpoints()[0])
-    assert first["inner_step"] > 150 and first["data_position"] == first["inner_step"] * 4 * 64
+    assert first["inner_step"] > 150 and first["text"]["position"] == first["inner_step"] * 4 * 64
     again = node.start().until_training()
     assert again["training"]["inner_step"] > first["inner_step"]
     assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
     assert again["training"]["loss"] < (loss + FIRST_LOSS) / 2
     stop(node)
     second = checkpoint_meta(node.checkpoints()[0])
-    assert second["data_round"] == first["data_round"]
-    assert second["data_position"] == second["inner_step"] * 4 * 64
+    assert second["text"]["round"] == first["text"]["round"]
+    assert second["text"]["position"] == second["inner_step"] * 4 * 64
 
 
 def stop(node: Node) -> float:

@@ -36,7 +36,7 @@ def checkpoint(round: int = 12, parameters: int = P) -> Checkpoint:
     return Checkpoint(
         manifest_hash="ab" * 32, head="cd" * 32, round=round, tokens=10**12, state_digest="ef" * 32,
         leaves=("01" * 32, "23" * 32), anchor=draw(), momentum=draw(), local=draw(),
-        optimizer={"exp_avg": draw(), "step": torch.tensor([7.0])}, inner_step=3, data_round=13, data_position=2048,
+        optimizer={"exp_avg": draw(), "step": torch.tensor([7.0])}, inner_step=3, text={"round": 13, "position": 2048},
         contribution={"tokens_total": 5}, records=[{"round": 11, "members": ["a"]}],
         other={"carried": draw(), "counts": torch.arange(4), "halves": draw().bfloat16(), "none": torch.empty(0)},
         extra={"words": "grün", "numbers": [1, 2.5, None]},

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from node.errors import ConfigError, MachineError
-from node.manifest import DataConfig
+from node.errors import MachineError
 from node.training.data import BEGIN, END, Corpus, Split, Stream, held_out_batches, is_held_out, load_corpus
 
 
@@ -36,7 +35,7 @@ N = 456
 
 def test_documents_are_their_bytes_between_begin_and_end(tmp_path: Path) -> None:
     folder = write_library(tmp_path, 200)
-    corpus = load_corpus(DataConfig(), folder)
+    corpus = load_corpus(folder)
     texts = set()
     for split in (corpus.train, corpus.held_out):
         for start, end in zip(split.offsets[:-1], split.offsets[1:], strict=True):
@@ -52,7 +51,7 @@ def test_the_split_follows_the_names_alone(tmp_path: Path) -> None:
     folder = write_library(tmp_path, 200)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py")]
     expected = sum(is_held_out(name) for name in names)
-    assert load_corpus(DataConfig(), folder).held_out.documents == expected > 0
+    assert load_corpus(folder).held_out.documents == expected > 0
     assert 0.03 < sum(is_held_out(f"module{i}.py") for i in range(5000)) / 5000 < 0.07
 
 
@@ -63,23 +62,21 @@ def test_foreign_packages_and_unreadable_files_are_left_out(tmp_path: Path) -> N
         (folder / other / "foreign.py").write_text("foreign")
     (folder / "notes.txt").write_text("foreign")
     (folder / "dangling.py").symlink_to(folder / "nowhere.py")
-    corpus = load_corpus(DataConfig(), folder)
+    corpus = load_corpus(folder)
     assert corpus.train.documents + corpus.held_out.documents == 200
 
 
 def test_a_machine_without_the_library_is_told_the_mend(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"99 readable source files.*install"):
-        load_corpus(DataConfig(), write_library(tmp_path, 99))
+        load_corpus(write_library(tmp_path, 99))
     with pytest.raises(MachineError):
-        load_corpus(DataConfig(), tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"run\.data\.source"):
-        load_corpus(DataConfig(source="builtin:poems"))
+        load_corpus(tmp_path / "nowhere")
 
 
 def test_this_python_has_enough_text_and_gives_it_quickly() -> None:
-    load_corpus(DataConfig())  # the first may have to wait for the disk
+    load_corpus()  # the first may have to wait for the disk
     begin = time.perf_counter()
-    corpus = load_corpus(DataConfig())
+    corpus = load_corpus()
     assert time.perf_counter() - begin < 2.0
     assert len(corpus.train.tokens) > 5_000_000
     assert len(corpus.held_out.tokens) > 100_000
@@ -134,7 +131,7 @@ def test_rows_of_a_batch_come_from_documents_far_apart() -> None:
 
 
 def test_making_a_batch_costs_nearly_nothing() -> None:
-    stream = Stream(load_corpus(DataConfig()), "run", "peer", 0)
+    stream = Stream(load_corpus(), "run", "peer", 0)
     stream.next_batch(8, 256)
     begin = time.perf_counter()
     for _ in range(100):

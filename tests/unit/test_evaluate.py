@@ -9,6 +9,7 @@ import torch
 
 from node.manifest import ModelConfig
 from node.training.evaluate import evaluate
+from node.training.inner import Execution
 from node.training.model import build_model, flatten, next_token_loss
 
 CPU = torch.device("cpu")
@@ -21,8 +22,8 @@ def test_it_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
     batches = [torch.randint(0, 258, shape, generator=generator) for shape in ((2, 33), (1, 33), (4, 9))]
     with torch.no_grad():
         total = sum(next_token_loss(model, b).item() * b[:, 1:].numel() for b in batches)
-    assert evaluate(model, batches, CPU, "fp32") == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
-    assert math.isnan(evaluate(model, [], CPU, "fp32"))
+    assert evaluate(model, batches, CPU) == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
+    assert math.isnan(evaluate(model, [], CPU))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -30,7 +31,15 @@ def test_it_changes_nothing(training: bool) -> None:
     model = build_model(TINY, seed=0).train(training)
     before = flatten(model)
     batches = [torch.zeros(2, 9, dtype=torch.int64)]
-    assert evaluate(model, batches, CPU, "bf16") == pytest.approx(evaluate(model, batches, CPU, "fp32"), rel=0.02)
+    assert evaluate(model, batches, CPU, Execution("bf16")) == pytest.approx(evaluate(model, batches, CPU), rel=0.02)
     assert model.training is training
     assert torch.equal(flatten(model), before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_it_ends_with_its_budget_and_has_one_batch_at_least() -> None:
+    model = build_model(TINY, seed=0)
+    batches = [torch.full((1, 9), token) for token in range(4)]
+    times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert evaluate(model, batches, CPU, budget_s=1.5, clock=lambda: next(times)) == evaluate(model, batches[:2], CPU)
+    assert evaluate(model, batches, CPU, budget_s=0.0) == evaluate(model, batches[:1], CPU)

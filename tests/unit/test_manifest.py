@@ -25,7 +25,7 @@ from node.manifest import (
 )
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "d7f659fad818476f8bb272060ffa453dd0c527eb60b7b9bf014cae1b17a6999e"
+GOLDEN_HASH = "36b599ab23b0f838b9a96ac60258bbee335dc61ad2c059ff9a95dae16aee6b9b"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from node.diloco.fragments import elements, put_, strided, take
 from node.errors import DataFolderError
 from node.manifest import ModelConfig
+from node.training.folder import export_folder
 from node.training.model import (
     build_model,
     change_flat_,
-    export_folder,
     flatten,
     forward,
     load_flat_,
@@ -27,6 +27,7 @@ from node.training.model import (
     take_flat,
     unit_elements,
 )
+from node.training.tokenizer import Bytes
 
 TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
                    num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
@@ -119,7 +120,9 @@ def test_an_export_loads_elsewhere_with_the_same_logits(tmp_path: Path, tied: bo
     cfg = TINY.model_copy(update={"tie_word_embeddings": tied})
     model = build_model(cfg, seed=3)
     target = tmp_path / "new" / "export"
-    export_folder(cfg, flatten(model), target, card="# A model\n\nTrained by volunteers, größtenteils.\n")
+    export_folder(
+        cfg, flatten(model), target, card="# A model\n\nTrained by volunteers, größtenteils.\n", tokenizer=Bytes()
+    )
     loaded = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
     batch = torch.arange(40)[None]
     with torch.no_grad():
@@ -134,12 +137,12 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     flat = flatten(build_model(TINY, seed=0))
     with pytest.raises(DataFolderError, match="another folder"):
-        export_folder(TINY, flat, tmp_path, card="")
+        export_folder(TINY, flat, tmp_path, card="", tokenizer=Bytes())
     with pytest.raises(ValueError, match="does not fit"):
-        export_folder(TINY, flat[:-1], tmp_path / "out", card="")
+        export_folder(TINY, flat[:-1], tmp_path / "out", card="", tokenizer=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     (tmp_path / "empty").mkdir()
-    export_folder(TINY, flat, tmp_path / "empty", card="")
+    export_folder(TINY, flat, tmp_path / "empty", card="", tokenizer=Bytes())
     assert (tmp_path / "empty" / "config.json").exists()
 
 
@@ -148,10 +151,11 @@ def test_the_module_brings_no_transformers_and_the_library_stays_silent(tmp_path
 import sys
 from pathlib import Path
 from node.manifest import ModelConfig
-from node.training import evaluate, inner, model
+from node.training import evaluate, folder, inner, model, text
+from node.training.tokenizer import Bytes
 assert "transformers" not in sys.modules
 cfg = ModelConfig(hidden_size=16, num_hidden_layers=1)
-model.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sys.argv[1]), card="")
+folder.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sys.argv[1]), card="", tokenizer=Bytes())
 """
     command = [sys.executable, "-c", code, str(tmp_path / "x")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -44,7 +44,7 @@ RUN: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    return load_corpus(RunConfig.model_validate(RUN).data)
+    return load_corpus()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_members_do_what_the_algorithm_says_written_out(corpus: Corpus) -> None:
     codec = Fp16()
     anchor, momentum = flatten(build_model(run.model, seed=0)), torch.tensor(0.0)
     models = [build_model(run.model, seed=1) for _ in range(2)]
-    loops = [InnerLoop(model, run.inner, CPU, "fp32") for model in models]
+    loops = [InnerLoop(model, run.inner, CPU) for model in models]
     tokens, last_round_tokens = 0, 3 * 32
     for number in range(ROUNDS):
         deltas = []

@@ -25,7 +25,7 @@ TIP = tip_at(genesis(torch.ones(P)), "ab" * 32, None, Outer(0.7, 0.9, 10), {}, 0
 CHECKPOINT = Checkpoint(
     manifest_hash="ab" * 32, head=TIP.head, round=-1, tokens=0, state_digest=TIP.digest,
     leaves=tuple(leaf.hex() for leaf in TIP.leaves), anchor=TIP.state.anchor, momentum=TIP.state.momentum, local=None,
-    optimizer={}, inner_step=0, data_round=0, data_position=0,
+    optimizer={}, inner_step=0, text={},
 )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""Models as Hugging Face folders: written by `export`, read where a run starts from one. Knows no run and no swarm."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from node.errors import ConfigError, DataFolderError, MachineError
+from node.manifest import ModelConfig
+from node.training.model import build_model, flatten, load_flat_
+from node.training.tokenizer import HUB, Tokenizer, first_line
+
+SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def export_folder(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tokenizer: Tokenizer) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained(folder)` and `AutoTokenizer` read, and `card` as README.md.
+
+    Whole or not at all. DataFolderError if `folder` holds files already.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
+    model: Any = build_model(cfg, seed=0)
+    load_flat_(model, flat)
+    for settings in (model.config, model.generation_config):
+        settings.bos_token_id, settings.eos_token_id = tokenizer.begin, tokenizer.end
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        temporary.chmod(0o755)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def load_start(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
+    """The shape and the parameters, fp32 cpu [P], of the model that `cfg.start` names: a folder, or `hub:OWNER/NAME`.
+
+    Only configuration and safetensors are read, no code. ConfigError for a model that is not of the family,
+    MachineError where it is not to be had. In the answer, `start` is a name without a path.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    start = cfg.start
+    if not start.startswith(HUB) and not Path(start).expanduser().is_dir():
+        raise MachineError(
+            f"run.model.start {start}: there is no such folder: name one, or a model as hub:OWNER/NAME.", code="no_data"
+        )
+    place, _, revision = start.removeprefix(HUB).partition("@") if start.startswith(HUB) else (start, "", "")
+    options = {"revision": revision or "main", "cache_dir": str(cache), "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(
+            str(Path(place).expanduser()) if not start.startswith(HUB) else place, **options
+        )
+        shape = _shape_of(cfg, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            config._name_or_path, config=config, dtype="float32", use_safetensors=True, **options
+        )
+    except (ConfigError, MachineError):
+        raise
+    except OSError as exc:
+        raise MachineError(
+            f"run.model.start {start} could not be read ({first_line(exc)}): check the name, its safetensors file and "
+            "this machine's network.",
+            code="no_data",
+        ) from exc
+    except Exception as exc:  # Whatever the library finds wrong with a foreign model.
+        raise ConfigError(
+            f"run.model.start {start} cannot be used ({first_line(exc)}): name a model of the Llama family that needs "
+            "no code of its own."
+        ) from exc
+    own = build_model(shape, seed=0)
+    own.load_state_dict(model.state_dict())
+    return shape.model_copy(update={"start": Path(place).name if not start.startswith(HUB) else start}), flatten(own)
+
+
+def _shape_of(cfg: ModelConfig, config: Any) -> ModelConfig:
+    """What our own configuration says of theirs; ConfigError where it has no words for it."""
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ConfigError(
+            f"run.model.start {cfg.start} is of type {config.model_type!r}: name a model of type llama, mistral, qwen2 "
+            "or qwen3."
+        )
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    strange = [
+        name
+        for name, is_strange in (
+            ("rope scaling", rope.get("rope_type", "default") != "default"),
+            ("biases", bool(getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False))),
+            ("a sliding window", bool(getattr(config, "use_sliding_window", config.model_type == "mistral"))
+             and getattr(config, "sliding_window", None) is not None),
+        )
+        if is_strange
+    ]  # fmt: skip
+    if strange:
+        raise ConfigError(
+            f"run.model.start {cfg.start} has {' and '.join(strange)}, which runs here cannot say: name one without."
+        )
+    values = {name: getattr(config, name) for name in SHAPE}
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    values["head_dim"] = 0 if head * config.num_attention_heads == config.hidden_size else head
+    values["rope_theta"] = float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
+    return ModelConfig(type=config.model_type, start=cfg.start, **values)

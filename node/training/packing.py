@@ -1,0 +1,233 @@
+"""Documents as rows of tokens: packed, not padded, shards in an order of each peer's own. Knows no files, no model.
+
+Nobody hands out shards. Each peer reads all shards of a source in a random order of its own, drawn from the run and its
+peer id, and none twice before it has read all. So who comes or goes changes nothing for the others; of peers that have
+read the shares f_1, f_2, .. of the shards, the union is expected to be 1 - (1 - f_1)(1 - f_2).. of them, and what is
+read twice is the rest of f_1 + f_2 + ..: little as long as each reads little.
+
+A peer reads several shards side by side, in lanes, and takes the rows of a batch from them in turn, so that those come
+from different files. Shapes: B rows of a batch, T sequence length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from node.errors import MachineError
+from node.training.documents import Damaged, is_held_out
+from node.training.tokenizer import Tokenizer
+
+LANES = 8
+
+Place = tuple[int, int]
+"""Which shard of the peer's order, and the number of the document in its file."""
+
+logger = logging.getLogger(__name__)
+
+
+class Shards(Protocol):
+    """What `Documents` is."""
+
+    @property
+    def shards(self) -> int: ...
+
+    def read(self, shard: int, start: int) -> Iterator[tuple[int, str]]: ...
+
+
+class ShardOrder:
+    """The order in which one peer reads the shards of one source, without end: pass after pass, each anew."""
+
+    def __init__(self, name: str, shards: int) -> None:
+        self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
+        self._shards = shards
+        self._pass: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def __getitem__(self, ordinal: int) -> int:
+        number, place = divmod(ordinal, self._shards)
+        if self._pass is None or self._pass[0] != number:
+            seeds = np.random.SeedSequence(self._seed, spawn_key=(number,))
+            self._pass = number, np.random.Generator(np.random.PCG64(seeds)).permutation(self._shards)
+        return int(self._pass[1][place])
+
+
+class Lane:
+    """Every so many-th shard of the order, as one string of tokens without end."""
+
+    def __init__(
+        self,
+        documents: Shards,
+        order: ShardOrder,
+        tokenizer: Tokenizer,
+        *,
+        lanes: int,
+        held_out_one_in: int,
+        state: Sequence[int],
+    ) -> None:
+        """`state`: as `state` gave it; of a new lane its number, 0 and 0."""
+        self._documents, self._order, self._tokenizer = documents, order, tokenizer
+        self._lanes, self._held_out_one_in = lanes, held_out_one_in
+        ordinal, document, self._offset = state
+        self._next: Place = (ordinal, document)
+        """From where to read."""
+        self._buffer: deque[tuple[Place, npt.NDArray[np.int32]]] = deque()
+        """Where each document begins, and its tokens; of the first one `_offset` are consumed."""
+        self._buffered = -self._offset
+        self._reading: Iterator[tuple[int, str]] | None = None
+        self._fruitless = 0
+        """Shards in a row without a document."""
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shard of the order, number of the document in its file, and tokens of that which are consumed."""
+        place = self._buffer[0][0] if self._buffer else self._next
+        return (*place, self._offset)
+
+    def row_into(self, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out` [T + 1] and consume T tokens: the last one is the next row's first.
+
+        Raises Unreachable, with nothing consumed; MachineError where no shard has any text.
+        """
+        while self._buffered < len(out):
+            self._read_document()
+        filled, skip = 0, self._offset
+        for _, tokens in self._buffer:
+            part = tokens[skip : skip + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled, skip = filled + len(part), 0
+            if filled == len(out):
+                break
+        self._consume(len(out) - 1)
+
+    def _consume(self, count: int) -> None:
+        self._offset += count
+        self._buffered -= count
+        while self._buffer and self._offset >= len(self._buffer[0][1]):
+            self._offset -= len(self._buffer.popleft()[1])
+
+    def _read_document(self) -> None:
+        ordinal, start = self._next
+        if self._reading is None:
+            self._reading = self._documents.read(self._order[ordinal], start)
+        try:
+            number, text = next(self._reading)
+        except StopIteration:
+            self._leave_shard("no text")
+            return
+        except Damaged as exc:
+            logger.warning("A part of the text is left out, it cannot be read: %s.", exc)
+            self._leave_shard(str(exc))
+            return
+        except Exception:
+            self._reading = None
+            raise
+        self._next = (ordinal, number)
+        if self._held_out_one_in and is_held_out(text, self._held_out_one_in):
+            return
+        self._fruitless = 0
+        tokens = self._tokenizer.document(text)
+        self._buffer.append(((ordinal, start), tokens))
+        self._buffered += len(tokens)
+
+    def _leave_shard(self, why: str) -> None:
+        self._reading, self._next = None, (self._next[0] + self._lanes, 0)
+        self._fruitless += 1
+        if self._fruitless > self._documents.shards:
+            raise MachineError(
+                f"run.data.sources: no text in any of its files ({why}): mend or remove the file.", code="no_data"
+            )
+
+
+class Packed:
+    """Rows from several sources by their weights; within a source from its lanes in turn."""
+
+    def __init__(
+        self,
+        sources: Sequence[Shards],
+        weights: Sequence[float],
+        tokenizer: Tokenizer,
+        *,
+        seed: str,
+        held_out_one_in: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """`seed`: names run and peer. `state`: as `state` gave it."""
+        self._weights = [weight / sum(weights) for weight in weights]
+        counts = [min(LANES, source.shards) for source in sources]
+        if state is None:
+            lanes = [[(lane, 0, 0) for lane in range(count)] for count in counts]
+            state = {"taken": [0] * len(sources), "lanes": lanes}
+        self._taken: list[int] = list(state["taken"])
+        self._lanes = [
+            [
+                Lane(
+                    source,
+                    ShardOrder(f"{seed}\0{number}", source.shards),
+                    tokenizer,
+                    lanes=len(places),
+                    held_out_one_in=held_out_one_in,
+                    state=place,
+                )
+                for place in places
+            ]
+            for number, (source, places) in enumerate(zip(sources, state["lanes"], strict=True))
+        ]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON: what is consumed."""
+        return {"taken": list(self._taken), "lanes": [[list(lane.state) for lane in lanes] for lanes in self._lanes]}
+
+    def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
+        """int64 cpu [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
+
+        Raises Unreachable; what the rows before have consumed is then lost to this batch, so go back to `state`.
+        """
+        out_BT = np.empty((batch_size, sequence_length + 1), dtype=np.int64)
+        for row in out_BT:
+            source = self._due()
+            lanes = self._lanes[source]
+            lanes[self._taken[source] % len(lanes)].row_into(row)
+            self._taken[source] += 1
+        return torch.from_numpy(out_BT)
+
+    def _due(self) -> int:
+        """The source that is furthest behind its share."""
+        rows = sum(self._taken) + 1
+        behind = [weight * rows - taken for weight, taken in zip(self._weights, self._taken, strict=True)]
+        return behind.index(max(behind))
+
+
+def first_rows(source: Shards, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
+    """[rows, length] from the beginning of a source, of its held-out documents where `one_in` is not 0.
+
+    Fewer documents than that need are repeated. Raises Unreachable or Damaged; MachineError where there is none.
+    """
+    parts: list[npt.NDArray[np.int32]] = []
+    found = 0
+    for shard in range(source.shards):
+        for _, text in source.read(shard, 0):
+            if one_in and not is_held_out(text, one_in):
+                continue
+            parts.append(tokenizer.document(text))
+            found += len(parts[-1])
+            if found >= rows * length:
+                break
+        if found >= rows * length:
+            break
+    if not parts:
+        raise MachineError(
+            "run.data: no document is held out for evaluation: set run.data.held_out_one_in to a smaller number, or "
+            "run.evaluation.batches to 0.",
+            code="no_data",
+        )
+    tokens = np.concatenate(parts).astype(np.int64)
+    return np.resize(tokens, rows * length).reshape(rows, length)
