@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Documents:
         import datasets
 
         datasets.disable_progress_bars()
-        datasets.utils.logging.set_verbosity_error()
+        logging.getLogger("datasets").setLevel(logging.CRITICAL)  # What it has to say, ours say with the mend.
         source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache)}
         try:
             if self._is_hub:
@@ -83,7 +84,7 @@ class Documents:
                 files = {"train": self._files(text_dir)}
                 whole = {"sample_by": "document"} if source.kind == "text" else {}
                 data = datasets.load_dataset(source.kind, data_files=files, **whole, **options)
-            columns = data.column_names or list(next(iter(data), {}))
+            columns = self._columns(data)
         except NodeError:
             raise
         except Exception as exc:
@@ -94,6 +95,12 @@ class Documents:
                 "name the one with the text as ?field=NAME."
             )
         return data.select_columns([source.field])
+
+    def _columns(self, data: Any) -> list[str]:
+        """As the data say, or as the first document has them that can be read."""
+        if self._source.kind == "text":
+            return ["text"]
+        return data.column_names or list(next(iter(data), {}))
 
     def _files(self, text_dir: Path) -> list[str]:
         """Sorted, so that all members number them alike; empty ones have no documents."""

@@ -27,6 +27,8 @@ from node.training.documents import Damaged, is_held_out
 from node.training.tokenizer import Tokenizer
 
 LANES = 8
+LEAST_TRIES = 1024
+"""Shards in a row that may have no document for a lane: of a single document all but one have none."""
 
 Place = tuple[int, int]
 """Which shard of the peer's order, and the number of the document in its file."""
@@ -140,7 +142,7 @@ class Lane:
     def _leave_shard(self, why: str) -> None:
         self._reading, self._next = None, (self._next[0] + self._lanes, 0)
         self._fruitless += 1
-        if self._fruitless > self._documents.shards:
+        if self._fruitless > max(LEAST_TRIES, 2 * self._documents.shards):
             raise MachineError(
                 f"run.data.sources: no text in any of its files ({why}): mend or remove the file.", code="no_data"
             )

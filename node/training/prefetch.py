@@ -22,6 +22,7 @@ LEAST_BATCHES = 4
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 WAIT_S = 0.5
+CLOSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Prefetcher:
 
     def close(self) -> None:
         self._stop.set()
+        self._thread.join(CLOSE_S)
 
     def _fill(self, state: dict[str, Any] | None) -> None:
         pause_s, rows = FIRST_PAUSE_S, None

@@ -148,5 +148,6 @@ def open_tokenizer(name: str, text_dir: Path, cache: Path) -> Tokenizer:
 
 
 def first_line(exc: BaseException) -> str:
-    """An exception's message, shortened to what fits a sentence."""
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0].rstrip(".")[:160]
+    """The first sentence of an exception's message, to stand inside one of ours."""
+    lines = str(exc).strip().splitlines() or [type(exc).__name__]
+    return lines[0].split(". ")[0].rstrip(".")[:160]
