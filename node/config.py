@@ -42,6 +42,10 @@ class DevicesConfig(Section):
     """Of the inner step's matrix products; `auto`: on a GPU bf16 where it has it, else fp16; fp32 on a CPU."""
     micro_batch: int = Field(0, ge=0)
     """Sequences per forward pass; 0: as many as fit, found by trying. Several passes make the batch of the run."""
+    ranks: int = Field(1, ge=1, le=64)
+    """Processes that share an inner step, each with a GPU of its own (without GPUs, with a share of the threads)."""
+    sharding: Literal["data-parallel", "fsdp"] = "data-parallel"
+    """With several ranks: `data-parallel`: each has all of the model; `fsdp`: each has a part of it."""
     activation_checkpointing: bool = False
     """Keep a layer's input only and compute the rest again on the way back: less memory, a third more time."""
     compile: bool = False

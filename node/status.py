@@ -153,6 +153,8 @@ class RoundRecord(Value):
     head: str = ""
     state_digest: str = ""
     swarm_tokens: int = 0
+    evaluation_loss: float | None = None
+    """Of the anchor before this round on the held-out text, nats per token: the median of the members that tell one."""
     reason: str = ""
 
 

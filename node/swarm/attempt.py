@@ -23,6 +23,8 @@ class Contribution:
     """Seconds per inner step, median."""
     norm: float
     """L2 norm of the whole, as decoded (`Grid.norm`)."""
+    evaluation_loss: float | None = None
+    """Of the anchor at `parent`."""
 
 
 @dataclass(frozen=True, slots=True)

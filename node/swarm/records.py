@@ -57,6 +57,8 @@ class Join(Content):
     """What it has measured of its uplink; 0: nothing yet. Decides how much it reduces."""
     transfer_s: float = Field(0.0, ge=0, lt=1e6)
     """Seconds from the closed group to the commit in the last round that it was in; 0: none yet."""
+    evaluation_loss: float | None = Field(None, ge=0, lt=1e6)
+    """Of the anchor at `parent` on the held-out text, nats a token, where this member has evaluated it."""
 
 
 class Plan(Content):

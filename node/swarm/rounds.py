@@ -202,6 +202,7 @@ class Rounds:
             reduces=self.directory.me.inbound,
             upload_bytes_s=self.uplink.bytes_s,
             transfer_s=self._transfer_s,
+            evaluation_loss=mine.evaluation_loss,
         )
         join = self.mishaps.join(self.directory.identity, content)
         strange, patient_until_s = 0, self.clock() + self._patience_s()

@@ -34,19 +34,26 @@ class Chosen:
     """For people, such as `NVIDIA GeForce RTX 4090`."""
 
 
-def choose_device(cfg: DevicesConfig, cpu_threads: int) -> Chosen:
-    """Resolve `auto`, and set torch's threads: `cpu_threads`, at most the usable cores; 0: all of them.
+def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen:
+    """Resolve `auto`, and set torch's threads: `cpu_threads`, at most the usable cores; 0: all of them. Of several
+    ranks each has its share of them, and the GPU of its number.
 
     MachineError, with the mend, if a GPU or a precision is asked for that is not there.
     """
     cores = usable_cores()
-    torch.set_num_threads(min(cpu_threads, cores) if cpu_threads else cores)
+    threads = min(cpu_threads, cores) if cpu_threads else cores
+    torch.set_num_threads(max(1, threads // cfg.ranks))
     has_gpu = torch.cuda.is_available()
     if cfg.device == "cuda" and not has_gpu:
         raise MachineError(_why_no_gpu(), code="no_gpu")
     if cfg.device == "cpu" or not has_gpu:
         return Chosen(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
-    device = torch.device("cuda", 0)
+    if torch.cuda.device_count() < cfg.ranks:
+        raise MachineError(
+            f"devices.ranks is {cfg.ranks}, and {torch.cuda.device_count()} GPUs can be used here: set it to that.",
+            code="no_gpu",
+        )
+    device = torch.device("cuda", rank)
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
     if cfg.precision == "bf16" and not has_bf16:

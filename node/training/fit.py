@@ -114,12 +114,14 @@ def check_fit(run: RunConfig, config: Config, chosen: Chosen) -> None:
 
 def shortages(needs: Needs, config: Config, chosen: Chosen) -> Iterator[tuple[str, float, float, str]]:
     """What is needed of each kind, what is free of it, and what to do where that is less."""
-    host = needs.host
+    ranks = config.devices.ranks
+    host = needs.host + (ranks - 1) * BASE_BYTES
+    device = needs.device / (ranks if config.devices.sharding == "fsdp" else 1)
     if chosen.device.type == "cuda":
         mend = "end what else uses the GPU, or join a run with a smaller model"
-        yield "GPU memory", needs.device + needs.row, float(torch.cuda.mem_get_info(chosen.device)[0]), mend
+        yield "GPU memory", device + needs.row, float(torch.cuda.mem_get_info(chosen.device)[0]), mend
     else:
-        host += needs.device + needs.row
+        host += ranks * (device + needs.row)
     yield "memory", host, available_memory(), "end what else uses memory, or join a run with a smaller model"
     folder = existing(config.node.data_dir)
     mend = f"free some space in {folder}, or choose another folder with --data-dir"
@@ -139,13 +141,19 @@ def _used(data_dir: Path) -> float:
     return float(sum(path.stat().st_size for path in data_dir.glob("checkpoints/*/*") if path.is_file()))
 
 
-def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> Execution:
-    """How steps are computed here. Moves `model` to the device, and has its layers recompute or compile if asked."""
+def shape_execution(model: nn.Module, devices: DevicesConfig) -> None:
+    """Have the layers recompute or compile if asked; before the first step."""
     prepare(model, recompute=devices.activation_checkpointing, compiled=devices.compile)
-    batch_size = run.inner.batch_size
+
+
+def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> Execution:
+    """How steps are computed here, found with a model that `shape_execution` has had. On a GPU, moves it there."""
+    batch_size = -(-run.inner.batch_size // devices.ranks)
     how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, batch_size))
     if devices.micro_batch:
         rows = min(devices.micro_batch, batch_size)
+    elif devices.sharding == "fsdp" and devices.ranks > 1:
+        rows = 1  # To try more, all ranks would have to.
     elif chosen.device.type == "cuda":
         rows = _tried(model, run, chosen, how)
     else:
@@ -163,7 +171,7 @@ def _tried(model: nn.Module, run: RunConfig, chosen: Chosen, how: Execution) -> 
         # What optimizer and sending will need is not free, so it is not to be found free now.
         parameters = sum(p.numel() for p in model.parameters())
         rest = torch.empty((DEVICE_BYTES - 8) * parameters, dtype=torch.uint8, device=chosen.device)
-        while rows <= run.inner.batch_size:
+        while rows <= how.micro_batch:
             batch = torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
             row_s = _probe_s(inner, batch, chosen.device) / rows
             if row_s * WORTH > best_s:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from node.errors import MachineError, TrainingError
 from node.manifest import InnerConfig
-from node.training.model import autocast, next_token_loss
+from node.training.model import NextTokenLoss, autocast
 from node.training.optimizers import Optimizers
+from node.training.ranks import Ranks, whole
 
 MOST_SKIPPED = 32
 """Inner steps in a row that may come to nothing; finding a scale for fp16 takes half of them."""
@@ -55,12 +56,22 @@ Spoil = Callable[[int], float]
 class InnerLoop:
     """Owns the optimizer. Moves `model` to `device` and changes its parameters in place."""
 
-    def __init__(self, model: nn.Module, cfg: InnerConfig, device: torch.device, how: Execution = FP32) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: InnerConfig,
+        device: torch.device,
+        how: Execution = FP32,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._model = model.to(device).train()
         self._device, self._how = device, how
         self.micro_batch = how.micro_batch
         """Halved where the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
+        loss: nn.Module = NextTokenLoss(self._model, chunked=how.chunked_loss)
+        self._ranks = ranks
+        self._loss = ranks.wrap(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
         self._parameters = list(model.parameters())
         self._optimizers = Optimizers(model, cfg)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
@@ -103,18 +114,27 @@ class InnerLoop:
             self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         # One read for both: on a GPU each one waits for all that is queued.
-        loss_value, norm_value = torch.stack((total, norm)).tolist()
+        loss_value, norm_value = torch.stack((total, whole(norm))).tolist()
         return float(loss_value), float(norm_value)
 
     def _backward_that_fits(self, batch: Tensor, spoil: Spoil | None) -> Tensor:
+        """The loss of the whole batch, with its gradient on the parameters, after as many tries as it takes."""
+        own = self._ranks.own_rows(batch) if self._ranks is not None else batch
         while True:
+            failure: torch.OutOfMemoryError | None = None
             try:
-                factor = spoil(self.micro_batch or len(batch)) if spoil is not None else 1.0
-                return self._backward(batch) * factor
+                factor = spoil(self.micro_batch or len(own)) if spoil is not None else 1.0
+                total = self._backward(own, len(batch)) * factor
             except torch.OutOfMemoryError as exc:
-                self._halve(len(batch), exc)
+                failure = exc
+            if self._ranks is None and failure is None:
+                return total
+            if self._ranks is not None and self._ranks.agree(failure is None):
+                self._ranks.sum_gradients_(self._parameters)
+                return self._ranks.sum_(total)
+            self._halve(len(own), failure)
 
-    def _halve(self, rows: int, exc: torch.OutOfMemoryError) -> None:
+    def _halve(self, rows: int, exc: torch.OutOfMemoryError | None) -> None:
         """Half as many rows at once from here on; MachineError where one row is too many."""
         self._zero_grad()
         before = self.micro_batch or rows
@@ -129,21 +149,36 @@ class InnerLoop:
             torch.cuda.empty_cache()
         logger.warning("Out of memory with %d sequences at once: from here on %d.", before, self.micro_batch)
 
-    def _backward(self, batch: Tensor) -> Tensor:
-        """Gradients of the batch's mean loss; returns that mean, fp32 scalar on the device."""
+    def _backward(self, own: Tensor, rows: int) -> Tensor:
+        """Gradients of this process's part of the mean loss over all rows; returns that part, fp32 on the device."""
         total = torch.zeros((), device=self._device)
-        for part in torch.split(batch, self.micro_batch or len(batch)):
+        factor = self._ranks.loss_factor if self._ranks is not None else 1.0
+        for part in torch.split(own, self.micro_batch or len(own)):
             with autocast(self._device, self._how.precision):
-                loss = next_token_loss(self._model, part, chunked=self._how.chunked_loss)
-            share = len(part) / len(batch)
-            self._scaler.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+                loss = self._loss(part)
+            share = len(part) / rows
+            self._scaler.scale(loss * (share * factor)).backward()
             total += loss.detach() * share
+        return total
+
+    @torch.no_grad()
+    def loss_of(self, batch: Tensor) -> float:
+        """Mean cross-entropy of a batch, int64 [B, T + 1], nats per token; as evaluation has it. Changes nothing."""
+        self._model.eval()
+        total = 0.0
+        try:
+            for part in torch.split(batch, self.micro_batch or len(batch)):
+                with autocast(self._device, self._how.precision):
+                    loss = self._loss(part.to(self._device, non_blocking=True))
+                total += float(loss) * len(part) / len(batch)
+        finally:
+            self._model.train()
         return total
 
     def probe(self, batch: Tensor) -> None:
         """Forward and backward of a micro-batch that changes nothing. Raises torch.OutOfMemoryError."""
         try:
-            self._backward(batch.to(self._device))
+            self._backward(batch.to(self._device), len(batch))
         finally:
             self._zero_grad()
 
@@ -166,5 +201,5 @@ class InnerLoop:
         """Take over what `state_tensors` gave. KeyError or ValueError if it does not fit the model."""
         self._optimizers.load_state_tensors(tensors)
         if self._scaler.is_enabled() and "scale" in tensors:
-            scale = min(FIRST_SCALE, max(1.0, float(tensors["scale"])))
+            scale = min(FIRST_SCALE, max(1.0, float(tensors["scale"]) or FIRST_SCALE))
             self._scaler = torch.amp.GradScaler(self._device.type, scale)

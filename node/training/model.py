@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from node.diloco.fragments import Ranges, elements
 from node.manifest import ModelConfig
+from node.training.ranks import is_sharded, like, whole
 
 LOSS_TOKENS = 4096
 
@@ -72,6 +73,17 @@ def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -
     return total / targets_N.numel()
 
 
+class NextTokenLoss(nn.Module):
+    """`next_token_loss` as a module, whose call is the forward pass and nothing else is."""
+
+    def __init__(self, model: nn.Module, *, chunked: bool) -> None:
+        super().__init__()
+        self.language_model, self._chunked = model, chunked
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return next_token_loss(self.language_model, batch, chunked=self._chunked)
+
+
 def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
     return nn.functional.cross_entropy(head(hidden_ND).float(), targets_N, reduction="sum")
 
@@ -125,7 +137,7 @@ def load_flat_(model: nn.Module, flat: Tensor) -> None:
 def take_flat(model: nn.Module, ranges: Ranges) -> Tensor:
     """A copy of some parameters, fp32 cpu [P_f]; `ranges` are of the vector that `flatten` gives."""
     taken = torch.empty(elements(ranges), dtype=torch.float32)
-    for part, at, _ in _parts(model, ranges):
+    for _, _, part, at, _ in _parts(model, ranges):
         taken[at].copy_(part)
     return taken
 
@@ -137,20 +149,24 @@ def change_flat_(model: nn.Module, ranges: Ranges, change: Callable[[Tensor, sli
     `change` gets the part, [n] on its device, its place in the fragment [P_f], and that in the vector [P]; it returns
     [n], on any device.
     """
-    for part, at, place in _parts(model, ranges):
+    for parameter, flat, part, at, place in _parts(model, ranges):
         part.copy_(change(part, at, place))
+        if is_sharded(parameter):  # Else `part` is a view of it.
+            parameter.copy_(like(flat.view(parameter.shape), parameter))
 
 
-def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Flat views of what the ranges have of each parameter, with its places in the fragment and in the vector."""
+def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, Tensor, slice, slice]]:
+    """Of each parameter: it; all of it, flat; a view of what a range has of that, with its place in the fragment, and
+    in the vector."""
     first = 0
     for parameter in model.parameters():
         end, at = first + parameter.numel(), 0
         for low, high in ranges:
             start, stop = max(low, first), min(high, end)
             if start < stop:
-                part = parameter.detach().view(-1)[start - first : stop - first]
-                yield part, slice(at + start - low, at + stop - low), slice(start, stop)
+                flat = whole(parameter.detach()).view(-1)
+                part = flat[start - first : stop - first]
+                yield parameter, flat, part, slice(at + start - low, at + stop - low), slice(start, stop)
             at += high - low
         first = end
 

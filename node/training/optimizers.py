@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from node.manifest import InnerConfig
+from node.training.ranks import like, whole
 
 MUON_MOMENTUM = 0.95
 _ADAMW_KEYS = ("exp_avg", "exp_avg_sq")
@@ -76,7 +77,7 @@ class Optimizers:
                 for parameter in parameters:
                     state = optimizer.state[parameter]
                     if key in state:
-                        flat[at : at + parameter.numel()].copy_(state[key].flatten())
+                        flat[at : at + parameter.numel()].copy_(whole(state[key]).flatten())
                     at += parameter.numel()
                 found[key] = flat
             step = next((s["step"] for p in parameters if "step" in (s := optimizer.state[p])), None)
@@ -94,9 +95,7 @@ class Optimizers:
                     raise ValueError(f"{key} of shape {tuple(tensors[key].shape)} does not fit {sum(sizes)} parameters")
             parts = {key: torch.split(tensors[key], sizes) for key in keys}
             for i, parameter in enumerate(parameters):
-                state = {
-                    key: part[i].view(parameter.shape).to(parameter.device, copy=True) for key, part in parts.items()
-                }
+                state = {key: like(part[i].view(parameter.shape), parameter) for key, part in parts.items()}
                 if keys == _ADAMW_KEYS:
                     state["step"] = step.to(parameter.device, torch.float32, copy=True)
                 optimizer.state[parameter] = state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import signal
@@ -15,9 +14,9 @@ from node.errors import NodeError
 from node.link import Ended
 from node.logs import set_level
 from node.worker.channel import Channel, ChannelHandler
+from node.worker.parent import die_with_parent
 
 START_S = 30.0
-PR_SET_PDEATHSIG = 1
 SWITCH_S = 0.0005
 """How long the trainer's thread may wait for the interpreter while the swarm's thread has it; Python's own is 5 ms."""
 
@@ -26,7 +25,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="node.worker")
     parser.add_argument("--fd", type=int, required=True)
     arguments = parser.parse_args()
-    _die_with_parent()
+    # And p2pd in turn when this one does.
+    die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=arguments.fd))
@@ -48,15 +48,6 @@ def main() -> int:
         return exc.exit_code
     channel.send(Ended(exit_code=0, code=code, reason=reason))
     return 0
-
-
-def _die_with_parent() -> None:
-    """The kernel ends this process when the supervisor dies, however it dies; p2pd in turn when this one does."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 if __name__ == "__main__":

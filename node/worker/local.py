@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from node.diloco.fragments import Ranges
 from node.manifest import RunConfig
 from node.status import Activity
 from node.swarm.faults import Faults
 from node.training.checkpoint import Checkpoint
-from node.training.device import Chosen
 from node.training.evaluate import evaluate
-from node.training.inner import Execution, InnerLoop, StepResult
-from node.training.model import change_flat_, flatten, load_flat_, take_flat
+from node.training.inner import StepResult
+from node.training.replica import Replica
 from node.training.text import Reader
 from node.worker.ledger import Ledger
 
@@ -38,63 +36,47 @@ class Local:
     def __init__(
         self,
         run: RunConfig,
-        model: nn.Module,
+        replica: Replica,
         text: Callable[[dict[str, Any] | None], Reader],
         held_out: Sequence[Tensor],
-        chosen: Chosen,
-        how: Execution,
         ledger: Ledger,
     ) -> None:
-        """`text`: a reader that goes on from the place given. `how`: as `settle_execution` found it."""
-        self._run, self._model, self._held_out = run, model, held_out
-        self._chosen, self._how, self._ledger = chosen, how, ledger
+        """`text`: a reader that goes on from the place given."""
+        self._run, self._held_out, self._ledger = run, held_out, ledger
+        self.replica = replica
         self._open_text = text
         self.text = text(None)
-        self._inner = InnerLoop(model, run.inner, chosen.device, how)
         self._rests = 0
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
 
     def close(self) -> None:
         self.text.close()
 
+    def forget(self) -> None:
+        """Optimizer and step times begin again; the text goes on."""
+        moments = self.replica.moments()
+        self.replica.load_moments({name: torch.zeros_like(moment) for name, moment in moments.items()})
+        self._step_s.clear()
+
     # parameters
 
-    @property
-    def parameters(self) -> Tensor:
-        """A copy, fp32 [P] on the cpu."""
-        return flatten(self._model)
-
-    def load(self, flat: Tensor) -> None:
-        load_flat_(self._model, flat)
-
-    def take(self, ranges: Ranges) -> Tensor:
-        """A copy of a fragment, fp32 [P_f] on the cpu."""
-        return take_flat(self._model, ranges)
-
-    def change(self, ranges: Ranges, change: Callable[[Tensor, slice, slice], Tensor]) -> None:
-        """Overwrite a fragment, as `change_flat_`."""
-        change_flat_(self._model, ranges, change)
-
     def resume(self, saved: Checkpoint) -> None:
-        self.load(saved.anchor if saved.local is None else saved.local)
+        self.replica.load(saved.anchor if saved.local is None else saved.local)
         if saved.optimizer:
-            self._inner.load_state_tensors(saved.optimizer)
+            self.replica.load_moments(saved.optimizer)
         self.text.close()
         self.text = self._open_text(saved.text)
 
-    def moments(self) -> dict[str, Tensor]:
-        return self._inner.state_tensors()
-
     def mend(self, anchor: Tensor) -> None:
         """Back to the anchor; moments that are no numbers begin again."""
-        self.load(anchor)
-        moments = self._inner.state_tensors()
+        self.replica.load(anchor)
+        moments = self.replica.moments()
         if not all(bool(torch.isfinite(moment).all()) for moment in moments.values()):
-            self._inner.load_state_tensors({name: torch.zeros_like(moment) for name, moment in moments.items()})
+            self.replica.load_moments({name: torch.zeros_like(moment) for name, moment in moments.items()})
 
     def spoil(self, kind: str) -> None:
         """A fault on purpose: parameters that are no numbers, or rubbish."""
-        self.load(torch.full_like(self.parameters, math.nan if kind == "nan" else 1.0))
+        self.replica.load(torch.full_like(self.replica.parameters, math.nan if kind == "nan" else 1.0))
 
     # steps
 
@@ -109,7 +91,7 @@ class Local:
         with self._ledger.doing(Activity.DATA):
             batch = self.text.next_batch(wait)
         with self._ledger.doing(Activity.COMPUTE):
-            result = self._inner.step(batch, lr, lambda rows: _spoilt(faults, round_, rows))
+            result = self.replica.step(batch, lr, lambda rows: _spoilt(faults, round_, rows))
             time.sleep(max(0.0, faults.slowness() - 1) * (time.monotonic() - began_s))
         self._count(time.monotonic() - began_s, result.tokens)
         self._ledger.skipped_steps += not result.tokens
@@ -119,7 +101,7 @@ class Local:
         began_s, self._rests = time.monotonic(), self._rests + 1
         with self._ledger.doing(Activity.COMPUTE):
             if self._rests % REST_STEPS == 1:
-                self._inner.nudge(REST_SHARE * self._rests)
+                self.replica.nudge(REST_SHARE * self._rests)
             time.sleep(max(0.0, began_s + seconds - time.monotonic()))
         result = StepResult(0.0, 0.0, self._run.tokens_per_inner_step)
         self._count(seconds, result.tokens)
@@ -146,12 +128,10 @@ class Local:
     def evaluate(self, anchor: Tensor) -> float:
         """Loss of an anchor, fp32 [P], on the held-out split, nats per token. The parameters stay as they are."""
         with self._ledger.doing(Activity.EVALUATE):
-            own = self.parameters
-            self.load(anchor)
-            loss = evaluate(
-                self._model, self._held_out, self._chosen.device, self._how, budget_s=self._run.evaluation.budget_s
-            )
-            self.load(own)
+            own = self.replica.parameters
+            self.replica.load(anchor)
+            loss = evaluate(self.replica.loss_of, self._held_out, budget_s=self._run.evaluation.budget_s)
+            self.replica.load(own)
         return loss
 
 

@@ -26,11 +26,14 @@ class Materials:
 
 def load_materials(run: RunConfig, config: Config) -> Materials:
     """Raises MachineError or ConfigError as `open_library` does."""
+    from node.training.fit import shape_execution
     from node.training.model import build_model
     from node.training.text import open_library
 
     library = open_library(run, config.node.text_folder, config.node.hub_cache)
-    return Materials(library, library.held_out(), build_model(run.model, seed=0))
+    model = build_model(run.model, seed=0)
+    shape_execution(model, config.devices)
+    return Materials(library, library.held_out(), model)
 
 
 def begin_loading(run: RunConfig, config: Config) -> Future[Materials]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 from node.errors import RoundFailed
@@ -22,6 +23,8 @@ def record_of(
 ) -> RoundRecord:
     """What this node saw of a round. `moved_bytes`: sent and received since the round before."""
     plan = done.outcome.plan
+    joins = [parse(Join, join.text) for join in plan.joins]
+    losses = [join.evaluation_loss for join in joins if join.evaluation_loss is not None]
     left_out = [peer for peer in plan.members if peer not in done.outcome.included]
     stages = {stage: done.stage_s.get(stage, 0.0) for stage in Stage}
     return RoundRecord(
@@ -31,10 +34,10 @@ def record_of(
             Member(
                 peer_id=join.signer,
                 name=names.get(join.signer, join.signer[-6:]),
-                weight=parse(Join, join.text).tokens,
+                weight=content.tokens,
                 included=join.signer in done.outcome.included,
             )
-            for join in plan.joins
+            for join, content in zip(plan.joins, joins, strict=True)
         ),
         started_at=utc_now(ago_s=sum(done.stage_s.values()) + apply_s),
         seconds=Seconds(
@@ -49,6 +52,7 @@ def record_of(
         head=done.tip.head,
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
+        evaluation_loss=statistics.median(losses) if losses else None,
         reason=_reason(done, left_out, names),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from node.status import RoundRecord
 from node.swarm.chain import Tip
 from node.worker.session import Session, invite_of
 from node.worker.teller import Teller
@@ -21,6 +22,13 @@ def steps(teller: Teller, done: int, inner_steps: int) -> None:
 def waits(teller: Teller, done_ratio: float, eta_s: float) -> None:
     """How far it is to the next contribution."""
     teller.sync = teller.sync.model_copy(update={"progress_ratio": done_ratio, "eta_s": eta_s})
+
+
+def evaluation(teller: Teller, own: float | None, record: RoundRecord) -> None:
+    """A round is over: this node's own word on the new anchor, else the others' on the one before."""
+    loss = own if own is not None else record.evaluation_loss
+    if loss is not None:
+        teller.training = teller.training.model_copy(update={"evaluation_loss": loss})
 
 
 def position(teller: Teller, session: Session, tip: Tip) -> None:

@@ -25,6 +25,7 @@ from node.swarm.rendezvous import role_of
 from node.swarm.rounds import Committed
 from node.worker import shown
 from node.worker.accounts import Accounts
+from node.worker.evaluation import Evaluation
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
@@ -72,6 +73,7 @@ class Trainer:
         self._accounts = Accounts(self.run.sync.fragment_count)
         self._saver = Saver(session.store, session.source)
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
+        self._evaluation = Evaluation(self.run.evaluation, local)
         self._traffic_before = (0, 0)
         self._dropped = 0
         self._newest: tuple[float, float] | None = None
@@ -86,7 +88,7 @@ class Trainer:
         tensors = saved.optimizer if saved is not None else {}
         self._outgoing = Outgoing(session.rules.grids, self.run.sync, tensors)
         if saved is None:
-            self.local.load(self.tip.state.anchor)
+            self.local.replica.load(self.tip.state.anchor)
             self.local.text.start_round(self.tip.round + 1)
         else:
             self.local.resume(saved)
@@ -108,8 +110,8 @@ class Trainer:
             checkpoint = checkpoint_of(
                 self.session.manifest,
                 self.tip,
-                local=self.local.parameters,
-                optimizer=self.local.moments() | self._outgoing.tensors(),
+                local=self.local.replica.parameters,
+                optimizer=self.local.replica.moments() | self._outgoing.tensors(),
                 inner_step=sent_steps + self.progress.steps,
                 text=self.local.text.state,
                 extra={"ledger": ledger, "owed": owed, "evaluation_loss": self.teller.training.evaluation_loss},
@@ -176,6 +178,8 @@ class Trainer:
                 raise
             self._drop(f"The local parameters no longer train ({exc})")
             return
+        if self.teller.state.code == "no_text":
+            self.show_training()
         self.progress.steps += 1
         if not result.tokens:
             logger.warning("An inner step came to nothing: its loss or gradient is no finite number; it is left out.")
@@ -187,8 +191,7 @@ class Trainer:
 
     def _await_text(self) -> None:
         """While there is no batch: say so, and obey."""
-        if self.local.text.problem:
-            self.teller.enter(Phase.TRAINING, f"{self.local.text.problem} Waiting for it.", "no_text")
+        self.teller.enter(Phase.TRAINING, f"{self.local.text.problem or 'Reading text.'} Waiting for it.", "no_text")
         self.breathe()
 
     def breathe(self) -> None:
@@ -223,10 +226,10 @@ class Trainer:
         if spoilt in ("nan", "garbage"):
             self.local.spoil(spoilt)
         fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
-        parent, swarm = self.tip.head, self.session.swarm
+        parent, swarm, evaluated = self.tip.head, self.session.swarm, self._evaluation.newest
         step_s = self.local.step_s or self.tip.round_s or 1.0
         tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
-        sent = self.local.take(ranges)
+        sent = self.local.replica.take(ranges)
         if not are_numbers(sent):
             self._drop("The local parameters are not all finite numbers any more")
             return
@@ -235,7 +238,7 @@ class Trainer:
 
         def hand_over(chunks: Sequence[bytes], norm: float) -> None:
             wrong = spoil_blobs(spoilt, chunks) if spoilt == "shape" else chunks
-            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm))
+            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm, evaluated))
 
         keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
         self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
@@ -317,10 +320,10 @@ class Trainer:
             before, after = (tip.state.anchor[place].to(part.device) for tip in (old, self.tip))
             return landing.moved(part, at, before, after, self.run.sync.mix_alpha)
 
-        self.local.change(ranges, moved)
+        self.local.replica.change(ranges, moved)
         if landing.flight is None:
             self.progress = Progress()
-        self._evaluate()
+        self._evaluation.follow(self.tip, self.session.swarm.view.peer_id)
         self.local.text.start_round(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
@@ -344,6 +347,7 @@ class Trainer:
         included = done.included and attempted
         self.ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
         self.teller.round_over(record)
+        shown.evaluation(self.teller, self._evaluation.newest, record)
         loss = self.teller.training.loss
         logger.info(
             "Round %d: %s with %d of %d members in %.1f s%s; digest %s.",
@@ -355,13 +359,6 @@ class Trainer:
             f", loss {loss:.3f}" if loss is not None else "",
             record.state_digest[:12],
         )
-
-    def _evaluate(self) -> None:
-        """Loss of the anchor on the held-out split."""
-        if not self.local.evaluates or self.tip.round % self.run.evaluation.every_rounds:
-            return
-        loss = self.local.evaluate(self.tip.state.anchor)
-        self.teller.training = self.teller.training.model_copy(update={"evaluation_loss": loss})
 
     def finish(self) -> None:
         """Nothing is encoded or written from here on; what could not be written is no matter any more."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future
 
 from node.config import Config
-from node.errors import SwarmError
+from node.errors import NodeError, SwarmError
 from node.link import Start
 from node.manifest import RunConfig
 from node.status import DeviceInfo, Phase
@@ -16,8 +17,9 @@ from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
 from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
-from node.training.fit import check_fit, settle_execution
+from node.training.fit import check_fit
 from node.worker.channel import Channel, ChannelHandler
+from node.worker.helpers import gather
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.loop import train
@@ -33,6 +35,13 @@ SERVE_POLL_S = 0.2
 DRAIN_S = 60.0
 DRAIN_ROUNDS = 2.0
 """A drain waits at most so long, or so many rounds, for its round to end."""
+
+
+def _end_with_helper(what: str) -> None:
+    """The supervisor starts the worker again, and that its other ranks."""
+    logger.error("Of this node's processes %s: all of them begin again.", what)
+    logging.shutdown()
+    os._exit(NodeError.exit_code)
 
 
 class StopAsked(Exception):
@@ -116,19 +125,22 @@ class Work:
         run = session.manifest.run
         self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
         loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run, self._config)
-        how = settle_execution(loaded.model, run, self._chosen, self._config.devices)
+        replica, helpers = gather(run, self._config, self._chosen, loaded.model, _end_with_helper)
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         session.swarm.take_part(session.rules, session.tip, session.source)
+        try:
+            local = Local(run, replica, lambda state: loaded.library.reader(*ids, state), loaded.held_out, self._ledger)
+            try:
+                self._train_on(session, local)
+            finally:
+                local.close()
+        finally:
+            if helpers is not None:
+                helpers.close()
+
+    def _train_on(self, session: Session, local: Local) -> None:
+        """From round to round, and again from the others' state where this node's line of rounds led nowhere."""
         while True:
-            local = Local(
-                run,
-                loaded.model,
-                lambda state: loaded.library.reader(*ids, state),
-                loaded.held_out,
-                self._chosen,
-                how,
-                self._ledger,
-            )
             saves = self._config.checkpoint
             trainer = Trainer(session, local, saves, self._teller, self._ledger, self._check, self._after_round)
             self._trainer = trainer
@@ -142,12 +154,11 @@ class Work:
                 return
             except Lost as exc:
                 trainer.finish()
+                local.forget()
                 self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):
                 trainer.save()
                 raise
-            finally:
-                local.close()
 
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Come to the head, and to the age, of the round that the others are in."""

@@ -156,7 +156,7 @@ class Trial:
             return math.inf
         model = build_model(self.run.model, seed=0)
         load_flat_(model, self.state.anchor)
-        return evaluate(model, self._held_out, CPU)
+        return evaluate(InnerLoop(model, self.run.inner, CPU).loss_of, self._held_out)
 
     def _one(self) -> None:
         steps = self.rounds * INNER_STEPS * WORKERS

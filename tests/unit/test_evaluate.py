@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from node.manifest import ModelConfig
+from node.manifest import InnerConfig, ModelConfig
 from node.training.evaluate import evaluate
-from node.training.inner import Execution
+from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, flatten, next_token_loss
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=1)
+
+
+def loss_of(model: nn.Module, precision: str = "fp32", micro_batch: int = 0) -> Callable[[Tensor], float]:
+    return InnerLoop(model, InnerConfig(), CPU, Execution(precision, micro_batch)).loss_of
 
 
 def test_it_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
@@ -22,8 +28,8 @@ def test_it_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
     batches = [torch.randint(0, 258, shape, generator=generator) for shape in ((2, 33), (1, 33), (4, 9))]
     with torch.no_grad():
         total = sum(next_token_loss(model, b).item() * b[:, 1:].numel() for b in batches)
-    assert evaluate(model, batches, CPU) == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
-    assert math.isnan(evaluate(model, [], CPU))
+    assert evaluate(loss_of(model), batches) == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
+    assert math.isnan(evaluate(loss_of(model), []))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -31,7 +37,7 @@ def test_it_changes_nothing(training: bool) -> None:
     model = build_model(TINY, seed=0).train(training)
     before = flatten(model)
     batches = [torch.zeros(2, 9, dtype=torch.int64)]
-    assert evaluate(model, batches, CPU, Execution("bf16")) == pytest.approx(evaluate(model, batches, CPU), rel=0.02)
+    assert evaluate(loss_of(model, "bf16"), batches) == pytest.approx(evaluate(loss_of(model), batches), rel=0.02)
     assert model.training is training
     assert torch.equal(flatten(model), before)
     assert all(p.grad is None for p in model.parameters())
@@ -41,5 +47,7 @@ def test_it_ends_with_its_budget_and_has_one_batch_at_least() -> None:
     model = build_model(TINY, seed=0)
     batches = [torch.full((1, 9), token) for token in range(4)]
     times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert evaluate(model, batches, CPU, budget_s=1.5, clock=lambda: next(times)) == evaluate(model, batches[:2], CPU)
-    assert evaluate(model, batches, CPU, budget_s=0.0) == evaluate(model, batches[:1], CPU)
+    assert evaluate(loss_of(model), batches, budget_s=1.5, clock=lambda: next(times)) == evaluate(
+        loss_of(model), batches[:2]
+    )
+    assert evaluate(loss_of(model), batches, budget_s=0.0) == evaluate(loss_of(model), batches[:1])

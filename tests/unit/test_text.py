@@ -1,4 +1,4 @@
-"""Text from files and data sets: the same tokens whatever the format, no token twice and none lost, and clear faults."""
+"""Text from files and data sets: the same tokens whatever the format, none twice and none lost, and clear faults."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""The other ranks of a node with several devices: their processes, started and watched by the worker, rank 0.
+
+    python -m node.worker.helpers      one of them; what it needs to know comes in on stdin
+
+They have no swarm and no text. When one dies the worker ends, too, and the supervisor starts them all again; when the
+worker dies, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from node.config import Config, DevicesConfig
+from node.errors import ConfigError
+from node.manifest import RunConfig
+from node.training.device import Chosen, choose_device
+from node.training.fit import settle_execution, shape_execution
+from node.training.inner import Execution
+from node.training.model import build_model
+from node.training.ranks import Ranks
+from node.training.replica import Replica
+from node.worker.parent import die_with_parent
+
+WATCH_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+def check_ranks(run: RunConfig, devices: DevicesConfig, precision: str) -> None:
+    """ConfigError where this run's steps cannot be shared out so."""
+    rows, ranks = run.inner.batch_size, devices.ranks
+    if rows < ranks:
+        raise ConfigError(
+            f"devices.ranks {ranks} is more than the {rows} sequences of an inner step: set it to {rows}."
+        )
+    if devices.sharding != "fsdp" or ranks == 1:
+        return
+    if rows % ranks:
+        raise ConfigError(f"With fsdp, devices.ranks {ranks} has to divide the {rows} sequences of an inner step.")
+    if precision == "fp16" or run.inner.optimizer == "muon":
+        what = "devices.precision fp16" if precision == "fp16" else "Muon"
+        raise ConfigError(f"{what} and fsdp do not go together: set devices.sharding to data-parallel.")
+
+
+class Helpers:
+    """Ranks 1 and up. `on_death` is called on a thread when one of them has ended by itself."""
+
+    def __init__(
+        self, run: RunConfig, devices: DevicesConfig, how: Execution, threads: int, on_death: Callable[[str], None]
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._on_death = on_death
+        self._is_over = threading.Event()
+        told = {
+            "run": run.model_dump(mode="json"),
+            "devices": devices.model_dump(mode="json"),
+            "how": asdict(how),
+            "port": self.port,
+            "threads": threads,
+            "parent": os.getpid(),
+        }
+        self._processes = [self._start(told | {"rank": rank}) for rank in range(1, devices.ranks)]
+        threading.Thread(target=self._watch, name="helpers", daemon=True).start()
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [process.pid for process in self._processes]
+
+    def _start(self, told: dict[str, Any]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "node.worker.helpers"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(told).encode())
+        process.stdin.close()
+        return process
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(WATCH_S):
+            for rank, process in enumerate(self._processes, start=1):
+                if (code := process.poll()) is not None and not self._is_over.is_set():
+                    self._on_death(f"rank {rank} of {len(self._processes) + 1} ended with code {code}")
+                    return
+
+    def close(self) -> None:
+        """End them now."""
+        self._is_over.set()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def gather(
+    run: RunConfig, config: Config, chosen: Chosen, model: nn.Module, on_death: Callable[[str], None]
+) -> tuple[Replica, Helpers | None]:
+    """The node's replica, whose calls all its ranks make; and their processes, where there are several."""
+    devices = config.devices
+    check_ranks(run, devices, chosen.precision)
+    how = settle_execution(model, run, chosen, devices)
+    if devices.ranks == 1:
+        return Replica(model, run.inner, chosen.device, how), None
+    helpers = Helpers(run, devices, how, config.limits.cpu_threads, on_death)
+    try:
+        return _part_of(run, devices, how, chosen, model, rank=0, port=helpers.port), helpers
+    except BaseException:
+        helpers.close()
+        raise
+
+
+def _part_of(
+    run: RunConfig, devices: DevicesConfig, how: Execution, chosen: Chosen, model: nn.Module, *, rank: int, port: int
+) -> Replica:
+    """A rank's part; returns when all ranks have come."""
+    ranks = Ranks(rank, devices.ranks, port, chosen.device, is_sharded=devices.sharding == "fsdp")
+    return Replica(model, run.inner, chosen.device, how, ranks)
+
+
+def main() -> int:
+    told = json.loads(sys.stdin.buffer.read())
+    die_with_parent(told["parent"])
+    run, devices = RunConfig.model_validate(told["run"]), DevicesConfig.model_validate(told["devices"])
+    chosen = choose_device(devices, told["threads"], rank=told["rank"])
+    model = build_model(run.model, seed=0)
+    shape_execution(model, devices)
+    how = Execution(**told["how"])
+    replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], port=told["port"])
+    try:
+        replica.follow()
+    except Exception:
+        if os.getppid() == told["parent"]:
+            time.sleep(WATCH_S)  # Where rank 0 has failed, it is to have the word.
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
