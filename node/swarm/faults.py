@@ -16,7 +16,8 @@ Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SI
 (the anchor at `apply`). Three kinds spoil what the node sends just then: `garbage` are random bytes of the same length,
 `shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
 they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long;
-`inner@*=memory:N` has memory for N sequences at a time; `inner@R=overflow` makes the losses of that round no numbers.
+`inner@*=memory:N` has memory for N sequences at a time; `inner@R=overflow:N` makes the losses of N inner steps no
+numbers.
 `inner@*=rest:S` stands for a device that this machine does not have: each inner step is a sleep of S seconds, and
 every eighth changes the parameters by next to nothing.
 """
@@ -29,6 +30,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +77,7 @@ class Faults:
     """A plan of faults. Empty by default."""
 
     plan: tuple[Fault, ...] = ()
+    _times: Counter[Fault] = field(default_factory=Counter, compare=False)
     _spent: set[Fault] = field(default_factory=set, compare=False)
     """A fault of one round happens once, also where the node comes through that round again."""
 
@@ -117,8 +120,12 @@ class Faults:
         return rows <= min(room, default=rows)
 
     def spoils_loss(self, round: int) -> bool:
-        """Whether an inner step of this round has a loss that is no number."""
-        return any((f.stage, f.kind) == ("inner", "overflow") and f.round in (None, round) for f in self.plan)
+        """Whether this inner step, of this round, has a loss that is no number."""
+        for fault in self.plan:
+            if (fault.stage, fault.kind) == ("inner", "overflow") and fault.round in (None, round):
+                self._times[fault] += 1
+                return self._times[fault] <= fault.amount
+        return False
 
     def suffer(self, fault: Fault) -> None:
         """Without an event loop."""

@@ -20,6 +20,7 @@ from node.manifest import ModelConfig
 from node.training.ranks import is_sharded, like, whole
 
 LOSS_TOKENS = 4096
+CPU = torch.device("cpu")
 
 
 def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
@@ -134,9 +135,9 @@ def load_flat_(model: nn.Module, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def take_flat(model: nn.Module, ranges: Ranges) -> Tensor:
-    """A copy of some parameters, fp32 cpu [P_f]; `ranges` are of the vector that `flatten` gives."""
-    taken = torch.empty(elements(ranges), dtype=torch.float32)
+def take_flat(model: nn.Module, ranges: Ranges, device: torch.device = CPU) -> Tensor:
+    """A copy of some parameters, fp32 [P_f] on `device`; `ranges` are of the vector that `flatten` gives."""
+    taken = torch.empty(elements(ranges), dtype=torch.float32, device=device)
     for _, _, part, at, _ in _parts(model, ranges):
         taken[at].copy_(part)
     return taken

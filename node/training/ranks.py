@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 TIMEOUT_S = 600.0
@@ -22,14 +23,24 @@ TIMEOUT_S = 600.0
 BUCKET_ELEMENTS = 1 << 25
 
 
+def open_store(size: int) -> tuple[Store, int]:
+    """Where the ranks meet, kept by rank 0 on the loopback interface; and its port."""
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def find_store(size: int, port: int) -> Store:
+    """The same, from another rank."""
+    return TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+
+
 class Ranks:
     """This process's place among them."""
 
-    def __init__(self, rank: int, size: int, port: int, device: torch.device, *, is_sharded: bool) -> None:
-        """Returns when all have come. `port`: of rank 0, on the loopback interface."""
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device, *, is_sharded: bool) -> None:
+        """Returns when all have come."""
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
         timeout = timedelta(seconds=TIMEOUT_S)
-        store = dist.distributed_c10d.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._calls = dist.new_group(backend="gloo", timeout=timeout)

@@ -1,6 +1,6 @@
 """A node's own parameters and their optimizer, in one process or in several alike. Knows no round and no text.
 
-All vectors are fp32 on the cpu, in `flatten`'s order: P elements, or P_f of a fragment.
+All vectors are fp32, on the cpu unless said otherwise, in `flatten`'s order: P elements, or P_f of a fragment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from node.diloco.fragments import Ranges
 from node.manifest import InnerConfig
 from node.training.inner import Execution, InnerLoop, Spoil, StepResult
-from node.training.model import change_flat_, take_flat
+from node.training.model import CPU, change_flat_, take_flat
 from node.training.ranks import Ranks
 
 Change = Callable[[Tensor, slice, slice], Tensor]
@@ -27,7 +27,7 @@ class Replica:
     ) -> None:
         self._ranks = ranks
         self.inner = InnerLoop(model, cfg, device, how, ranks)
-        self._model = model
+        self._model, self._device = model, device
         self._all: Ranges = ((0, sum(p.numel() for p in model.parameters())),)
 
     def follow(self) -> None:
@@ -66,10 +66,10 @@ class Replica:
 
     # parameters
 
-    def take(self, ranges: Ranges) -> Tensor:
-        """A copy of some parameters [P_f]."""
+    def take(self, ranges: Ranges, *, on_host: bool = True) -> Tensor:
+        """A copy of some parameters [P_f]; on the device unless `on_host`."""
         self._tell("take", ranges, always=False)
-        return take_flat(self._model, ranges)
+        return take_flat(self._model, ranges, CPU if on_host else self._device)
 
     def put(self, ranges: Ranges, values: Tensor) -> None:
         """Overwrite some parameters with `values` [P_f]. ValueError if they do not fit."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import nn
+from torch._C._distributed_c10d import Store
 
 from node.config import Config, DevicesConfig
 from node.errors import ConfigError
@@ -29,7 +29,7 @@ from node.training.device import Chosen, choose_device
 from node.training.fit import settle_execution, shape_execution
 from node.training.inner import Execution
 from node.training.model import build_model
-from node.training.ranks import Ranks
+from node.training.ranks import Ranks, find_store, open_store
 from node.training.replica import Replica
 from node.worker.parent import die_with_parent
 
@@ -58,18 +58,22 @@ class Helpers:
     """Ranks 1 and up. `on_death` is called on a thread when one of them has ended by itself."""
 
     def __init__(
-        self, run: RunConfig, devices: DevicesConfig, how: Execution, threads: int, on_death: Callable[[str], None]
+        self,
+        run: RunConfig,
+        devices: DevicesConfig,
+        how: Execution,
+        *,
+        threads: int,
+        port: int,
+        on_death: Callable[[str], None],
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
         self._on_death = on_death
         self._is_over = threading.Event()
         told = {
             "run": run.model_dump(mode="json"),
             "devices": devices.model_dump(mode="json"),
             "how": asdict(how),
-            "port": self.port,
+            "port": port,
             "threads": threads,
             "parent": os.getpid(),
         }
@@ -113,19 +117,20 @@ def gather(
     how = settle_execution(model, run, chosen, devices)
     if devices.ranks == 1:
         return Replica(model, run.inner, chosen.device, how), None
-    helpers = Helpers(run, devices, how, config.limits.cpu_threads, on_death)
+    store, port = open_store(devices.ranks)
+    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, port=port, on_death=on_death)
     try:
-        return _part_of(run, devices, how, chosen, model, rank=0, port=helpers.port), helpers
+        return _part_of(run, devices, how, chosen, model, rank=0, store=store), helpers
     except BaseException:
         helpers.close()
         raise
 
 
 def _part_of(
-    run: RunConfig, devices: DevicesConfig, how: Execution, chosen: Chosen, model: nn.Module, *, rank: int, port: int
+    run: RunConfig, devices: DevicesConfig, how: Execution, chosen: Chosen, model: nn.Module, *, rank: int, store: Store
 ) -> Replica:
     """A rank's part; returns when all ranks have come."""
-    ranks = Ranks(rank, devices.ranks, port, chosen.device, is_sharded=devices.sharding == "fsdp")
+    ranks = Ranks(rank, devices.ranks, store, chosen.device, is_sharded=devices.sharding == "fsdp")
     return Replica(model, run.inner, chosen.device, how, ranks)
 
 
@@ -137,7 +142,8 @@ def main() -> int:
     model = build_model(run.model, seed=0)
     shape_execution(model, devices)
     how = Execution(**told["how"])
-    replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], port=told["port"])
+    store = find_store(devices.ranks, told["port"])
+    replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], store=store)
     try:
         replica.follow()
     except Exception:

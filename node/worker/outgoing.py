@@ -48,7 +48,9 @@ class Outgoing:
     def begin(
         self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
     ) -> None:
-        """Encode the pseudo-gradient, anchor - sent, fp32 [P_f], beside the training; `anchor`: all of it, [P].
+        """Encode the pseudo-gradient, anchor - sent, fp32 [P_f], beside the training.
+
+        `anchor`: all of it, [P] on the cpu; `sent` on the device that trains.
 
         `then` is called on the thread that encodes, with the chunks and the L2 norm of what they decode to.
         """
@@ -58,9 +60,15 @@ class Outgoing:
         self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
     ) -> None:
         grid = self._grids[fragment]
-        gradient = pseudo_gradient(take(anchor, grid.ranges), sent)
-        wanted = self._feedback[fragment].add(gradient) if self._feedback else gradient
-        chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
+        before = take(anchor, grid.ranges)
+        if self._feedback:
+            wanted = self._feedback[fragment].add(pseudo_gradient(before, sent.cpu()))
+            chunks = [grid.codec.encode(wanted[start:end]) for start, end in grid.bounds]
+        else:  # Where the parameters are, a chunk at a time: only what is encoded goes to the host.
+            chunks = [
+                grid.codec.encode(pseudo_gradient(before[start:end].to(sent.device), sent[start:end]))
+                for start, end in grid.bounds
+            ]
         arrives = grid.decode(chunks)
         if self._feedback:
             self._feedback[fragment].lost(wanted, arrives)

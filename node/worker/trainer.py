@@ -229,7 +229,7 @@ class Trainer:
         parent, swarm, evaluated = self.tip.head, self.session.swarm, self._evaluation.newest
         step_s = self.local.step_s or self.tip.round_s or 1.0
         tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
-        sent = self.local.replica.take(ranges)
+        sent = self.local.replica.take(ranges, on_host=False)
         if not are_numbers(sent):
             self._drop("The local parameters are not all finite numbers any more")
             return
@@ -317,7 +317,8 @@ class Trainer:
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
 
         def moved(part: Tensor, at: slice, place: slice) -> Tensor:
-            before, after = (tip.state.anchor[place].to(part.device) for tip in (old, self.tip))
+            after = self.tip.state.anchor[place].to(part.device)
+            before = old.state.anchor[place].to(part.device) if landing.is_carried else after
             return landing.moved(part, at, before, after, self.run.sync.mix_alpha)
 
         self.local.replica.change(ranges, moved)

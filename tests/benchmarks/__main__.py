@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, each in a process of its own: a table, and exit code 1 if a figure fails.
 
-    python -m tests.benchmarks [first_run] [inner] [rounds] [memory] [codecs]
+    python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs]
     python -m tests.benchmarks slow_peer | churn | scaling | hostile | join
 
 Those of the second line take some 15 minutes each and run only where they are named. Each can be run alone with its own
@@ -21,7 +21,7 @@ import psutil
 from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
-BENCHMARKS = ("first_run", "inner", "rounds", "memory", "codecs")
+BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs")
 LONG = ("slow_peer", "churn", "scaling", "hostile", "join")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0

@@ -34,6 +34,8 @@ START_S = 90.0
 REPORT_S = 30.0
 WARM_S = 3.0
 LEAST_RATIO = 0.95
+MOST_WAIT = 1.0
+"""Per cent of the time."""
 
 
 class Worker:
@@ -160,6 +162,11 @@ def _result(ours: Sequence[dict[str, float]], bare: Sequence[dict[str, float]], 
         name="inner loop", unit="tokens/s", ours=median(our_rates), baseline=median(bare_rates),
         baseline_name="bare PyTorch", low=LEAST_RATIO, ratio_measured=median(ratios),
     )  # fmt: skip
+    waited = sum(one["data_s"] for one in ours) / sum(one["data_s"] + one["compute_s"] for one in ours)
+    waits = Figure(
+        name="device waits for text", unit="%", ours=100 * waited, baseline=MOST_WAIT, baseline_name="% of its time",
+        high=1.0,
+    )  # fmt: skip
     cpu = [
         sum(one[key] for one in some) / sum(one["tokens"] for one in some)
         for some, key in ((ours, "cpu_s"), (ours, "p2pd_cpu_s"), (bare, "cpu_s"))
@@ -171,7 +178,7 @@ def _result(ours: Sequence[dict[str, float]], bare: Sequence[dict[str, float]], 
         f"  worker ms/step {seconds / steps * 1e3:.2f}: {per_step}",
         f"  processor ms/1,000 tokens: worker {cpu[0] * 1e6:.1f}, p2pd {cpu[1] * 1e6:.2f}; bare {cpu[2] * 1e6:.1f}",
     ]
-    return Result("inner", [figure], notes, {"ours": list(ours), "bare": list(bare), "threads": threads})
+    return Result("inner", [figure, waits], notes, {"ours": list(ours), "bare": list(bare), "threads": threads})
 
 
 def main() -> int:

@@ -1,0 +1,98 @@
+"""Steps that go wrong, and steps that several processes share, in real nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, wait_for
+
+
+def helpers(node: Node) -> list[psutil.Process]:
+    """The ranks beside the worker."""
+    return [p for p in node.processes() if "node.worker.helpers" in p.cmdline()]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
+def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(swarm: Swarm, sharding: str) -> None:
+    """Two nodes; the one of two ranks is one member of the swarm, before and after."""
+    founder = swarm.found("--devices.ranks=2", f"--devices.sharding={sharding}", "--checkpoint.every_s=0.5")
+    founder.until_training(2 * START_S)
+    (second,) = swarm.join("second")
+    for node in swarm.nodes:
+        node.until(lambda s: s["contribution"]["rounds_joined"] >= 3, 2 * START_S)
+    before = founder.status()
+    assert founder.peers() and before["peers"]["training"] == 2, "one member a node"
+    (helper,) = helpers(founder)
+    os.kill(helper.pid, signal.SIGKILL)
+    founder.until(lambda s: s["code"] == "worker_crashed" or not helper.is_running(), START_S)
+    after = founder.until(
+        lambda s: s["contribution"]["rounds_joined"] >= before["contribution"]["rounds_joined"] + 2, 3 * START_S
+    )
+    (new,) = helpers(founder)
+    assert new.pid != helper.pid
+    assert after["node"]["peer_id"] == before["node"]["peer_id"]
+    assert after["contribution"]["tokens_total"] >= before["contribution"]["tokens_total"]
+    assert "ended with code -9" in founder.said()
+    common = {r for r in founder.digests() if r in second.digests()}
+    assert common and all(founder.digests()[r] == second.digests()[r] for r in common)
+    assert founder.act("leave").status_code == 202
+    assert founder.wait_end(10 * PATIENCE) == 0
+    assert founder.processes() == []
+
+
+def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
+    node = swarm.found("--devices.precision=fp16", env={"DILOCO_FAULTS": "inner@1=overflow:3"})
+    first = node.until(lambda s: s["training"]["loss"], START_S)["training"]["loss"]
+    status = node.until_round(3, 2 * START_S)
+    assert status["training"]["loss"] < first
+    counted = [line for line in node.metrics().splitlines() if line.startswith("diloco_skipped_steps_total")]
+    assert counted and float(counted[0].split()[-1]) >= 3
+    assert node.said().count("it is left out") >= 3
+
+
+def test_steps_that_all_overflow_stop_the_node_and_reach_nobody(swarm: Swarm) -> None:
+    node = swarm.found(env={"DILOCO_FAULTS": "inner@0=overflow:1000000"})
+    assert node.wait_end(2 * START_S) == 70, node.said()
+    lines = [line for line in node.said().splitlines() if "The worker gave up" in line]
+    assert len(lines) == 1 and "Training diverged" in lines[0] and "run.inner.lr" in lines[0]
+    assert "Round 0" not in node.said()
+
+
+def test_too_little_memory_halves_the_micro_batch(swarm: Swarm) -> None:
+    node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
+    node.until_round(1, START_S)
+    assert "Out of memory with 4 sequences at once: from here on 2." in node.said()
+    assert "Out of memory with 2 sequences at once: from here on 1." in node.said()
+
+
+def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> None:
+    node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:0"})
+    assert node.wait_end(START_S) == 3
+    assert "devices.activation_checkpointing" in node.said()
+
+
+def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tests.swarm.harness import tiny
+
+    run = tiny(round={"min_peers": 2}, evaluation={"batches": 1, "members": 1})
+    with Swarm(tmp_path_factory.mktemp("evaluation"), run) as swarm:
+        swarm.found()
+        swarm.join("second", "third")
+        for node in swarm.nodes:
+            node.until(lambda s: s["contribution"]["rounds_joined"] >= 5, 2 * START_S)
+
+        def told() -> list[set[float | None]]:
+            """Of each round that all know: the losses that they tell."""
+            records = [{r["round"]: r["evaluation_loss"] for r in node.rounds()} for node in swarm.nodes]
+            common = set.intersection(*(set(by_round) for by_round in records))
+            return [{by_round[number] for by_round in records} for number in sorted(common)]
+
+        rounds = wait_for(lambda: [losses for losses in told() if losses != {None}], START_S, "nobody tells a loss")
+        assert all(len(losses) == 1 for losses in rounds), "the record is the same for all"
+        for node in swarm.nodes:
+            node.until(lambda s: s["training"]["evaluation_loss"], START_S)

@@ -1,0 +1,116 @@
+"""Several processes that share an inner step: what they come to is what one alone comes to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from node.config import Config, DevicesConfig
+from node.errors import ConfigError
+from node.manifest import RunConfig
+from tests.swarm.harness import tiny
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.worker.helpers import check_ranks
+
+SCRIPT = """
+import json, sys, torch
+from node.config import Config
+from node.manifest import RunConfig
+from node.swarm.faults import parse_faults
+from node.training.device import choose_device
+from node.training.fit import shape_execution
+from node.training.model import build_model
+from node.worker.helpers import gather
+from node.worker.local import _spoilt
+
+told = json.loads(sys.argv[1])
+run, config = RunConfig.model_validate(told["run"]), Config.model_validate(told["config"])
+chosen = choose_device(config.devices, 0)
+model = build_model(run.model, seed=0)
+shape_execution(model, config.devices)
+replica, helpers = gather(run, config, chosen, model, lambda what: print(what, file=sys.stderr))
+faults = parse_faults(told["faults"])
+generator = torch.Generator().manual_seed(0)
+rows, length = run.inner.batch_size, run.inner.sequence_length + 1
+batches = [torch.randint(0, 258, (rows, length), generator=generator) for _ in range(told["steps"])]
+losses = []
+for number, batch in enumerate(batches):
+    losses.append(replica.step(batch, 2e-3, lambda rows: _spoilt(faults, number, rows)).loss)
+    if number == told["steps"] // 2:  # As at a round's end: part of it changed, moments and all through a checkpoint.
+        flat, moments = replica.parameters, replica.moments()
+        ranges = ((100, 5000), (6000, 7001))
+        replica.change(ranges, lambda part, at, place: part * 0.999)
+        taken = replica.take(ranges)
+        replica.load(flat)
+        expected = torch.cat([flat[low:high] for low, high in ranges]) * 0.999
+        assert torch.allclose(taken, expected), (taken - expected).abs().max()
+        replica.load_moments(moments)
+        assert all(torch.equal(value, replica.moments()[name]) for name, value in moments.items())
+evaluated = replica.loss_of(batches[0])
+digest = replica.parameters.double()
+replica.end()
+if helpers is not None:
+    helpers.close()
+print(json.dumps({"losses": losses, "evaluated": evaluated, "norm": digest.norm().item(), "sum": digest.sum().item()}))
+"""
+
+
+def train(ranks: int, sharding: str = "data-parallel", *, faults: str = "", steps: int = 12, **inner: Any) -> Any:
+    run = tiny(inner={"batch_size": 6, "sequence_length": 32, **inner})
+    told = {
+        "run": RunConfig.model_validate(run).model_dump(mode="json"),
+        "config": Config(devices=DevicesConfig(ranks=ranks, sharding=sharding)).model_dump(mode="json"),
+        "steps": steps,
+        "faults": faults,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(told)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Sums in another order differ by rounding, and each step carries that on."""
+    assert len(one["losses"]) == len(other["losses"]) > 10
+    torch.testing.assert_close(torch.tensor(one["losses"]), torch.tensor(other["losses"]), rtol=1e-4, atol=0)
+    assert one["evaluated"] < one["losses"][0], "else nothing was learnt"
+    assert other["evaluated"] == pytest.approx(one["evaluated"], rel=1e-4)
+    assert other["norm"] == pytest.approx(one["norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
+def test_two_ranks_make_the_steps_of_one(sharding: str) -> None:
+    assert_alike(train(1), train(2, sharding))
+
+
+def test_two_ranks_make_muons_steps_of_one() -> None:
+    assert_alike(train(1, optimizer="muon"), train(2, optimizer="muon"))
+
+
+def test_ranks_with_uneven_parts_of_the_batch_weigh_them_by_rows() -> None:
+    assert_alike(train(1, batch_size=5), train(2, batch_size=5))
+
+
+def test_one_rank_out_of_memory_halves_for_all() -> None:
+    assert_alike(train(1), train(2, faults="inner@*=memory:1"))
+
+
+def test_what_cannot_be_shared_out_is_said() -> None:
+    run = RunConfig.model_validate(tiny(inner={"batch_size": 4}))
+    check_ranks(run, DevicesConfig(ranks=4), "fp16")
+    for devices, precision, word in (
+        (DevicesConfig(ranks=5), "fp32", "set it to 4"),
+        (DevicesConfig(ranks=3, sharding="fsdp"), "fp32", "divide"),
+        (DevicesConfig(ranks=2, sharding="fsdp"), "fp16", "data-parallel"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            check_ranks(run, devices, precision)
