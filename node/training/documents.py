@@ -72,6 +72,8 @@ class Documents:
         import datasets
 
         datasets.disable_progress_bars()
+        # Whoever reads tries again, and says so meanwhile.
+        datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 1
         logging.getLogger("datasets").setLevel(logging.CRITICAL)  # What it has to say, ours say with the mend.
         source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache)}
         try:
@@ -120,7 +122,7 @@ class Documents:
         return full
 
     def _why_not(self, exc: Exception) -> NodeError:
-        if self._is_hub and isinstance(exc, OSError) and type(exc).__name__ != "DatasetNotFoundError":
+        if self._is_hub and isinstance(exc, (ConnectionError, TimeoutError)):
             return MachineError(
                 f"run.data.sources: {self._name} cannot be reached ({first_line(exc)}): check this machine's network, "
                 "then start again.",

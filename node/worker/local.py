@@ -45,12 +45,27 @@ class Local:
         self._run, self._held_out, self._ledger = run, held_out, ledger
         self.replica = replica
         self._open_text = text
-        self.text = text(None)
+        self._text: Reader | None = None
         self._rests = 0
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
 
+    # text
+
+    @property
+    def text(self) -> Reader:
+        """From `begin` or `resume` on."""
+        assert self._text is not None
+        return self._text
+
+    def begin(self, anchor: Tensor) -> None:
+        """Go on from an anchor, fp32 [P], without a past of this node's own; text that was read stays read."""
+        self.replica.load(anchor)
+        if self._text is None:
+            self._text = self._open_text(None)
+
     def close(self) -> None:
-        self.text.close()
+        if self._text is not None:
+            self._text.close()
 
     def forget(self) -> None:
         """Optimizer and step times begin again; the text goes on."""
@@ -64,8 +79,8 @@ class Local:
         self.replica.load(saved.anchor if saved.local is None else saved.local)
         if saved.optimizer:
             self.replica.load_moments(saved.optimizer)
-        self.text.close()
-        self.text = self._open_text(saved.text)
+        self.close()
+        self._text = self._open_text(saved.text)
 
     def mend(self, anchor: Tensor) -> None:
         """Back to the anchor; moments that are no numbers begin again."""

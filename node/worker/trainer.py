@@ -88,7 +88,7 @@ class Trainer:
         tensors = saved.optimizer if saved is not None else {}
         self._outgoing = Outgoing(session.rules.grids, self.run.sync, tensors)
         if saved is None:
-            self.local.replica.load(self.tip.state.anchor)
+            self.local.begin(self.tip.state.anchor)
             self.local.text.start_round(self.tip.round + 1)
         else:
             self.local.resume(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from node.manifest import RunConfig
 from node.training.text import PackedReader, open_library
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, command, tiny
+from tests.swarm.hub import Hub
 
 FILES, DOCUMENTS = 8, 400
 SOURCE = "parquet:c4/en/*.parquet"
@@ -90,6 +92,68 @@ def test_a_set_shaped_like_c4_goes_on_after_kill_9_at_the_last_checkpoint(swarm_
     batches = steps_of(later) - steps_of(killed_at)
     assert batches > 40
     assert state_after(killed_at, batches, manifest, peer_id, texts) == later["text"]
+
+
+README = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+---
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    folder = tmp_path / "hub"
+    (folder / "en").mkdir(parents=True)
+    (folder / "README.md").write_text(README)
+    for i in range(FILES):
+        rows = [{"text": f"document {j} of file {i}. " * 5, "url": "https://example.org"} for j in range(40)]
+        with gzip.open(folder / "en" / f"c4-train.{i:05}.json.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    with Hub(folder, "own/text") as hub:
+        yield hub
+
+
+@pytest.mark.timeout(240)
+def test_text_of_a_hub_that_goes_away_and_comes_back(hub: Hub, tmp_path: Path) -> None:
+    """Training goes on from the buffer, then waits and says what for, and goes on when the hub is there again."""
+    run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 40})
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        node = swarm.found(env=hub.environment)
+        node.until_round(2, 2 * START_S)
+        hub.close()
+        waiting = node.until(lambda s: s["code"] == "no_text", 2 * START_S)
+        assert waiting["phase"] == "training" and "text" in waiting["reason"]
+        node.until(lambda s: "hub:own/text" in s["reason"], 2 * START_S)
+        assert "next try in" in node.said()
+        hub.open()
+        node.until_round(waiting["run"]["round"] + 3, 3 * START_S)
+        assert "Traceback" not in node.said()
+
+
+@pytest.mark.parametrize(
+    ("source", "mend"),
+    [
+        ("hub:own/nothing", "is not to be had"),
+        ("hub:own/text?config=de", "is not to be had"),
+        ("hub:own/text?config=en&split=poems", "is not to be had"),
+        ("hub:own/text?config=en&field=body", "no column 'body'"),
+    ],
+)
+def test_a_data_set_that_the_hub_does_not_have(hub: Hub, swarm: Swarm, source: str, mend: str) -> None:
+    node = swarm.found(f"--run.data.sources={source}", env=hub.environment)
+    assert node.wait_end(2 * START_S) in (2, 3)
+    assert mend in node.said() and "Traceback" not in node.said()
+
+
+def test_a_hub_that_cannot_be_reached_at_the_start(hub: Hub, swarm: Swarm) -> None:
+    hub.close()
+    node = swarm.found("--run.data.sources=hub:own/text", env=hub.environment)
+    assert node.wait_end(3 * START_S) == 3
+    assert "check this machine's network" in node.said() and "Traceback" not in node.said()
 
 
 @pytest.fixture(scope="module")

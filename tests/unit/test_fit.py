@@ -115,6 +115,13 @@ def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     assert caught.value.exit_code == 3
 
 
+def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, run = Chosen(torch.device("cuda", 0), "bf16", "a small GPU"), run_of()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10e6, 8e9))
+    with pytest.raises(MachineError, match=r"GB of GPU memory here.*smaller model"):
+        check_fit(run, Config(), chosen)
+
+
 def test_the_disk_counts_what_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
     disk = needs_of(run, config, "fp32").disk

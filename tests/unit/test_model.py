@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from node.diloco.fragments import elements, put_, strided, take
 from node.errors import DataFolderError
 from node.manifest import ModelConfig
-from node.training.folder import export_folder
+from node.training.folder import export_folder, load_start
 from node.training.model import (
     build_model,
     change_flat_,
@@ -114,10 +115,13 @@ def test_fragments_are_taken_and_changed_in_place(fragments: int) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_loads_elsewhere_with_the_same_logits(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_an_export_loads_elsewhere_with_the_same_logits_and_can_be_started_from(
+    tmp_path: Path, tied: bool, kind: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    cfg = TINY.model_copy(update={"tie_word_embeddings": tied})
+    cfg = TINY.model_copy(update={"tie_word_embeddings": tied, "type": kind})
     model = build_model(cfg, seed=3)
     target = tmp_path / "new" / "export"
     export_folder(
@@ -128,7 +132,10 @@ def test_an_export_loads_elsewhere_with_the_same_logits(tmp_path: Path, tied: bo
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=batch).logits, forward(model, batch))
     assert (target / "README.md").read_text(encoding="utf-8").startswith("# A model")
-    assert json.loads((target / "config.json").read_text())["model_type"] == "llama"
+    assert json.loads((target / "config.json").read_text())["model_type"] == kind
+    again, flat = load_start(ModelConfig(start=str(target)), tmp_path / "cache")
+    assert again == cfg.model_copy(update={"start": "export"})
+    assert torch.equal(flat, flatten(model))
     assert list(target.glob("*.safetensors"))
     assert [p.name for p in target.parent.iterdir()] == ["export"], "no temporary folder stays"
 
@@ -164,8 +171,15 @@ folder.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sy
 
 
 @pytest.mark.parametrize(("heads", "tied"), [(2, True), (1, False)])
-def test_units_are_what_stands_before_the_layers_the_layers_and_the_rest_in_order(heads: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "head_dim"), [("llama", 0), ("llama", 16), ("mistral", 0), ("qwen2", 0), ("qwen3", 6)]
+)
+def test_units_are_what_stands_before_the_layers_the_layers_and_the_rest_in_order(
+    heads: int, tied: bool, kind: Literal["llama", "mistral", "qwen2", "qwen3"], head_dim: int
+) -> None:
     cfg = ModelConfig(
+        type=kind,
+        head_dim=head_dim,
         tie_word_embeddings=tied,
         vocab_size=50,
         hidden_size=8,

@@ -1,0 +1,120 @@
+"""A data set hub on this machine: what `datasets` asks the Hugging Face hub for, answered from a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "a" * 40
+
+
+class Hub:
+    """A context manager; `repo` is the only data set there. It can go away and come back on the same port."""
+
+    def __init__(self, folder: Path, repo: str) -> None:
+        self._folder, self._repo = folder, repo
+        self._server: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.requests = 0
+
+    def __enter__(self) -> Hub:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the process that is to ask here."""
+        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+    def open(self) -> None:
+        hub = self
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                hub.requests += 1
+                self.answer_for(hub._folder, hub._repo)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._server = None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.0"
+    """No connection outlives its answer, so nobody has one left when the hub goes away."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        raise NotImplementedError
+
+    def answer_for(self, folder: Path, repo: str) -> None:
+        path = self.path.partition("?")[0]
+        about, files = f"/api/datasets/{repo}", f"/datasets/{repo}/resolve/"
+        if path.startswith(files):
+            self._file(folder / path.removeprefix(files).partition("/")[2])
+        elif path == about or path.startswith(f"{about}/revision/"):
+            found = [{"rfilename": p.relative_to(folder).as_posix()} for p in sorted(folder.rglob("*")) if p.is_file()]
+            at = "2024-01-01T00:00:00.000Z"
+            self._json({"id": repo, "sha": COMMIT, "siblings": found, "private": False, "gated": False,
+                        "disabled": False, "tags": [], "downloads": 0, "likes": 0, "lastModified": at,
+                        "createdAt": at})  # fmt: skip
+        elif path.startswith(f"{about}/tree/"):
+            here = folder / "/".join(path.removeprefix(f"{about}/tree/").split("/")[1:])
+            self._json([self._entry(folder, entry) for entry in sorted(here.iterdir())] if here.is_dir() else [])
+        else:
+            self._json({"error": "Repository not found"}, 404)
+
+    def _entry(self, folder: Path, path: Path) -> dict[str, Any]:
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "oid": "0", "size": 0, "path": name}
+        return {"type": "file", "oid": hashlib.sha1(path.read_bytes()).hexdigest(), "size": path.stat().st_size,
+                "path": name}  # fmt: skip
+
+    def _json(self, content: Any, code: int = 200) -> None:
+        self._send(code, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, path: Path) -> None:
+        if not path.is_file():
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        data = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+        wanted = self.headers.get("Range")
+        if not wanted:
+            self._send(200, data, headers)
+            return
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        part = data[int(first) : int(last) + 1 if last else None]
+        headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
+        self._send(206, part, headers)
+
+    def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
