@@ -72,6 +72,8 @@ class Documents:
         import datasets
 
         datasets.disable_progress_bars()
+        # Else it keeps a number in shared memory, for which torch starts a process that outlives this one.
+        datasets.config.TORCH_AVAILABLE = False
         # Whoever reads tries again, and says so meanwhile.
         datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 1
         logging.getLogger("datasets").setLevel(logging.CRITICAL)  # What it has to say, ours say with the mend.
@@ -122,7 +124,7 @@ class Documents:
         return full
 
     def _why_not(self, exc: Exception) -> NodeError:
-        if self._is_hub and isinstance(exc, (ConnectionError, TimeoutError)):
+        if self._is_hub and _is_of_the_network(exc):
             return MachineError(
                 f"run.data.sources: {self._name} cannot be reached ({first_line(exc)}): check this machine's network, "
                 "then start again.",
@@ -138,6 +140,12 @@ class Documents:
             f"run.data.sources: {self._name} cannot be read ({first_line(exc)}): mend or remove the file.",
             code="no_data",
         )
+
+
+def _is_of_the_network(exc: Exception) -> bool:
+    """Whichever client the libraries use today."""
+    is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
+    return is_client or isinstance(exc, (ConnectionError, TimeoutError))
 
 
 def is_held_out(text: str, one_in: int) -> bool:

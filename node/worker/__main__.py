@@ -10,7 +10,7 @@ import socket
 import sys
 
 from node.config import Config
-from node.errors import NodeError
+from node.errors import NodeError, TrainingError
 from node.link import Ended
 from node.logs import set_level
 from node.worker.channel import Channel, ChannelHandler
@@ -42,7 +42,7 @@ def main() -> int:
     try:
         code, reason = Work(channel, start, config, handler).run()
     except NodeError as exc:
-        if exc.exit_code == NodeError.exit_code:
+        if exc.exit_code == NodeError.exit_code and not isinstance(exc, TrainingError):
             raise
         channel.send(Ended(exit_code=exc.exit_code, code=exc.code, reason=str(exc)))
         return exc.exit_code

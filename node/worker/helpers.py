@@ -93,12 +93,26 @@ class Helpers:
         process.stdin.close()
         return process
 
+    @property
+    def dead(self) -> str:
+        """Which rank has ended by itself, and how; empty while all live."""
+        for rank, process in enumerate(self._processes, start=1):
+            if (code := process.poll()) is not None:
+                return f"rank {rank} of {len(self._processes) + 1} ended with code {code}"
+        return ""
+
     def _watch(self) -> None:
         while not self._is_over.wait(WATCH_S):
-            for rank, process in enumerate(self._processes, start=1):
-                if (code := process.poll()) is not None and not self._is_over.is_set():
-                    self._on_death(f"rank {rank} of {len(self._processes) + 1} ended with code {code}")
-                    return
+            if (what := self.dead) and not self._is_over.is_set():
+                self._on_death(what)
+                return
+
+    def explain(self, error: RuntimeError) -> None:
+        """A call between the ranks has failed: where one has died, that is why, and `on_death` has the word."""
+        time.sleep(WATCH_S)
+        if what := self.dead:
+            self._on_death(what)
+        raise error
 
     def close(self) -> None:
         """End them now."""

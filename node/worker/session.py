@@ -109,8 +109,8 @@ class Session:
 class Opening:
     """The steps to a session. `check` raises when the worker is asked to stop.
 
-    `prepare` is called as soon as it is known what will be trained, before a state is drawn, read or downloaded; it may
-    raise, too.
+    `fits` is called as soon as it is known what will be trained, before a state is drawn, read or downloaded, and may
+    raise, too; `prepare` then, beside all that, but not beside the drawing: two threads cannot load the same library.
     """
 
     def __init__(
@@ -120,10 +120,11 @@ class Opening:
         teller: Teller,
         ledger: Ledger,
         check: Callable[[], None],
+        fits: Callable[[RunConfig], None],
         prepare: Callable[[RunConfig], None],
     ) -> None:
         self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
-        self._prepare = prepare
+        self._fits, self._prepare = fits, prepare
         self._folder = config.node.data_dir
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
         self._invite = parse_invite(start.join) if start.join else None
@@ -190,6 +191,7 @@ class Opening:
 
     def _begin_training(self, run: RunConfig) -> None:
         if self._start.mode == "train":
+            self._fits(run)
             self._prepare(run)
 
     def _found(self, run: RunConfig) -> Manifest:
@@ -200,9 +202,9 @@ class Opening:
         if run.model.start:
             shape, first = load_start(run.model, self._config.node.hub_cache)
             run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
-            self._begin_training(run)
+            self._fits(run)
         else:
-            self._begin_training(run)
+            self._fits(run)
             first = flatten(build_model(run.model, seed=secrets.randbits(63)))
         state = genesis(first)
         draft = Manifest(
@@ -212,6 +214,7 @@ class Opening:
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._store.save(initial_checkpoint(manifest, tip))
         _write_whole(self._manifest_file, manifest.canonical())
+        self._prepare(run)
         logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
         return manifest
 

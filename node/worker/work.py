@@ -65,7 +65,7 @@ class Work:
         self._chosen: Chosen | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
-        self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._prepare)
+        self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._fits, self._prepare)
         self._loading: Future[Materials] | None = None
         self._trainer: Trainer | None = None
         self._drain_since_s: float | None = None
@@ -115,9 +115,11 @@ class Work:
 
     # training
 
-    def _prepare(self, run: RunConfig) -> None:
+    def _fits(self, run: RunConfig) -> None:
         assert self._chosen is not None
         check_fit(run, self._config, self._chosen)
+
+    def _prepare(self, run: RunConfig) -> None:
         self._loading = begin_loading(run, self._config)
 
     def _train(self, session: Session) -> None:
@@ -134,6 +136,10 @@ class Work:
                 self._train_on(session, local)
             finally:
                 local.close()
+        except RuntimeError as exc:
+            if helpers is not None:
+                helpers.explain(exc)
+            raise
         finally:
             if helpers is not None:
                 helpers.close()

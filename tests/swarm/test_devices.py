@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
 
 
 def helpers(node: Node) -> list[psutil.Process]:
@@ -17,10 +18,14 @@ def helpers(node: Node) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
-def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(swarm: Swarm, sharding: str) -> None:
+def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(tmp_path: Path) -> None:
     """Two nodes; the one of two ranks is one member of the swarm, before and after."""
-    founder = swarm.found("--devices.ranks=2", f"--devices.sharding={sharding}", "--checkpoint.every_s=0.5")
+    with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
+        kill_a_rank(swarm)
+
+
+def kill_a_rank(swarm: Swarm) -> None:
+    founder = swarm.found("--devices.ranks=2", "--checkpoint.every_s=0.5")
     founder.until_training(2 * START_S)
     (second,) = swarm.join("second")
     for node in swarm.nodes:
@@ -29,7 +34,6 @@ def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(swarm: Swarm, shardin
     assert founder.peers() and before["peers"]["training"] == 2, "one member a node"
     (helper,) = helpers(founder)
     os.kill(helper.pid, signal.SIGKILL)
-    founder.until(lambda s: s["code"] == "worker_crashed" or not helper.is_running(), START_S)
     after = founder.until(
         lambda s: s["contribution"]["rounds_joined"] >= before["contribution"]["rounds_joined"] + 2, 3 * START_S
     )
@@ -50,7 +54,9 @@ def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
     first = node.until(lambda s: s["training"]["loss"], START_S)["training"]["loss"]
     status = node.until_round(3, 2 * START_S)
     assert status["training"]["loss"] < first
-    counted = [line for line in node.metrics().splitlines() if line.startswith("diloco_skipped_steps_total")]
+    counted = [
+        line for line in node.http.get("/metrics").text.splitlines() if line.startswith("diloco_skipped_steps_total")
+    ]
     assert counted and float(counted[0].split()[-1]) >= 3
     assert node.said().count("it is left out") >= 3
 
@@ -77,8 +83,6 @@ def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> 
 
 
 def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.swarm.harness import tiny
-
     run = tiny(round={"min_peers": 2}, evaluation={"batches": 1, "members": 1})
     with Swarm(tmp_path_factory.mktemp("evaluation"), run) as swarm:
         swarm.found()

@@ -159,7 +159,8 @@ def test_a_hub_that_cannot_be_reached_at_the_start(hub: Hub, swarm: Swarm) -> No
 @pytest.fixture(scope="module")
 def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A node that has a model worth exporting, and has stopped."""
-    with Swarm(tmp_path_factory.mktemp("trained"), tiny(round={"min_peers": 1})) as swarm:
+    run = tiny(round={"min_peers": 1}, evaluation={"batches": 4})
+    with Swarm(tmp_path_factory.mktemp("trained"), run) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")
         node.until(lambda s: s["run"]["round"] >= 8 and (s["training"]["evaluation_loss"] or 9) < 4.5, 4 * START_S)
         node.running.terminate()
