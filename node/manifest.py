@@ -122,7 +122,7 @@ class DataConfig(Section):
     """How text becomes tokens. `bytes`: each UTF-8 byte is a token; 256 begins and 257 ends a document. Else a folder,
     relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`, of a fast tokenizer."""
     held_out_source: str = ""
-    """Text that evaluation uses, such as a validation split; empty: some documents of the sources."""
+    """Text that evaluation uses, such as a validation split; empty: held-out documents of the first source."""
     held_out_one_in: int = Field(20, ge=2)
     """Without `held_out_source`, one document in so many, by the hash of its text, is never trained on."""
 

@@ -8,7 +8,7 @@ by rank 0: all ranks share one host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 TIMEOUT_S = 600.0
 """Longest step; a rank that has died is noticed at once, by whoever watches the processes."""
@@ -143,17 +142,22 @@ def _sum_together_(tensors: list[Tensor]) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+    """Whether it is a DTensor; asked without that library, which takes a second to load."""
+    return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; of one that is not sharded itself. All ranks must come."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
     """`value`, the same on every rank, placed as the parameter is; a copy on its device."""
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        place: Any = parameter
         on_device = value.to(parameter.device)
-        return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(on_device, place.device_mesh, place.placements, src_data_rank=None)
     return value.to(parameter.device, copy=True)

@@ -6,11 +6,13 @@ All vectors are fp32, on the cpu unless said otherwise, in `flatten`'s order: P 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from node.diloco.fragments import Ranges
+from node.errors import NodeError
 from node.manifest import InnerConfig
 from node.training.inner import Execution, InnerLoop, Spoil, StepResult
 from node.training.model import CPU, change_flat_, take_flat
@@ -37,7 +39,8 @@ class Replica:
             name, args = self._ranks.hear()
             if name == "end":
                 return
-            getattr(self, name)(*args)
+            with suppress(NodeError):  # It is for rank 0, where the same happens, to say what follows.
+                getattr(self, name)(*args)
 
     def _tell(self, name: str, *args: object, always: bool = True) -> None:
         """`always`: also where each rank has all parameters."""

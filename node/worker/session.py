@@ -190,9 +190,8 @@ class Opening:
         return manifest
 
     def _begin_training(self, run: RunConfig) -> None:
-        if self._start.mode == "train":
-            self._fits(run)
-            self._prepare(run)
+        self._fits(run)
+        self._prepare(run)
 
     def _found(self, run: RunConfig) -> Manifest:
         """A new run: draw or load the initial parameters, and write them down before anybody hears of it."""

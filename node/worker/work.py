@@ -116,11 +116,12 @@ class Work:
     # training
 
     def _fits(self, run: RunConfig) -> None:
-        assert self._chosen is not None
-        check_fit(run, self._config, self._chosen)
+        if self._chosen is not None:
+            check_fit(run, self._config, self._chosen)
 
     def _prepare(self, run: RunConfig) -> None:
-        self._loading = begin_loading(run, self._config)
+        if self._chosen is not None:
+            self._loading = begin_loading(run, self._config)
 
     def _train(self, session: Session) -> None:
         assert self._chosen is not None and session.tip is not None
