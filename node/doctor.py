@@ -23,7 +23,7 @@ from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError
 from node.manifest import Invite, Manifest, RunConfig
 from node.training.device import Chosen, choose_device
-from node.training.fit import GB, needs_of, settle_execution, shortages
+from node.training.fit import GB, needs_of, settle_execution, shape_execution, shortages
 from node.training.inner import InnerLoop
 from node.training.model import build_model, change_flat_, take_flat, unit_elements
 
@@ -84,7 +84,11 @@ def examine(patient: Patient) -> Iterator[Finding]:
     yield from lacking
     if not is_healthy(lacking):
         return
-    step_s, still_s = _trial(patient.run, chosen, patient.config.devices)
+    try:
+        step_s, still_s = _trial(patient.run, chosen, patient.config.devices)
+    except MachineError as exc:
+        yield Finding("fault", "device", str(exc))
+        return
     per_step = patient.run.tokens_per_inner_step
     speed = f"{chosen.name}, {chosen.precision}: {step_s:.3g} s an inner step, {per_step / step_s:,.0f} tokens/s"
     if patient.is_running:
@@ -204,6 +208,7 @@ def _trial(run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> tuple[floa
     """Median seconds of an inner step, and those for which the device stands still at an outer step."""
     rows, length = run.inner.batch_size, run.inner.sequence_length
     model = build_model(run.model, seed=0)
+    shape_execution(model, devices)
     parameters = sum(p.numel() for p in model.parameters())
     if chosen.device.type == "cpu":
         rows = max(1, min(rows, int(TIMED_FLOPS / (6 * parameters * length))))

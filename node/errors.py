@@ -10,6 +10,9 @@
     │   └── ManifestError         the manifest offered does not have the hash of the invite
     ├── ProtocolError         10  the swarm speaks a newer protocol
     ├── TrainingError         70  loss or gradient is no longer a finite number; the parameters were not touched
+    ├── TextError            (internal; reading goes on elsewhere, or later)
+    │   ├── Unreachable           the source does not answer now; it may later
+    │   └── Damaged               this part of it cannot be read, now or later
     └── SwarmError            (internal; always caught by a policy, never ends the process)
         ├── RoundFailed           no complete result for this round; inputs are untouched
         ├── PeerError             one peer broke a rule or went silent
@@ -71,6 +74,18 @@ class ProtocolError(NodeError):
 
 class TrainingError(NodeError):
     code = "not_finite"
+
+
+class TextError(NodeError):
+    code = "text"
+
+
+class Unreachable(TextError):
+    code = "text_unreachable"
+
+
+class Damaged(TextError):
+    code = "text_damaged"
 
 
 class SwarmError(NodeError):

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Literal
@@ -50,17 +51,35 @@ class Source:
     revision: str = ""
 
 
+def is_hub_name(name: str) -> bool:
+    """OWNER/NAME, and nothing that could be a folder elsewhere."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
+
+
+def stays_inside(place: str) -> bool:
+    """Whether a path or pattern stays below the folder that it is relative to: a manifest comes from strangers."""
+    parts = place.replace("\\", "/").split("/")
+    return bool(place) and not place.startswith(("/", "~")) and ".." not in parts
+
+
 def parse_source(text: str) -> Source:
     """Read `KIND:PLACE?option=value&..`. ValueError with what is allowed."""
     kind, _, rest = text.partition(":")
     place, _, query = rest.partition("?")
     allowed = {"hub": ("config", "split", "revision", "field"), "builtin": (), "text": ()}.get(kind, ("field",))
-    options = dict(parse_qsl(query))
+    try:
+        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+    except ValueError as exc:
+        raise ValueError(f"{text!r} in sources has no options after its `?`: {query!r}") from exc
     if kind not in SOURCE_KINDS or not place or not options.keys() <= set(allowed):
         raise ValueError(
             f"{text!r} in sources is not KIND:PLACE, with a kind of {', '.join(SOURCE_KINDS)}, "
             f"and of {kind or 'it'} no other options than {', '.join(allowed) or 'none'}"
         )
+    if kind == "hub" and not is_hub_name(place):
+        raise ValueError(f"{text!r} in sources is no data set of the hub: it is named as hub:OWNER/NAME")
+    if kind not in ("hub", "builtin") and not stays_inside(place):
+        raise ValueError(f"{text!r} in sources leaves the folder node.text_dir: name files relative to it, without ..")
     if kind == "builtin" and text != BUILTIN_TEXT:
         raise ValueError(f"{text!r} in sources is not known: the only built-in text is {BUILTIN_TEXT}")
     return Source(kind, place, **options)
@@ -129,6 +148,11 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _readable(self) -> DataConfig:
         parsed = [parse_source(text) for text in (*self.sources, *filter(None, (self.held_out_source,)))]
+        name = self.tokenizer
+        if not (
+            is_hub_name(name.removeprefix("hub:").partition("@")[0]) if name.startswith("hub:") else stays_inside(name)
+        ):
+            raise ValueError(f"tokenizer {name!r} is neither hub:OWNER/NAME nor a folder below node.text_dir")
         if not self.sources:
             raise ValueError("sources must name at least one")
         if any(source.kind == "builtin" for source in parsed) and (len(parsed) > 1 or self.tokenizer != "bytes"):

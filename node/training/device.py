@@ -54,6 +54,7 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen
             code="no_gpu",
         )
     device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
     if cfg.precision == "bf16" and not has_bf16:
@@ -74,9 +75,11 @@ def available_memory() -> float:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = next((int(value) for name, value in lines if name == "inactive_file"), 0)
     except (OSError, ValueError):  # No container, or one without a limit, which says `max`.
         return free
-    return min(free, float(limit - used))
+    return min(free, float(limit - used + cached))
 
 
 def describe(device: torch.device) -> DeviceInfo:

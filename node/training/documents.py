@@ -10,22 +10,15 @@ import glob
 import hashlib
 import logging
 from collections.abc import Iterator
+from gzip import BadGzipFile
 from pathlib import Path
 from typing import Any
 
-from node.errors import ConfigError, MachineError, NodeError
+from node.errors import ConfigError, Damaged, MachineError, NodeError, Unreachable
 from node.manifest import Source
 from node.training.tokenizer import first_line
 
 LEAST_SHARDS = 32
-
-
-class Unreachable(Exception):
-    """The source does not answer now; it may later."""
-
-
-class Damaged(Exception):
-    """This shard cannot be read on, now or later."""
 
 
 class Documents:
@@ -64,8 +57,10 @@ class Documents:
 
     def _may_come_back(self, exc: Exception) -> bool:
         """What a server or a line does; a file of bad form stays so, and ours do not change by waiting."""
-        is_form = type(exc).__module__.startswith("pyarrow") or isinstance(exc, ValueError)
-        return self._is_hub and not is_form
+        is_form = type(exc).__module__.startswith("pyarrow") or isinstance(exc, (ValueError, EOFError, BadGzipFile))
+        answered = getattr(exc, "status", getattr(getattr(exc, "response", None), "status_code", 0))
+        is_gone = isinstance(exc, (FileNotFoundError, PermissionError)) or answered in (401, 403, 404, 410)
+        return self._is_hub and not is_form and not is_gone
 
     def _open(self, text_dir: Path, cache: Path) -> Any:
         """`datasets.IterableDataset`, of one column."""
@@ -77,7 +72,7 @@ class Documents:
         # Whoever reads tries again, and says so meanwhile.
         datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 1
         logging.getLogger("datasets").setLevel(logging.CRITICAL)  # What it has to say, ours say with the mend.
-        source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache)}
+        source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache), "token": False}
         try:
             if self._is_hub:
                 options["split"] = source.split

@@ -2,7 +2,7 @@
 
 Bytes a parameter on the device: 4 of weights, 4 of gradients, AdamW's 8 (Muon's 4 where it has the parameter), 4 of
 what is being sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before
-and after an outer step, 4 of the snapshot, 4 of the pseudo-gradient, and up to 4 of what travels.
+and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from node.training.model import LOSS_TOKENS, prepare, unit_elements
 GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
-HOST_BYTES = 28
+HOST_BYTES = 36
 BASE_BYTES = 0.7 * GB
 """Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
@@ -149,7 +149,7 @@ def shape_execution(model: nn.Module, devices: DevicesConfig) -> None:
 def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> Execution:
     """How steps are computed here, found with a model that `shape_execution` has had. On a GPU, moves it there."""
     batch_size = -(-run.inner.batch_size // devices.ranks)
-    how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, batch_size))
+    how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, 1))
     if devices.micro_batch:
         rows = min(devices.micro_batch, batch_size)
     elif devices.sharding == "fsdp" and devices.ranks > 1:
@@ -157,10 +157,10 @@ def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: 
     elif chosen.device.type == "cuda":
         rows = _tried(model, run, chosen, how)
     else:
-        room = CPU_SHARE * available_memory() / row_bytes(run, devices, chosen.precision)
+        room = CPU_SHARE / devices.ranks * available_memory() / row_bytes(run, devices, chosen.precision)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
     logger.info("Micro-batch of %d of %d sequences, %s.", rows, batch_size, chosen.precision)
-    return replace(how, micro_batch=rows)
+    return Execution(chosen.precision, rows, _is_chunked(run, devices, rows))
 
 
 def _tried(model: nn.Module, run: RunConfig, chosen: Chosen, how: Execution) -> int:

@@ -67,6 +67,8 @@ def load_start(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
         model = AutoModelForCausalLM.from_pretrained(
             config._name_or_path, config=config, dtype="float32", use_safetensors=True, **options
         )
+        own = build_model(shape, seed=0)
+        own.load_state_dict(model.state_dict())
     except (ConfigError, MachineError):
         raise
     except OSError as exc:
@@ -80,8 +82,6 @@ def load_start(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
             f"run.model.start {start} cannot be used ({first_line(exc)}): name a model of the Llama family that needs "
             "no code of its own."
         ) from exc
-    own = build_model(shape, seed=0)
-    own.load_state_dict(model.state_dict())
     return shape.model_copy(update={"start": Path(place).name if not start.startswith(HUB) else start}), flatten(own)
 
 
@@ -97,6 +97,7 @@ def _shape_of(cfg: ModelConfig, config: Any) -> ModelConfig:
         name
         for name, is_strange in (
             ("rope scaling", rope.get("rope_type", "default") != "default"),
+            ("another activation than SiLU", getattr(config, "hidden_act", "silu") != "silu"),
             ("biases", bool(getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False))),
             ("a sliding window", bool(getattr(config, "use_sliding_window", config.model_type == "mistral"))
              and getattr(config, "sliding_window", None) is not None),

@@ -51,6 +51,7 @@ class Execution:
 
 FP32 = Execution()
 Spoil = Callable[[int], float]
+Between = Callable[[], None]
 
 
 class InnerLoop:
@@ -64,29 +65,31 @@ class InnerLoop:
         how: Execution = FP32,
         ranks: Ranks | None = None,
     ) -> None:
+        loss: nn.Module = NextTokenLoss(model, chunked=how.chunked_loss)
+        self._ranks = ranks
+        # Sharded before it is moved: a device may not hold all of it.
+        self._loss = ranks.wrap(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
         self._model = model.to(device).train()
         self._device, self._how = device, how
         self.micro_batch = how.micro_batch
         """Halved where the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
-        loss: nn.Module = NextTokenLoss(self._model, chunked=how.chunked_loss)
-        self._ranks = ranks
-        self._loss = ranks.wrap(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
         self._parameters = list(model.parameters())
         self._optimizers = Optimizers(model, cfg)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
         self._skipped_in_a_row = 0
 
-    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None) -> StepResult:
+    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None, between: Between = lambda: None) -> StepResult:
         """One inner step on `batch`, int64 [B, T + 1] on any device.
 
+        `between` is called after each micro-batch; what it raises ends the step, which then changes nothing.
         `spoil`: faults on purpose; asked with the rows of each try, it may raise, and gives a factor for the loss.
 
         A loss or gradient that is no finite number changes nothing, and the step counts no tokens. Raises TrainingError
         after MOST_SKIPPED of them in a row, and MachineError if the memory does not suffice for one row.
         """
         try:
-            loss, norm = self._gradient(batch, lr, spoil)
+            loss, norm = self._gradient(batch, lr, spoil, between)
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite:
                 for optimizer in self._optimizers.each:
@@ -106,10 +109,10 @@ class InnerLoop:
             )
         return StepResult(loss, norm, 0)
 
-    def _gradient(self, batch: Tensor, lr: float, spoil: Spoil | None) -> tuple[float, float]:
+    def _gradient(self, batch: Tensor, lr: float, spoil: Spoil | None, between: Between) -> tuple[float, float]:
         """The clipped gradient of the batch, on the parameters; its loss and its norm before clipping."""
         self._optimizers.set_lr(lr)
-        total = self._backward_that_fits(batch.to(self._device, non_blocking=True), spoil)
+        total = self._backward_that_fits(batch.to(self._device, non_blocking=True), spoil, between)
         for optimizer in self._optimizers.each:
             self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
@@ -117,14 +120,14 @@ class InnerLoop:
         loss_value, norm_value = torch.stack((total, whole(norm))).tolist()
         return float(loss_value), float(norm_value)
 
-    def _backward_that_fits(self, batch: Tensor, spoil: Spoil | None) -> Tensor:
+    def _backward_that_fits(self, batch: Tensor, spoil: Spoil | None, between: Between) -> Tensor:
         """The loss of the whole batch, with its gradient on the parameters, after as many tries as it takes."""
         own = self._ranks.own_rows(batch) if self._ranks is not None else batch
         while True:
             failure: torch.OutOfMemoryError | None = None
             try:
                 factor = spoil(self.micro_batch or len(own)) if spoil is not None else 1.0
-                total = self._backward(own, len(batch)) * factor
+                total = self._backward(own, len(batch), between) * factor
             except torch.OutOfMemoryError as exc:
                 failure = exc
             if self._ranks is None and failure is None:
@@ -138,6 +141,12 @@ class InnerLoop:
         """Half as many rows at once from here on; MachineError where one row is too many."""
         self._zero_grad()
         before = self.micro_batch or rows
+        if self._ranks is not None and self._ranks.is_sharded:
+            raise MachineError(
+                "The memory of a GPU does not suffice: with fsdp, set devices.micro_batch to a smaller number, or "
+                "devices.activation_checkpointing.",
+                code="out_of_memory",
+            ) from exc
         if before <= 1:
             raise MachineError(
                 "The GPU's memory does not suffice for a single sequence: close what else uses the GPU, or set "
@@ -149,7 +158,7 @@ class InnerLoop:
             torch.cuda.empty_cache()
         logger.warning("Out of memory with %d sequences at once: from here on %d.", before, self.micro_batch)
 
-    def _backward(self, own: Tensor, rows: int) -> Tensor:
+    def _backward(self, own: Tensor, rows: int, between: Between = lambda: None) -> Tensor:
         """Gradients of this process's part of the mean loss over all rows; returns that part, fp32 on the device."""
         total = torch.zeros((), device=self._device)
         factor = self._ranks.loss_factor if self._ranks is not None else 1.0
@@ -159,6 +168,7 @@ class InnerLoop:
             share = len(part) / rows
             self._scaler.scale(loss * (share * factor)).backward()
             total += loss.detach() * share
+            between()
         return total
 
     @torch.no_grad()
@@ -193,13 +203,16 @@ class InnerLoop:
             parameter.mul_(1 + share)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, as `Optimizers.state_tensors`, and with fp16 `scale`: fp32 [1]."""
-        scale = {"scale": torch.tensor([self._scaler.get_scale()])} if self._scaler.is_enabled() else {}
-        return self._optimizers.state_tensors() | scale
+        """The optimizer's, as `Optimizers.state_tensors`, and with fp16 `scale`: fp32 [2], the steps since it grew."""
+        if not self._scaler.is_enabled():
+            return self._optimizers.state_tensors()
+        told = self._scaler.state_dict()
+        return self._optimizers.state_tensors() | {"scale": torch.tensor([told["scale"], told["_growth_tracker"]])}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `state_tensors` gave. KeyError or ValueError if it does not fit the model."""
         self._optimizers.load_state_tensors(tensors)
         if self._scaler.is_enabled() and "scale" in tensors:
-            scale = min(FIRST_SCALE, max(1.0, float(tensors["scale"]) or FIRST_SCALE))
-            self._scaler = torch.amp.GradScaler(self._device.type, scale)
+            scale, tracker = tensors["scale"].tolist()
+            told = self._scaler.state_dict() | {"scale": scale or FIRST_SCALE, "_growth_tracker": int(tracker)}
+            self._scaler.load_state_dict(told)

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.errors import MachineError
-from node.training.documents import Damaged, is_held_out
+from node.errors import Damaged, MachineError
+from node.training.documents import is_held_out
 from node.training.tokenizer import Tokenizer
 
 LANES = 8
@@ -164,42 +164,53 @@ class Packed:
         """`seed`: names run and peer. `state`: as `state` gave it."""
         self._weights = [weight / sum(weights) for weight in weights]
         counts = [min(LANES, source.shards) for source in sources]
+        fresh = [[(lane, 0, 0) for lane in range(count)] for count in counts]
         if state is None:
-            lanes = [[(lane, 0, 0) for lane in range(count)] for count in counts]
-            state = {"taken": [0] * len(sources), "lanes": lanes}
+            state = {"taken": [0] * len(sources), "lanes": fresh, "shards": [source.shards for source in sources]}
+        places = list(state["lanes"])
+        for number, source in enumerate(sources):
+            if state["shards"][number] != source.shards:
+                logger.warning("Source %d of the text has other files than before: it is read anew.", number + 1)
+                places[number] = fresh[number]
+        self._begun: list[npt.NDArray[np.int64]] = []
+        """Rows of the batch that is being made."""
         self._taken: list[int] = list(state["taken"])
+        self._shards = [source.shards for source in sources]
         self._lanes = [
             [
                 Lane(
                     source,
                     ShardOrder(f"{seed}\0{number}", source.shards),
                     tokenizer,
-                    lanes=len(places),
+                    lanes=len(own),
                     held_out_one_in=held_out_one_in,
                     state=place,
                 )
-                for place in places
+                for place in own
             ]
-            for number, (source, places) in enumerate(zip(sources, state["lanes"], strict=True))
+            for number, (source, own) in enumerate(zip(sources, places, strict=True))
         ]
 
     @property
     def state(self) -> dict[str, Any]:
         """JSON: what is consumed."""
-        return {"taken": list(self._taken), "lanes": [[list(lane.state) for lane in lanes] for lanes in self._lanes]}
+        lanes = [[list(lane.state) for lane in lanes] for lanes in self._lanes]
+        return {"taken": list(self._taken), "lanes": lanes, "shards": list(self._shards)}
 
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
         """int64 cpu [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
 
-        Raises Unreachable; what the rows before have consumed is then lost to this batch, so go back to `state`.
+        Raises Unreachable; asked again it goes on with the rows that it has. `state` holds between two batches.
         """
-        out_BT = np.empty((batch_size, sequence_length + 1), dtype=np.int64)
-        for row in out_BT:
+        while len(self._begun) < batch_size:
             source = self._due()
             lanes = self._lanes[source]
+            row = np.empty(sequence_length + 1, dtype=np.int64)
             lanes[self._taken[source] % len(lanes)].row_into(row)
             self._taken[source] += 1
-        return torch.from_numpy(out_BT)
+            self._begun.append(row)
+        rows, self._begun = self._begun, []
+        return torch.from_numpy(np.stack(rows))
 
     def _due(self) -> int:
         """The source that is furthest behind its share."""

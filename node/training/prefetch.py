@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from node.training.documents import Unreachable
+from node.errors import Unreachable
 
 BUFFER_BYTES = 64 * 1024 * 1024
 MOST_BATCHES = 64
@@ -31,6 +31,7 @@ class Rows(Protocol):
     @property
     def state(self) -> dict[str, Any]: ...
 
+    # Asked again after Unreachable, it goes on with what it had.
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor: ...
 
 
@@ -56,36 +57,35 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._fill, args=(state,), name="data", daemon=True)
         self._thread.start()
 
-    def take(self, wait: Callable[[], None] = lambda: None) -> Tensor:
-        """The next batch, int64 cpu [B, T + 1]. `wait` is called now and then while there is none.
+    def take(self) -> Tensor | None:
+        """The next batch, int64 cpu [B, T + 1]; None where there is none yet, after a moment.
 
         Raises what making it raised.
         """
-        while True:
-            try:
-                item = self._ready.get(timeout=WAIT_S)
-            except queue.Empty:
-                wait()
-                continue
-            if isinstance(item, Exception):
-                self._ready.put(item)
-                raise item
-            batch, self.state = item
-            return batch
+        try:
+            item = self._ready.get(timeout=WAIT_S)
+        except queue.Empty:
+            return None
+        if isinstance(item, Exception):
+            self._ready.put(item)
+            raise item
+        batch, self.state = item
+        return batch
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(CLOSE_S)
 
     def _fill(self, state: dict[str, Any] | None) -> None:
-        pause_s, rows = FIRST_PAUSE_S, None
+        pause_s = FIRST_PAUSE_S
+        rows: Rows | None = None
         while not self._stop.is_set():
             try:
                 rows = rows or self._make(state)
                 batch = rows.next_batch(*self._shape)
-                state, pause_s, self.problem = rows.state, FIRST_PAUSE_S, ""
+                made, pause_s, self.problem = (batch, rows.state), FIRST_PAUSE_S, ""
             except Unreachable as exc:
-                rows, self.problem = None, f"The text does not come ({exc})."
+                self.problem = f"The text does not come ({exc})."
                 logger.warning("%s Training goes on with what is ready; next try in %.0f s.", self.problem, pause_s)
                 self._stop.wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -93,7 +93,7 @@ class Prefetcher:
             except Exception as exc:  # noqa: BLE001 - the thread that takes is the one to raise it
                 self._put(exc)
                 return
-            self._put((batch, state))
+            self._put(made)
 
     def _put(self, item: tuple[Tensor, dict[str, Any]] | Exception) -> None:
         while not self._stop.is_set():

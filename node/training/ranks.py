@@ -8,41 +8,35 @@ by rank 0: all ranks share one host.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store, TCPStore
 
 TIMEOUT_S = 600.0
 """Longest step; a rank that has died is noticed at once, by whoever watches the processes."""
+FOR_EVER = timedelta(days=3650)
+"""Between two calls: the others may have to wait for text, for peers, for a download."""
 BUCKET_ELEMENTS = 1 << 25
-
-
-def open_store(size: int) -> tuple[Store, int]:
-    """Where the ranks meet, kept by rank 0 on the loopback interface; and its port."""
-    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    return store, store.port
-
-
-def find_store(size: int, port: int) -> Store:
-    """The same, from another rank."""
-    return TCPStore("127.0.0.1", port, size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
 class Ranks:
     """This process's place among them."""
 
-    def __init__(self, rank: int, size: int, store: Store, device: torch.device, *, is_sharded: bool) -> None:
-        """Returns when all have come."""
+    def __init__(self, rank: int, size: int, folder: Path, device: torch.device, *, is_sharded: bool) -> None:
+        """Returns when all have come. `folder`: where they meet; empty before, and nobody else's."""
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
         timeout = timedelta(seconds=TIMEOUT_S)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        self._calls = dist.new_group(backend="gloo", timeout=timeout)
+        self._calls = dist.new_group(backend="gloo", timeout=FOR_EVER)
 
     # calls
 
@@ -80,8 +74,8 @@ class Ranks:
 
         mesh = init_device_mesh(self._device.type, (self.size,))
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(loss, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(loss, mesh=mesh, reshard_after_forward=True)
         return loss
 
     def own_rows(self, batch: Tensor) -> Tensor:

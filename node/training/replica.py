@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from node.diloco.fragments import Ranges
 from node.errors import NodeError
 from node.manifest import InnerConfig
-from node.training.inner import Execution, InnerLoop, Spoil, StepResult
+from node.training.inner import Between, Execution, InnerLoop, Spoil, StepResult
 from node.training.model import CPU, change_flat_, take_flat
 from node.training.ranks import Ranks
 
@@ -33,12 +33,10 @@ class Replica:
         self._all: Ranges = ((0, sum(p.numel() for p in model.parameters())),)
 
     def follow(self) -> None:
-        """Ranks other than 0: make the calls that rank 0 makes, until it ends."""
+        """Ranks other than 0: make the calls that rank 0 makes, until this process is ended."""
         assert self._ranks is not None
         while True:
             name, args = self._ranks.hear()
-            if name == "end":
-                return
             with suppress(NodeError):  # It is for rank 0, where the same happens, to say what follows.
                 getattr(self, name)(*args)
 
@@ -47,16 +45,20 @@ class Replica:
         if self._ranks is not None and self._ranks.rank == 0 and (always or self._ranks.is_sharded):
             self._ranks.tell(name, *args)
 
-    def end(self) -> None:
-        """The other ranks need not stay."""
-        self._tell("end")
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks make each step."""
+        return self._ranks is not None
 
     # steps
 
-    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None) -> StepResult:
-        """As `InnerLoop.step`, on all rows of `batch`, int64 [B, T + 1]."""
+    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None, between: Between = lambda: None) -> StepResult:
+        """As `InnerLoop.step`, on all rows of `batch`, int64 [B, T + 1].
+
+        With several ranks `between` may not raise: the others would wait for this one.
+        """
         self._tell("step", batch, lr)
-        return self.inner.step(batch, lr, spoil)
+        return self.inner.step(batch, lr, spoil, between)
 
     def nudge(self, share: float) -> None:
         self._tell("nudge", share)

@@ -6,17 +6,16 @@ The built-in text lies in memory, and each round has a stream of its own; other 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from node.errors import ConfigError, MachineError
+from node.errors import ConfigError, Damaged, MachineError, Unreachable
 from node.manifest import RunConfig, parse_source
 from node.training.data import Corpus, Stream, held_out_batches, load_corpus
-from node.training.documents import Damaged, Documents, Unreachable
+from node.training.documents import Documents
 from node.training.packing import Packed, first_rows
 from node.training.prefetch import Prefetcher
 from node.training.tokenizer import Tokenizer, open_tokenizer
@@ -39,8 +38,8 @@ class Reader(Protocol):
 
     def start_round(self, round_: int) -> None: ...
 
-    def next_batch(self, wait: Callable[[], None] = lambda: None) -> Tensor:
-        """int64 cpu [B, T + 1] of the run's batch size and sequence length. `wait` is called while there is none."""
+    def next_batch(self) -> Tensor | None:
+        """int64 cpu [B, T + 1] of the run's batch size and sequence length; None where there is none yet."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +75,7 @@ class BuiltinReader:
         if round_ != self._round:
             self._go_to(round_, 0)
 
-    def next_batch(self, wait: Callable[[], None] = lambda: None) -> Tensor:
+    def next_batch(self) -> Tensor:
         return self._stream.next_batch(self._inner.batch_size, self._inner.sequence_length)
 
     def close(self) -> None:
@@ -112,8 +111,8 @@ class PackedReader:
     def start_round(self, round_: int) -> None:
         pass
 
-    def next_batch(self, wait: Callable[[], None] = lambda: None) -> Tensor:
-        return self._prefetcher.take(wait)
+    def next_batch(self) -> Tensor | None:
+        return self._prefetcher.take()
 
     def close(self) -> None:
         self._prefetcher.close()

@@ -127,7 +127,7 @@ def open_tokenizer(name: str, text_dir: Path, cache: Path) -> Tokenizer:
         )
     try:
         inner = AutoTokenizer.from_pretrained(
-            place, revision=revision or "main", cache_dir=str(cache), trust_remote_code=False
+            place, revision=revision or "main", cache_dir=str(cache), trust_remote_code=False, token=False
         )
     except OSError as exc:
         raise MachineError(

@@ -5,12 +5,15 @@ Each value goes into the contribution to the next round, so into the record of t
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 from node.manifest import EvaluationConfig
 from node.swarm.chain import Tip
 from node.swarm.rendezvous import leader_order
 from node.worker.local import Local
+
+MOST = 1e6
+"""Of a loss that a record takes."""
 
 
 def is_drawn(me: str, tip: Tip, members: int) -> bool:
@@ -26,9 +29,9 @@ class Evaluation:
         self.newest: float | None = None
         """Loss of the newest anchor as this node has found it; None where it has not looked."""
 
-    def follow(self, tip: Tip, me: str) -> None:
+    def follow(self, tip: Tip, me: str, between: Callable[[], None]) -> None:
         """A round is over: evaluate its anchor, where that is due and this node is drawn."""
         self.newest = None
         if self._local.evaluates and tip.round % self._cfg.every_rounds == 0 and is_drawn(me, tip, self._cfg.members):
-            loss = self._local.evaluate(tip.state.anchor)
-            self.newest = loss if math.isfinite(loss) else None
+            loss = self._local.evaluate(tip.state.anchor, between)
+            self.newest = loss if loss < MOST else None  # What is no number is not less.

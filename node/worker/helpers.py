@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from node.config import Config, DevicesConfig
 from node.errors import ConfigError
@@ -29,11 +31,12 @@ from node.training.device import Chosen, choose_device
 from node.training.fit import settle_execution, shape_execution
 from node.training.inner import Execution
 from node.training.model import build_model
-from node.training.ranks import Ranks, find_store, open_store
+from node.training.ranks import Ranks
 from node.training.replica import Replica
 from node.worker.parent import die_with_parent
 
 WATCH_S = 0.5
+END_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +67,21 @@ class Helpers:
         how: Execution,
         *,
         threads: int,
-        port: int,
+        folder: Path,
         on_death: Callable[[str], None],
     ) -> None:
-        self._on_death = on_death
+        self._on_death, self._folder = on_death, folder
         self._is_over = threading.Event()
         told = {
             "run": run.model_dump(mode="json"),
             "devices": devices.model_dump(mode="json"),
             "how": asdict(how),
-            "port": port,
+            "folder": str(folder),
             "threads": threads,
             "parent": os.getpid(),
         }
         self._processes = [self._start(told | {"rank": rank}) for rank in range(1, devices.ranks)]
         threading.Thread(target=self._watch, name="helpers", daemon=True).start()
-
-    @property
-    def pids(self) -> Sequence[int]:
-        return [process.pid for process in self._processes]
 
     def _start(self, told: dict[str, Any]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -119,7 +118,8 @@ class Helpers:
         self._is_over.set()
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.wait(END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def gather(
@@ -127,24 +127,23 @@ def gather(
 ) -> tuple[Replica, Helpers | None]:
     """The node's replica, whose calls all its ranks make; and their processes, where there are several."""
     devices = config.devices
-    check_ranks(run, devices, chosen.precision)
     how = settle_execution(model, run, chosen, devices)
     if devices.ranks == 1:
         return Replica(model, run.inner, chosen.device, how), None
-    store, port = open_store(devices.ranks)
-    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, port=port, on_death=on_death)
+    folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
+    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, folder=folder, on_death=on_death)
     try:
-        return _part_of(run, devices, how, chosen, model, rank=0, store=store), helpers
+        return _part_of(run, devices, how, chosen, model, rank=0, folder=folder), helpers
     except BaseException:
         helpers.close()
         raise
 
 
 def _part_of(
-    run: RunConfig, devices: DevicesConfig, how: Execution, chosen: Chosen, model: nn.Module, *, rank: int, store: Store
+    run: RunConfig, devices: DevicesConfig, how: Execution, chosen: Chosen, model: nn.Module, *, rank: int, folder: Path
 ) -> Replica:
     """A rank's part; returns when all ranks have come."""
-    ranks = Ranks(rank, devices.ranks, store, chosen.device, is_sharded=devices.sharding == "fsdp")
+    ranks = Ranks(rank, devices.ranks, folder, chosen.device, is_sharded=devices.sharding == "fsdp")
     return Replica(model, run.inner, chosen.device, how, ranks)
 
 
@@ -156,8 +155,7 @@ def main() -> int:
     model = build_model(run.model, seed=0)
     shape_execution(model, devices)
     how = Execution(**told["how"])
-    store = find_store(devices.ranks, told["port"])
-    replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], store=store)
+    replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], folder=Path(told["folder"]))
     try:
         replica.follow()
     except Exception:

@@ -46,6 +46,8 @@ class Local:
         self.replica = replica
         self._open_text = text
         self._text: Reader | None = None
+        self._unfinished: dict[str, Any] | None = None
+        """Where the text stood before a step that has not come to its end."""
         self._rests = 0
         self._step_s: deque[float] = deque(maxlen=STEP_TIMES)
 
@@ -56,6 +58,11 @@ class Local:
         """From `begin` or `resume` on."""
         assert self._text is not None
         return self._text
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """In the text, behind the last step that is done; for a checkpoint."""
+        return self.text.state if self._unfinished is None else self._unfinished
 
     def begin(self, anchor: Tensor) -> None:
         """Go on from an anchor, fp32 [P], without a past of this node's own; text that was read stays read."""
@@ -95,18 +102,23 @@ class Local:
 
     # steps
 
-    def step(self, lr: float, faults: Faults, round_: int, wait: Callable[[], None]) -> StepResult:
-        """One inner step on the next batch. Raises what `InnerLoop.step` raises.
+    def step(self, lr: float, faults: Faults, round_: int, between: Callable[[], None]) -> StepResult | None:
+        """One inner step on the next batch; None where there is no text yet. Raises what `InnerLoop.step` raises.
 
-        `faults`, on purpose, those of `round_`. `wait` is called now and then while there is no text.
+        `faults`, on purpose, those of `round_`. `between` is called after each micro-batch, and may end the step.
         """
         began_s = time.monotonic()
         if rest_s := faults.rest_s():
             return self._rest(rest_s)
+        before = self.text.state
         with self._ledger.doing(Activity.DATA):
-            batch = self.text.next_batch(wait)
+            batch = self.text.next_batch()
+        if batch is None:
+            return None
+        self._unfinished = before
         with self._ledger.doing(Activity.COMPUTE):
-            result = self.replica.step(batch, lr, lambda rows: _spoilt(faults, round_, rows))
+            result = self.replica.step(batch, lr, lambda rows: _spoilt(faults, round_, rows), between)
+            self._unfinished = None
             time.sleep(max(0.0, faults.slowness() - 1) * (time.monotonic() - began_s))
         self._count(time.monotonic() - began_s, result.tokens)
         self._ledger.skipped_steps += not result.tokens
@@ -140,14 +152,25 @@ class Local:
     def evaluates(self) -> bool:
         return bool(self._held_out)
 
-    def evaluate(self, anchor: Tensor) -> float:
-        """Loss of an anchor, fp32 [P], on the held-out split, nats per token. The parameters stay as they are."""
+    def evaluate(self, anchor: Tensor, between: Callable[[], None]) -> float:
+        """Loss of an anchor, fp32 [P], on the held-out split, nats per token. The parameters stay as they are.
+
+        Within the run's budget of time; `between` is called before each micro-batch.
+        """
+        rows = self.replica.inner.micro_batch
+        parts = [part for batch in self._held_out for part in torch.split(batch, rows or len(batch))]
+
+        def loss_of(part: Tensor) -> float:
+            between()
+            return self.replica.loss_of(part)
+
         with self._ledger.doing(Activity.EVALUATE):
             own = self.replica.parameters
             self.replica.load(anchor)
-            loss = evaluate(self.replica.loss_of, self._held_out, budget_s=self._run.evaluation.budget_s)
-            self.replica.load(own)
-        return loss
+            try:
+                return evaluate(loss_of, parts, budget_s=self._run.evaluation.budget_s)
+            finally:
+                self.replica.load(own)
 
 
 def _spoilt(faults: Faults, round_: int, rows: int) -> float:

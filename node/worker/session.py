@@ -10,11 +10,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from node.config import Config
 from node.diloco.codec import make_codec
@@ -121,10 +121,11 @@ class Opening:
         ledger: Ledger,
         check: Callable[[], None],
         fits: Callable[[RunConfig], None],
-        prepare: Callable[[RunConfig], None],
+        prepare: Callable[[RunConfig], Future[Any] | None],
     ) -> None:
         self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
         self._fits, self._prepare = fits, prepare
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="beside")
         self._folder = config.node.data_dir
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
         self._invite = parse_invite(start.join) if start.join else None
@@ -199,12 +200,14 @@ class Opening:
         from node.training.model import build_model, flatten
 
         if run.model.start:
-            shape, first = load_start(run.model, self._config.node.hub_cache)
+            shape, first = self.beside(lambda: load_start(run.model, self._config.node.hub_cache))
             run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
             self._fits(run)
         else:
             self._fits(run)
-            first = flatten(build_model(run.model, seed=secrets.randbits(63)))
+            first = self.beside(lambda: flatten(build_model(run.model, seed=secrets.randbits(63))))
+        if (loading := self._prepare(run)) is not None:
+            self.wait(loading)  # What is wrong with the text is said before there is a run that has it.
         state = genesis(first)
         draft = Manifest(
             run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
@@ -213,7 +216,6 @@ class Opening:
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._store.save(initial_checkpoint(manifest, tip))
         _write_whole(self._manifest_file, manifest.canonical())
-        self._prepare(run)
         logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
         return manifest
 
@@ -290,6 +292,10 @@ class Opening:
                     raise
                 look()
                 self._breathe()
+
+    def beside(self, work: Callable[[], T]) -> T:
+        """Its result, made on a thread that lives on: processes that it starts end with their thread."""
+        return self.wait(self._beside.submit(work))
 
     def pause(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds

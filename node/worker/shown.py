@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from node.status import RoundRecord
+from node.status import Phase, RoundRecord
 from node.swarm.chain import Tip
+from node.swarm.member import View
 from node.worker.session import Session, invite_of
 from node.worker.teller import Teller
 
@@ -24,9 +25,27 @@ def waits(teller: Teller, done_ratio: float, eta_s: float) -> None:
     teller.sync = teller.sync.model_copy(update={"progress_ratio": done_ratio, "eta_s": eta_s})
 
 
-def evaluation(teller: Teller, own: float | None, record: RoundRecord) -> None:
+def training(teller: Teller, next_round: int, *, overlaps: bool) -> None:
+    reason = f"Training towards round {next_round}."
+    if overlaps:
+        reason = f"Training towards round {next_round + 1}, while round {next_round} is averaged."
+    teller.enter(Phase.TRAINING, reason, "training")
+
+
+def no_text(teller: Teller, problem: str) -> None:
+    teller.enter(Phase.TRAINING, f"{problem or 'Reading text.'} Waiting for it.", "no_text")
+
+
+def waiting(teller: Teller, view: View, next_round: int) -> None:
+    """Standing still until a round is over."""
+    stage = f" ({view.stage})" if view.stage != "idle" else ""
+    reason = view.waiting_reason or f"Averaging round {next_round}{stage}."
+    teller.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")
+
+
+def evaluation(teller: Teller, own: float | None, record: RoundRecord | None) -> None:
     """A round is over: this node's own word on the new anchor, else the others' on the one before."""
-    loss = own if own is not None else record.evaluation_loss
+    loss = own if own is not None or record is None else record.evaluation_loss
     if loss is not None:
         teller.training = teller.training.model_copy(update={"evaluation_loss": loss})
 

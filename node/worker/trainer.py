@@ -94,6 +94,7 @@ class Trainer:
             self.local.resume(saved)
             self.progress = Progress(saved.inner_step)
             self._accounts = Accounts(self.run.sync.fragment_count, saved.extra.get("owed", ()))
+            shown.evaluation(self.teller, saved.extra.get("evaluation_loss"), None)
         self._show_position()
 
     def save(self) -> None:
@@ -113,7 +114,7 @@ class Trainer:
                 local=self.local.replica.parameters,
                 optimizer=self.local.replica.moments() | self._outgoing.tensors(),
                 inner_step=sent_steps + self.progress.steps,
-                text=self.local.text.state,
+                text=self.local.place,
                 extra={"ledger": ledger, "owed": owed, "evaluation_loss": self.teller.training.evaluation_loss},
             )
             self._saver.begin(checkpoint, self.tip)
@@ -172,11 +173,14 @@ class Trainer:
         faults.meet("inner", self.tip.round + 1, self._role)
         lr = self._learning_rate()
         try:
-            result = self.local.step(lr, faults, self.tip.round + 1, self._await_text)
+            result = self.local.step(lr, faults, self.tip.round + 1, self._between_passes)
         except TrainingError as exc:
             if not self.progress.steps or self._dropped >= MAX_DROPPED:
                 raise
             self._drop(f"The local parameters no longer train ({exc})")
+            return
+        if result is None:
+            shown.no_text(self.teller, self.local.text.problem)
             return
         if self.teller.state.code == "no_text":
             self.show_training()
@@ -189,10 +193,11 @@ class Trainer:
         if self.teller.is_due:
             self._show_step()
 
-    def _await_text(self) -> None:
-        """While there is no batch: say so, and obey."""
-        self.teller.enter(Phase.TRAINING, f"{self.local.text.problem or 'Reading text.'} Waiting for it.", "no_text")
-        self.breathe()
+    def _between_passes(self) -> None:
+        """Within a step, which may take long: tell, and obey, unless other ranks would wait for this one."""
+        self.teller.tell()
+        if not self.local.replica.is_shared:
+            self._check()
 
     def breathe(self) -> None:
         """Tell, and obey, between two inner steps."""
@@ -268,7 +273,7 @@ class Trainer:
             while self.tip.head == before:
                 self.obey_mail(timeout_s=POLL_S, blocked_since_s=began_s)
                 self._outgoing.check()
-                self._show_waiting()
+                shown.waiting(self.teller, self.session.swarm.view, self.tip.round + 1)
                 self.teller.tell()
                 self._check()
 
@@ -324,11 +329,12 @@ class Trainer:
         self.local.replica.change(ranges, moved)
         if landing.flight is None:
             self.progress = Progress()
-        self._evaluation.follow(self.tip, self.session.swarm.view.peer_id)
+        if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
+            self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self.teller.tell)
         self.local.text.start_round(self.tip.round + 1)
         self._close_books(done, blocked_s, time.monotonic() - began_s)
         self._show_position()
-        if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
+        if self.session.swarm.mailbox.empty():
             self._calendar.round_over(self.tip.round)
         if landing.flight is not None:
             self._round_over()
@@ -388,14 +394,5 @@ class Trainer:
         shown.steps(self.teller, self.progress.steps, self.tip.inner_steps)
 
     def show_training(self) -> None:
-        next_round = self.tip.round + 1
-        reason = f"Training towards round {next_round}."
-        if self.in_flight and self.run.sync.mode != "blocking":
-            reason = f"Training towards round {next_round + 1}, while round {next_round} is averaged."
-        self.teller.enter(Phase.TRAINING, reason, "training")
-
-    def _show_waiting(self) -> None:
-        view = self.session.swarm.view
-        stage = f" ({view.stage})" if view.stage != "idle" else ""
-        reason = view.waiting_reason or f"Averaging round {self.tip.round + 1}{stage}."
-        self.teller.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")
+        overlaps = self.in_flight and self.run.sync.mode != "blocking"
+        shown.training(self.teller, self.tip.round + 1, overlaps=overlaps)

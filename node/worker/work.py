@@ -19,7 +19,7 @@ from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
 from node.training.fit import check_fit
 from node.worker.channel import Channel, ChannelHandler
-from node.worker.helpers import gather
+from node.worker.helpers import check_ranks, gather
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.loop import train
@@ -118,20 +118,25 @@ class Work:
     def _fits(self, run: RunConfig) -> None:
         if self._chosen is not None:
             check_fit(run, self._config, self._chosen)
+            check_ranks(run, self._config.devices, self._chosen.precision)
 
-    def _prepare(self, run: RunConfig) -> None:
+    def _prepare(self, run: RunConfig) -> Future[Materials] | None:
         if self._chosen is not None:
             self._loading = begin_loading(run, self._config)
+        return self._loading
 
     def _train(self, session: Session) -> None:
         assert self._chosen is not None and session.tip is not None
         run = session.manifest.run
         self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
         loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run, self._config)
-        replica, helpers = gather(run, self._config, self._chosen, loaded.model, _end_with_helper)
+        chosen = self._chosen
+        replica, helpers = self._opening.beside(
+            lambda: gather(run, self._config, chosen, loaded.model, _end_with_helper)
+        )
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
-        session.swarm.take_part(session.rules, session.tip, session.source)
         try:
+            session.swarm.take_part(session.rules, session.tip, session.source)
             local = Local(run, replica, lambda state: loaded.library.reader(*ids, state), loaded.held_out, self._ledger)
             try:
                 self._train_on(session, local)

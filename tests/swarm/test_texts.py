@@ -65,7 +65,8 @@ def state_after(
     assert isinstance(reader, PackedReader)
     try:
         for _ in range(steps):
-            reader.next_batch()
+            while reader.next_batch() is None:
+                pass
         return reader.state
     finally:
         reader.close()

@@ -53,10 +53,13 @@ for number, batch in enumerate(batches):
         expected = torch.cat([flat[low:high] for low, high in ranges]) * 0.999
         assert torch.allclose(taken, expected), (taken - expected).abs().max()
         replica.load_moments(moments)
+        replica.loss_of(batches[0])  # As evaluation: other parameters for a while.
+        replica.load(torch.zeros_like(flat))
+        replica.loss_of(batches[0])
+        replica.load(flat)
         assert all(torch.equal(value, replica.moments()[name]) for name, value in moments.items())
 evaluated = replica.loss_of(batches[0])
 digest = replica.parameters.double()
-replica.end()
 if helpers is not None:
     helpers.close()
 print(json.dumps({"losses": losses, "evaluated": evaluated, "norm": digest.norm().item(), "sum": digest.sum().item()}))

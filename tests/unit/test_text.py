@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,17 @@ def reader(folder: Path, *sources: str, peer: str = "peer", state: dict[str, Any
 def batches(source: Reader, count: int) -> torch.Tensor:
     """[count B, T + 1]"""
     try:
-        taken = [source.next_batch() for _ in range(count)]
+        taken = [taken_from(source) for _ in range(count)]
         return torch.cat(taken) if taken else torch.empty(0, T + 1, dtype=torch.int64)
     finally:
         source.close()
+
+
+def taken_from(source: Reader) -> torch.Tensor:
+    deadline = time.monotonic() + 30
+    while (batch := source.next_batch()) is None:
+        assert time.monotonic() < deadline
+    return batch
 
 
 def split_into(folder: Path, files: int, write: Callable[..., None]) -> None:
@@ -174,6 +182,35 @@ def test_overlap_of_a_hundred_peers_that_come_and_go_is_as_expected() -> None:
 
 
 # Bad input
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "text:/etc/passwd",
+        "text:~/mail/*",
+        "text:../../secret.txt",
+        "json:a/../../b",
+        "hub:/etc",
+        "hub:./a",
+        "hub:../x/y",
+    ],
+)
+def test_a_manifest_names_no_file_of_a_volunteers(source: str) -> None:
+    with pytest.raises(ValueError, match=r"in sources (leaves|is no data set)"):
+        run_of(source)
+    with pytest.raises(ValueError, match="tokenizer"):
+        run_of("text:a.txt", tokenizer=source.partition(":")[2] if source.startswith("text") else source)
+
+
+def test_other_files_than_before_are_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    split_into(tmp_path / "files", 40, write_json)
+    first = reader(tmp_path, "json:files/*.jsonl")
+    batches(first, 20)
+    write_json(tmp_path / "files" / "more", ["more " * 50])
+    again = batches(reader(tmp_path, "json:files/*.jsonl", state=first.state), 5)
+    assert (again[:8, 0] == BEGIN).all(), "each lane begins with a document"
+    assert "read anew" in caplog.text
 
 
 def message(folder: Path, *sources: str, **data: Any) -> str:
