@@ -31,6 +31,7 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "compute_utilization_ratio": ("gauge", {}),
     "tokens_processed_total": ("counter", {}),
     "inner_steps_total": ("counter", {}),
+    "skipped_steps_total": ("counter", {}),
     "inner_step_duration_seconds": ("histogram", {}),
     "training_loss": ("gauge", {}),
     "evaluation_loss": ("gauge", {}),

@@ -51,9 +51,8 @@ def kill_a_rank(swarm: Swarm) -> None:
 
 def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
     node = swarm.found("--devices.precision=fp16", env={"DILOCO_FAULTS": "inner@1=overflow:3"})
-    first = node.until(lambda s: s["training"]["loss"], START_S)["training"]["loss"]
     status = node.until_round(3, 2 * START_S)
-    assert status["training"]["loss"] < first
+    assert status["training"]["loss"] < 5.0, "of a model that knows nothing it is 5.55"
     counted = [
         line for line in node.http.get("/metrics").text.splitlines() if line.startswith("diloco_skipped_steps_total")
     ]
