@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from node.diloco.fragments import Ranges
-from node.errors import NodeError
+from node.errors import MachineError, NodeError
 from node.manifest import InnerConfig
 from node.training.inner import Between, Execution, InnerLoop, Spoil, StepResult
 from node.training.model import CPU, change_flat_, take_flat
@@ -59,6 +59,19 @@ class Replica:
         """
         self._tell("step", batch, lr)
         return self.inner.step(batch, lr, spoil, between)
+
+    def warm_up(self, rows: int, length: int) -> None:
+        """Make a pass that changes nothing, so that layers compile now; minutes. MachineError where they cannot."""
+        self._tell("warm_up", rows, length)
+        try:
+            self.inner.probe(torch.zeros(rows, length + 1, dtype=torch.int64))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as exc:
+            raise MachineError(
+                "The layers could not be compiled: install a C++ compiler, or leave devices.compile off.",
+                code="no_compiler",
+            ) from exc
 
     def nudge(self, share: float) -> None:
         self._tell("nudge", share)

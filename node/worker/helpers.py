@@ -129,14 +129,22 @@ def gather(
     devices = config.devices
     how = settle_execution(model, run, chosen, devices)
     if devices.ranks == 1:
-        return Replica(model, run.inner, chosen.device, how), None
+        return _compiled(Replica(model, run.inner, chosen.device, how), run, devices, how), None
     folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
     helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, folder=folder, on_death=on_death)
     try:
-        return _part_of(run, devices, how, chosen, model, rank=0, folder=folder), helpers
+        replica = _part_of(run, devices, how, chosen, model, rank=0, folder=folder)
+        return _compiled(replica, run, devices, how), helpers
     except BaseException:
         helpers.close()
         raise
+
+
+def _compiled(replica: Replica, run: RunConfig, devices: DevicesConfig, how: Execution) -> Replica:
+    """It, with compiling done where that is asked for: a first step that takes minutes would look like a hang."""
+    if devices.compile:
+        replica.warm_up(how.micro_batch, run.inner.sequence_length)
+    return replica
 
 
 def _part_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from node.status import Phase, RoundRecord
 from node.swarm.chain import Tip
 from node.swarm.member import View
-from node.worker.session import Session, invite_of
+from node.worker.session import Session
 from node.worker.teller import Teller
 
 
@@ -55,7 +55,6 @@ def position(teller: Teller, session: Session, tip: Tip) -> None:
     teller.run = teller.run.model_copy(
         update={
             "manifest_hash": session.manifest.hash,
-            "invite": invite_of(session.manifest, session.swarm.view.addresses),
             "round": tip.round,
             "swarm_tokens": tip.state.tokens,
             "head": tip.head,

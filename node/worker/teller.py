@@ -39,6 +39,8 @@ class Teller:
     def __init__(self, channel: Channel, ledger: Ledger, describe: Callable[[], tuple[DeviceInfo, ...]]) -> None:
         self._channel, self._ledger, self._describe = channel, ledger, describe
         self.swarm: SwarmThread | None = None
+        self.invite: Callable[[tuple[str, ...]], str] = lambda _: ""
+        """To the run, by this node's addresses, which become known at any time."""
         self.state = PhaseState(since=utc_now())
         self.run = RunInfo()
         self.training = TrainingInfo()
@@ -93,7 +95,9 @@ class Teller:
         return Report(
             state=self.state,
             peer_id=view.peer_id,
-            run=self.run.model_copy(update={"swarm_round": max(view.swarm_round, self.run.round)}),
+            run=self.run.model_copy(
+                update={"swarm_round": max(view.swarm_round, self.run.round), "invite": self.invite(view.addresses)}
+            ),
             training=self.training.model_copy(update={"tokens_total": self._ledger.tokens}),
             sync=self.sync.model_copy(update={"stage": view.stage}),
             peers=PeersInfo(connected=view.connected, training=view.training),

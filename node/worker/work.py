@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future
+from functools import partial
 
 from node.config import Config
 from node.errors import NodeError, SwarmError
@@ -80,6 +81,7 @@ class Work:
             session = self._opening.open()
         except StopAsked:
             return "stopped", "Stopped as asked."
+        self._teller.invite = partial(invite_of, session.manifest)
         try:
             if self._start.mode == "train":
                 self._train(session)
@@ -224,9 +226,6 @@ class Work:
             self._teller.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
             session.swarm.serve(session.tip, session.source)
         self._show_place(session.tip)
+        self._teller.run = self._teller.run.model_copy(update={"manifest_hash": session.manifest.hash})
         while True:
-            addresses = session.swarm.view.addresses
-            self._teller.run = self._teller.run.model_copy(
-                update={"manifest_hash": session.manifest.hash, "invite": invite_of(session.manifest, addresses)}
-            )
             self._opening.pause(SERVE_POLL_S)

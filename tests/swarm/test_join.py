@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +132,11 @@ def agree_on(nodes: Sequence[Node], rounds: int) -> None:
 
     first = max(node.status()["run"]["round"] for node in nodes)
     wait_for(agreed, START_S, f"{rounds} rounds of {', '.join(node.name for node in nodes)} together")
+
+
+def test_a_founder_that_waits_for_others_has_an_invite_for_them(tmp_path: Path) -> None:
+    """Its addresses may become known only after it has begun to wait."""
+    with Swarm(tmp_path, tiny(round={"min_peers": 2, "inner_steps": 1})) as swarm:
+        node = swarm.found()
+        node.until(lambda s: s["code"] == "waiting_for_peers", START_S)
+        assert node.until(lambda s: s["run"]["invite"], 10 * PATIENCE)["phase"] == "syncing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -216,8 +217,17 @@ def test_a_chunked_loss_makes_the_same_step(how: Execution, monkeypatch: pytest.
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("recompute", "compiled"), [(True, False)])
-def test_recomputed_activations_make_the_same_step(recompute: bool, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "compiled"),
+    [
+        (True, False),
+        pytest.param(
+            False, True, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_recomputed_and_compiled_layers_make_the_same_step(recompute: bool, compiled: bool) -> None:
     whole_model, whole = loop()
     model = build_model(TINY, seed=1)
     prepare(model, recompute=recompute, compiled=compiled)
