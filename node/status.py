@@ -155,6 +155,8 @@ class RoundRecord(Value):
     swarm_tokens: int = 0
     evaluation_loss: float | None = None
     """Of the anchor before this round on the held-out text, nats per token: the median of the members that tell one."""
+    dropped: int = Field(0, ge=0)
+    """So many rounds of this node's side of a split, the last of them `round`, do not hold any more."""
     reason: str = ""
 
 

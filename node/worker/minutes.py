@@ -73,6 +73,7 @@ def dropped_record(loss: Loss) -> RoundRecord:
         outcome=Outcome.SKIPPED,
         started_at=utc_now(),
         head=loss.dropped[-1].head,
+        dropped=last - first + 1,
         reason=f"Dropped {which} of this side of a split, {tokens} tokens: {loss.reason}.",
     )
 

@@ -223,7 +223,15 @@ class Node:
         return list(self._get("/api/v1/rounds?limit=200")["rounds"])
 
     def digests(self) -> dict[int, str]:
-        return {r["round"]: r["state_digest"] for r in self.rounds() if r["outcome"] != "failed"}
+        """By round, of the line that holds: without failed attempts and what was dropped after a split."""
+        digests: dict[int, str] = {}
+        for record in reversed(self.rounds()):
+            if record["dropped"]:
+                for number in range(record["round"] - record["dropped"] + 1, record["round"] + 1):
+                    digests.pop(number, None)
+            elif record["outcome"] != "failed":
+                digests[record["round"]] = record["state_digest"]
+        return digests
 
     def peers(self) -> list[dict[str, Any]]:
         return list(self._get("/api/v1/swarm")["peers"])

@@ -145,8 +145,8 @@ def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path:
         assert_agreed(nodes, healed_at)
         losers = [node for node in nodes if "Dropped" in node.said()]
         assert losers, "nobody says what was dropped"
-        told = [r["reason"] for node in losers for r in node.rounds()]
-        assert any("Dropped" in reason for reason in told), told
+        told = [(r["dropped"], r["reason"]) for node in losers for r in node.rounds()]
+        assert any(dropped and "Dropped" in reason for dropped, reason in told), told
 
 
 @pytest.mark.timeout(300)
