@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -93,9 +94,25 @@ class NodeInfo(Value):
     peer_id: str = ""
     version: str = ""
     data_dir: str = ""
+    mode: Literal["train", "relay"] = "train"
+    """What the node is for: a relay does not train."""
+    started_at: str = ""
+    """When the supervisor started."""
+
+
+class Notice(Value):
+    """Something that its owner should know, for as long as it holds."""
+
+    code: str
+    """One word for a program."""
+    level: Literal["info", "warning", "error"] = "warning"
+    text: str
+    """One sentence, with the mend."""
 
 
 class RunInfo(Value):
+    name: str = ""
+    """Of the run, as its manifest has it; empty until that is known."""
     manifest_hash: str = ""
     invite: str = ""
     round: int = -1
@@ -103,6 +120,8 @@ class RunInfo(Value):
     swarm_round: int = -1
     """Highest committed round that any live peer claims."""
     swarm_tokens: int = 0
+    total_tokens: int = 0
+    """With so many tokens of the swarm the run is complete; 0 until the manifest is known."""
     head: str = ""
     """Hash of the newest record in the chain of committed rounds (of the manifest before the first), hex."""
     state_digest: str = ""
@@ -190,6 +209,10 @@ class PeerRow(Value):
     last_seen_s: float
     """Seconds since this node last had news of it."""
     this_node: bool = False
+    compute_utilization_ratio: float | None = None
+    """Of its last complete round, as it says itself; None where it does not."""
+    digest_agrees: bool | None = None
+    """Whether its state is, bit for bit, this node's after the same round; None where it cannot be told."""
 
 
 class DeviceInfo(Value):
@@ -201,6 +224,8 @@ class DeviceInfo(Value):
     memory_size_bytes: int | None = None
     temperature_celsius: float | None = None
     energy_joules: float | None = None
+    power_watts: float | None = None
+    """What it draws now."""
 
 
 class ContributionInfo(Value):
@@ -209,6 +234,8 @@ class ContributionInfo(Value):
     tokens_total: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    training_s: float = 0.0
+    """Seconds of computing given."""
 
 
 class Counters(Value):
@@ -242,6 +269,8 @@ class Report(Value):
     swarm: tuple[PeerRow, ...] = ()
     compute_utilization_ratio: float | None = None
     """Of the last complete round: compute seconds / wall seconds."""
+    forecast_utilization_ratio: float | None = None
+    """What the formula says of it, with the measured step time, line and members (`node.diloco.forecast`)."""
     reachability: str = "none"
     """How others reach this node: `direct`, `relay` or `none`."""
     reachability_reason: str = ""
@@ -265,8 +294,11 @@ class Status(Value):
     sync: SyncInfo
     peers: PeersInfo
     compute_utilization_ratio: float | None
+    forecast_utilization_ratio: float | None = None
     reachability: str
     reachability_reason: str = ""
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
+    notices: tuple[Notice, ...] = ()
+    """What its owner should know."""

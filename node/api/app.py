@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from node.api.auth import Guard
 from node.api.problem import Fault, Problem, problem_response
 from node.api.routes import Served, make_router
-from node.api.seam import NotAllowed
+from node.api.seam import HistoryAway, NotAllowed
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def build_app(served: Served, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(RequestValidationError, _bad_request)
     api.add_exception_handler(NotAllowed, _conflict)
+    api.add_exception_handler(HistoryAway, _away)
     api.add_exception_handler(Exception, _our_fault)
     config = served.config.api
     return Guard(api, served.keys, hosts=[*hosts, *config.allowed_hosts], metrics_public=config.metrics_public)
@@ -89,6 +90,11 @@ def _bad_request(_request: Request, error: Exception) -> Response:
 def _conflict(_request: Request, error: Exception) -> Response:
     assert isinstance(error, NotAllowed)
     return problem_response(409, str(error), code=error.code)
+
+
+def _away(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HistoryAway)
+    return problem_response(503, str(error), {"Retry-After": "5"}, code=error.code)
 
 
 def _our_fault(_request: Request, _error: Exception) -> Response:

@@ -158,6 +158,10 @@ class Metrics(Collector):
         self._totals.told(report.counters, settled=report.state.phase not in UNSETTLED)
         self._last_sync_at_s = max(self._last_sync_at_s, report.counters.last_sync_at_s)
 
+    def totals(self) -> Series:
+        """Of all counters, over workers."""
+        return self._totals.read()
+
     def observe(self, seconds: Mapping[str, Iterable[float]]) -> None:
         """Durations under the keys of `link.Observed`."""
         for key, values in seconds.items():

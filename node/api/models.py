@@ -23,6 +23,32 @@ class Rounds(Value):
     """Newest first."""
 
 
+class History(Value):
+    step_s: float
+    """Seconds from one moment of `at_s` to the next."""
+    at_s: tuple[float, ...]
+    """Unix time at which each step begins; the axis of all series."""
+    series: dict[str, tuple[float | None, ...]]
+    """One value a step, null where nothing is known: the node was off, or the machine asleep."""
+
+
+class Contribution(Value):
+    """What one peer has given, in the rounds that this node knows of."""
+
+    peer_id: str
+    short_id: str
+    name: str
+    rounds: int
+    tokens: int
+    last_round: int
+    this_node: bool
+
+
+class Contributions(Value):
+    contributions: tuple[Contribution, ...]
+    """Most tokens first."""
+
+
 class Logs(Value):
     records: tuple[LogLine, ...]
     """Oldest first."""

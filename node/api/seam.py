@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pydantic import AwareDatetime, Field, model_validator
 
-from node.errors import UsageError
+from node.errors import NodeError, UsageError
 from node.status import PeerRow, Phase, RoundRecord, Status, Value
 
 ActionName = Literal["pause", "resume", "drain", "leave"]
@@ -40,6 +40,8 @@ class LogLine(Value):
     level: Level
     logger: str
     message: str
+    phase: str = ""
+    """Of the node, when it was said."""
     round: int | None = None
 
 
@@ -76,6 +78,45 @@ class View:
     """The worker's heartbeat is recent, or no worker is meant to run right now."""
 
 
+SERIES = (
+    "training_loss", "evaluation_loss", "tokens_per_second", "swarm_tokens_per_second", "swarm_peers",
+    "utilization_ratio", "forecast_utilization_ratio",
+    "activity_compute", "activity_sync_wait", "activity_data", "activity_evaluate", "activity_checkpoint",
+    "activity_paused", "activity_idle",
+    "sync_rendezvous", "sync_reduce", "sync_commit", "sync_apply", "sync_blocked",
+    "sent_bytes_per_second", "received_bytes_per_second",
+)  # fmt: skip
+"""What the history can be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Columns over one time axis, in even steps."""
+
+    step_s: float
+    at_s: Sequence[float]
+    """Unix time at which each step begins."""
+    columns: Mapping[str, Sequence[float | None]]
+    """By names of SERIES; None where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one peer has given to the rounds that this node knows of."""
+
+    peer_id: str
+    name: str
+    rounds: int
+    tokens: int
+    last_round: int
+
+
+class HistoryAway(NodeError):
+    """The history cannot be asked just now; the message says why."""
+
+    code = "history_away"
+
+
 class NotAllowed(UsageError):
     """The action does not fit the node's present phase. The message says why and what would."""
 
@@ -95,4 +136,16 @@ class Node(Protocol):
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
         """Begin an action and return the phase it leads to. Idempotent. Raises NotAllowed."""
+        ...
+
+
+class Past(Protocol):
+    """What is known of earlier, over restarts. Raises HistoryAway where that cannot be had within seconds."""
+
+    async def chart(self, names: Collection[str], since_s: float | None, points: int) -> Chart:
+        """At most so many steps from `since_s` (Unix time; None: the last hour) until now."""
+        ...
+
+    async def shares(self, limit: int) -> Sequence[Share]:
+        """Of the peers that have given most, those first."""
         ...

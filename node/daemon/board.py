@@ -9,15 +9,24 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import Protocol
 
 from node.api.seam import LOG_LEVELS, LogLine, View, level_name
-from node.status import NodeInfo, PhaseState, Report, RoundRecord, Status
+from node.status import NodeInfo, Notice, PhaseState, Report, RoundRecord, Status
 
 ROUNDS_KEPT = 200
 LOGS_KEPT = 2000
+
+
+class Memory(Protocol):
+    """What keeps more than the board does. Neither call waits."""
+
+    def told(self, report: Report) -> None: ...
+
+    def add_round(self, record: RoundRecord) -> None: ...
 
 
 class Board:
@@ -37,6 +46,9 @@ class Board:
         self._own: PhaseState | None = state
         self._report = Report()
         self._on_status = on_status
+        self.memory: Memory | None = None
+        """Hears every report and round record, from when it is set."""
+        self._notices: dict[str, Notice] = {}
         self._rounds: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)
         self._logs: deque[LogLine] = deque(maxlen=LOGS_KEPT)
         self._log_ids = itertools.count(1)
@@ -56,10 +68,26 @@ class Board:
 
     def told(self, report: Report) -> None:
         self._report = report
+        if self.memory is not None:
+            self.memory.told(report)
         self._publish()
 
     def add_round(self, record: RoundRecord) -> None:
         self._rounds.appendleft(record)
+        if self.memory is not None:
+            self.memory.add_round(record)
+
+    def restore_rounds(self, records: Iterable[RoundRecord]) -> None:
+        """What was known before this start, newest first."""
+        self._rounds.extend(records)
+
+    def notice(self, code: str, notice: Notice | None) -> None:
+        """Tell the owner of something, or, with None, that it is over."""
+        if notice is None:
+            self._notices.pop(code, None)
+        else:
+            self._notices[code] = notice
+        self._publish()
 
     def add_log(self, record: logging.LogRecord) -> None:
         level = level_name(record.levelno)
@@ -127,11 +155,13 @@ class Board:
             sync=report.sync,
             peers=report.peers,
             compute_utilization_ratio=report.compute_utilization_ratio,
+            forecast_utilization_ratio=report.forecast_utilization_ratio,
             reachability=report.reachability,
             reachability_reason=report.reachability_reason,
             devices=report.devices,
             limits=self._limits,
             contribution=report.contribution,
+            notices=tuple(notice for _, notice in sorted(self._notices.items())),
         )
 
 

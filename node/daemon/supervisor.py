@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -22,11 +23,12 @@ from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build
 from node.api.routes import Served
-from node.api.seam import PauseOrder
+from node.api.seam import HistoryAway, PauseOrder
 from node.config import Config
-from node.daemon.board import Board, BoardHandler
+from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
 from node.daemon.folder import DataFolder
 from node.daemon.keeper import Keeper, Mode, Timings
+from node.daemon.recorder import Clocks, Recorder
 from node.daemon.server import GRACE_S, bind, make_server, url_of
 from node.errors import NodeError
 from node.status import NodeInfo, PhaseState, Status, utc_now
@@ -77,7 +79,13 @@ async def _serve(
     parts: Parts,
 ) -> int:
     build = _build(parts.revision)
-    node = NodeInfo(name=config.node.name, version=build.version, data_dir=str(folder.path))
+    node = NodeInfo(
+        name=config.node.name,
+        version=build.version,
+        data_dir=str(folder.path),
+        mode=start[0],
+        started_at=utc_now(),
+    )
     board = Board(node, config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
     keeper = Keeper(
         config,
@@ -88,17 +96,24 @@ async def _serve(
         worker_command=parts.worker_command,
         timings=parts.timings,
     )
+    recorder = Recorder(folder.path / "history", Clocks(time.time, time.monotonic), trains=start[0] == "train")
+    recorder.totals = keeper.metrics.totals
     keys = Keys(folder.token, time.monotonic)
-    served = Served(keeper, keeper.metrics, keys, config, parts.origins, build)
+    served = Served(keeper, recorder, keeper.metrics, keys, config, parts.origins, build)
     server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]))
     handler = BoardHandler(board)
     logging.getLogger().addHandler(handler)
-    url = url_of(sock)
-    folder.write_address(url)
-    logger.info("The API listens on %s", url)
     try:
+        with suppress(HistoryAway):
+            board.restore_rounds(await recorder.rounds(ROUNDS_KEPT))
+        board.memory = recorder
+        url = url_of(sock)
+        folder.write_address(url)
+        logger.info("The API listens on %s", url)
         return await _until_end(keeper, board, server, sock)
     finally:
+        board.memory = None
+        recorder.close()
         logging.getLogger().removeHandler(handler)
 
 

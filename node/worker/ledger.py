@@ -103,6 +103,7 @@ class Ledger:
             tokens_total=self.tokens,
             bytes_sent=sum(counters.network_sent_bytes.values()),
             bytes_received=sum(counters.network_received_bytes.values()),
+            training_s=self.seconds[Activity.COMPUTE],
         )
 
     def take_durations(self) -> dict[str, list[float]]:

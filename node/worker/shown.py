@@ -55,6 +55,8 @@ def position(teller: Teller, session: Session, tip: Tip) -> None:
     teller.run = teller.run.model_copy(
         update={
             "manifest_hash": session.manifest.hash,
+            "name": session.manifest.run.name,
+            "total_tokens": session.manifest.run.total_tokens,
             "round": tip.round,
             "swarm_tokens": tip.state.tokens,
             "head": tip.head,

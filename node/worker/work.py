@@ -12,7 +12,7 @@ from node.config import Config
 from node.errors import NodeError, SwarmError
 from node.link import Start
 from node.manifest import RunConfig
-from node.status import DeviceInfo, Phase
+from node.status import Activity, DeviceInfo, Phase
 from node.swarm.catchup import Loss
 from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
@@ -226,6 +226,9 @@ class Work:
             self._teller.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
             session.swarm.serve(session.tip, session.source)
         self._show_place(session.tip)
-        self._teller.run = self._teller.run.model_copy(update={"manifest_hash": session.manifest.hash})
-        while True:
-            self._opening.pause(SERVE_POLL_S)
+        run = session.manifest.run
+        place = {"manifest_hash": session.manifest.hash, "name": run.name, "total_tokens": run.total_tokens}
+        self._teller.run = self._teller.run.model_copy(update=place)
+        with self._ledger.doing(Activity.IDLE if self._start.mode == "relay" else Activity.PAUSED):
+            while True:
+                self._opening.pause(SERVE_POLL_S)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from node.api.routes import Served
 from node.api.seam import ActionName, NotAllowed, PauseOrder, View
 from node.config import Config
 from node.daemon.board import Board
+from node.daemon.recorder import Clocks, Recorder
 from node.status import NodeInfo, Phase, PhaseState, Status
 
 TOKEN = "t" * 43
@@ -31,6 +33,7 @@ class StillNode:
 
     board: Board
     alive: bool = True
+    past: Recorder | None = None
     acted: list[tuple[ActionName, PauseOrder]] = field(default_factory=list)
     refuse: bool = False
     metrics: Metrics = field(init=False)
@@ -50,13 +53,17 @@ class StillNode:
 
 
 @pytest.fixture
-def still_node() -> StillNode:
+def still_node(tmp_path: Path) -> Iterator[StillNode]:
     node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
     node.metrics = Metrics(
         Build("1.2", "abc", "2.13", "1.1"), node.view, disk_used_bytes=lambda: {"cache": 3}, clock=time.monotonic
     )
     node.keys = Keys(TOKEN, time.monotonic)
-    return node
+    node.past = Recorder(tmp_path / "history", Clocks(time.time, time.monotonic), trains=True)
+    node.past.totals = node.metrics.totals
+    node.board.memory = node.past
+    yield node
+    node.past.close()
 
 
 @pytest.fixture
@@ -64,7 +71,8 @@ def app(still_node: StillNode) -> ASGIApp:
     config = Config.model_validate({"api": {"allowed_hosts": ["node.example"]}})
     origins = {"api.allowed_hosts": "file"}
     build = Build("1.2", "abc", "2.13", "1.1")
-    return build_app(Served(still_node, still_node.metrics, still_node.keys, config, origins, build))
+    assert still_node.past is not None
+    return build_app(Served(still_node, still_node.past, still_node.metrics, still_node.keys, config, origins, build))
 
 
 ClientMaker = Callable[..., httpx.AsyncClient]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.api.events import stream
-from node.api.routes import hide_secrets
+from node.api.routes_about import hide_secrets
 from node.status import Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
 from tests.api.conftest import ClientMaker, StillNode
 

@@ -1,0 +1,24 @@
+"""What the routes stand on: the node, its past, keys, configuration. Knows no route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from node.api.auth import Keys
+from node.api.metrics import Build, Metrics
+from node.api.seam import Node, Past
+from node.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """All of it; made once, where the process is put together."""
+
+    node: Node
+    past: Past
+    metrics: Metrics
+    keys: Keys
+    config: Config
+    origins: Mapping[str, str]
+    build: Build
