@@ -30,7 +30,7 @@ T = TypeVar("T")
 QUEUE_MAX = 256
 """Jobs that wait for the thread; beyond, what would be written is lost, and who asks is sent away."""
 ANSWER_S = 5.0
-CLOSE_S = 1.5
+CLOSE_S = 0.8
 REOPEN_S = 30.0
 """A file that could not be used is tried again so often."""
 
@@ -82,11 +82,11 @@ class Recorder:
         return await self._ask(lambda history: history.shares(limit))
 
     def close(self) -> None:
-        """Write what is left and end the thread; within CLOSE_S, whatever the disk does."""
+        """Write what is left and end the thread; within 2 CLOSE_S, whatever the disk does."""
         if rows := self._sampler.take(None):
             self._hand_over(rows)
         with suppress(queue.Full):
-            self._jobs.put_nowait(None)
+            self._jobs.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("The history's disk does not answer: its last seconds are lost.")

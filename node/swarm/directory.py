@@ -68,6 +68,8 @@ class PeerRecord(BaseModel):
     state_digest: str = Field("", max_length=64)
     swarm_tokens: int = Field(0, ge=0)
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
+    compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    """Of its last complete round."""
     transport: Literal["direct", "relay"] = "direct"
     inbound: bool = True
     """Whether others can open a connection to it. If not, it keeps its own to those that can be called."""
@@ -300,6 +302,7 @@ class Directory:
                 state_digest=r.state_digest,
                 last_seen_s=round(now - heard.get(r.peer_id, now), 1),
                 this_node=r.peer_id == self.me.peer_id,
+                compute_utilization_ratio=r.compute_utilization_ratio,
             )
             for r in self.live()
         ]

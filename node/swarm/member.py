@@ -80,6 +80,8 @@ class View:
     sent_bytes: Mapping[Channel, int] = field(default_factory=dict)
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
+    upload_bytes_s: float = 0.0
+    """What this node has measured of its uplink; 0: nothing yet."""
     problem: str = ""
     """Why nobody was reached, while nobody is."""
 
@@ -237,6 +239,7 @@ class Member:
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
+            upload_bytes_s=self.rounds.uplink.bytes_s if self.rounds else 0.0,
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 

@@ -132,9 +132,9 @@ class SwarmThread:
 
         self.start_call(restart).result(START_S)
 
-    def say(self, phase: Phase, tokens_per_second: float) -> None:
+    def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
         async def tell(member: Member) -> None:
-            member.directory.say(tokens_per_second=tokens_per_second)
+            member.directory.say(tokens_per_second=tokens_per_second, compute_utilization_ratio=utilization_ratio)
             was_member = member.directory.me.phase in MEMBER_PHASES
             await member.say(phase, at_once=was_member != (phase in MEMBER_PHASES))
 

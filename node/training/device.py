@@ -152,6 +152,7 @@ def _nvml_figures(device: torch.device) -> dict[str, float]:
     readings: dict[str, Callable[[], float]] = {
         "utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
         "temperature_celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "energy_joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
     }
     for name, read in readings.items():

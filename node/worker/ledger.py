@@ -44,6 +44,8 @@ class Ledger:
         """Seconds not told yet, by the names of `link.Observed`."""
         self._round_began_s = (clock(), 0.0)
         self.utilization_ratio: float | None = None
+        self.forecast_ratio: float | None = None
+        """What the formula says of it."""
 
     @contextmanager
     def doing(self, activity: Activity) -> Iterator[None]:

@@ -57,7 +57,7 @@ class Teller:
         self.state = PhaseState(phase=phase, reason=reason, code=code, since=since)
         logger.debug("%s: %s", phase, reason)
         if self.swarm is not None:
-            self.swarm.say(phase, self.training.tokens_per_second)
+            self.swarm.say(phase, self.training.tokens_per_second, self._ledger.utilization_ratio)
         self.tell(now=True)
 
     def round_over(self, record: RoundRecord) -> None:
@@ -103,6 +103,7 @@ class Teller:
             peers=PeersInfo(connected=view.connected, training=view.training),
             swarm=view.rows,
             compute_utilization_ratio=self._ledger.utilization_ratio,
+            forecast_utilization_ratio=self._ledger.forecast_ratio,
             reachability=view.reachability,
             reachability_reason=view.reachability_reason,
             devices=self._devices,

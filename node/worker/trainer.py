@@ -26,6 +26,7 @@ from node.swarm.rounds import Committed
 from node.worker import shown
 from node.worker.accounts import Accounts
 from node.worker.evaluation import Evaluation
+from node.worker.expected import expected_utilization
 from node.worker.ledger import Ledger
 from node.worker.local import Local
 from node.worker.minutes import failed_record, record_of
@@ -353,6 +354,7 @@ class Trainer:
         attempted = done.offered and record.outcome is not Outcome.ALONE
         included = done.included and attempted
         self.ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
+        self.ledger.forecast_ratio = expected_utilization(self.session, self.tip, self.local.step_s, record)
         self.teller.round_over(record)
         shown.evaluation(self.teller, self._evaluation.newest, record)
         loss = self.teller.training.loss

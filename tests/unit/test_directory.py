@@ -267,6 +267,9 @@ def forgeries() -> dict[str, Signed]:
         "an unknown field": raw(YOU, b', "admin": true}'),
         "a name too long": raw(YOU, b', "name": "' + b"x" * 65 + b'"}'),
         "a rate without end": raw(YOU, b', "tokens_per_second": 1e999}'),
+        "busier than all the time": raw(YOU, b', "compute_utilization_ratio": 1.01}'),
+        "a share that is no number": raw(YOU, b', "compute_utilization_ratio": NaN}'),
+        "a share that is text": raw(YOU, b', "compute_utilization_ratio": "<b>"}'),
         "too many addresses": raw(YOU, b', "addresses": [' + b",".join([b'"/a"'] * 17) + b"]}"),
         "an address that is none": raw(YOU, b', "addresses": ["http://x"]}'),
         "a number too large": raw(YOU, b', "number": 9223372036854775808}'),
@@ -293,11 +296,12 @@ def test_a_record_that_is_not_right_changes_nothing(what: str) -> None:
 def test_rows_are_for_people() -> None:
     clock = Clock()
     table = directory(clock)
-    table.merge([signed(YOU, 1, name="Ada", transport="relay")])
+    table.merge([signed(YOU, 1, name="Ada", transport="relay", compute_utilization_ratio=0.75)])
     clock.now_s += 2.0
     me, you = table.rows()
     assert me.this_node and not you.this_node
     assert (you.name, you.transport, you.last_seen_s) == ("Ada", "relay", 2.0)
+    assert (me.compute_utilization_ratio, you.compute_utilization_ratio) == (None, 0.75)
     assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
 
 
