@@ -5,10 +5,14 @@ Knows the formula's inputs and where they are measured; decides nothing.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from node.status import Outcome, RoundRecord
-from node.swarm.chain import Tip
-from node.worker.session import Session
+
+if TYPE_CHECKING:
+    from node.swarm.chain import Tip
+    from node.worker.session import Session
 
 
 def expected_utilization(session: Session, tip: Tip, step_s: float | None, record: RoundRecord) -> float | None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ def test_whatever_is_asked_for_the_answer_is_bounded_and_even(
     assert len(found.at_s) <= points
     assert {len(column) for column in found.columns.values()} == {len(found.at_s)}
     assert set(found.columns) == set(SERIES)
-    steps = {b - a for a, b in zip(found.at_s, found.at_s[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(found.at_s)}
     assert steps <= {found.step_s}
     if since_s is not None and since_s < START_S - 3600 and points > 7:
         assert all(value is not None for value in found.columns["training_loss"][1:-1])
@@ -330,19 +331,19 @@ def test_a_file_that_is_damaged_while_in_use_is_set_aside(tmp_path: Path, caplog
     with recording(tmp_path, machine) as recorder:
         for number in range(200):
             recorder.add_round(a_round(number))
-        assert len(asyncio.run(recorder.rounds(500))) == 300
+        assert len(asyncio.run(recorder.rounds(500))) == 200
     size = (tmp_path / FILE).stat().st_size
     with recording(tmp_path, machine) as recorder:
         asyncio.run(recorder.rounds(1))
         with (tmp_path / FILE).open("r+b") as file:
             file.seek(4096)
             file.write(b"\xa5" * (size - 4096))
-        for number in range(300, 330):
+        assert recorder._history is not None
+        recorder._history._db.execute("PRAGMA shrink_memory")  # Else it would not look at the file for long.
+        for number in range(200, 230):
             recorder.add_round(a_round(number))
-        with pytest.raises(HistoryAway):
-            asyncio.run(recorder.rounds(500))
-        recorder.add_round(a_round(999))
-        assert 999 in [r.round for r in asyncio.run(recorder.rounds(9))]
+        assert asyncio.run(recorder.rounds(1))[0].round == 229
+        assert len(asyncio.run(recorder.rounds(500))) < 30
     assert (tmp_path / DAMAGED).exists()
     assert "set aside" in caplog.text
 
@@ -417,4 +418,4 @@ def test_a_newer_version_s_file_is_left_as_it_is_and_set_aside(tmp_path: Path) -
 
 def test_the_steps_fit_into_each_other() -> None:
     assert TIERS[0].step == STEP_S
-    assert all(b.step % a.step == 0 for a, b in zip(TIERS, TIERS[1:], strict=False))
+    assert all(b.step % a.step == 0 for a, b in pairwise(TIERS))
