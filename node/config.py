@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from node.manifest import RunConfig, Section
+from node.schedule import Hours, check_zone, hours, parse_window, whole_windows
 
 LEAST_MBIT_S = 2.0
 """Bulk calls are given up when they take longer than at about this rate."""
@@ -87,6 +88,12 @@ class LimitsConfig(Section):
 
     cpu_threads: int = Field(0, ge=0)
     """Threads for computing; 0: all cores."""
+    gpu_memory_ratio: float = Field(0, ge=0, le=1)
+    """Most of the GPU's memory that the node's tensors may take, as a share of all of it; 0: no limit."""
+    gpu_power_watts: float = Field(0, ge=0)
+    """Most that the GPU may draw, where the driver lets this user say so; 0: no cap. What was set before comes back."""
+    disk_gb: float = Field(0, ge=0)
+    """Most that the data folder may hold, your own text aside, 10^9 bytes; the oldest goes first. 0: no limit."""
     upload_mbit_s: float = Field(0, ge=0)
     """Most that is sent to other peers, all together, headers included; 0: no limit, else at least 2."""
     download_mbit_s: float = Field(0, ge=0)
@@ -100,6 +107,32 @@ class LimitsConfig(Section):
                 f"rounds do not fit through less than {LEAST_MBIT_S:g} Mbit/s: allow that, or 0 for no limit"
             )
         return mbit_s
+
+
+def _windows(texts: tuple[str, ...]) -> tuple[str, ...]:
+    texts = whole_windows(texts)
+    for text in texts:
+        parse_window(text)
+    return texts
+
+
+class ScheduleConfig(Section):
+    """When the node trains; else it is paused, and the machine its owner's. `resume` and `pause` go before it all."""
+
+    timezone: Annotated[str, AfterValidator(check_zone)] = ""
+    """Time zone of the hours, such as Europe/Berlin; empty: this machine's."""
+    active: Annotated[tuple[str, ...], AfterValidator(_windows)] = ()
+    """Hours in which it trains, such as "mon-fri 22:00-08:00" and "sat,sun 00:00-24:00"; none: always."""
+    on_battery: Literal["pause", "run"] = "pause"
+    """What a notebook's node does without mains power."""
+    user_active: Literal["run", "pause"] = "run"
+    """What the node does while somebody uses this machine, as far as it can tell."""
+    user_idle_s: float = Field(300.0, ge=1)
+    """Seconds without input after which the user counts as away."""
+
+    @property
+    def hours(self) -> Hours:
+        return hours(self.active, self.timezone)
 
 
 class CheckpointConfig(Section):
@@ -129,5 +162,6 @@ class Config(Section):
     swarm: SwarmConfig = SwarmConfig()
     api: ApiConfig = ApiConfig()
     limits: LimitsConfig = LimitsConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -1,7 +1,8 @@
 """The words between supervisor and worker: one JSON object a line over a socketpair. Knows no process and no torch.
 
-Down (supervisor to worker): `Start` once, then `Stop`. Up (worker to supervisor): `Beat`, `Report` inside `Told`,
-`RoundTold`, `Observed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of ours and raises.
+Down (supervisor to worker): `Start` once, then `Adjust` and `Stop`. Up (worker to supervisor): `Beat`, `Report` inside
+`Told`, `RoundTold`, `Observed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of ours, and
+raises.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ class Stop(Value):
 
     type: Literal["stop"] = "stop"
     how: Literal["leave", "pause", "drain"]
+
+
+class Adjust(Value):
+    """Settings have changed. The worker makes those its own that hold at once: its name, log level and limits."""
+
+    type: Literal["adjust"] = "adjust"
+    config: dict[str, Any]
+    """As in `Start`."""
 
 
 class Beat(Value):
@@ -80,7 +89,7 @@ class Ended(Value):
 
 
 Up = Beat | Told | RoundTold | Observed | LogTold | Ended
-Down = Start | Stop
+Down = Start | Adjust | Stop
 
 _UP: TypeAdapter[Up] = TypeAdapter(Annotated[Up, Field(discriminator="type")])
 _DOWN: TypeAdapter[Down] = TypeAdapter(Annotated[Down, Field(discriminator="type")])

@@ -70,24 +70,32 @@ def value_of(loaded: Loaded, key: str) -> Any:
     return value
 
 
-def _checked(setting: Setting) -> Any:
-    key, value = known_keys()[setting.key], setting.value
-    if key.is_list and isinstance(value, str):
+def check_value(key: str, value: Any) -> Any:
+    """A known key's value in its own type. Raises ValueError, which says what is allowed: `it should be ...`."""
+    known = known_keys()[key]
+    if known.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        checked = key.adapter.validate_python(value)
+        checked = known.adapter.validate_python(value)
     except ValidationError as exc:
-        raise _not_allowed(setting, exc.errors()[0]["msg"].removeprefix("Input ")) from exc
-    if isinstance(value, bool) and not key.is_bool:
-        raise _not_allowed(setting, "should not be true or false")
+        allowed = exc.errors()[0]["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        raise ValueError(f"it {allowed}" if allowed.startswith("should") else allowed) from exc
+    if isinstance(value, bool) and not known.is_bool:
+        raise ValueError("it should not be true or false")
     if isinstance(checked, float) and not math.isfinite(checked):
-        raise _not_allowed(setting, "should be a finite number")
+        raise ValueError("it should be a finite number")
     return checked
+
+
+def _checked(setting: Setting) -> Any:
+    try:
+        return check_value(setting.key, setting.value)
+    except ValueError as exc:
+        raise _not_allowed(setting, str(exc)) from exc
 
 
 def _not_allowed(setting: Setting, allowed: str) -> ConfigError:
     article = "the " if setting.source in ("environment variable", "flag") else ""
-    allowed = f"it {allowed}" if allowed.startswith("should") else allowed
     return ConfigError(f"{setting.key} = {setting.value!r} from {article}{setting.origin} is not allowed: {allowed}.")
 
 

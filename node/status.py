@@ -82,6 +82,25 @@ def utc_now(ago_s: float = 0.0) -> str:
     return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def rfc3339(moment: datetime) -> str:
+    """UTC, to the second."""
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+PausedBy = Literal["owner", "schedule", "battery", "user", ""]
+
+
+class PauseInfo(Value):
+    """Who wants this node paused."""
+
+    by: PausedBy = ""
+    """Empty: nobody."""
+    until: str | None = None
+    """RFC 3339; None: until `resume`, or until what it is for has ended."""
+    after_round: int | None = None
+    """The owner has asked for a pause once this round is over."""
+
+
 class PhaseState(Value):
     phase: Phase = Phase.STARTING
     reason: str = "The node is starting."
@@ -302,3 +321,6 @@ class Status(Value):
     contribution: ContributionInfo
     notices: tuple[Notice, ...] = ()
     """What its owner should know."""
+    pause: PauseInfo = PauseInfo()
+    schedule_next: str | None = None
+    """The next moment at which the node's hours begin or end; None where they never do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from node.api.seam import LogLine
 from node.status import PeerRow, Phase, RoundRecord, Value
@@ -69,6 +69,10 @@ class ResolvedConfig(Value):
     """Every key as it holds now; secrets are hidden."""
     origins: dict[str, str]
     """Where each key that is not a default came from, under its dotted name."""
+    changeable: dict[str, Literal["now", "restart"]]
+    """What `PATCH` takes: some keys hold at once, others from the worker's next start (pause and resume do that)."""
+    pending_restart: tuple[str, ...]
+    """Keys that have changed since the worker's start, and wait for its next one."""
 
 
 class Accepted(Value):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from node.api import routes_about, routes_act, routes_health, routes_read
+from node.api.configure import add_config
 from node.api.problem import problem_responses
 from node.api.served import Served
 
@@ -19,5 +20,6 @@ def make_router(served: Served) -> APIRouter:
     routes_health.add(router, served)
     routes_read.add(router, served)
     routes_about.add(router, served)
+    add_config(router, served.settings)
     routes_act.add(router, served)
     return router

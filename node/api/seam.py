@@ -10,10 +10,11 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import AwareDatetime, Field, model_validator
 
+from node.config import Config
 from node.errors import NodeError, UsageError
 from node.status import PeerRow, Phase, RoundRecord, Status, Value
 
@@ -117,6 +118,17 @@ class HistoryAway(NodeError):
     code = "history_away"
 
 
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The configuration that holds."""
+
+    config: Config
+    origins: Mapping[str, str]
+    """Dotted key to where it came from."""
+    changeable: Mapping[str, Literal["now", "restart"]]
+    pending_restart: tuple[str, ...] = ()
+
+
 class NotAllowed(UsageError):
     """The action does not fit the node's present phase. The message says why and what would."""
 
@@ -148,4 +160,13 @@ class Past(Protocol):
 
     async def shares(self, limit: int) -> Sequence[Share]:
         """Of the peers that have given most, those first."""
+
+
+class Settings(Protocol):
+    """What of the node can be set while it runs."""
+
+    def configured(self) -> Configured: ...
+
+    def change(self, patch: Mapping[str, Any]) -> Configured:
+        """Take over a nested part of the configuration, all of it or nothing. Raises choices.ChoiceError."""
         ...

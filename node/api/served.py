@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
-from node.api.seam import Node, Past
+from node.api.seam import Node, Past, Settings
 from node.config import Config
 
 
@@ -19,6 +18,7 @@ class Served:
     past: Past
     metrics: Metrics
     keys: Keys
+    settings: Settings
     config: Config
-    origins: Mapping[str, str]
+    """That of the start: the port and who may ask for it do not change."""
     build: Build

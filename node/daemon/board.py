@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from node.api.seam import LOG_LEVELS, LogLine, View, level_name
-from node.status import NodeInfo, Notice, PhaseState, Report, RoundRecord, Status
+from node.status import NodeInfo, Notice, PauseInfo, PhaseState, Report, RoundRecord, Status
 
 ROUNDS_KEPT = 200
 LOGS_KEPT = 2000
@@ -43,6 +43,7 @@ class Board:
         """`state` is the first phase. `on_status` hears every change, in the writer's thread."""
         self._node = node
         self._limits = limits
+        self._pause: tuple[PauseInfo, str | None] = (PauseInfo(), None)
         self._own: PhaseState | None = state
         self._report = Report()
         self._on_status = on_status
@@ -64,6 +65,16 @@ class Board:
     def decide(self, state: PhaseState | None) -> None:
         """Set the phase that the supervisor owns; None leaves the word to the worker's reports."""
         self._own = state
+        self._publish()
+
+    def configured(self, name: str, limits: dict[str, float | int | None]) -> None:
+        """The node's settings have changed."""
+        self._node, self._limits = self._node.model_copy(update={"name": name}), limits
+        self._publish()
+
+    def scheduled(self, pause: PauseInfo, schedule_next: str | None) -> None:
+        """Who wants a pause, and when the hours turn."""
+        self._pause = (pause, schedule_next)
         self._publish()
 
     def told(self, report: Report) -> None:
@@ -162,6 +173,8 @@ class Board:
             limits=self._limits,
             contribution=report.contribution,
             notices=tuple(notice for _, notice in sorted(self._notices.items())),
+            pause=self._pause[0],
+            schedule_next=self._pause[1],
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from node.link import MAX_LINE_BYTES, Ended, Start, Stop, Up, decode_up, encode
+from node.link import MAX_LINE_BYTES, Adjust, Ended, Start, Stop, Up, decode_up, encode
 
 logger = logging.getLogger(__name__)
 output_logger = logging.getLogger("node.worker.output")
@@ -127,6 +127,9 @@ class Child:
         """Ask it to end. The caller sets the deadline."""
         self.asked = stop.how
         self._writer.write(encode(stop))
+
+    def tell(self, adjust: Adjust) -> None:
+        self._writer.write(encode(adjust))
 
     def kill(self, fault: str) -> None:
         """End its whole group now. `fault` says why, for `Fate`; the first reason stays."""

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -25,13 +26,23 @@ TOKEN_LENGTH_MIN = 32
 """Shorter tokens can be guessed; ours have 43 characters (256 bits)."""
 
 
-class Pause(Value):
-    """What outlives a restart: until when the node is paused, or after which round it is to pause."""
+class Asked(Value):
+    """What the owner has said last, if it is to outlive a restart: a pause, or to go on in spite of the hours."""
 
     until: AwareDatetime | None = None
-    """UTC; None: until `resume`."""
+    """UTC; None: paused until `resume`."""
     after_round: int | None = None
     """Not paused yet: pause once this round is over."""
+    resumed_until: AwareDatetime | None = None
+    """No pause: until then the hours of the week do not count."""
+
+    @property
+    def is_pause(self) -> bool:
+        return self.after_round is None and self.resumed_until is None
+
+    @property
+    def ends(self) -> datetime | None:
+        return self.resumed_until or self.until
 
 
 class DataFolder:
@@ -87,21 +98,21 @@ class DataFolder:
         """Tell the other commands of this folder where the API listens."""
         write_whole(self.path / "api.json", json.dumps({"url": url, "pid": os.getpid()}) + "\n")
 
-    def load_pause(self) -> Pause | None:
+    def load_asked(self) -> Asked | None:
         try:
-            return Pause.model_validate_json((self.path / "pause.json").read_bytes())
+            return Asked.model_validate_json((self.path / "pause.json").read_bytes())
         except FileNotFoundError:
             return None
         except ValidationError:
             logger.warning("pause.json in %s is damaged: the node takes it for a pause without end", self.path)
-            return Pause()
+            return Asked()
 
-    def save_pause(self, pause: Pause | None) -> None:
+    def save_asked(self, asked: Asked | None) -> None:
         """None removes it."""
-        if pause is None:
+        if asked is None:
             _remove(self.path / "pause.json")
         else:
-            write_whole(self.path / "pause.json", pause.model_dump_json() + "\n")
+            write_whole(self.path / "pause.json", asked.model_dump_json(exclude_none=True) + "\n")
 
     def disk_used_bytes(self) -> Mapping[str, int]:
         """Size of each kind of file, by walking; files that vanish meanwhile are left out."""

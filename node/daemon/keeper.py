@@ -5,7 +5,7 @@ HTTP, no torch. One event loop, one thread: whatever runs between two awaits run
 
     want      worker's mode     phase
     run       train or relay    what the worker reports; `starting` until its first report
-    pause     pause             paused
+    pause     pause             paused, with the code of who wants that (`pauses`)
     drain     (stops: drain)    draining, then stopped
     leave     (stops: leave)    leaving, then stopped
     error     none              error, until resume or leave
@@ -16,20 +16,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Literal
+from datetime import datetime
+from typing import Any, Literal
 
 from node.api.metrics import Build, Metrics
-from node.api.seam import ActionName, NotAllowed, PauseOrder, View
-from node.config import Config
+from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, View
 from node.daemon.board import Board
 from node.daemon.child import Child, Fate
-from node.daemon.folder import DataFolder, Pause
-from node.link import Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, Up
-from node.status import Phase, PhaseState, Status, utc_now
+from node.daemon.folder import DataFolder
+from node.daemon.pauses import Pauser
+from node.daemon.tuner import Tuner
+from node.link import Adjust, Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, Up
+from node.logs import set_level
+from node.status import Phase, PhaseState, Status, rfc3339, utc_now
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ Mode = Literal["train", "relay"]
 Want = Literal["run", "pause", "drain", "leave", "error"]
 
 RUN_COMPLETE = "run_complete"
-UNTIL_RESUME = "The node is paused until `resume`."
+WORKER_CANNOT = (2, 3)
+"""Exit codes of a worker that cannot do what its settings say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Keeper:
 
     def __init__(
         self,
-        config: Config,
+        tuner: Tuner,
+        pauser: Pauser,
         *,
         folder: DataFolder,
         board: Board,
@@ -76,21 +80,21 @@ class Keeper:
     ) -> None:
         """`start`: the mode, and the invite if there is one."""
         self.metrics = Metrics(build, self.view, disk_used_bytes=folder.disk_used_bytes, clock=time.monotonic)
-        self._config = config
+        self._tuner, self._pauser = tuner, pauser
         self._folder = folder
         self._board = board
         self._mode, self._join = start
         self._command = worker_command
         self._timings = timings
-        self._want: Want = "run"
-        self._pause = Pause()
+        self._verdict = pauser.verdict()
+        self._want: Want = "pause" if self._verdict.by else "run"
         self._child: Child | None = None
         self._started_at_s = 0.0
         self._beat_at_s = 0.0
         self._stop_by_s: float | None = None
         self._crashes = 0
         self._changed = asyncio.Event()
-        self._restore_pause()
+        self._tell_pause()
 
     # What the API asks (api.seam.Node)
 
@@ -117,6 +121,24 @@ class Keeper:
             self._turn("leave", Stop(how="leave"))
         return Phase.DRAINING if action == "drain" else Phase.LEAVING
 
+    # What can be set while it runs (api.seam.Settings)
+
+    def configured(self) -> Configured:
+        return self._tuner.describe()
+
+    def change(self, patch: Mapping[str, Any]) -> Configured:
+        changed = self._tuner.change(patch)
+        if changed:
+            config = self._tuner.config
+            logger.info("Changed by the owner: %s", ", ".join(changed))
+            set_level(config.log.level)
+            self._board.configured(config.node.name, config.limits.model_dump())
+            self._pauser.follow(config.schedule)
+            if self._child is not None:
+                self._child.tell(Adjust(config=config.model_dump(mode="json")))
+            self._weigh()
+        return self._tuner.describe()
+
     @property
     def leaving(self) -> bool:
         return self._want == "leave"
@@ -139,6 +161,9 @@ class Keeper:
                 self._announce()
                 fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
                 if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
+                    if fate.ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_from_start:
+                        self._give_up(fate.ended.code, f"{fate.ended.reason} What was set last can be changed back.")
+                        continue
                     return self._finish(fate.ended)
                 if fate.ended is None and not asked:
                     await self._after_crash(fate)
@@ -149,7 +174,8 @@ class Keeper:
 
     async def _live(self, mode: Literal["train", "relay", "pause"]) -> tuple[Fate, str | None]:
         """One worker, from start to death. Returns how it ended, and how it was asked to, if it was."""
-        start = Start(mode=mode, config=self._config.model_dump(mode="json"), join=self._join)
+        config = self._tuner.worker_starts(trains=mode == "train")
+        start = Start(mode=mode, config=config.model_dump(mode="json"), join=self._join)
         self._started_at_s = self._beat_at_s = time.monotonic()
         self._stop_by_s = None
         self._changed.clear()
@@ -180,9 +206,10 @@ class Keeper:
                     self._board.decide(None)
             case RoundTold(record=record):
                 self._board.add_round(record)
-                after = self._pause.after_round
+                after = self._pauser.after_round
                 if self._want == "run" and after is not None and record.round >= after:
-                    self._begin_pause(Pause())
+                    self._pauser.pause(PauseOrder())
+                    self._weigh()
             case Observed(seconds=seconds):
                 self.metrics.observe(seconds)
             case LogTold():
@@ -201,10 +228,7 @@ class Keeper:
                     child.kill(f"it did not end within {self._timings.stop_s:g} s")
                 elif self._silent_s() > self._timings.hung_s:
                     child.kill(f"it hung: no heartbeat for {self._timings.hung_s:g} s")
-            # The wall clock on purpose: it goes on while the machine sleeps.
-            if self._want == "pause" and self._pause.until is not None and datetime.now(UTC) >= self._pause.until:
-                logger.info("The pause is over")
-                self._act_resume()
+            self._weigh()
 
     def _silent_s(self) -> float:
         """Seconds without a beat; 0 during the grace after the start."""
@@ -219,16 +243,20 @@ class Keeper:
         what = fate.describe()
         logger.error("The worker crashed: %s", what)
         if self._crashes > len(timings.backoff_s):
-            self._want = "error"
-            self._changed.clear()
             reason = f"The worker crashed {self._crashes} times in a row ({what}): mend the cause, then `resume`."
-            self._enter(Phase.ERROR, "worker_crashes", reason)
+            self._give_up("worker_crashes", reason)
             return
         backoff_s = timings.backoff_s[self._crashes - 1]
         if self._want == "run":
             reason = f"The worker crashed ({what}); it starts again in {backoff_s:g} s."
             self._enter(Phase.STARTING, "worker_crashed", reason)
         await self._wait_changed(backoff_s)
+
+    def _give_up(self, code: str, reason: str) -> None:
+        """No worker, until the owner says so."""
+        self._want = "error"
+        self._changed.clear()
+        self._enter(Phase.ERROR, code, reason)
 
     def _finish(self, ended: Ended) -> int:
         """The worker ended of itself: the node ends with it."""
@@ -253,34 +281,43 @@ class Keeper:
             raise NotAllowed("A relay does not train, so it has nothing to pause: `leave` ends it.")
 
     def _act_pause(self, order: PauseOrder) -> Phase:
-        now = datetime.now(UTC)
-        round_now = self._board.status.run.round
-        if order.after_round is not None and order.after_round > round_now and self._want == "run":
-            self._remember(Pause(after_round=order.after_round))
-            return Phase.PAUSED
-        until = order.until if order.for_s is None else now + timedelta(seconds=order.for_s)
-        if until is not None and until <= now:
+        after, round_now = order.after_round, self._board.status.run.round
+        if after is not None and (after <= round_now or self._want != "run"):
+            order = PauseOrder()
+        if not self._pauser.pause(order):
             raise NotAllowed("`until` lies in the past: give a moment to come.")
-        self._begin_pause(Pause(until=until))
+        self._weigh()
         return Phase.PAUSED
 
-    def _begin_pause(self, pause: Pause) -> None:
-        self._remember(pause)
-        if self._want == "pause":
-            if self._board.status.phase is Phase.PAUSED:
-                self._announce()
-            return
-        phase = self._board.status.phase
-        self._enter(phase, "pausing", "The node is about to pause: it saves its work and frees the device.")
-        self._turn("pause", Stop(how="pause"))
-
     def _act_resume(self) -> Phase:
-        self._remember(None)
         if self._want != "run":
             self._crashes = 0
-            self._enter(Phase.STARTING, "resuming", "The node goes back to work.")
-            self._turn("run", Stop(how="pause"))
+        self._pauser.resume()
+        self._weigh()
+        if self._want == "error":
+            self._go_on()
         return Phase.TRAINING if self._mode == "train" else Phase.STARTING
+
+    def _weigh(self) -> None:
+        """Pause, or go on, as all wishes come to; whoever drains or leaves does so in any case."""
+        before, self._verdict = self._verdict, self._pauser.verdict()
+        self._tell_pause()
+        if self._want == "pause" and not self._verdict.by:
+            self._go_on()
+        elif self._want == "run" and self._verdict.by:
+            phase = self._board.status.phase
+            self._enter(phase, "pausing", "The node is about to pause: it saves its work and frees the device.")
+            self._turn("pause", Stop(how="pause"))
+        elif self._want == "pause" and self._verdict != before and self._board.status.phase is Phase.PAUSED:
+            self._announce()
+
+    def _go_on(self) -> None:
+        self._enter(Phase.STARTING, "resuming", "The node goes back to work.")
+        self._turn("run", Stop(how="pause"))
+
+    def _tell_pause(self) -> None:
+        turn = self._pauser.next_turn()
+        self._board.scheduled(self._pauser.info(self._verdict), rfc3339(turn) if turn is not None else None)
 
     def _turn(self, want: Want, stop: Stop) -> None:
         """Want something else: the worker that runs is asked to end, and `tend` does the next thing."""
@@ -309,31 +346,12 @@ class Keeper:
             if self._board.status.code not in ("worker_crashed", "resuming"):
                 self._enter(Phase.STARTING, "starting", "The node is starting.")
             return
-        until = self._pause.until
-        reason = UNTIL_RESUME if until is None else f"The node is paused until {until.isoformat(timespec='seconds')}."
-        self._enter(Phase.PAUSED, "paused", reason)
+        self._enter(Phase.PAUSED, self._verdict.code, self._verdict.reason)
 
     def _enter(self, phase: Phase, code: str, reason: str) -> None:
         """The one place where a phase of the supervisor's own begins."""
         self._board.decide(PhaseState(phase=phase, code=code, reason=reason, since=utc_now()))
         logger.info("Phase %s (%s): %s", phase.value, code, reason)
-
-    # The pause, over restarts
-
-    def _restore_pause(self) -> None:
-        pause = self._folder.load_pause() if self._mode == "train" else None
-        if pause is None:
-            return
-        if pause.until is not None and pause.until <= datetime.now(UTC):
-            self._folder.save_pause(None)
-            return
-        self._pause = pause
-        if pause.after_round is None:
-            self._want = "pause"
-
-    def _remember(self, pause: Pause | None) -> None:
-        self._pause = pause or Pause()
-        self._folder.save_pause(pause)
 
 
 def _log_again(told: LogTold) -> None:

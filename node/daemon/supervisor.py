@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import metadata
 
 import uvicorn
@@ -28,9 +29,12 @@ from node.config import Config
 from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
 from node.daemon.folder import DataFolder
 from node.daemon.keeper import Keeper, Mode, Timings
+from node.daemon.pauses import Pauser, now_utc
 from node.daemon.recorder import Clocks, Recorder
 from node.daemon.server import GRACE_S, bind, make_server, url_of
+from node.daemon.tuner import Tuner
 from node.errors import NodeError
+from node.logs import set_level
 from node.status import NodeInfo, PhaseState, Status, utc_now
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ class Parts:
     """Where each configured key came from, for `/api/v1/config`."""
     revision: str = ""
     """Of the source, for `build_info`."""
+    clock: Callable[[], datetime] = now_utc
+    """The wall clock that pauses and hours go by."""
 
 
 def run(
@@ -79,16 +85,19 @@ async def _serve(
     parts: Parts,
 ) -> int:
     build = _build(parts.revision)
+    tuner = Tuner(config, parts.origins, folder)
+    set_level(tuner.config.log.level)
     node = NodeInfo(
-        name=config.node.name,
+        name=tuner.config.node.name,
         version=build.version,
         data_dir=str(folder.path),
         mode=start[0],
         started_at=utc_now(),
     )
-    board = Board(node, config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
+    board = Board(node, tuner.config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
     keeper = Keeper(
-        config,
+        tuner,
+        Pauser(tuner.config.schedule, folder, parts.clock, trains=start[0] == "train"),
         folder=folder,
         board=board,
         build=build,
@@ -99,7 +108,7 @@ async def _serve(
     recorder = Recorder(folder.path / "history", Clocks(time.time, time.monotonic), trains=start[0] == "train")
     recorder.totals = keeper.metrics.totals
     keys = Keys(folder.token, time.monotonic)
-    served = Served(keeper, recorder, keeper.metrics, keys, config, parts.origins, build)
+    served = Served(keeper, recorder, keeper.metrics, keys, keeper, config, build)
     server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]))
     handler = BoardHandler(board)
     logging.getLogger().addHandler(handler)

@@ -9,9 +9,10 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from datetime import UTC, datetime
 
-from node.link import Beat, Down, LogTold, Start, Stop, Up, decode_down, encode
+from node.link import Adjust, Beat, Down, LogTold, Start, Stop, Up, decode_down, encode
 
 BEAT_S = 1.0
 
@@ -26,6 +27,7 @@ class Channel:
         self._beat_at_s = 0.0
         self.stop: Stop | None = None
         """The last order to stop; None while there is none."""
+        self._adjusts: deque[Adjust] = deque(maxlen=1)
 
     def wait_start(self, timeout_s: float) -> Start:
         """The first order. Raises TimeoutError."""
@@ -45,7 +47,16 @@ class Channel:
         while (message := self._read()) is not None:
             if isinstance(message, Stop):
                 self.stop = message
+            elif isinstance(message, Adjust):
+                self._adjusts.append(message)
         self.stop = self.stop or Stop(how="leave")
+
+    def take_adjust(self) -> Adjust | None:
+        """The newest settings, if they have changed since the last call."""
+        try:
+            return self._adjusts.popleft()
+        except IndexError:
+            return None
 
     def send(self, message: Up) -> None:
         """Whole lines only, from any thread. A supervisor that is gone is no error here: `stop` tells it."""

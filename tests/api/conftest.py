@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +18,8 @@ from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
 from node.api.routes import Served
-from node.api.seam import ActionName, NotAllowed, PauseOrder, View
+from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, View
+from node.choices import CHANGEABLE, over, read_patch
 from node.config import Config
 from node.daemon.board import Board
 from node.daemon.recorder import Clocks, Recorder
@@ -36,6 +38,7 @@ class StillNode:
     past: Recorder | None = None
     acted: list[tuple[ActionName, PauseOrder]] = field(default_factory=list)
     refuse: bool = False
+    config: Config = field(default_factory=lambda: Config.model_validate({"api": {"allowed_hosts": ["node.example"]}}))
     metrics: Metrics = field(init=False)
     keys: Keys = field(init=False)
 
@@ -44,6 +47,13 @@ class StillNode:
 
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
         return self.board.subscribe()
+
+    def configured(self) -> Configured:
+        return Configured(self.config, {"api.allowed_hosts": "file"}, CHANGEABLE)
+
+    def change(self, patch: Mapping[str, Any]) -> Configured:
+        self.config = over(self.config, read_patch(patch))
+        return self.configured()
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
         if self.refuse:
@@ -68,11 +78,12 @@ def still_node(tmp_path: Path) -> Iterator[StillNode]:
 
 @pytest.fixture
 def app(still_node: StillNode) -> ASGIApp:
-    config = Config.model_validate({"api": {"allowed_hosts": ["node.example"]}})
-    origins = {"api.allowed_hosts": "file"}
     build = Build("1.2", "abc", "2.13", "1.1")
     assert still_node.past is not None
-    return build_app(Served(still_node, still_node.past, still_node.metrics, still_node.keys, config, origins, build))
+    served = Served(
+        still_node, still_node.past, still_node.metrics, still_node.keys, still_node, still_node.config, build
+    )
+    return build_app(served)
 
 
 ClientMaker = Callable[..., httpx.AsyncClient]

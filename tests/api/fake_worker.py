@@ -1,14 +1,15 @@
 """A worker without torch: a real process that speaks the link and behaves as told. Run as `fake_worker.py ACT --fd N`.
 
 ACT: work (be a good worker), crash (exit at once), crash-once:FILE (crash unless FILE exists, and make it), refuse,
-complete, rubbish (a line that is no message), deaf (never obey), silent (never beat), brood:FILE (leave a grandchild
-that holds all pipes; its pid goes to FILE).
+refuse-cuda (while the settings ask for a GPU), complete, rubbish (a line that is no message), deaf (never obey), silent
+(never beat), brood:FILE (leave a grandchild that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from node.link import Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, decode_down, encode
+from node.link import Adjust, Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, decode_down, encode
 from node.status import (
     Counters,
     Outcome,
@@ -63,6 +64,9 @@ def work(act: str, link: socket.socket, lines: BinaryIO, start: Start) -> None:
             if not line:
                 return
             message = decode_down(line)
+            if isinstance(message, Adjust):
+                said = f"adjust {json.dumps(message.config)}"
+                link.sendall(encode(LogTold(level="info", logger="node.fake", message=said, at=utc_now())))
             if isinstance(message, Stop) and act != "deaf":
                 link.sendall(encode(Ended(exit_code=0, code=message.how, reason="As asked.")))
                 return
@@ -93,7 +97,9 @@ def main() -> None:
         Path(file).write_text(str(child.pid))
     if act == "rubbish":
         link.sendall(b'{"type": "nonsense"}\n')
-    if act == "refuse":
+    if act == "refuse-cuda" and start.config["devices"]["device"] == "cuda":
+        link.sendall(encode(Ended(exit_code=3, code="no_gpu", reason="There is no GPU.")))
+    elif act == "refuse":
         link.sendall(encode(Ended(exit_code=4, code="refused", reason="The swarm said no.")))
     elif act == "complete":
         link.sendall(encode(Ended(exit_code=0, code="run_complete", reason="All tokens are trained.")))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from node.api.configure import hide_secrets
 from node.api.events import stream
-from node.api.routes_about import hide_secrets
 from node.status import Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
 from tests.api.conftest import ClientMaker, StillNode
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.folder import DataFolder, Pause
+from node.daemon.folder import Asked, DataFolder
 from node.errors import DataFolderError
 
 
@@ -67,16 +67,16 @@ def test_stale_address_goes_at_start(tmp_path: Path) -> None:
 
 
 def test_pause_outlives_the_node(tmp_path: Path) -> None:
-    pause = Pause(until=datetime(2030, 1, 1, tzinfo=UTC))
+    pause = Asked(until=datetime(2030, 1, 1, tzinfo=UTC))
     with DataFolder.open(tmp_path) as folder:
-        assert folder.load_pause() is None
-        folder.save_pause(pause)
+        assert folder.load_asked() is None
+        folder.save_asked(pause)
     with DataFolder.open(tmp_path) as folder:
-        assert folder.load_pause() == pause
-        folder.save_pause(None)
-        assert folder.load_pause() is None
+        assert folder.load_asked() == pause
+        folder.save_asked(None)
+        assert folder.load_asked() is None
         (tmp_path / "pause.json").write_text('{"until": ')
-        assert folder.load_pause() == Pause()
+        assert folder.load_asked() == Asked()
 
 
 def test_disk_used_by_kind(tmp_path: Path) -> None:
