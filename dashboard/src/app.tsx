@@ -68,6 +68,7 @@ function Header({ locked }: { locked: boolean }) {
       <div class="identity">
         <span class="lamp" aria-hidden="true" />
         {node ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
+        {node && route.value !== "overview" && !locked && <span class="now">{stale.value ? "No answer" : state.value.word}</span>}
       </div>
       {!locked && (
         <nav aria-label="Views">

@@ -32,6 +32,7 @@ test("ages are brief and never round up to what has not passed", () => {
 test("shares, decimals and hours", () => {
   expect([0, 0.004, 0.094, 0.999, 1].map((r) => plain(percent(r)))).toEqual(["0 %", "0.4 %", "9.4 %", "100 %", "100 %"]);
   expect(decimals(1.23456, 3)).toBe("1.235");
+  expect(plain(hours(1440))).toBe("24 min");
   expect(plain(hours(5400))).toBe("1.5 h");
   expect(plain(hours(360_000))).toBe("100 h");
 });

@@ -42,11 +42,14 @@ const tokenStore = {
   },
 };
 
+/** A token that came with the address and has not been traded for a session yet. */
+let arrived: string | null = null;
+
 /** Take the token out of the address, where `run`'s link carries it, before anything else can see it. */
 export function takeToken(): void {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (!token) return;
-  tokenStore.set(token);
+  arrived = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!arrived) return;
+  tokenStore.set(arrived);
   history.replaceState(null, "", location.pathname);
 }
 
@@ -82,6 +85,7 @@ function reopen(token: string): Promise<void> {
       throw error;
     })
     .finally(() => {
+      arrived = null;
       opening = null;
     });
   return opening;
@@ -100,6 +104,7 @@ async function send(method: string, path: string, body?: Json): Promise<Response
 
 async function ask<T>(method: string, path: string, body?: Json): Promise<T> {
   let response: Response;
+  if (arrived) await reopen(arrived);
   try {
     response = await send(method, path, body);
   } catch (error) {

@@ -84,6 +84,7 @@ export interface Status {
   sync: { stage: string; progress_ratio: number; eta_s: number | null; last: RoundRecord | null };
   peers: { connected: number; training: number };
   compute_utilization_ratio: number | null;
+  forecast_utilization_ratio?: number | null;
   reachability: string;
   reachability_reason: string;
   devices: Device[];

@@ -17,7 +17,7 @@ export function Chart({ spec, history }: { spec: ChartSpec; history: History }) 
   const title = `chart-${spec.id}`;
   const known = spec.lines.some((line) => newest(history.series[line.key]) !== null);
   return (
-    <figure class="chart" aria-labelledby={title}>
+    <figure class={spec.wide ? "chart wide" : "chart"} aria-labelledby={title}>
       <figcaption>
         <h3 id={title}>{spec.title}</h3>
         <Legend spec={spec} history={history} at={at} />

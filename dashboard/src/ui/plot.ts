@@ -22,6 +22,10 @@ export interface ChartSpec {
   title: string;
   lines: Line[];
   format(value: number | null | undefined): string;
+  /** For the marks of the value axis, where `format` says too much. */
+  axis?(value: number): string;
+  /** Takes the whole width. */
+  wide?: boolean;
   /** Fixed ends of the value axis; otherwise they follow the data. */
   range?: [number, number];
   /** The value axis begins at zero. */
@@ -50,14 +54,14 @@ export function options(spec: ChartSpec, width: number, onCursor: (at: number | 
   return {
     width,
     height: HEIGHT,
-    padding: [10, 8, 0, 0],
+    padding: [10, 18, 0, 0],
     legend: { show: false },
     cursor: { drag: { x: false, y: false }, sync: { key: "history" }, y: false, points: { size: 5 } },
     hooks: { setCursor: [(plot) => onCursor(plot.cursor.idx ?? null)] },
     scales: { x: { time: true }, y: scale(spec) },
     axes: [
       { ...axis, grid: { show: false }, space: 64, size: 26, values: times },
-      { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map((value) => spec.format(value)) },
+      { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map(spec.axis ?? spec.format) },
     ],
     series: [{}, ...piled.map((line) => area(line, spec.bars ?? false)), ...free.map(stroke)],
   };
@@ -77,7 +81,8 @@ function scale(spec: ChartSpec): uPlot.Scale {
 
 function area(line: Line, bars: boolean): uPlot.Series {
   const colour = resolve(line.colour);
-  const paths = bars ? uPlot.paths.bars?.({ size: [0.7, 14] }) : undefined;
+  // Shares belong to a span of time, not to a moment: no slopes between them.
+  const paths = bars ? uPlot.paths.bars?.({ size: [0.7, 14] }) : uPlot.paths.stepped?.({ align: 1 });
   return { label: line.label, fill: colour, stroke: colour, width: 0, points: { show: false }, ...(paths && { paths }) };
 }
 

@@ -63,7 +63,7 @@ function Until({ status }: { status: Status }) {
   if (status.pause?.after_round != null && status.phase !== "paused") {
     facts.push(`Pauses after round ${status.pause.after_round}`);
   }
-  if (next !== null) facts.push(`Schedule turns ${soon(next, clock.value)}`);
+  if (next !== null && next !== until) facts.push(`Schedule turns ${soon(next, clock.value)}`);
   return (
     <>
       {facts.map((fact) => (
@@ -106,7 +106,7 @@ function Ruler({ status }: { status: Status }) {
         </div>
         <div>
           <dt>Next sync</dt>
-          <dd>{phase === "syncing" ? sync.stage : eta === null ? "–" : `in ${duration(Math.round(eta))}`}</dd>
+          <dd>{phase === "syncing" ? sync.stage : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}</dd>
         </div>
         <div>
           <dt>Loss</dt>

@@ -55,11 +55,11 @@ function Span({ hours, change }: { hours: Hours; change(hours: Hours): void }) {
             type="button"
             key={day}
             aria-pressed={hours.days.includes(at)}
-            aria-label={DAY_NAMES[at]}
             title={DAY_NAMES[at]}
             onClick={() => toggle(at)}
           >
-            {day.slice(0, 2)}
+            <span aria-hidden="true">{day.slice(0, 2)}</span>
+            <span class="unseen">{DAY_NAMES[at]}</span>
           </button>
         ))}
       </span>

@@ -42,7 +42,8 @@ function Nothing() {
   );
 }
 
-function Given({ status: { contribution, compute_utilization_ratio: busy } }: { status: Status }) {
+function Given({ status }: { status: Status }) {
+  const { contribution, compute_utilization_ratio: busy, forecast_utilization_ratio: forecast } = status;
   const share = contribution.rounds_attempted ? contribution.rounds_joined / contribution.rounds_attempted : null;
   return (
     <Section title="Contributed" id="given">
@@ -52,7 +53,7 @@ function Given({ status: { contribution, compute_utilization_ratio: busy } }: { 
           {count(contribution.rounds_joined)}
         </Fact>
         <Fact label="Compute given">{hours(contribution.training_s)}</Fact>
-        <Fact label="Busy, last round">{percent(busy)}</Fact>
+        <Fact label="Busy, last round" note={forecast == null ? "" : `forecast ${percent(forecast)}`}>{percent(busy)}</Fact>
         <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
       </dl>

@@ -1,7 +1,8 @@
-/** The newest rounds as a strip, oldest left: a mark for the outcome, a cell for each member, a bar for the seconds. */
+/** The newest rounds as a strip, oldest left: a mark for the outcome, a row for each peer, a bar for the seconds. */
 
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { type Outcome, type RoundRecord, STAGES } from "../api/types";
+import { attendance, type Attendance, presence } from "../live/attendance";
 import { move } from "../ui/menu";
 import { Ago, Name } from "../ui/text";
 import { clean } from "../words/clean";
@@ -16,7 +17,8 @@ const MARKS: Record<Outcome | "dropped", { mark: string; words: string }> = {
   alone: { mark: "–", words: "alone" },
   dropped: { mark: "↩", words: "dropped after a split" },
 };
-const CELLS = 8;
+
+const BAR_PX = 44;
 
 const isDrop = (record: RoundRecord) => (record.dropped ?? 0) > 0;
 const outcome = (record: RoundRecord) => (isDrop(record) ? "dropped" : record.outcome);
@@ -26,6 +28,11 @@ const keyOf = (record: RoundRecord) => `${record.round}/${record.outcome}/${reco
 export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   const [picked, setPicked] = useState<string | null>(null);
   const strip = useRef<HTMLDivElement>(null);
+  const newest = rounds?.[0]?.round;
+  useEffect(() => {
+    // The newest is at the right end, which is what a narrow screen shows.
+    if (picked === null && strip.current) strip.current.scrollLeft = strip.current.scrollWidth;
+  }, [newest]);
   if (!rounds?.length) {
     return (
       <p class="plain" data-testid="rounds">
@@ -36,29 +43,35 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   const shown = [...rounds].reverse();
   const at = shown.find((record) => keyOf(record) === picked) ?? (shown.at(-1) as RoundRecord);
   const longest = Math.max(...shown.map(work), 0.001);
+  const who = attendance(rounds);
   return (
     <>
-      <div
-        class="strip scroller"
-        role="listbox"
-        aria-label={`The last ${shown.length} rounds`}
-        aria-orientation="horizontal"
-        data-testid="rounds"
-        ref={strip}
-        onKeyDown={(event) => {
-          const all = [...(strip.current?.querySelectorAll<HTMLElement>("[role=option]") ?? [])];
-          if (move(event.key, all, "x")) event.preventDefault();
-        }}
-      >
-        {shown.map((record) => (
-          <Column
-            key={keyOf(record)}
-            record={record}
-            longest={longest}
-            selected={record === at}
-            pick={() => setPicked(record === shown.at(-1) ? null : keyOf(record))}
-          />
-        ))}
+      <div class="strip">
+        <Who who={who} longest={longest} />
+        <div class="scroller" ref={strip}>
+          <div
+            class="columns"
+            role="listbox"
+            aria-label={`The last ${shown.length} rounds`}
+            aria-orientation="horizontal"
+            data-testid="rounds"
+            onKeyDown={(event) => {
+              const all = [...(strip.current?.querySelectorAll<HTMLElement>("[role=option]") ?? [])];
+              if (move(event.key, all, "x")) event.preventDefault();
+            }}
+          >
+            {shown.map((record) => (
+              <Column
+                key={keyOf(record)}
+                record={record}
+                who={who}
+                longest={longest}
+                selected={record === at}
+                pick={() => setPicked(record === shown.at(-1) ? null : keyOf(record))}
+              />
+            ))}
+          </div>
+        </div>
       </div>
       <Key />
       <Detail record={at} />
@@ -72,14 +85,33 @@ function sentence(record: RoundRecord): string {
   return `Round ${record.round}, ${MARKS[outcome(record)].words}${members}, ${duration(work(record))}`;
 }
 
+/** What the rows are. Each column says it again in words, so this is for the eye only. */
+function Who({ who, longest }: { who: Attendance; longest: number }) {
+  return (
+    <div class="who" aria-hidden="true">
+      {who.crowded ? (
+        <span>in, of</span>
+      ) : (
+        who.peers.map(({ peer_id, name }) => (
+          <span key={peer_id}>
+            <Name text={name || peer_id.slice(-6)} most={24} />
+          </span>
+        ))
+      )}
+      <em>{duration(longest)}</em>
+    </div>
+  );
+}
+
 interface ColumnProps {
   record: RoundRecord;
+  who: Attendance;
   longest: number;
   selected: boolean;
   pick(): void;
 }
 
-function Column({ record, longest, selected, pick }: ColumnProps) {
+function Column({ record, who, longest, selected, pick }: ColumnProps) {
   const total = work(record);
   return (
     <div
@@ -96,20 +128,22 @@ function Column({ record, longest, selected, pick }: ColumnProps) {
         {MARKS[outcome(record)].mark}
       </span>
       <span class="cells" aria-hidden="true">
-        {record.members.length > CELLS ? (
+        {who.crowded ? (
           <b>
             {record.members.filter((member) => member.included).length}
             <br />
             {record.members.length}
           </b>
         ) : (
-          record.members.map((member) => <i key={member.peer_id} class={member.included ? "in" : "out"} />)
+          who.peers.map(({ peer_id }) => <i key={peer_id} class={presence(record, peer_id)} />)
         )}
       </span>
-      <span class="bars" aria-hidden="true" style={{ height: `${Math.max(total > 0 ? 2 : 0, (total / longest) * 48)}px` }}>
-        {STAGES.map((stage) => (
-          <i key={stage} class={stage} style={{ flexGrow: String(record.seconds[stage]) }} />
-        ))}
+      <span class="foot" aria-hidden="true">
+        <span class="bars" style={{ height: `${Math.max(total > 0 ? 2 : 0, (total / longest) * BAR_PX)}px` }}>
+          {STAGES.map((stage) => (
+            <i key={stage} class={stage} style={{ flexGrow: String(record.seconds[stage]) }} />
+          ))}
+        </span>
       </span>
     </div>
   );

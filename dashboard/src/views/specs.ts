@@ -1,12 +1,13 @@
 /** Which charts there are, and of which series. */
 
 import type { ChartSpec } from "../ui/plot";
-import { bytesPerSecond, count, decimals, duration, percent } from "../words/units";
+import { bytesPerSecond, count, decimals, duration, percent, short } from "../words/units";
 
 const LOSS: ChartSpec = {
   id: "loss",
   title: "Loss",
   format: (value) => decimals(value, 3),
+  axis: short,
   lines: [
     { key: "training_loss", label: "Training", colour: "--series-quiet", width: 1 },
     { key: "evaluation_loss", label: "Evaluation", colour: "--series-1", width: 2, sparse: true },
@@ -26,6 +27,7 @@ const TIME: ChartSpec = {
   title: "Where the time went",
   format: percent,
   range: [0, 1],
+  wide: true,
   lines: [
     { key: "activity_compute", label: "Compute", colour: "--series-1", stacked: true },
     { key: "activity_sync_wait", label: "Sync wait", colour: "--series-2", stacked: true },
@@ -55,7 +57,7 @@ const SYNC: ChartSpec = {
 
 const BYTES: ChartSpec = {
   id: "bytes",
-  title: "Network",
+  title: "Bytes",
   format: bytesPerSecond,
   fromZero: true,
   lines: [
@@ -81,4 +83,4 @@ const SWARM_PEERS: ChartSpec = {
 };
 
 export const OVERVIEW_CHARTS = [LOSS, SPEED, TIME, SYNC, BYTES];
-export const SWARM_CHARTS = [SWARM_SPEED, SWARM_PEERS, { ...LOSS, id: "swarm-loss" }];
+export const SWARM_CHARTS = [SWARM_SPEED, SWARM_PEERS, { ...LOSS, id: "swarm-loss", wide: true }];

@@ -43,7 +43,9 @@ export function Swarm() {
 
   return (
     <>
-      <h1 class="title">{cleanName(status.value?.run.name || "Swarm", 48)}</h1>
+      <h1 class="title">
+        Swarm {status.value?.run.name && <small>{cleanName(status.value.run.name, 48)}</small>}
+      </h1>
       <Sums peers={peers.value} />
       <Section title="Rounds" id="rounds-title">
         <Rounds rounds={rounds.value} />
@@ -141,7 +143,7 @@ const PEERS: Column<Peer>[] = [
     id: "last_seen",
     label: "Last seen",
     key: (peer) => peer.last_seen_s,
-    cell: (peer) => (peer.this_node ? "here" : `${brief(peer.last_seen_s)} ago`),
+    cell: (peer) => (peer.this_node ? "here" : peer.last_seen_s < 1 ? "now" : `${brief(peer.last_seen_s)} ago`),
     figure: true,
   },
 ];

@@ -78,9 +78,15 @@ export function brief(seconds: Maybe): string {
   return `${Math.floor(s / 86400)}${SPACE}d`;
 }
 
-/** Hours of work: `0.4 h`, `12 h`. */
+/** Hours of work: `24 min`, `1.5 h`, `120 h`. */
 export function hours(seconds: Maybe): string {
   if (!known(seconds)) return NONE;
   const h = seconds / 3600;
+  if (h < 0.995) return brief(seconds);
   return `${h < 9.95 ? h.toFixed(1) : count(h)}${SPACE}h`;
+}
+
+/** For the marks of an axis: no more digits than it takes. */
+export function short(value: number): string {
+  return String(Number(value.toPrecision(4)));
 }
