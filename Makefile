@@ -1,5 +1,6 @@
-# `make run` and `make test` are all that a fresh clone needs: each sets up .venv first, once per requirements.lock.
-# pip takes its index, certificates and time-outs from the environment.
+# `make run` and `make test` are all that a fresh clone needs: each sets up .venv first, once per requirements.lock, and
+# builds the dashboard, once per change of its sources. pip and npm take their index, certificates and time-outs from the
+# environment.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -14,18 +15,24 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 SET_UP := $(VENV)/.set-up
 
+NODE_FITS := const [major, minor] = process.versions.node.split("."); process.exit(major > 20 || (major == 20 && minor >= 19) ? 0 : 1)
+NODE_MODULES := dashboard/node_modules/.package-lock.json
+DASHBOARD := node/api/static/index.html
+DASHBOARD_SOURCES := $(shell find dashboard -type f -not -path 'dashboard/node_modules/*' -not -path 'dashboard/test/*')
+
 JOIN ?=
 NAME ?= first
 N ?= 4
 ARGS ?=
 
-.PHONY: help run test lint swarm bench bench-sync storm lock clean
+.PHONY: help run test lint dashboard swarm bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           a node on the built-in preset"
 	@echo "make run JOIN=INVITE NAME=second   another one beside it"
 	@echo "make test                          all tests that need no GPU"
 	@echo "make lint                          style, types, imports"
+	@echo "make dashboard                     the page that nodes serve, built into node/api/static"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
 	@echo "make bench                         measurements (tests/benchmarks)"
 	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
@@ -40,23 +47,36 @@ $(SET_UP): requirements.lock pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
+$(NODE_MODULES): dashboard/package-lock.json
+	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \
+		{ echo "The dashboard's build needs Node.js 20.19 or newer, with npm." >&2; exit 2; }
+	@echo "Fetching what the dashboard's build needs (once) ..."
+	@cd dashboard && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+dashboard: $(DASHBOARD)
+$(DASHBOARD): $(NODE_MODULES) $(DASHBOARD_SOURCES)
+	@cd dashboard && npm run --silent build -- --logLevel warn
+
 # A joiner gets free ports, so that it runs beside the founder; every NAME has its own data folder.
 ifneq ($(JOIN),)
 run: FLAGS = --join $(JOIN) --api.port 0 --swarm.listen /ip4/0.0.0.0/tcp/0
 endif
-run: $(SET_UP)
+run: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(FLAGS) $(ARGS)
 
-test: lint
+test: lint $(DASHBOARD)
+	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n 2
 
-lint: $(SET_UP)
+lint: $(SET_UP) $(NODE_MODULES)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "Not formatted: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@cd dashboard && npm run --silent check
 
-swarm: $(SET_UP)
+swarm: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
 bench: $(SET_UP)
@@ -80,3 +100,4 @@ lock:
 
 clean:
 	@rm -rf $(VENV) .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	@rm -rf dashboard/node_modules node/api/static

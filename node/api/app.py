@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,14 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from node.api.auth import Guard
+from node.api.page import make_page
 from node.api.problem import Fault, Problem, problem_response
 from node.api.routes import Served, make_router
 from node.api.seam import HistoryAway, NotAllowed
 
 logger = logging.getLogger(__name__)
 
-STATIC = Path(__file__).parent / "static"
-ASSETS = {"page.js": "text/javascript", "page.css": "text/css"}
 TITLE = "diloco-node"
 
 
@@ -31,7 +29,7 @@ def build_app(served: Served, *, hosts: Iterable[str] = ()) -> ASGIApp:
     # FastAPI's own documentation pages load scripts from elsewhere; the document itself is served below.
     api = FastAPI(title=TITLE, version=served.build.version, openapi_url=None, redirect_slashes=False)
     api.include_router(make_router(served))
-    _add_page(api)
+    api.include_router(make_page())
     _add_openapi(api)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(RequestValidationError, _bad_request)
@@ -40,24 +38,6 @@ def build_app(served: Served, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api.add_exception_handler(Exception, _our_fault)
     config = served.config.api
     return Guard(api, served.keys, hosts=[*hosts, *config.allowed_hosts], metrics_public=config.metrics_public)
-
-
-def _add_page(api: FastAPI) -> None:
-    page = (STATIC / "index.html").read_bytes()
-
-    @api.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return Response(page, media_type="text/html")
-
-    def add(name: str, media_type: str) -> None:
-        content = (STATIC / name).read_bytes()
-
-        @api.get(f"/assets/{name}", include_in_schema=False)
-        async def asset() -> Response:
-            return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-    for name, media_type in ASSETS.items():
-        add(name, media_type)
 
 
 def _add_openapi(api: FastAPI) -> None:

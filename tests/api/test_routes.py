@@ -183,25 +183,6 @@ def test_openapi_document_is_whole(client: ClientMaker) -> None:
             assert "application/problem+json" in operation["responses"]["401"]["content"]
 
 
-def test_page_is_its_own_and_needs_no_token(client: ClientMaker) -> None:
-    async def main() -> None:
-        async with client(token=None) as http:
-            page = await http.get("/")
-            assert page.status_code == 200
-            assert page.headers["content-type"].startswith("text/html")
-            # The content security policy forbids inline scripts and styles.
-            assert "<script src=" in page.text
-            assert "<style" not in page.text
-            assert " style=" not in page.text
-            assert "/api/v1/status" in page.text
-            script = await http.get("/assets/page.js")
-            assert script.headers["content-type"].startswith("text/javascript")
-            assert (await http.get("/assets/../api/v1/status")).status_code in (401, 404)
-            assert (await http.get("/assets/%2e%2e/app.py")).status_code in (401, 404)
-
-    asyncio.run(main())
-
-
 def test_events_start_full_are_paced_and_end_with_the_node(still_node: StillNode) -> None:
     async def main() -> None:
         board = still_node.board

@@ -1,4 +1,4 @@
-"""The built wheel holds all that a node reads at run time: presets, the page, the type marker."""
+"""The built wheel holds all that a node reads at run time: presets, the built dashboard, the type marker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("node", "configs"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("node", "configs", "dashboard"):
+        unwanted = shutil.ignore_patterns("__pycache__", "node_modules")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
+    # Where the dashboard is not built, this stands for it.
+    assets = source / "node" / "api" / "static" / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    (assets / "stand-in-1a2b3c.js.gz").write_bytes(b"")
     command = [
         sys.executable,
         "-m",
@@ -37,7 +42,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
         names = set(packed.namelist())
     wanted = {f"node/presets/{path.name}" for path in (ROOT / "configs").glob("*.toml")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "node").rglob("*.py")}
-    static = [path for path in (ROOT / "node" / "api" / "static").rglob("*") if path.is_file()]
-    wanted |= {"node/py.typed", *(str(path.relative_to(ROOT)) for path in static)}
+    static = [path for path in (source / "node" / "api" / "static").rglob("*") if path.is_file()]
+    wanted |= {"node/py.typed", *(str(path.relative_to(source)) for path in static)}
     assert wanted <= names
-    assert not [name for name in names if name.startswith("tests")]
+    assert not [name for name in names if name.startswith(("tests", "dashboard")) or name.endswith((".ts", ".tsx"))]

@@ -71,19 +71,20 @@ def wait_for_invite(founder: Member) -> str:
 
 
 def watch(members: Sequence[Member]) -> None:
-    """Print each link once, and each end; returns when the founder is gone."""
-    linked: set[str] = set()
+    """Print the founder's link once, as its page shows all of them, and each end; returns when the founder is gone."""
+    founder = members[0]
+    linked = False
     ended: set[str] = set()
-    while members[0].name not in ended:
+    while founder.name not in ended:
         for member in members:
             code = member.process.poll()
             if code is not None and member.name not in ended:
                 ended.add(member.name)
                 print(f"{member.name} ended with exit code {code}: see {member.folder / 'node.log'}", flush=True)
-            link = member.link() if member.name not in linked else ""
-            if link:
-                linked.add(member.name)
-                print(f"{member.name}: {link}", flush=True)
+        link = "" if linked else founder.link()
+        if link:
+            linked = True
+            print(f"Dashboard: {link}", flush=True)
         time.sleep(0.5)
 
 

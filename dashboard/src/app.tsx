@@ -1,0 +1,137 @@
+/** The frame around the views: navigation, freshness, the announcement of states. */
+
+import { signal } from "@preact/signals";
+import type { ComponentType } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+import { ageS, link, stale, state, status } from "./live/store";
+import { Name } from "./ui/text";
+import { THEMES, theme } from "./ui/theme";
+import { Login } from "./views/login";
+import { Logs } from "./views/logs";
+import { Overview } from "./views/overview";
+import { Settings } from "./views/settings";
+import { Swarm } from "./views/swarm";
+import { brief } from "./words/units";
+
+const VIEWS: { id: string; label: string; view: ComponentType }[] = [
+  { id: "overview", label: "Overview", view: Overview },
+  { id: "swarm", label: "Swarm", view: Swarm },
+  { id: "logs", label: "Logs", view: Logs },
+  { id: "settings", label: "Settings", view: Settings },
+];
+
+const here = () => VIEWS.find((view) => `#/${view.id}` === location.hash)?.id ?? "overview";
+const route = signal(here());
+addEventListener("hashchange", () => {
+  // The skip link's target is no view.
+  if (location.hash === "" || location.hash.startsWith("#/")) route.value = here();
+});
+
+export function App() {
+  const locked = link.value === "locked";
+  const main = useRef<HTMLElement>(null);
+  const first = useRef(true);
+  useEffect(() => {
+    // A new view begins at its top, for the eye and for the keyboard.
+    if (!first.current) {
+      main.current?.focus({ preventScroll: true });
+      scrollTo(0, 0);
+    }
+    first.current = false;
+  }, [route.value]);
+  const View = VIEWS.find((view) => view.id === route.value)?.view ?? Overview;
+  return (
+    <>
+      <a
+        class="skip"
+        href="#main"
+        onClick={(event) => {
+          event.preventDefault();
+          main.current?.focus();
+        }}
+      >
+        Skip to content
+      </a>
+      <Header locked={locked} />
+      <main id="main" ref={main} tabIndex={-1} class={stale.value ? "stale" : undefined}>
+        {locked ? <Login /> : <View />}
+      </main>
+      <Announcer />
+    </>
+  );
+}
+
+function Header({ locked }: { locked: boolean }) {
+  const node = status.value?.node;
+  return (
+    <header class="top">
+      <div class="identity">
+        <span class="lamp" aria-hidden="true" />
+        {node ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
+        {node && route.value !== "overview" && !locked && <span class="now">{stale.value ? "No answer" : state.value.word}</span>}
+      </div>
+      {!locked && (
+        <nav aria-label="Views">
+          {VIEWS.map(({ id, label }) => (
+            <a key={id} href={`#/${id}`} aria-current={route.value === id ? "page" : undefined}>
+              {label}
+            </a>
+          ))}
+        </nav>
+      )}
+      <Freshness />
+      <ThemeSwitch />
+    </header>
+  );
+}
+
+/** How the news comes, and how old it is when that matters. */
+function Freshness() {
+  const words =
+    link.value === "locked" ? "" : stale.value ? `${brief(ageS.value)} old` : status.value === null ? "…" : "Live";
+  const how = link.value === "polling" ? "Asked every 5 seconds: the event stream is not available." : undefined;
+  return (
+    <span class={stale.value ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>
+      {words}
+    </span>
+  );
+}
+
+function ThemeSwitch() {
+  return (
+    <fieldset class="theme">
+      <legend class="unseen">Colours</legend>
+      {THEMES.map((name) => (
+        <label key={name} title={{ auto: "As the system", light: "Light", dark: "Dark" }[name]}>
+          <input
+            type="radio"
+            name="theme"
+            class="unseen"
+            checked={theme.value === name}
+            onChange={() => {
+              theme.value = name;
+            }}
+          />
+          <span>{{ auto: "Auto", light: "Light", dark: "Dark" }[name]}</span>
+        </label>
+      ))}
+    </fieldset>
+  );
+}
+
+/** Tells a screen reader of a new state once, in the node's words at that moment; not of every changed figure. */
+function Announcer() {
+  const { word } = state.value;
+  const lost = stale.value;
+  const said = useRef({ key: "", text: "" });
+  const key = `${word}/${lost}`;
+  if (status.value && said.current.key !== key) {
+    const text = lost ? "The node does not answer." : `${word}. ${status.value.reason}`;
+    said.current = { key, text };
+  }
+  return (
+    <p class="unseen" role="status" aria-live="polite">
+      {said.current.text}
+    </p>
+  );
+}

@@ -1,0 +1,56 @@
+/** Versions, and where this node keeps its things. */
+
+import { useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
+import { api } from "../api/client";
+import type { Version } from "../api/types";
+import { reconnects, status } from "../live/store";
+import { Section } from "../ui/text";
+import { clean } from "../words/clean";
+
+export function About() {
+  const version = useSignal<Version | null>(null);
+  useEffect(() => {
+    api.version().then(
+      (found) => {
+        version.value = found;
+      },
+      () => undefined,
+    );
+  }, [reconnects.value]);
+  const now = status.value;
+  const found = version.value;
+  const newer = now?.notices?.find((notice) => notice.code === "newer_version");
+  const rows: [string, string | undefined][] = [
+    ["diloco-node", found ? `${found.version}${found.revision ? ` (${found.revision.slice(0, 12)})` : ""}` : now?.node.version],
+    ["torch", found?.torch],
+    ["hivemind", found?.hivemind],
+    ["Python", found?.python],
+    ["Data folder", now?.node.data_dir],
+    ["Peer id", now?.node.peer_id],
+    ["Run", now?.run.manifest_hash],
+  ];
+  return (
+    <Section title="About" id="about">
+      {newer && (
+        <p class="notice info" data-notice="newer_version">
+          <b>Note</b> {clean(newer.text)}
+        </p>
+      )}
+      <dl class="about">
+        {rows.map(
+          ([label, value]) =>
+            value && (
+              <div key={label}>
+                <dt>{label}</dt>
+                <dd>{clean(value)}</dd>
+              </div>
+            ),
+        )}
+      </dl>
+      <p class="quiet">
+        <a href="/api/v1/status">Everything it knows</a>, <a href="/openapi.json">its API</a>, <a href="/metrics">its metrics</a>.
+      </p>
+    </Section>
+  );
+}

@@ -1,0 +1,81 @@
+/** The control for one setting. */
+
+import type { Json } from "../api/types";
+import type { Field } from "./fields";
+import { HoursEditor } from "./hours";
+
+interface Props {
+  field: Field;
+  id: string;
+  value: Json;
+  disabled: boolean;
+  invalid: boolean;
+  describedBy: string;
+  change(value: Json): void;
+}
+
+export function Control({ field, id, value, disabled, invalid, describedBy, change }: Props) {
+  const common = { id, disabled, "aria-invalid": invalid, "aria-describedby": describedBy };
+  switch (field.kind) {
+    case "choice":
+      return (
+        <select {...common} value={String(value)} onChange={(event) => change(event.currentTarget.value)}>
+          {choices(field, String(value)).map(([one, label]) => (
+            <option key={one} value={one}>
+              {label}
+            </option>
+          ))}
+        </select>
+      );
+    case "switch":
+      return (
+        <input {...common} type="checkbox" checked={value === true} onChange={(event) => change(event.currentTarget.checked)} />
+      );
+    case "number":
+      return (
+        <span class="together">
+          <input
+            {...common}
+            type="number"
+            inputMode="decimal"
+            min={0}
+            step={field.step ?? "any"}
+            value={String(value)}
+            // What is no number goes to the node as it is: its answer says what is wrong.
+            onInput={({ currentTarget: { value: text, valueAsNumber: number } }) => change(Number.isNaN(number) ? text : number)}
+          />
+          {field.unit && <span>{field.unit}</span>}
+        </span>
+      );
+    case "zone":
+      return (
+        <>
+          <input {...common} type="text" list={`${id}-list`} value={String(value)} onInput={(event) => change(event.currentTarget.value)} />
+          <datalist id={`${id}-list`}>
+            {Intl.supportedValuesOf("timeZone").map((zone) => (
+              <option key={zone} value={zone} />
+            ))}
+          </datalist>
+        </>
+      );
+    case "hours":
+      return <HoursEditor id={id} value={value as string[]} disabled={disabled} describedBy={describedBy} change={change} />;
+    default:
+      return (
+        <input
+          {...common}
+          type="text"
+          autocomplete="off"
+          spellcheck={false}
+          value={String(value)}
+          onInput={(event) => change(event.currentTarget.value)}
+        />
+      );
+  }
+}
+
+/** The known choices, and the present value even where this page does not know it. */
+function choices(field: Field, value: string): [string, string][] {
+  const known = field.choices ?? [];
+  return known.some(([one]) => one === value) ? known : [...known, [value, value]];
+}

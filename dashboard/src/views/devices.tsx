@@ -1,0 +1,63 @@
+/** What this node computes on, and what that takes. */
+
+import type { Device, Phase } from "../api/types";
+import { cleanName } from "../words/clean";
+import { bytes, count, NONE, percent } from "../words/units";
+
+export function Devices({ devices, phase, mode }: { devices: Device[]; phase: Phase; mode?: string | undefined }) {
+  if (mode === "relay") return <p class="plain">A relay computes nothing: no device is used.</p>;
+  if (!devices.length) {
+    return (
+      <p class="plain">{phase === "paused" ? "No device is in use." : "Not known yet: the node is still getting ready."}</p>
+    );
+  }
+  const withoutGpu = devices.every((device) => device.kind === "cpu");
+  return (
+    <>
+      {withoutGpu && <p class="plain">No GPU in use: this node trains on the CPU. Slower, and it counts all the same.</p>}
+      <ul class="devices">
+        {devices.map((device, at) => (
+          <li key={at}>
+            <h3>
+              {cleanName(device.name, 48)} <small>{device.kind}</small>
+            </h3>
+            <Meter label="Load" share={device.utilization_ratio} text={percent(device.utilization_ratio)} />
+            <Meter
+              label="Memory"
+              share={ratio(device.memory_used_bytes, device.memory_size_bytes)}
+              text={device.memory_used_bytes === null ? NONE : `${bytes(device.memory_used_bytes)} of ${bytes(device.memory_size_bytes)}`}
+            />
+            {device.temperature_celsius !== null && (
+              <p class="meter">
+                <span>Temperature</span>
+                <b>{`${Math.round(device.temperature_celsius)}\u202f°C`}</b>
+              </p>
+            )}
+            {device.power_watts != null && (
+              <p class="meter">
+                <span>Power</span>
+                <b>{`${count(device.power_watts)}\u202fW`}</b>
+              </p>
+            )}
+          </li>
+        ))}
+      </ul>
+    </>
+  );
+}
+
+function ratio(part: number | null, whole: number | null): number | null {
+  return part === null || !whole ? null : part / whole;
+}
+
+function Meter({ label, share, text }: { label: string; share: number | null; text: string }) {
+  return (
+    <p class="meter">
+      <span>{label}</span>
+      <span class="bar" aria-hidden="true">
+        <i style={{ width: `${Math.min(100, (share ?? 0) * 100).toFixed(0)}%` }} />
+      </span>
+      <b>{text}</b>
+    </p>
+  );
+}

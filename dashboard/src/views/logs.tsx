@@ -1,0 +1,148 @@
+/** What the node wrote. */
+
+import { useSignal } from "@preact/signals";
+import { memo } from "../ui/memo";
+import { useEffect, useRef } from "preact/hooks";
+import { api, sentence } from "../api/client";
+import { type Level, LEVELS, type LogLine } from "../api/types";
+import { appended, matches } from "../live/lines";
+import { usePolling } from "../live/poll";
+import { reconnects } from "../live/store";
+import { clean } from "../words/clean";
+import { clockWithSeconds, dayAndClock, moment } from "../words/time";
+
+const POLL_MS = 2_000;
+const FIRST = 300;
+const MORE = 1_000;
+
+export function Logs() {
+  const level = useSignal<Level>("info");
+  const search = useSignal("");
+  const follow = useSignal(true);
+  const lines = useSignal<LogLine[]>([]);
+  const fault = useSignal("");
+  const last = useRef<number | null>(null);
+  const box = useRef<HTMLDivElement>(null);
+
+  useEffect(() => {
+    lines.value = [];
+    last.current = null;
+  }, [level.value, search.value, reconnects.value]);
+
+  usePolling(
+    async () => {
+      try {
+        const wanted = `${level.value}/${search.value}`;
+        const after = last.current;
+        const { records, last_id } = await api.logs(level.value, search.value, after === null ? FIRST : MORE, after ?? undefined);
+        if (wanted !== `${level.peek()}/${search.peek()}`) return 0;
+        last.current = last_id;
+        fault.value = "";
+        const found = records.filter((line) => matches(line, search.peek()));
+        if (found.length) lines.value = appended(after === null ? [] : lines.peek(), found);
+      } catch (error) {
+        fault.value = sentence(error);
+      }
+      return POLL_MS;
+    },
+    POLL_MS,
+    [level.value, search.value, reconnects.value],
+  );
+
+  useEffect(() => {
+    if (follow.value && box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [lines.value, follow.value]);
+
+  const onScroll = () => {
+    const pane = box.current as HTMLDivElement;
+    const atEnd = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 24;
+    // Whoever scrolls up reads; whoever comes back to the end follows again.
+    if (follow.peek() !== atEnd) follow.value = atEnd;
+  };
+
+  return (
+    <>
+      <h1 class="title">Logs</h1>
+      <form class="toolbar" role="search" onSubmit={(event) => event.preventDefault()}>
+        <label>
+          <span>Level</span>
+          <select value={level.value} onChange={(event) => (level.value = event.currentTarget.value as Level)}>
+            {LEVELS.map((one) => (
+              <option key={one} value={one}>
+                {one}
+              </option>
+            ))}
+          </select>
+        </label>
+        <label class="wide">
+          <span>Search</span>
+          <Search change={(text) => (search.value = text)} />
+        </label>
+        <label class="check">
+          <input type="checkbox" checked={follow.value} onChange={(event) => (follow.value = event.currentTarget.checked)} />
+          <span>Follow</span>
+        </label>
+        <button type="button" class="button" disabled={!lines.value.length} onClick={() => download(lines.value)}>
+          Download
+        </button>
+        <a class="button" href="/api/v1/support-bundle" download>
+          Support bundle
+        </a>
+      </form>
+      {fault.value && (
+        <p class="notice error" role="alert">
+          {fault.value}
+        </p>
+      )}
+      <div class="log" ref={box} onScroll={onScroll} tabIndex={0} role="log" aria-live="off" aria-label="Log lines">
+        {lines.value.map((line) => (
+          <Line key={line.id} line={line} />
+        ))}
+        {!lines.value.length && <p class="empty">{search.value ? "No line holds this." : "Nothing of this level yet."}</p>}
+      </div>
+      <p class="quiet">The support bundle holds the configuration, rounds, and logs, without secrets. It goes nowhere by itself.</p>
+    </>
+  );
+}
+
+/** Asks a moment after the last key. */
+function Search({ change }: { change(text: string): void }) {
+  const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  return (
+    <input
+      type="search"
+      spellcheck={false}
+      onInput={(event) => {
+        const text = event.currentTarget.value;
+        clearTimeout(timer.current);
+        timer.current = setTimeout(() => change(text), 250);
+      }}
+    />
+  );
+}
+
+const Line = memo(({ line }: { line: LogLine }) => {
+  const at = moment(line.at);
+  return (
+    <div class="line" data-level={line.level}>
+      <time dateTime={line.at} title={at === null ? "" : dayAndClock(at)}>
+        {at === null ? "" : clockWithSeconds(at)}
+      </time>
+      <span class="level">{line.level}</span>
+      <span class="message">
+        <span class="logger">{clean(line.logger).replace(/^node\./, "")}</span> <bdi>{clean(line.message)}</bdi>
+      </span>
+    </div>
+  );
+});
+
+function download(lines: LogLine[]): void {
+  const text = lines.map((line) => `${line.at} ${line.level.toUpperCase().padEnd(7)} ${line.logger}: ${line.message}\n`);
+  const url = URL.createObjectURL(new Blob(text, { type: "text/plain" }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = `diloco-node-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.log`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

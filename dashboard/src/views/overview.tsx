@@ -1,0 +1,95 @@
+/** This node: what it does, what it gave, what it costs. */
+
+import { link, stale, status } from "../live/store";
+import { Fact, Section } from "../ui/text";
+import { reach } from "../words/states";
+import { bytes, count, hours, percent } from "../words/units";
+import type { Status } from "../api/types";
+import { Charts } from "./charts";
+import { Devices } from "./devices";
+import { Invite } from "./invite";
+import { Headline } from "./headline";
+import { OVERVIEW_CHARTS } from "./specs";
+
+export function Overview() {
+  const now = status.value;
+  if (!now) return <Nothing />;
+  return (
+    <>
+      <Headline status={now} />
+      <Given status={now} />
+      <Reach status={now} />
+      <Section title="Devices" id="devices">
+        <Devices devices={now.devices} phase={now.phase} mode={now.node.mode} />
+      </Section>
+      <Charts specs={OVERVIEW_CHARTS} />
+    </>
+  );
+}
+
+/** Before the first answer, and where none ever comes. */
+function Nothing() {
+  const lost = link.value === "lost";
+  return (
+    <div class="headline">
+      <h1 class="word" data-testid="state">
+        {lost ? "No answer" : "Asking"}
+      </h1>
+      <p class="reason" data-testid="reason">
+        {lost ? "The node does not answer. It may have stopped; this page tries again every two seconds." : "Asking the node how it is."}
+      </p>
+    </div>
+  );
+}
+
+function Given({ status }: { status: Status }) {
+  const { contribution, compute_utilization_ratio: busy, forecast_utilization_ratio: forecast } = status;
+  const share = contribution.rounds_attempted ? contribution.rounds_joined / contribution.rounds_attempted : null;
+  return (
+    <Section title="Contributed" id="given">
+      <dl class="ledger">
+        <Fact label="Tokens">{count(contribution.tokens_total)}</Fact>
+        <Fact label="Rounds" note={share === null ? "none begun" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
+          {count(contribution.rounds_joined)}
+        </Fact>
+        <Fact label="Compute given">{hours(contribution.training_s)}</Fact>
+        <Fact label="Busy, last round" note={forecast == null ? "" : `forecast ${percent(forecast)}`}>{percent(busy)}</Fact>
+        <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
+        <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
+      </dl>
+    </Section>
+  );
+}
+
+function Reach({ status: now }: { status: Status }) {
+  const { connected, training } = now.peers;
+  const alone = training <= 1 && connected === 0;
+  return (
+    <Section title="Network" id="network">
+      <div class="network">
+        <div>
+          <p class="plain" data-reach={now.reachability}>
+            <strong>{reach(now.reachability)}</strong>
+          </p>
+          {now.reachability_reason && <p class="quiet">{now.reachability_reason}</p>}
+        </div>
+        <div>
+          <p class="plain">
+            <strong>
+              {alone ? "Nobody else is here yet." : `${count(training)} training, ${count(connected)} connected.`}
+            </strong>
+          </p>
+          {alone ? (
+            <p class="quiet">Give somebody the invite: whoever pastes it joins this run.</p>
+          ) : (
+            <p class="quiet">
+              The swarm has seen {count(now.run.swarm_tokens)} tokens
+              {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
+            </p>
+          )}
+          {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
+        </div>
+      </div>
+    </Section>
+  );
+}

@@ -1,0 +1,166 @@
+/** The others: who is there, who gave what, how the rounds went. No addresses, no map. */
+
+import { useSignal } from "@preact/signals";
+import { api } from "../api/client";
+import type { Contribution, Peer, RoundRecord } from "../api/types";
+import { usePolling } from "../live/poll";
+import { reconnects, status } from "../live/store";
+import { type Column, Table } from "../ui/table";
+import { Fact, Name, Section } from "../ui/text";
+import { cleanName } from "../words/clean";
+import { peerPhase } from "../words/states";
+import { brief, count, NONE, percent, tokensPerSecond } from "../words/units";
+import { Charts } from "./charts";
+import { Rounds } from "./rounds";
+import { SWARM_CHARTS } from "./specs";
+
+const PEERS_MS = 3_000;
+const RECORDS_MS = 30_000;
+const ROUNDS_SHOWN = 50;
+
+export function Swarm() {
+  const peers = useSignal<Peer[] | null>(null);
+  const rounds = useSignal<RoundRecord[] | null>(null);
+  const contributions = useSignal<Contribution[] | null>(null);
+
+  usePolling(
+    async () => {
+      peers.value = await api.swarm();
+    },
+    PEERS_MS,
+    [reconnects.value],
+  );
+  // A round's record is there when it is the newest in the status.
+  const newest = status.value?.sync.last;
+  usePolling(
+    async () => {
+      rounds.value = await api.rounds(ROUNDS_SHOWN);
+      contributions.value = await api.contributions().catch(() => contributions.peek());
+    },
+    RECORDS_MS,
+    [reconnects.value, newest?.round, newest?.outcome],
+  );
+
+  return (
+    <>
+      <h1 class="title">
+        Swarm {status.value?.run.name && <small>{cleanName(status.value.run.name, 48)}</small>}
+      </h1>
+      <Sums peers={peers.value} />
+      <Section title="Rounds" id="rounds-title">
+        <Rounds rounds={rounds.value} />
+      </Section>
+      <Section title="Peers" id="peers">
+        <Table
+          caption="Peers"
+          columns={PEERS}
+          rows={peers.value ?? []}
+          id={(peer) => peer.peer_id}
+          first={{ column: "tokens_per_second", descending: true }}
+          marked={(peer) => peer.this_node}
+          empty={peers.value === null ? "Asking the node." : "Nobody is here yet. Whoever pastes the invite joins this run."}
+        />
+      </Section>
+      <Section title="Contributions" id="contributions">
+        <Table
+          caption="Contributions"
+          columns={CONTRIBUTIONS}
+          rows={contributions.value ?? []}
+          id={(one) => one.peer_id}
+          first={{ column: "tokens", descending: true }}
+          marked={(one) => one.this_node}
+          empty="No round has been counted yet."
+        />
+      </Section>
+      <Charts specs={SWARM_CHARTS} />
+    </>
+  );
+}
+
+function Sums({ peers }: { peers: Peer[] | null }) {
+  const working = (peers ?? []).filter((peer) => peer.phase === "training" || peer.phase === "syncing");
+  const speed = working.reduce((sum, peer) => sum + peer.tokens_per_second, 0);
+  const busy = working.map((peer) => peer.compute_utilization_ratio).filter((ratio) => ratio != null);
+  const run = status.value?.run;
+  return (
+    <dl class="ledger">
+      <Fact label="Training" note={peers && peers.length > working.length ? `of ${count(peers.length)} members` : ""}>
+        {peers ? count(working.length) : NONE}
+      </Fact>
+      <Fact label="Together">{peers ? tokensPerSecond(speed) : NONE}</Fact>
+      <Fact label="Busy, mean">{percent(busy.length ? busy.reduce((a, b) => a + b, 0) / busy.length : null)}</Fact>
+      <Fact label="Round">{run && run.swarm_round >= 0 ? run.swarm_round : NONE}</Fact>
+      <Fact
+        label="Tokens seen"
+        note={run?.total_tokens ? `${percent(run.swarm_tokens / run.total_tokens)} of ${count(run.total_tokens)}` : ""}
+      >
+        {count(run?.swarm_tokens)}
+      </Fact>
+    </dl>
+  );
+}
+
+const AGREES = { true: "agrees", false: "differs" } as const;
+
+const PEERS: Column<Peer>[] = [
+  {
+    id: "name",
+    label: "Name",
+    key: (peer) => peer.name.toLowerCase(),
+    cell: (peer) => (
+      <>
+        <Name text={peer.name || peer.short_id} most={28} /> <code class="id">{cleanName(peer.short_id, 8)}</code>
+        {peer.this_node && <em class="tag">this node</em>}
+      </>
+    ),
+  },
+  { id: "phase", label: "Phase", key: (peer) => peer.phase, cell: (peer) => cleanName(peerPhase(peer.phase), 16) },
+  { id: "round", label: "Round", key: (peer) => peer.round, cell: (peer) => (peer.round < 0 ? NONE : peer.round), figure: true },
+  {
+    id: "tokens_per_second",
+    label: "Tokens/s",
+    key: (peer) => peer.tokens_per_second,
+    cell: (peer) => count(peer.tokens_per_second),
+    figure: true,
+  },
+  {
+    id: "busy",
+    label: "Busy",
+    key: (peer) => peer.compute_utilization_ratio,
+    cell: (peer) => percent(peer.compute_utilization_ratio),
+    figure: true,
+  },
+  { id: "transport", label: "Transport", key: (peer) => peer.transport, cell: (peer) => cleanName(peer.transport || NONE, 12) },
+  {
+    id: "digest",
+    label: "State",
+    key: (peer) => peer.digest_agrees,
+    cell: (peer) =>
+      peer.digest_agrees == null ? NONE : <span data-agrees={peer.digest_agrees}>{AGREES[`${peer.digest_agrees}`]}</span>,
+  },
+  { id: "version", label: "Version", key: (peer) => peer.version, cell: (peer) => cleanName(peer.version || NONE, 16) },
+  {
+    id: "last_seen",
+    label: "Last seen",
+    key: (peer) => peer.last_seen_s,
+    cell: (peer) => (peer.this_node ? "here" : peer.last_seen_s < 1 ? "now" : `${brief(peer.last_seen_s)} ago`),
+    figure: true,
+  },
+];
+
+const CONTRIBUTIONS: Column<Contribution>[] = [
+  {
+    id: "name",
+    label: "Name",
+    key: (one) => one.name.toLowerCase(),
+    cell: (one) => (
+      <>
+        <Name text={one.name || one.short_id} most={28} /> <code class="id">{cleanName(one.short_id, 8)}</code>
+        {one.this_node && <em class="tag">this node</em>}
+      </>
+    ),
+  },
+  { id: "tokens", label: "Tokens", key: (one) => one.tokens, cell: (one) => count(one.tokens), figure: true },
+  { id: "rounds", label: "Rounds", key: (one) => one.rounds, cell: (one) => count(one.rounds), figure: true },
+  { id: "last_round", label: "Last round", key: (one) => one.last_round, figure: true },
+];

@@ -1,0 +1,80 @@
+/** What a phase is called, and what it means for the machine's owner. Knows phases and codes; knows no page. */
+
+import type { Phase, Status } from "../api/types";
+
+interface State {
+  /** The one word. */
+  word: string;
+  /** What it means for the owner, beside the node's own reason. */
+  meaning: string;
+}
+
+const PHASES: Record<Phase, State> = {
+  starting: { word: "Starting", meaning: "Getting model and text ready. Nothing is asked of you." },
+  connecting: { word: "Connecting", meaning: "Looking for the others, for as long as it takes. Training begins by itself." },
+  downloading: { word: "Downloading", meaning: "Fetching the model as the swarm has it, and checking every piece." },
+  training: { word: "Training", meaning: "This machine is helping." },
+  syncing: { word: "Syncing", meaning: "Averaging progress with the others." },
+  paused: { word: "Paused", meaning: "The machine is yours: the model has left its memory." },
+  draining: { word: "Finishing", meaning: "This round is seen through, then the node stops." },
+  leaving: { word: "Leaving", meaning: "Saving, saying goodbye. It takes some seconds." },
+  stopped: { word: "Stopped", meaning: "Nothing runs. Work is saved." },
+  error: { word: "Error", meaning: "The node gave up. Mend what it names, then resume." },
+};
+
+/** Codes that deserve a word of their own within a phase. */
+const CODES: Record<string, Partial<State>> = {
+  "training/relay": { word: "Relaying", meaning: "Helping others find and reach each other. This node does not train." },
+  "training/no_text": { word: "Waiting", meaning: "There is no text to train on at the moment." },
+  "training/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
+  "syncing/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
+  "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. It goes on by itself." },
+  "connecting/no_peers": { meaning: "Nobody has answered yet. It keeps trying, and training begins by itself." },
+  "connecting/no_state": { meaning: "Others are there, but none can give the model yet. It keeps trying." },
+  "paused/scheduled": { meaning: "Outside the hours of your schedule. The machine is yours until they begin." },
+  "paused/on_battery": { meaning: "On battery. Training goes on when the charger is back." },
+  "paused/user_active": { meaning: "You are at the machine. Training goes on when you are away." },
+  "stopped/run_complete": { word: "Complete", meaning: "The run has seen all of its tokens. Thank you." },
+};
+
+/** What this page says while it knows nothing from the node. */
+export const UNKNOWN: State = { word: "Asking", meaning: "" };
+
+export function describe(status: Pick<Status, "phase" | "code"> | null): State {
+  if (!status) return UNKNOWN;
+  const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
+  return { ...phase, ...CODES[`${status.phase}/${status.code}`] };
+}
+
+/** The word for what a peer does. Peers are strangers, and may say any word or none. */
+export function peerPhase(phase: string): string {
+  return PHASES[phase as Phase]?.word ?? capital(phase);
+}
+
+function capital(word: string): string {
+  return word.charAt(0).toUpperCase() + word.slice(1);
+}
+
+/** Which of the three orders make sense now. */
+export function orders(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
+  const { phase, code } = status;
+  const relay = status.node.mode === "relay" || code === "relay";
+  const ending = phase === "leaving" || phase === "draining";
+  const halted = phase === "paused" || phase === "stopped" || phase === "error";
+  const pending = status.pause?.after_round != null;
+  return {
+    pause: !relay && !ending && !halted,
+    resume: halted || (pending && !ending),
+    leave: phase !== "leaving" && phase !== "stopped",
+  };
+}
+
+const REACH: Record<string, string> = {
+  direct: "Others reach this node directly.",
+  relay: "Others reach this node through a relay.",
+  none: "Nobody can call this node. It takes part all the same, over connections that it opens itself.",
+};
+
+export function reach(reachability: string): string {
+  return REACH[reachability] ?? reachability;
+}

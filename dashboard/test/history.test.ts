@@ -1,0 +1,52 @@
+import { expect, test } from "vitest";
+import type { History } from "../src/api/types";
+import { merge, newest, POINTS, question, RANGES, refreshMs, same, stack } from "../src/live/history";
+
+const HOUR = RANGES[0];
+const ALL = RANGES[3];
+const have: History = { step_s: 10, at_s: [100, 110, 120], series: { a: [1, 2, 3] } };
+
+test("first all of the range, then only what is new", () => {
+  expect(question(null, HOUR, 5000)).toEqual({ since: 1400, points: POINTS, whole: true });
+  expect(question(null, ALL, 5000).since).toBeUndefined();
+  expect(question(have, HOUR, 145)).toEqual({ since: 120, points: 4, whole: false });
+});
+
+test("all again after a long absence, or when there are too many points to draw", () => {
+  expect(question(have, HOUR, 1000).whole).toBe(true);
+  const many = { ...have, at_s: Array.from({ length: 2 * POINTS + 1 }, (_, at) => at), series: {} };
+  expect(question(many, HOUR, 2 * POINTS).whole).toBe(true);
+});
+
+test("the last point may still grow, and is replaced", () => {
+  const next = merge(have, { step_s: 10, at_s: [120, 130], series: { a: [3.5, 4] } }, undefined);
+  expect(next).toEqual({ step_s: 10, at_s: [100, 110, 120, 130], series: { a: [1, 2, 3.5, 4] } });
+});
+
+test("what lies before the range goes", () => {
+  const next = merge(have, { step_s: 10, at_s: [130], series: { a: [4] } }, 111);
+  expect(next).toEqual({ step_s: 10, at_s: [120, 130], series: { a: [3, 4] } });
+  expect(merge(have, { step_s: 10, at_s: [9000], series: { a: [4] } }, 8000).at_s).toEqual([9000]);
+});
+
+test("series that come or go are unknown where they were not told", () => {
+  const next = merge(have, { step_s: 10, at_s: [130], series: { b: [7] } }, undefined);
+  expect(next.series).toEqual({ a: [1, 2, 3, null], b: [null, null, null, 7] });
+});
+
+test("nothing new is nothing to draw", () => {
+  expect(same(have, merge(have, { step_s: 10, at_s: [], series: {} }, undefined))).toBe(true);
+  expect(same(have, merge(have, { step_s: 10, at_s: [120], series: { a: [9] } }, undefined))).toBe(false);
+});
+
+test("a pile adds up, and stays open where nothing is known", () => {
+  expect(stack([[0.5, null, null], [0.25, 0.5, null]])).toEqual([[0.5, 0, null], [0.75, 0.5, null]]);
+  expect(stack([])).toEqual([]);
+});
+
+test("newest known value, and never asked more often than every ten seconds", () => {
+  expect([newest([1, 2, null]), newest([null]), newest(undefined), newest([0, null])]).toEqual([2, null, null, 0]);
+  expect([refreshMs(null), refreshMs(have), refreshMs({ ...have, step_s: 1 }), refreshMs({ ...have, step_s: 9999 })]).toEqual([
+    10_000, 10_000, 10_000, 300_000,
+  ]);
+});

@@ -1,0 +1,38 @@
+import { expect, test } from "vitest";
+import { brief, bytes, bytesPerSecond, count, decimals, duration, hours, percent, tokensPerSecond } from "../src/words/units";
+
+const plain = (text: string) => text.replaceAll("\u202f", " ");
+
+test.each([
+  [0, "0"], [999, "999"], [1000, "1.00 k"], [1234567, "1.23 M"], [999_499, "999 k"], [999_950, "1.00 M"], [12_345, "12.3 k"],
+  [2e9, "2.00 G"], [-1500, "-1.50 k"], [null, "–"], [undefined, "–"], [Number.NaN, "–"],
+])("count(%s)", (value, text) => {
+  expect(plain(count(value))).toBe(text);
+});
+
+test("bytes and rates carry their unit, and it never breaks away", () => {
+  expect(plain(bytes(3_400_000_000))).toBe("3.40 GB");
+  expect(plain(bytes(512))).toBe("512 B");
+  expect(plain(bytesPerSecond(1_250_000))).toBe("1.25 MB/s");
+  expect(plain(tokensPerSecond(45_100))).toBe("45.1 k tok/s");
+  expect(bytes(512)).not.toContain(" ");
+});
+
+test.each([
+  [0, "0 s"], [0.42, "0.4 s"], [9.94, "9.9 s"], [9.96, "10 s"], [59.6, "1 min"], [200, "3 min 20 s"], [3599.7, "1 h"],
+  [7800, "2 h 10 min"], [86_399, "1 d"], [100 * 3600, "4 d 4 h"], [-3, "0 s"], [null, "–"],
+])("duration(%s)", (seconds, text) => {
+  expect(plain(duration(seconds))).toBe(text);
+});
+
+test("ages are brief and never round up to what has not passed", () => {
+  expect([12.9, 59.9, 60, 3599, 3600, 90_000].map((s) => plain(brief(s)))).toEqual(["12 s", "59 s", "1 min", "59 min", "1 h", "1 d"]);
+});
+
+test("shares, decimals and hours", () => {
+  expect([0, 0.004, 0.094, 0.999, 1].map((r) => plain(percent(r)))).toEqual(["0 %", "0.4 %", "9.4 %", "100 %", "100 %"]);
+  expect(decimals(1.23456, 3)).toBe("1.235");
+  expect(plain(hours(1440))).toBe("24 min");
+  expect(plain(hours(5400))).toBe("1.5 h");
+  expect(plain(hours(360_000))).toBe("100 h");
+});
