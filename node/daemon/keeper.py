@@ -139,6 +139,18 @@ class Keeper:
             self._weigh()
         return self._tuner.describe()
 
+    # What it sees of its machine
+
+    @property
+    def heeds(self) -> tuple[bool, bool]:
+        """Whether it matters that the machine is on battery, and that somebody uses it."""
+        schedule, trains = self._tuner.config.schedule, self._mode == "train"
+        return trains and schedule.on_battery == "pause", trains and schedule.user_active == "pause"
+
+    def probed(self, battery: bool | None, idle_s: float | None) -> None:
+        self._pauser.probed(battery, idle_s)
+        self._weigh()
+
     @property
     def leaving(self) -> bool:
         return self._want == "leave"

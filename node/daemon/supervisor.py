@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from importlib import metadata
+from typing import Any
 
 import uvicorn
 
@@ -30,6 +32,7 @@ from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
 from node.daemon.folder import DataFolder
 from node.daemon.keeper import Keeper, Mode, Timings
 from node.daemon.pauses import Pauser, now_utc
+from node.daemon.probes import Probes, usual_probes
 from node.daemon.recorder import Clocks, Recorder
 from node.daemon.server import GRACE_S, bind, make_server, url_of
 from node.daemon.tuner import Tuner
@@ -55,6 +58,7 @@ class Parts:
     """Of the source, for `build_info`."""
     clock: Callable[[], datetime] = now_utc
     """The wall clock that pauses and hours go by."""
+    probes: Probes = field(default_factory=usual_probes)
 
 
 def run(
@@ -119,15 +123,22 @@ async def _serve(
         url = url_of(sock)
         folder.write_address(url)
         logger.info("The API listens on %s", url)
-        return await _until_end(keeper, board, server, sock)
+        return await _until_end(keeper, board, server, sock, partial(probe, keeper, parts.probes))
     finally:
         board.memory = None
         recorder.close()
         logging.getLogger().removeHandler(handler)
 
 
-async def _until_end(keeper: Keeper, board: Board, server: uvicorn.Server, sock: socket.socket) -> int:
-    """Serve and tend; whichever ends first takes the other with it."""
+async def _until_end(
+    keeper: Keeper,
+    board: Board,
+    server: uvicorn.Server,
+    sock: socket.socket,
+    beside: Callable[[], Coroutine[Any, Any, None]],
+) -> int:
+    """Serve and tend; whichever ends first takes the other with it, and what runs beside."""
+    probing = asyncio.create_task(beside())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     tending = asyncio.create_task(keeper.tend())
     loop = asyncio.get_running_loop()
@@ -150,11 +161,22 @@ async def _until_end(keeper: Keeper, board: Board, server: uvicorn.Server, sock:
         raise NodeError("The API's server ended by itself: start the node again, and report this with its log.")
     finally:
         tending.cancel()
+        probing.cancel()
         board.close()
         server.should_exit = True
         await asyncio.wait({serving, tending}, timeout=SERVER_END_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def probe(keeper: Keeper, probes: Probes) -> None:
+    """Look for ever, where what is seen would count."""
+    while True:
+        asks_battery, asks_user = keeper.heeds
+        battery = await asyncio.to_thread(probes.on_battery) if asks_battery else None
+        idle_s = await asyncio.to_thread(probes.idle_s) if asks_user else None
+        keeper.probed(battery, idle_s)
+        await asyncio.sleep(probes.every_s)
 
 
 def _build(revision: str) -> Build:

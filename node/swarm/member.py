@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -130,6 +131,19 @@ class Member:
                     task.result()
         finally:
             died.cancel()
+
+    def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float) -> None:
+        """The volunteer has changed these; the others read the name with the next beat."""
+        self.directory.say(name=name or self.wire.peer_id[-6:])
+        for pace, mbit_s, before in (
+            (self.wire.up, upload_mbit_s, self.options.upload_mbit_s),
+            (self.wire.down, download_mbit_s, self.options.download_mbit_s),
+        ):
+            if mbit_s != before:
+                pace.limit(mbit_s)
+        self.options = replace(self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s)
+        # Threads of their own ask torch for its number once, when they begin.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="swarm"))
 
     # before the run is known
 

@@ -63,6 +63,10 @@ class SwarmThread:
     def view(self) -> View:
         return self._member.view if self._member else View()
 
+    @property
+    def is_open(self) -> bool:
+        return self._member is not None
+
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:

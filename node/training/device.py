@@ -40,9 +40,7 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen
 
     MachineError, with the mend, if a GPU or a precision is asked for that is not there.
     """
-    cores = usable_cores()
-    threads = min(cpu_threads, cores) if cpu_threads else cores
-    torch.set_num_threads(max(1, threads // cfg.ranks))
+    torch.set_num_threads(threads_of(cpu_threads, cfg.ranks))
     has_gpu = torch.cuda.is_available()
     if cfg.device == "cuda" and not has_gpu:
         raise MachineError(_why_no_gpu(), code="no_gpu")
@@ -61,6 +59,12 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen
         raise MachineError(f"{name} has no bf16: set devices.precision to fp16, fp32 or auto.", code="no_bf16")
     usual = "bf16" if has_bf16 else "fp16"
     return Chosen(device, usual if cfg.precision == "auto" else cfg.precision, name)
+
+
+def threads_of(cpu_threads: int, ranks: int) -> int:
+    """Of one rank."""
+    cores = usable_cores()
+    return max(1, (min(cpu_threads, cores) if cpu_threads else cores) // ranks)
 
 
 def usable_cores() -> int:

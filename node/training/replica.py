@@ -50,6 +50,11 @@ class Replica:
         """Whether several ranks make each step."""
         return self._ranks is not None
 
+    def use_threads(self, number: int) -> None:
+        """Each rank computes on so many, from its next step on."""
+        self._tell("use_threads", number)
+        torch.set_num_threads(number)
+
     # steps
 
     def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None, between: Between = lambda: None) -> StepResult:

@@ -54,11 +54,17 @@ class Outgoing:
 
         `then` is called on the thread that encodes, with the chunks and the L2 norm of what they decode to.
         """
-        self._running = self._thread.submit(self._encode, fragment, anchor, sent, then)
+        self._running = self._thread.submit(self._encode, fragment, anchor, sent, then, torch.get_num_threads())
 
     def _encode(
-        self, fragment: int, anchor: Tensor, sent: Tensor, then: Callable[[Sequence[bytes], float], None]
+        self,
+        fragment: int,
+        anchor: Tensor,
+        sent: Tensor,
+        then: Callable[[Sequence[bytes], float], None],
+        threads: int,
     ) -> None:
+        torch.set_num_threads(threads)  # Of this thread; the trainer's may have changed.
         grid = self._grids[fragment]
         before = take(anchor, grid.ranges)
         if self._feedback:

@@ -19,6 +19,7 @@ from node.swarm.directory import MEMBER_PHASES
 from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe
 from node.training.fit import check_fit
+from node.training.replica import Replica
 from node.worker.channel import Channel, ChannelHandler
 from node.worker.helpers import check_ranks, gather
 from node.worker.ledger import Ledger
@@ -29,6 +30,7 @@ from node.worker.minutes import dropped_record
 from node.worker.session import Opening, Session, invite_of
 from node.worker.teller import Teller
 from node.worker.trainer import Trainer
+from node.worker.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class Work:
     def __init__(self, channel: Channel, start: Start, config: Config, handler: ChannelHandler) -> None:
         self._channel, self._start, self._config, self._handler = channel, start, config, handler
         self._chosen: Chosen | None = None
+        self._tuning = Tuning(channel, config)
+        self._replica: Replica | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
         self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._fits, self._prepare)
@@ -95,7 +99,8 @@ class Work:
         return "stopped", self._end_reason
 
     def _check(self) -> None:
-        """Raise where an order to stop is to be obeyed now; a drain waits for the round's end."""
+        """Raise where an order to stop is to be obeyed now; a drain waits for the round's end. Settings at once."""
+        self._tuning.obey(self._teller.swarm, self._replica)
         stop = self._channel.stop
         if stop is not None and (stop.how != "drain" or self._round_over or self._drain_is_over()):
             raise StopAsked(stop.how)
@@ -136,6 +141,7 @@ class Work:
         replica, helpers = self._opening.beside(
             lambda: gather(run, self._config, chosen, loaded.model, _end_with_helper)
         )
+        self._replica = replica
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         try:
             session.swarm.take_part(session.rules, session.tip, session.source)
