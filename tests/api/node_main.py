@@ -1,4 +1,4 @@
-"""A whole supervisor as a process: `node_main.py DATA_DIR ACT [TIMINGS as JSON]`. Its worker is the scripted one."""
+"""A whole supervisor process: `node_main.py DATA_DIR ACT [TIMINGS [CONFIG]]`, the last two JSON; a scripted worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def show(status: Status) -> None:
 def main() -> int:
     data_dir, act = sys.argv[1:3]
     timings = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    config = Config.model_validate({"node": {"data_dir": data_dir}, "api": {"port": 0}})
+    tables = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    tables = {"node": {"data_dir": data_dir}, **tables, "api": {"port": 0, **tables.get("api", {})}}
+    config = Config.model_validate(tables)
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), act)
     try:
         return run(config, join=None, on_status=show, parts=Parts(worker_command=worker, timings=Timings(**timings)))
