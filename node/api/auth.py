@@ -60,6 +60,11 @@ class Keys:
         # Browsers share the cookies of all ports of one host: each node needs a name of its own.
         self.cookie_name = "diloco_session_" + hashlib.sha256(self._token).hexdigest()[:8]
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must not stand in anything that is handed on."""
+        return (self._token.decode(),)
+
     def token_fits(self, offered: str) -> bool:
         return hmac.compare_digest(offered.encode(), self._token)
 
@@ -98,7 +103,9 @@ class Guard:
         """`hosts` are the allowed host names beside loopback's, without ports."""
         self._app = app
         self._keys = keys
-        self._hosts = {"localhost", "127.0.0.1", "::1"} | {h.strip("[]").lower() for h in hosts if h}
+        # A wildcard is an address to bind, and no name: browsers let any page reach this machine under it.
+        named = {h.strip("[]").lower() for h in hosts if h} - {"0.0.0.0", "::"}
+        self._hosts = {"localhost", "127.0.0.1", "::1"} | named
         self._metrics_public = metrics_public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -39,12 +39,15 @@ def alive(pid: int) -> bool:
 class Daemon:
     """A supervisor under test. Use as a context manager."""
 
-    def __init__(self, data_dir: Path, act: str = "work", **timings: object) -> None:
+    def __init__(
+        self, data_dir: Path, act: str = "work", *, config: dict[str, Any] | None = None, **timings: object
+    ) -> None:
+        """`config`: further tables of the configuration."""
         self.data_dir = data_dir
         self.client: httpx.Client | None = None
         command = [sys.executable, str(Path(__file__).with_name("node_main.py")), str(data_dir), act]
         self.process = subprocess.Popen(
-            [*command, json.dumps(timings)],
+            [*command, json.dumps(timings), json.dumps(config or {})],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -61,6 +64,10 @@ class Daemon:
             self.client.close()
         self.process.kill()
         self.process.communicate()
+
+    def until_there(self) -> None:
+        """Until its address is known."""
+        wait_for((self.data_dir / "api.json").exists)
 
     def ready(self) -> Daemon:
         wait_for((self.data_dir / "api.json").exists)
