@@ -2,7 +2,8 @@
 
 Bytes a parameter on the device: 4 of weights, 4 of gradients, AdamW's 8 (Muon's 4 where it has the parameter), 4 of
 what is being sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before
-and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments.
+and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments;
+with error feedback 8 of its residual, before and after a round. All of it pageable: nothing is pinned.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
+FEEDBACK_BYTES = 8
+"""On the host besides; half of it in each checkpoint, too."""
 BASE_BYTES = 0.7 * GB
 """Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
@@ -62,11 +65,12 @@ def needs_of(run: RunConfig, config: Config, precision: str) -> Needs:
     parameters = sum(unit_elements(run.model))
     payload = make_codec(run.sync.codec).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
+    feedback = FEEDBACK_BYTES if run.sync.has_feedback else 0
     return Needs(
         device=(DEVICE_BYTES + half) * parameters,
         row=row_bytes(run, config.devices, precision),
-        host=HOST_BYTES * parameters + BASE_BYTES,
-        disk=(config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters + KEPT_RESULTS * payload,
+        host=(HOST_BYTES + feedback) * parameters + BASE_BYTES,
+        disk=(config.checkpoint.keep + 1) * (CHECKPOINT_BYTES + feedback // 2) * parameters + KEPT_RESULTS * payload,
     )
 
 
