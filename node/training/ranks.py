@@ -88,7 +88,10 @@ class Ranks:
         return float(self.size) if self.is_sharded else 1.0
 
     def agree(self, is_well: bool) -> bool:
-        """Whether all are well. Without shards nobody waits for another during a pass, so all come here."""
+        """Whether all are well. Without shards nobody waits for another during a pass, so all come here.
+
+        With shards those that are well could not come; there, whoever is not does not, either, and all end.
+        """
         if self.is_sharded:
             return is_well
         flag = torch.tensor([1 if is_well else 0])
