@@ -49,7 +49,7 @@ class Ranks:
             dist.broadcast(tensor.cpu().contiguous(), src=0, group=self._calls)
 
     def hear(self) -> tuple[str, list[Any]]:
-        """The others: the next call."""
+        """The others: the next call; its tensors on the cpu."""
         told: list[Any] = [None, None]
         dist.broadcast_object_list(told, src=0, group=self._calls)
         name, plain = told
@@ -116,6 +116,7 @@ class Ranks:
             _sum_together_(bucket)
 
     def sum_(self, scalar: Tensor) -> Tensor:
+        """Of a scalar, fp32 [] on the device, over the ranks; in place."""
         dist.all_reduce(scalar)
         return scalar
 

@@ -146,15 +146,17 @@ def test_bytes_a_parameter_of_what_is_sent_with_error_feedback(codec: str) -> No
         for how in ("on", "off")
     )
     count = sum(unit_elements(run.model))
-    assert with_feedback.host - without.host == FEEDBACK_BYTES * count
-    assert with_feedback.disk > without.disk
+    assert with_feedback.host_bytes - without.host_bytes == FEEDBACK_BYTES * count
+    assert with_feedback.disk_bytes > without.disk_bytes
 
 
 def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path / "not" / "there")), run_of()
     check_fit(run, config, CHOSEN)
     needs = needs_of(run, config, "fp32")
-    monkeypatch.setattr(fit, "available_memory", lambda: needs.host + needs.device + 0.9 * needs.row)
+    monkeypatch.setattr(
+        fit, "available_memory_bytes", lambda: needs.host_bytes + needs.device_bytes + 0.9 * needs.row_bytes
+    )
     with pytest.raises(
         MachineError, match=r"needs [\d.]+ GB of memory here, and [\d.]+ GB are free: end what"
     ) as caught:
@@ -173,7 +175,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk_counts_what_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
-    disk = needs_of(run, config, "fp32").disk
+    disk = needs_of(run, config, "fp32").disk_bytes
     monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
     with pytest.raises(MachineError, match="of disk"):
         check_fit(run, config, CHOSEN)
@@ -187,7 +189,7 @@ def test_a_cpu_takes_as_many_sequences_as_its_memory_allows(
     rows: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, devices = run_of(), DevicesConfig()
-    monkeypatch.setattr(fit, "available_memory", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_SHARE)
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_RATIO)
     assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, devices).micro_batch == expected
     assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, DevicesConfig(micro_batch=3)).micro_batch == 3
 
