@@ -37,7 +37,7 @@ def pinned(run: RunConfig) -> RunConfig:
     """
     data, model = run.data, run.model
     own = {
-        "sources": [_pinned_source(source) for source in data.sources],
+        "sources": tuple(_pinned_source(source) for source in data.sources),
         "held_out_source": _pinned_source(data.held_out_source),
         "tokenizer": _pinned_name("run.data.tokenizer", data.tokenizer),
     }
