@@ -25,6 +25,9 @@ with warnings.catch_warnings():
     from node.worker.helpers import check_ranks
     from node.worker.room import Room
 
+pytestmark = pytest.mark.timeout(400)
+"""Two or three runs of two processes that load torch: on a machine that does other things, too, a minute each."""
+
 SCRIPT = """
 import json, os, sys, torch
 from node.config import Config
@@ -96,7 +99,7 @@ def run_script(
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(told)],
         env=environment({**WORKER_ENVIRONMENT, "DILOCO_FAULTS": faults[1]}), capture_output=True, text=True,
-        timeout=110, check=False,
+        timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -145,7 +148,6 @@ def test_one_rank_out_of_memory_halves_for_all(faults: tuple[str, str]) -> None:
     assert_alike(one_alone(), train(2, faults=faults))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
 def test_a_shard_out_of_memory_ends_all_ranks_which_begin_again_with_half(
     faults: tuple[str, str], tmp_path: Path
