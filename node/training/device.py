@@ -73,7 +73,7 @@ def usable_cores() -> int:
     return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max")) or cores))
 
 
-def available_memory() -> float:
+def available_memory_bytes() -> float:
     """Bytes of host memory that may still be taken: the machine's, and what its container leaves of it."""
     free = float(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")

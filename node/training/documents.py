@@ -16,7 +16,7 @@ from typing import Any
 
 from node.errors import ConfigError, Damaged, MachineError, NodeError, Unreachable
 from node.manifest import Source
-from node.training.tokenizer import first_line
+from node.training.hub import first_line, why_not
 
 LEAST_SHARDS = 32
 
@@ -47,17 +47,16 @@ class Documents:
                 number += 1
                 if (number - 1) % self._parts == part and isinstance(text, str) and text:
                     yield number, text
-        except GeneratorExit:
-            raise
         except Exception as exc:
             what = f"{self._name}, file {file}: {first_line(exc)}"
-            if isinstance(exc, (UnicodeDecodeError, KeyError)) or not self._may_come_back(exc):
+            if not self._may_come_back(exc):
                 raise Damaged(what) from exc
             raise Unreachable(what) from exc
 
     def _may_come_back(self, exc: Exception) -> bool:
         """What a server or a line does; a file of bad form stays so, and ours do not change by waiting."""
-        is_form = type(exc).__module__.startswith("pyarrow") or isinstance(exc, (ValueError, EOFError, BadGzipFile))
+        bad = (ValueError, KeyError, EOFError, BadGzipFile)
+        is_form = isinstance(exc, bad) or type(exc).__module__.startswith("pyarrow")
         answered = getattr(exc, "status", getattr(getattr(exc, "response", None), "status_code", 0))
         is_gone = isinstance(exc, (FileNotFoundError, PermissionError)) or answered in (401, 403, 404, 410)
         return self._is_hub and not is_form and not is_gone
@@ -103,7 +102,7 @@ class Documents:
 
     def _files(self, text_dir: Path) -> list[str]:
         """Sorted, so that all members number them alike; empty ones have no documents."""
-        pattern = text_dir / Path(self._source.place).expanduser()
+        pattern = text_dir / self._source.place
         files = sorted(path for path in glob.glob(str(pattern), recursive=True) if Path(path).is_file())  # noqa: PTH207
         if not files:
             raise MachineError(
@@ -119,28 +118,12 @@ class Documents:
         return full
 
     def _why_not(self, exc: Exception) -> NodeError:
-        if self._is_hub and _is_of_the_network(exc):
-            return MachineError(
-                f"run.data.sources: {self._name} cannot be reached ({first_line(exc)}): check this machine's network, "
-                "then start again.",
-                code="no_data",
-            )
         if self._is_hub:
-            return MachineError(
-                f"run.data.sources: {self._name} is not to be had ({first_line(exc)}): check its name, configuration "
-                "and split, and whether it is still there and open to all.",
-                code="no_data",
-            )
+            return why_not(f"run.data.sources: {self._name}", exc)
         return MachineError(
             f"run.data.sources: {self._name} cannot be read ({first_line(exc)}): mend or remove the file.",
             code="no_data",
         )
-
-
-def _is_of_the_network(exc: Exception) -> bool:
-    """Whichever client the libraries use today."""
-    is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
-    return is_client or isinstance(exc, (ConnectionError, TimeoutError))
 
 
 def is_held_out(text: str, one_in: int) -> bool:

@@ -2,7 +2,8 @@
 
 Bytes a parameter on the device: 4 of weights, 4 of gradients, AdamW's 8 (Muon's 4 where it has the parameter), 4 of
 what is being sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before
-and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments.
+and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments;
+with error feedback 8 of its residual, before and after a round. All of it pageable: nothing is pinned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from node.config import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.manifest import ModelConfig, RunConfig
-from node.training.device import Chosen, available_memory
+from node.training.device import Chosen, available_memory_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import LOSS_TOKENS, prepare, unit_elements
 
@@ -29,6 +30,8 @@ GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
+FEEDBACK_BYTES = 8
+"""On the host besides; half of it in each checkpoint, too."""
 BASE_BYTES = 0.7 * GB
 """Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
@@ -36,10 +39,10 @@ CHECKPOINT_BYTES = 20
 KEPT_RESULTS = 8
 LOGIT_BYTES = 12
 """An entry of the logits: as computed, as fp32, and its gradient."""
-MOST_LOGITS = 1 * GB
-CPU_SHARE = 0.5
+MOST_LOGITS_BYTES = 1 * GB
+CPU_RATIO = 0.5
 """Of the free memory that activations may take on a CPU, which ends a process that asks for more."""
-WORTH = 1.05
+WORTH_RATIO = 1.05
 """Twice the sequences at once have to be so much faster, else fewer do."""
 PROBES = 3
 
@@ -48,25 +51,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes."""
+    """Of one node with one rank; `shortages` counts the others."""
 
-    device: float
+    device_bytes: float
     """Without activations."""
-    row: float
+    row_bytes: float
     """Activations of one sequence, on the device."""
-    host: float
-    disk: float
+    host_bytes: float
+    disk_bytes: float
 
 
 def needs_of(run: RunConfig, config: Config, precision: str) -> Needs:
     parameters = sum(unit_elements(run.model))
     payload = make_codec(run.sync.codec).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
+    feedback = FEEDBACK_BYTES if run.sync.has_feedback else 0
+    saved = CHECKPOINT_BYTES + feedback // 2
     return Needs(
-        device=(DEVICE_BYTES + half) * parameters,
-        row=row_bytes(run, config.devices, precision),
-        host=HOST_BYTES * parameters + BASE_BYTES,
-        disk=(config.checkpoint.keep + 1) * CHECKPOINT_BYTES * parameters + KEPT_RESULTS * payload,
+        device_bytes=(DEVICE_BYTES + half) * parameters,
+        row_bytes=row_bytes(run, config.devices, precision),
+        host_bytes=(HOST_BYTES + feedback) * parameters + BASE_BYTES,
+        disk_bytes=(config.checkpoint.keep + 1) * saved * parameters + KEPT_RESULTS * payload,
     )
 
 
@@ -97,7 +102,7 @@ def _layer_numbers(model: ModelConfig) -> float:
 
 def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
     tokens = rows * run.inner.sequence_length
-    auto = LOGIT_BYTES * run.model.vocab_size * tokens > MOST_LOGITS
+    auto = LOGIT_BYTES * run.model.vocab_size * tokens > MOST_LOGITS_BYTES
     return {"auto": auto, "on": True, "off": False}[devices.chunked_loss]
 
 
@@ -113,19 +118,19 @@ def check_fit(run: RunConfig, config: Config, chosen: Chosen) -> None:
 
 
 def shortages(needs: Needs, config: Config, chosen: Chosen) -> Iterator[tuple[str, float, float, str]]:
-    """What is needed of each kind, what is free of it, and what to do where that is less."""
+    """What is needed of each kind, what is free of it, both in bytes, and what to do where that is less."""
     ranks = config.devices.ranks
-    host = needs.host + (ranks - 1) * BASE_BYTES
-    device = needs.device / (ranks if config.devices.sharding == "fsdp" else 1)
+    host = needs.host_bytes + (ranks - 1) * BASE_BYTES
+    device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
     if chosen.device.type == "cuda":
         mend = "end what else uses the GPU, or join a run with a smaller model"
-        yield "GPU memory", device + needs.row, float(torch.cuda.mem_get_info(chosen.device)[0]), mend
+        yield "GPU memory", device + needs.row_bytes, float(torch.cuda.mem_get_info(chosen.device)[0]), mend
     else:
-        host += ranks * (device + needs.row)
-    yield "memory", host, available_memory(), "end what else uses memory, or join a run with a smaller model"
+        host += ranks * (device + needs.row_bytes)
+    yield "memory", host, available_memory_bytes(), "end what else uses memory, or join a run with a smaller model"
     folder = existing(config.node.data_dir)
     mend = f"free some space in {folder}, or choose another folder with --data-dir"
-    yield "disk", needs.disk - _used(config.node.data_dir), float(shutil.disk_usage(folder).free), mend
+    yield "disk", needs.disk_bytes - _used(config.node.data_dir), float(shutil.disk_usage(folder).free), mend
 
 
 def existing(folder: Path) -> Path:
@@ -157,7 +162,7 @@ def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: 
     elif chosen.device.type == "cuda":
         rows = _tried(model, run, chosen, how)
     else:
-        room = CPU_SHARE / devices.ranks * available_memory() / row_bytes(run, devices, chosen.precision)
+        room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
     logger.info("Micro-batch of %d of %d sequences, %s.", rows, batch_size, chosen.precision)
     return Execution(chosen.precision, rows, _is_chunked(run, devices, rows))
@@ -174,7 +179,7 @@ def _tried(model: nn.Module, run: RunConfig, chosen: Chosen, how: Execution) -> 
         while rows <= how.micro_batch:
             batch = torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
             row_s = _probe_s(inner, batch, chosen.device) / rows
-            if row_s * WORTH > best_s:
+            if row_s * WORTH_RATIO > best_s:
                 break
             best, best_s, rows = rows, row_s, 2 * rows
     except torch.OutOfMemoryError:

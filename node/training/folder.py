@@ -11,8 +11,9 @@ from torch import Tensor
 
 from node.errors import ConfigError, DataFolderError, MachineError
 from node.manifest import ModelConfig
+from node.training.hub import is_on_hub, reading, split_name
 from node.training.model import build_model, flatten, load_flat_
-from node.training.tokenizer import HUB, Tokenizer, first_line
+from node.training.tokenizer import Tokenizer
 
 SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -52,37 +53,27 @@ def load_start(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    start = cfg.start
-    if not start.startswith(HUB) and not Path(start).expanduser().is_dir():
+    start, is_remote = cfg.start, is_on_hub(cfg.start)
+    folder = Path(start).expanduser()
+    if not is_remote and not folder.is_dir():
         raise MachineError(
             f"run.model.start {start}: there is no such folder: name one, or a model as hub:OWNER/NAME.", code="no_data"
         )
-    place, _, revision = start.removeprefix(HUB).partition("@") if start.startswith(HUB) else (start, "", "")
-    options = {"revision": revision or "main", "cache_dir": str(cache), "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(
-            str(Path(place).expanduser()) if not start.startswith(HUB) else place, **options
-        )
+    place, revision = split_name(start) if is_remote else (str(folder), "main")
+    options = {"revision": revision, "cache_dir": str(cache), "trust_remote_code": False}
+    with reading(
+        f"run.model.start {start}",
+        check="the name, its safetensors file and this machine's network",
+        mend="name a model of the Llama family that needs no code of its own",
+    ):
+        config = AutoConfig.from_pretrained(place, **options)
         shape = _shape_of(cfg, config)
         model = AutoModelForCausalLM.from_pretrained(
-            config._name_or_path, config=config, dtype="float32", use_safetensors=True, **options
+            place, config=config, dtype="float32", use_safetensors=True, **options
         )
         own = build_model(shape, seed=0)
         own.load_state_dict(model.state_dict())
-    except (ConfigError, MachineError):
-        raise
-    except OSError as exc:
-        raise MachineError(
-            f"run.model.start {start} could not be read ({first_line(exc)}): check the name, its safetensors file and "
-            "this machine's network.",
-            code="no_data",
-        ) from exc
-    except Exception as exc:  # Whatever the library finds wrong with a foreign model.
-        raise ConfigError(
-            f"run.model.start {start} cannot be used ({first_line(exc)}): name a model of the Llama family that needs "
-            "no code of its own."
-        ) from exc
-    return shape.model_copy(update={"start": Path(place).name if not start.startswith(HUB) else start}), flatten(own)
+    return shape.model_copy(update={"start": start if is_remote else folder.name}), flatten(own)
 
 
 def _shape_of(cfg: ModelConfig, config: Any) -> ModelConfig:

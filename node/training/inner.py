@@ -49,6 +49,14 @@ class Execution:
     """Whether the logits are made for a part of the tokens at a time, twice."""
 
 
+def no_room_for_one() -> MachineError:
+    return MachineError(
+        "The GPU's memory does not suffice for a single sequence: close what else uses the GPU, or set "
+        "devices.activation_checkpointing.",
+        code="out_of_memory",
+    )
+
+
 FP32 = Execution()
 Spoil = Callable[[int], float]
 Between = Callable[[], None]
@@ -86,7 +94,8 @@ class InnerLoop:
         `spoil`: faults on purpose; asked with the rows of each try, it may raise, and gives a factor for the loss.
 
         A loss or gradient that is no finite number changes nothing, and the step counts no tokens. Raises TrainingError
-        after MOST_SKIPPED of them in a row, and MachineError if the memory does not suffice for one row.
+        after MOST_SKIPPED of them in a row, and MachineError if the memory does not suffice for one row. Of a sharded
+        model torch.OutOfMemoryError: the other ranks stand inside a pass, and only their end helps them out of it.
         """
         try:
             loss, norm = self._gradient(batch, lr, spoil, between)
@@ -129,6 +138,8 @@ class InnerLoop:
                 factor = spoil(self.micro_batch or len(own)) if spoil is not None else 1.0
                 total = self._backward(own, len(batch), between) * factor
             except torch.OutOfMemoryError as exc:
+                if self._ranks is not None and self._ranks.is_sharded:
+                    raise
                 failure = exc
             if self._ranks is None and failure is None:
                 return total
@@ -141,18 +152,8 @@ class InnerLoop:
         """Half as many rows at once from here on; MachineError where one row is too many."""
         self._zero_grad()
         before = self.micro_batch or rows
-        if self._ranks is not None and self._ranks.is_sharded:
-            raise MachineError(
-                "The memory of a GPU does not suffice: with fsdp, set devices.micro_batch to a smaller number, or "
-                "devices.activation_checkpointing.",
-                code="out_of_memory",
-            ) from exc
         if before <= 1:
-            raise MachineError(
-                "The GPU's memory does not suffice for a single sequence: close what else uses the GPU, or set "
-                "devices.activation_checkpointing.",
-                code="out_of_memory",
-            ) from exc
+            raise no_room_for_one() from exc
         self.micro_batch = before // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

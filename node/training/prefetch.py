@@ -73,6 +73,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
+        """Where the thread waits for a source it is not waited for longer than CLOSE_S; it ends by itself, then."""
         self._stop.set()
         self._thread.join(CLOSE_S)
 

@@ -49,7 +49,7 @@ class Ranks:
             dist.broadcast(tensor.cpu().contiguous(), src=0, group=self._calls)
 
     def hear(self) -> tuple[str, list[Any]]:
-        """The others: the next call."""
+        """The others: the next call; its tensors on the cpu."""
         told: list[Any] = [None, None]
         dist.broadcast_object_list(told, src=0, group=self._calls)
         name, plain = told
@@ -88,7 +88,10 @@ class Ranks:
         return float(self.size) if self.is_sharded else 1.0
 
     def agree(self, is_well: bool) -> bool:
-        """Whether all are well. Without shards nobody waits for another during a pass, so all come here."""
+        """Whether all are well. Without shards nobody waits for another during a pass, so all come here.
+
+        With shards those that are well could not come; there, whoever is not does not, either, and all end.
+        """
         if self.is_sharded:
             return is_well
         flag = torch.tensor([1 if is_well else 0])
@@ -113,6 +116,7 @@ class Ranks:
             _sum_together_(bucket)
 
     def sum_(self, scalar: Tensor) -> Tensor:
+        """Of a scalar, fp32 [] on the device, over the ranks; in place."""
         dist.all_reduce(scalar)
         return scalar
 

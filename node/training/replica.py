@@ -32,13 +32,13 @@ class Replica:
         self._model, self._device = model, device
         self._all: Ranges = ((0, sum(p.numel() for p in model.parameters())),)
 
-    def follow(self) -> None:
-        """Ranks other than 0: make the calls that rank 0 makes, until this process is ended."""
+    def follow(self, spoil: Spoil | None = None) -> None:
+        """Ranks other than 0: make the calls that rank 0 makes, until this process is ended. `spoil`: in its steps."""
         assert self._ranks is not None
         while True:
             name, args = self._ranks.hear()
             with suppress(NodeError):  # It is for rank 0, where the same happens, to say what follows.
-                getattr(self, name)(*args)
+                getattr(self, name)(*args, *((spoil,) if name == "step" else ()))
 
     def _tell(self, name: str, *args: object, always: bool = True) -> None:
         """`always`: also where each rank has all parameters."""

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from node.errors import ConfigError, MachineError
+from node.training.hub import is_on_hub, reading, split_name
 
 BEGIN = 256
 """Of bytes: the token before each document."""
 END = 257
 """Of bytes: the token after each document."""
-HUB = "hub:"
 
 
 class Tokenizer(Protocol):
@@ -116,38 +116,23 @@ def open_tokenizer(name: str, text_dir: Path, cache: Path) -> Tokenizer:
         return Bytes()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    place, revision = (text_dir / Path(name).expanduser()).as_posix(), None
-    if name.startswith(HUB):
-        place, _, revision = name.removeprefix(HUB).partition("@")
-    elif not Path(place).is_dir():
+    place, revision = split_name(name) if is_on_hub(name) else ((text_dir / name).as_posix(), "main")
+    if not is_on_hub(name) and not Path(place).is_dir():
         raise MachineError(
             f"run.data.tokenizer {name}: there is no folder {place} on this machine: put the tokenizer there, "
             "or set node.text_dir.",
             code="no_data",
         )
-    try:
+    with reading(
+        f"run.data.tokenizer {name}",
+        check="the name and this machine's network, then start again",
+        mend="name a fast tokenizer that needs no code of its own",
+    ):
         inner = AutoTokenizer.from_pretrained(
-            place, revision=revision or "main", cache_dir=str(cache), trust_remote_code=False, token=False
+            place, revision=revision, cache_dir=str(cache), trust_remote_code=False, token=False
         )
-    except OSError as exc:
-        raise MachineError(
-            f"run.data.tokenizer {name} could not be fetched ({first_line(exc)}): check the name and this machine's "
-            "network, then start again.",
-            code="no_data",
-        ) from exc
-    except Exception as exc:  # Whatever the library finds wrong with a foreign folder.
-        raise ConfigError(
-            f"run.data.tokenizer {name} cannot be read ({first_line(exc)}): name a fast tokenizer that needs no code "
-            "of its own."
-        ) from exc
     if not isinstance(inner, PreTrainedTokenizerFast) or inner.eos_token_id is None:
         raise ConfigError(
             f"run.data.tokenizer {name} is no fast tokenizer with an end-of-sequence token: name another one."
         )
     return Fast(inner)
-
-
-def first_line(exc: BaseException) -> str:
-    """The first sentence of an exception's message, to stand inside one of ours."""
-    lines = str(exc).strip().splitlines() or [type(exc).__name__]
-    return lines[0].split(". ")[0].rstrip(".")[:160]

@@ -34,4 +34,4 @@ class Evaluation:
         self.newest = None
         if self._local.evaluates and tip.round % self._cfg.every_rounds == 0 and is_drawn(me, tip, self._cfg.members):
             loss = self._local.evaluate(tip.state.anchor, between)
-            self.newest = loss if loss < MOST else None  # What is no number is not less.
+            self.newest = loss if loss < MOST else None  # NaN is not below it either, and is told to nobody.

@@ -2,12 +2,13 @@
 
     python -m node.worker.helpers      one of them; what it needs to know comes in on stdin
 
-They have no swarm and no text. When one dies the worker ends, too, and the supervisor starts them all again; when the
-worker dies, the kernel ends them.
+They have no swarm and no text. When one dies the worker ends, too, and the supervisor starts them all again, where it
+was the memory of a sharded model with half the micro-batch; when the worker dies, the kernel ends them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,23 +21,32 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from node.config import Config, DevicesConfig
-from node.errors import ConfigError
+from node.errors import ConfigError, MachineError, NodeError
 from node.manifest import RunConfig
+from node.swarm.faults import faults_from
 from node.training.device import Chosen, choose_device
 from node.training.fit import settle_execution, shape_execution
-from node.training.inner import Execution
+from node.training.inner import Execution, no_room_for_one
 from node.training.model import build_model
 from node.training.ranks import Ranks
 from node.training.replica import Replica
 from node.worker.parent import die_with_parent
+from node.worker.room import Room
+from node.worker.spoilt import NO_ROUND, spoilt
 
 WATCH_S = 0.5
 END_S = 5.0
+OUT_OF_MEMORY = errno.ENOMEM
+"""Exit code of a rank without memory."""
+
+End = Callable[[NodeError], None]
+"""Ends this process, from any thread: the main one may hang. MachineError: for good; else all begin again."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +68,7 @@ def check_ranks(run: RunConfig, devices: DevicesConfig, precision: str) -> None:
 
 
 class Helpers:
-    """Ranks 1 and up. `on_death` is called on a thread when one of them has ended by itself."""
+    """Ranks 1 and up. `end` is called on a thread when one of them has ended by itself."""
 
     def __init__(
         self,
@@ -68,9 +78,11 @@ class Helpers:
         *,
         threads: int,
         folder: Path,
-        on_death: Callable[[str], None],
+        room: Room,
+        end: End,
     ) -> None:
-        self._on_death, self._folder = on_death, folder
+        self._end, self._folder, self._room = end, folder, room
+        self._rows, self._is_sharded = how.micro_batch, devices.sharding == "fsdp"
         self._is_over = threading.Event()
         told = {
             "run": run.model_dump(mode="json"),
@@ -92,25 +104,42 @@ class Helpers:
         process.stdin.close()
         return process
 
-    @property
-    def dead(self) -> str:
-        """Which rank has ended by itself, and how; empty while all live."""
+    def _death(self) -> NodeError | None:
+        """Which rank has ended by itself, how, and what follows; None while all live."""
         for rank, process in enumerate(self._processes, start=1):
             if (code := process.poll()) is not None:
-                return f"rank {rank} of {len(self._processes) + 1} ended with code {code}"
-        return ""
+                who = f"rank {rank} of {len(self._processes) + 1}"
+                if code == OUT_OF_MEMORY:
+                    return self._less(who)
+                return NodeError(f"Of this node's processes {who} ended with code {code}: all of them begin again.")
+        return None
+
+    def _less(self, who: str) -> NodeError:
+        """That rank has no memory for so many sequences: next time half as many."""
+        if self._rows <= 1:
+            return no_room_for_one()
+        try:
+            self._room.limit(self._rows // 2)
+        except MachineError as exc:
+            return exc
+        return NodeError(
+            f"Out of memory with {self._rows} sequences at once, in {who} of this node: all of them begin again, "
+            f"with {self._rows // 2}; set devices.micro_batch to that."
+        )
 
     def _watch(self) -> None:
         while not self._is_over.wait(WATCH_S):
-            if (what := self.dead) and not self._is_over.is_set():
-                self._on_death(what)
+            if (death := self._death()) is not None and not self._is_over.is_set():
+                self._end(death)
                 return
 
-    def explain(self, error: RuntimeError) -> None:
-        """A call between the ranks has failed: where one has died, that is why, and `on_death` has the word."""
+    def explain(self, error: RuntimeError) -> NoReturn:
+        """A call between the ranks has failed: where one has died, or has no memory, that is why, and ends it."""
+        if isinstance(error, torch.OutOfMemoryError) and self._is_sharded:
+            self._end(self._less(f"rank 0 of {len(self._processes) + 1}"))
         time.sleep(WATCH_S)
-        if what := self.dead:
-            self._on_death(what)
+        if (death := self._death()) is not None:
+            self._end(death)
         raise error
 
     def close(self) -> None:
@@ -123,18 +152,26 @@ class Helpers:
 
 
 def gather(
-    run: RunConfig, config: Config, chosen: Chosen, model: nn.Module, on_death: Callable[[str], None]
+    run: RunConfig, config: Config, chosen: Chosen, model: nn.Module, end: End
 ) -> tuple[Replica, Helpers | None]:
     """The node's replica, whose calls all its ranks make; and their processes, where there are several."""
+    room = Room(config.node.data_dir / "cache", run, config.devices, chosen.name)
     devices = config.devices
+    if rows := room.rows:
+        devices = devices.model_copy(update={"micro_batch": rows})
     how = settle_execution(model, run, chosen, devices)
     if devices.ranks == 1:
         return _compiled(Replica(model, run.inner, chosen.device, how), run, devices, how), None
     folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
-    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, folder=folder, on_death=on_death)
+    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, folder=folder, room=room, end=end)
     try:
         replica = _part_of(run, devices, how, chosen, model, rank=0, folder=folder)
         return _compiled(replica, run, devices, how), helpers
+    except RuntimeError as exc:
+        try:
+            helpers.explain(exc)
+        finally:
+            helpers.close()
     except BaseException:
         helpers.close()
         raise
@@ -164,8 +201,13 @@ def main() -> int:
     shape_execution(model, devices)
     how = Execution(**told["how"])
     replica = _part_of(run, devices, how, chosen, model, rank=told["rank"], folder=Path(told["folder"]))
+    faults = faults_from(os.environ)
     try:
-        replica.follow()
+        replica.follow(lambda rows: spoilt(faults, NO_ROUND, rows))
+    except torch.OutOfMemoryError:
+        if devices.sharding == "fsdp":
+            return OUT_OF_MEMORY
+        raise
     except Exception:
         if os.getppid() == told["parent"]:
             time.sleep(WATCH_S)  # Where rank 0 has failed, it is to have the word.

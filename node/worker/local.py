@@ -22,6 +22,7 @@ from node.training.inner import StepResult
 from node.training.replica import Replica
 from node.training.text import Reader
 from node.worker.ledger import Ledger
+from node.worker.spoilt import spoilt
 
 STEP_TIMES = 21
 """Inner steps whose median is this node's step time."""
@@ -117,7 +118,7 @@ class Local:
             return None
         self._unfinished = before
         with self._ledger.doing(Activity.COMPUTE):
-            result = self.replica.step(batch, lr, lambda rows: _spoilt(faults, round_, rows), between)
+            result = self.replica.step(batch, lr, lambda rows: spoilt(faults, round_, rows), between)
             self._unfinished = None
             time.sleep(max(0.0, faults.slowness() - 1) * (time.monotonic() - began_s))
         self._count(time.monotonic() - began_s, result.tokens)
@@ -171,10 +172,3 @@ class Local:
                 return evaluate(loss_of, parts, budget_s=self._run.evaluation.budget_s)
             finally:
                 self.replica.load(own)
-
-
-def _spoilt(faults: Faults, round_: int, rows: int) -> float:
-    """A fault on purpose in one try of an inner step: memory for fewer rows only, or a loss that is no number."""
-    if faults.has_room_for(rows, round_):
-        return math.nan if faults.spoils_loss(round_) else 1.0
-    raise torch.OutOfMemoryError("injected")

@@ -194,11 +194,17 @@ class Opening:
         self._fits(run)
         self._prepare(run)
 
+    def close(self) -> None:
+        """End the thread of `beside`, and so what was started there; work that is under way is not waited for."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
     def _found(self, run: RunConfig) -> Manifest:
         """A new run: draw or load the initial parameters, and write them down before anybody hears of it."""
         from node.training.folder import load_start
+        from node.training.hub import pinned
         from node.training.model import build_model, flatten
 
+        run = self.beside(lambda: pinned(run))
         if run.model.start:
             shape, first = self.beside(lambda: load_start(run.model, self._config.node.hub_cache))
             run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())

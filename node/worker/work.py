@@ -6,11 +6,12 @@ import logging
 import os
 import time
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 
 from node.config import Config
-from node.errors import NodeError, SwarmError
-from node.link import Start
+from node.errors import MachineError, NodeError, SwarmError
+from node.link import Ended, Start
 from node.manifest import RunConfig
 from node.status import Activity, DeviceInfo, Phase
 from node.swarm.catchup import Loss
@@ -38,13 +39,6 @@ SERVE_POLL_S = 0.2
 DRAIN_S = 60.0
 DRAIN_ROUNDS = 2.0
 """A drain waits at most so long, or so many rounds, for its round to end."""
-
-
-def _end_with_helper(what: str) -> None:
-    """The supervisor starts the worker again, and that its other ranks."""
-    logger.error("Of this node's processes %s: all of them begin again.", what)
-    logging.shutdown()
-    os._exit(NodeError.exit_code)
 
 
 class StopAsked(Exception):
@@ -79,6 +73,10 @@ class Work:
 
     def run(self) -> tuple[str, str]:
         """Until asked to stop, or the run is complete. Returns code and reason of the end; raises NodeError."""
+        with closing(self._opening):
+            return self._run()
+
+    def _run(self) -> tuple[str, str]:
         if self._start.mode == "train":
             self._chosen = choose_device(self._config.devices, self._config.limits.cpu_threads)
         try:
@@ -138,9 +136,7 @@ class Work:
         self._teller.enter(Phase.STARTING, "Loading text and model.", "loading")
         loaded = self._opening.wait(self._loading) if self._loading is not None else load_materials(run, self._config)
         chosen = self._chosen
-        replica, helpers = self._opening.beside(
-            lambda: gather(run, self._config, chosen, loaded.model, _end_with_helper)
-        )
+        replica, helpers = self._opening.beside(lambda: gather(run, self._config, chosen, loaded.model, self._end_now))
         self._replica = replica
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
         try:
@@ -157,6 +153,16 @@ class Work:
         finally:
             if helpers is not None:
                 helpers.close()
+
+    def _end_now(self, error: NodeError) -> None:
+        """End the process, from any thread, as the main one may hang: the supervisor starts all ranks again, unless it
+        is this machine that cannot."""
+        if isinstance(error, MachineError):
+            self._channel.send(Ended(exit_code=error.exit_code, code=error.code, reason=str(error)))
+        else:
+            logger.error("%s", error)
+        logging.shutdown()
+        os._exit(error.exit_code)
 
     def _train_on(self, session: Session, local: Local) -> None:
         """From round to round, and again from the others' state where this node's line of rounds led nowhere."""

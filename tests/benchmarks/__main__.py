@@ -2,8 +2,10 @@
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs]
     python -m tests.benchmarks slow_peer | churn | scaling | hostile | join
+    python -m tests.benchmarks gpu
 
-Those of the second line take some 15 minutes each and run only where they are named. Each can be run alone with its own
+Those of the second line take some 15 minutes each and run only where they are named; so does `gpu`, which ends with
+exit code 3 where there is none. Each can be run alone with its own
 options: `python -m tests.benchmarks.rounds --help`. What was measured in full is in results/*.json beside this file.
 """
 
@@ -18,22 +20,32 @@ from dataclasses import fields
 
 import psutil
 
+from node.errors import MachineError
 from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs")
-LONG = ("slow_peer", "churn", "scaling", "hostile", "join")
+LONG = ("slow_peer", "churn", "scaling", "hostile", "join", "gpu")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0
+NOT_HERE = MachineError.exit_code
+
+
+class NotHere(Exception):
+    """This machine lacks what is to be measured, and the benchmark has said so."""
 
 
 def run(name: str) -> list[Figure]:
-    """Its figures; none if it did not come to an end."""
+    """Its figures; none if it did not come to an end. Raises NotHere."""
     file = RESULTS / f"{name}.json"
     file.unlink(missing_ok=True)
     limit_s = LONG_LIMIT_S if name in LONG else LIMIT_S
     try:
-        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], cwd=ROOT, timeout=limit_s, check=True)
+        command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
+        done = subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False)
+        if done.returncode == NOT_HERE:
+            raise NotHere
+        done.check_returncode()
         content = json.loads(file.read_text(encoding="utf-8"))
     except (subprocess.SubprocessError, OSError) as exc:
         print(f"{name}: did not end well: {exc}", file=sys.stderr)
@@ -52,7 +64,10 @@ def main() -> int:
     if load > cores / 2:
         print(f"Other programs use this machine (load {load:.1f} on {cores} cores): the figures will be rough.\n")
     began_s = time.monotonic()
-    found = {name: run(name) for name in chosen}
+    try:
+        found = {name: run(name) for name in chosen}
+    except NotHere:
+        return NOT_HERE
     figures = [figure for some in found.values() for figure in some]
     print(f"\n{table(figures)}\n\n{time.monotonic() - began_s:.0f} s")
     return 0 if all(found.values()) and all(figure.passed for figure in figures) else 1

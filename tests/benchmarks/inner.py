@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -118,29 +119,54 @@ class Worker:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What was measured in turns; one entry a turn, `Worker.measure` and the bare loop's answer."""
+
+    ours: Sequence[dict[str, float]]
+    bare: Sequence[dict[str, float]]
+    threads: int
+
+    @property
+    def rates(self) -> tuple[list[float], list[float]]:
+        """Tokens per second, of each turn."""
+        ours, bare = ([one["tokens"] / one["seconds"] for one in some] for some in (self.ours, self.bare))
+        return ours, bare
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each pair."""
+        return [a / b for a, b in zip(*self.rates, strict=True)]
+
+
 def measure(pairs: int, seconds: float, threads: int) -> Result:
+    return _result(take_turns(pairs, seconds, threads))
+
+
+def take_turns(pairs: int, seconds: float, threads: int, flags: Sequence[str] = (), bare: Sequence[str] = ()) -> Turns:
+    """`flags`: further ones of the node's; `bare`: those of `bare_loop`."""
     ours: list[dict[str, float]] = []
-    bare: list[dict[str, float]] = []
+    alone: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
         folder = Path(name)
-        config = load(file=None, environ={}, flags=_flags(folder / "node", threads)).config
+        config = load(file=None, environ={}, flags=[*_flags(folder / "node", threads), *flags]).config
         (folder / "node").mkdir()
         with Worker(config, folder / "worker.log") as worker:
             report = worker.wait_trained(steps=10)
             worker.pause()
             arguments = ["--manifest", str(folder / "node" / "manifest.json"), "--peer-id", report.peer_id]
-            arguments += ["--threads", str(threads)]
+            arguments += ["--threads", str(threads), *bare]
             with Helper("tests.benchmarks.bare_loop", arguments, folder / "bare.log", WORKER_ENVIRONMENT) as loop:
                 threads = loop.hear(START_S)["threads"]
-                loop.ask(REPORT_S, seconds=WARM_S)
+                loop.ask(START_S, seconds=WARM_S)
                 for number in range(pairs):
                     turns = [0, 1] if number % 2 else [1, 0]
                     for turn in turns:
                         if turn:
                             ours.append(worker.measure(seconds))
                         else:
-                            bare.append(loop.ask(REPORT_S + seconds, seconds=seconds))
-    return _result(ours, bare, threads)
+                            alone.append(loop.ask(REPORT_S + seconds, seconds=seconds))
+    return Turns(ours, alone, threads)
 
 
 def _flags(folder: Path, threads: int) -> list[str]:
@@ -152,10 +178,9 @@ def _flags(folder: Path, threads: int) -> list[str]:
     ]
 
 
-def _result(ours: Sequence[dict[str, float]], bare: Sequence[dict[str, float]], threads: int) -> Result:
-    our_rates = [one["tokens"] / one["seconds"] for one in ours]
-    bare_rates = [one["tokens"] / one["seconds"] for one in bare]
-    ratios = [a / b for a, b in zip(our_rates, bare_rates, strict=True)]
+def _result(turns: Turns) -> Result:
+    ours, bare, threads, ratios = turns.ours, turns.bare, turns.threads, turns.ratios
+    our_rates, bare_rates = turns.rates
     steps, seconds = sum(one["steps"] for one in ours), sum(one["seconds"] for one in ours)
     parts = {key: sum(one[key] for one in ours) / steps * 1e3 for key in ("compute_s", "data_s", "between_s")}
     figure = Figure(

@@ -1,9 +1,10 @@
-"""A data set hub on this machine: what `datasets` asks the Hugging Face hub for, answered from a folder."""
+"""A hub on this machine: what the libraries ask the Hugging Face hub for, answered from a folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,13 +14,17 @@ COMMIT = "a" * 40
 
 
 class Hub:
-    """A context manager; `repo` is the only data set there. It can go away and come back on the same port."""
+    """A context manager; `repo` is all there is, as data set and as model. It can go away and come back on its port."""
 
     def __init__(self, folder: Path, repo: str) -> None:
-        self._folder, self._repo = folder, repo
+        self.folder, self._repo = folder, repo
         self._server: ThreadingHTTPServer | None = None
         self.port = 0
         self.requests = 0
+        self.commit = COMMIT
+        """What its branches stand for; files are there at any commit."""
+        self.read_at: set[str] = set()
+        """Revisions that files were asked for at."""
 
     def __enter__(self) -> Hub:
         self.open()
@@ -39,7 +44,7 @@ class Hub:
         class Handler(_Handler):
             def answer(self) -> None:
                 hub.requests += 1
-                self.answer_for(hub._folder, hub._repo)
+                self.answer_for(hub)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
@@ -69,15 +74,21 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         raise NotImplementedError
 
-    def answer_for(self, folder: Path, repo: str) -> None:
+    def answer_for(self, hub: Hub) -> None:
+        folder, repo, self._commit = hub.folder, hub._repo, hub.commit
         path = self.path.partition("?")[0]
         about, files = f"/api/datasets/{repo}", f"/datasets/{repo}/resolve/"
+        path = path.replace(f"/api/models/{repo}", about)
+        if path.startswith(f"/{repo}/resolve/"):
+            path = f"/datasets{path}"
         if path.startswith(files):
-            self._file(folder / path.removeprefix(files).partition("/")[2])
-        elif path == about or path.startswith(f"{about}/revision/"):
+            revision, _, name = path.removeprefix(files).partition("/")
+            hub.read_at.add(revision)
+            self._file(folder / name)
+        elif (revision := self._revision(path, about)) is not None:
             found = [{"rfilename": p.relative_to(folder).as_posix()} for p in sorted(folder.rglob("*")) if p.is_file()]
             at = "2024-01-01T00:00:00.000Z"
-            self._json({"id": repo, "sha": COMMIT, "siblings": found, "private": False, "gated": False,
+            self._json({"id": repo, "sha": revision, "siblings": found, "private": False, "gated": False,
                         "disabled": False, "tags": [], "downloads": 0, "likes": 0, "lastModified": at,
                         "createdAt": at})  # fmt: skip
         elif path.startswith(f"{about}/tree/"):
@@ -85,6 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._json([self._entry(folder, entry) for entry in sorted(here.iterdir())] if here.is_dir() else [])
         else:
             self._json({"error": "Repository not found"}, 404)
+
+    def _revision(self, path: str, about: str) -> str | None:
+        """The commit that is asked about; None where none is."""
+        if path in (about, f"{about}/revision/main"):
+            return self._commit
+        asked = path.removeprefix(f"{about}/revision/")
+        return asked if re.fullmatch("[0-9a-f]{40}", asked) else None
 
     def _entry(self, folder: Path, path: Path) -> dict[str, Any]:
         name = path.relative_to(folder).as_posix()
@@ -113,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(code)
-        for name, value in {**headers, "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}.items():
+        for name, value in {**headers, "X-Repo-Commit": self._commit, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

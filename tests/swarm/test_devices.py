@@ -81,6 +81,18 @@ def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> 
     assert "devices.activation_checkpointing" in node.said()
 
 
+@pytest.mark.timeout(240)
+def test_too_little_memory_for_shards_begins_again_with_less(swarm: Swarm) -> None:
+    """In steps of round 0, before anything was saved; the supervisor starts all ranks again."""
+    flags = ("--devices.ranks=2", "--devices.sharding=fsdp", "--devices.micro_batch=2")
+    node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
+    node.until_round(1, 3 * START_S)
+    said = node.said()
+    assert "Out of memory with 2 sequences at once" in said and "set devices.micro_batch to that" in said
+    assert "Traceback" not in said
+    assert len(helpers(node)) == 1
+
+
 def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = tiny(round={"min_peers": 2}, evaluation={"batches": 1, "members": 1})
     with Swarm(tmp_path_factory.mktemp("evaluation"), run) as swarm:

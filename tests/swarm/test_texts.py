@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from node.manifest import RunConfig
 from node.training.text import PackedReader, open_library
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, command, tiny
-from tests.swarm.hub import Hub
+from tests.swarm.hub import COMMIT, Hub
 
 FILES, DOCUMENTS = 8, 400
 SOURCE = "parquet:c4/en/*.parquet"
@@ -135,9 +136,29 @@ def test_text_of_a_hub_that_goes_away_and_comes_back(hub: Hub, tmp_path: Path) -
         assert "Traceback" not in node.said()
 
 
+@pytest.mark.timeout(240)
+def test_all_members_read_the_commits_that_the_founder_found(hub: Hub, bad_texts: Path, tmp_path: Path) -> None:
+    """The hub's branch moves on between founding and joining."""
+    for file in (bad_texts / "words").iterdir():
+        shutil.copy(file, hub.folder)
+    data = {"sources": ["hub:own/text?config=en&field=text"], "tokenizer": "hub:own/text@main"}
+    run = tiny(data=data, model={"vocab_size": 600}, round={"min_peers": 1, "inner_steps": 20})
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        founder = swarm.found(env=hub.environment)
+        founder.until_round(0, 2 * START_S)
+        manifest = json.loads((founder.folder / "manifest.json").read_text())
+        assert manifest["run"]["data"]["sources"] == [f"hub:own/text?config=en&field=text&revision={COMMIT}"]
+        assert manifest["run"]["data"]["tokenizer"] == f"hub:own/text@{COMMIT}"
+        hub.commit = "b" * 40
+        (second,) = swarm.join("second", env=hub.environment)
+        second.until(lambda s: s["contribution"]["rounds_joined"] >= 2, 3 * START_S)
+    assert hub.read_at == {COMMIT}
+
+
 @pytest.mark.parametrize(
     ("source", "mend"),
     [
+        ("hub:own/text?config=en&revision=poems", "is not to be had"),
         ("hub:own/nothing", "is not to be had"),
         ("hub:own/text?config=de", "is not to be had"),
         ("hub:own/text?config=en&split=poems", "is not to be had"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,31 @@ import torch
 from torch import nn
 
 from node.config import Config, DevicesConfig, NodeConfig
+from node.diloco.codec import make_codec
 from node.diloco.outer import genesis, outer_step, pseudo_gradient
 from node.errors import MachineError
 from node.manifest import RunConfig
 from node.training import fit
 from node.training.device import Chosen
-from node.training.fit import DEVICE_BYTES, GB, HOST_BYTES, check_fit, needs_of, row_bytes, settle_execution
+from node.training.fit import (
+    DEVICE_BYTES,
+    FEEDBACK_BYTES,
+    GB,
+    HOST_BYTES,
+    check_fit,
+    needs_of,
+    row_bytes,
+    settle_execution,
+)
 from node.training.inner import Execution
-from node.training.model import NextTokenLoss, autocast, build_model, prepare
+from node.training.model import NextTokenLoss, autocast, build_model, prepare, unit_elements
 from node.training.replica import Replica
 from tests.swarm.harness import tiny
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.reduce import grids_of
+    from node.worker.outgoing import Outgoing
 
 CPU = torch.device("cpu")
 CHOSEN = Chosen(CPU, "fp32", "a CPU")
@@ -102,11 +119,44 @@ def test_bytes_a_parameter_on_the_device_and_on_the_host() -> None:
     assert stepped.anchor.shape == snapshot.shape
 
 
+@pytest.mark.parametrize("codec", ["int4", "topk"])
+def test_bytes_a_parameter_of_what_is_sent_with_error_feedback(codec: str) -> None:
+    """Beside anchor and momentum: while the pseudo-gradient is encoded, and between two rounds."""
+    run = RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": "on"}))
+    parameters = 2_000_000
+    anchor = torch.zeros(parameters)
+    sent = torch.randn(parameters, generator=torch.Generator().manual_seed(0)) * 1e-3
+    before, while_encoding = live_bytes(), []
+    outgoing = Outgoing(grids_of(make_codec(codec), [((0, parameters),)]), run.sync, {})
+
+    def then(chunks: Sequence[bytes], norm: float) -> None:
+        while_encoding.append((live_bytes() - before + sum(map(len, chunks))) / parameters)
+
+    outgoing.begin(0, anchor, sent, then)
+    outgoing.wait()
+    outgoing.check()
+    between = (live_bytes() - before) / parameters
+    assert between == pytest.approx(FEEDBACK_BYTES, rel=0.02), "the residual before the round, and after it"
+    # There is no new anchor and no new momentum yet, and their room is enough for what is decoded of one's own.
+    assert while_encoding[0] <= FEEDBACK_BYTES + HOST_BYTES - 8 - 12
+    outgoing.landed(0, included=True)
+    assert (live_bytes() - before) / parameters == pytest.approx(FEEDBACK_BYTES / 2, rel=0.02)
+    with_feedback, without = (
+        needs_of(RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": how})), Config(), "fp32")
+        for how in ("on", "off")
+    )
+    count = sum(unit_elements(run.model))
+    assert with_feedback.host_bytes - without.host_bytes == FEEDBACK_BYTES * count
+    assert with_feedback.disk_bytes > without.disk_bytes
+
+
 def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path / "not" / "there")), run_of()
     check_fit(run, config, CHOSEN)
     needs = needs_of(run, config, "fp32")
-    monkeypatch.setattr(fit, "available_memory", lambda: needs.host + needs.device + 0.9 * needs.row)
+    monkeypatch.setattr(
+        fit, "available_memory_bytes", lambda: needs.host_bytes + needs.device_bytes + 0.9 * needs.row_bytes
+    )
     with pytest.raises(
         MachineError, match=r"needs [\d.]+ GB of memory here, and [\d.]+ GB are free: end what"
     ) as caught:
@@ -125,7 +175,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk_counts_what_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
-    disk = needs_of(run, config, "fp32").disk
+    disk = needs_of(run, config, "fp32").disk_bytes
     monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
     with pytest.raises(MachineError, match="of disk"):
         check_fit(run, config, CHOSEN)
@@ -139,7 +189,7 @@ def test_a_cpu_takes_as_many_sequences_as_its_memory_allows(
     rows: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, devices = run_of(), DevicesConfig()
-    monkeypatch.setattr(fit, "available_memory", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_SHARE)
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_RATIO)
     assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, devices).micro_batch == expected
     assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, DevicesConfig(micro_batch=3)).micro_batch == 3
 

@@ -1,0 +1,58 @@
+"""Names on the hub in a run: what is a commit already stays, and every option outlives the pinning."""
+
+from __future__ import annotations
+
+import pytest
+
+from node.errors import ConfigError, MachineError
+from node.manifest import RunConfig, parse_source
+from node.training import hub
+from tests.swarm.harness import tiny
+
+COMMIT, LATER = "c" * 40, "d" * 40
+
+
+def run_of(source: str, tokenizer: str = "bytes") -> RunConfig:
+    return RunConfig.model_validate(tiny(data={"sources": [source, "json:own/*.jsonl"], "tokenizer": tokenizer}))
+
+
+def test_commits_and_files_are_not_asked_for() -> None:
+    """There is no hub here that could answer."""
+    run = run_of(f"hub:allenai/c4?config=en&split=train[:10%25]&revision={COMMIT}", f"hub:own/words@{COMMIT}")
+    assert hub.pinned(run) == run
+    assert parse_source(hub.pinned(run).data.sources[0]).split == "train[:10%]"
+    assert hub.pinned(RunConfig.model_validate(tiny())) == RunConfig.model_validate(tiny())
+
+
+def test_a_branch_becomes_its_commit_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def commit_of(*what: str) -> str:
+        asked.append(what)
+        return LATER
+
+    monkeypatch.setattr(hub, "_commit_of", commit_of)
+    run = run_of("hub:allenai/c4?config=en&split=train[:10%25]&revision=refs/pr/1&field=body", "hub:own/words")
+    found = hub.pinned(run).data
+    source = parse_source(found.sources[0])
+    assert source == parse_source(f"hub:allenai/c4?config=en&split=train[:10%25]&revision={LATER}&field=body")
+    assert (found.sources[1], found.tokenizer) == ("json:own/*.jsonl", f"hub:own/words@{LATER}")
+    assert [what[1:] for what in asked] == [("allenai/c4", "refs/pr/1", "dataset"), ("own/words", "main", "model")]
+
+
+@pytest.mark.parametrize(
+    ("raised", "becomes", "words"),
+    [
+        (FileNotFoundError("no such file. And more"), MachineError, r"X could not be read \(no such file\): check A\."),
+        (KeyError("model_type"), ConfigError, r"X cannot be used \('model_type'\): do B\."),
+        (MachineError("As it is."), MachineError, r"^As it is\.$"),
+    ],
+)
+def test_what_a_library_raises_is_said_in_our_words(raised: Exception, becomes: type[Exception], words: str) -> None:
+    with pytest.raises(becomes, match=words), hub.reading("X", check="A", mend="do B"):
+        raise raised
+
+
+def test_the_network_is_told_from_what_is_not_there() -> None:
+    assert "cannot be reached" in str(hub.why_not("X", ConnectionRefusedError("refused")))
+    assert "is not to be had" in str(hub.why_not("X", FileNotFoundError("gone")))
