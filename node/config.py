@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from node.manifest import RunConfig, Section
 from node.schedule import Hours, check_zone, hours, parse_window, whole_windows
@@ -81,6 +81,16 @@ class ApiConfig(Section):
     """Host names the API answers to, beside localhost, loopback addresses and the bound address."""
     metrics_public: bool = False
     """Whether /metrics needs no token for callers that are not on loopback."""
+    tls_cert: str = ""
+    """PEM file with the certificate, and what leads to its issuer; with `tls_key` the API speaks HTTPS only."""
+    tls_key: str = ""
+    """PEM file with the certificate's key, without a password."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> ApiConfig:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: set both, or none")
+        return self
 
 
 class LimitsConfig(Section):

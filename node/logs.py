@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
@@ -20,7 +21,7 @@ STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 def configure(level: str, format: Literal["console", "json"], *, to: TextIO | Console) -> None:
     """Send records of this process to `to`. Called again, it replaces what it set up before, and nothing else."""
     handler: logging.Handler = ConsoleHandler(to) if isinstance(to, Console) else logging.StreamHandler(to)
-    handler.setFormatter(JsonFormatter() if format == "json" else LineFormatter())
+    handler.setFormatter(make_formatter(format))
     handler.set_name("node.logs")
     root = logging.getLogger()
     for old in [h for h in root.handlers if h.get_name() == "node.logs"]:
@@ -36,21 +37,42 @@ def set_level(level: str) -> None:
     logging.getLogger().setLevel(max(wanted, logging.WARNING))
 
 
-class LineFormatter(logging.Formatter):
-    """`12:34:56 INFO node.worker.loop: message`, local time. A record's round stands before the message."""
+class Stamp(logging.Filter):
+    """Gives records the phase, and those without a round the last one, as they are when it is said."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    def __init__(self, now: Callable[[], tuple[str, int | None]]) -> None:
+        super().__init__()
+        self._now = now
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        phase, round_ = self._now()
+        record.phase = getattr(record, "phase", phase)
+        own = getattr(record, "round", None)
+        record.round = round_ if own is None else own
+        return True
+
+
+def make_formatter(format: Literal["console", "json"], *, date: bool = False) -> logging.Formatter:
+    """`date`: whether lines for people say the day, too."""
+    return JsonFormatter() if format == "json" else LineFormatter(date=date)
+
+
+class LineFormatter(logging.Formatter):
+    """`12:34:56 INFO node.worker.loop: message`, local time. Phase and round, if any, stand before the message."""
+
+    def __init__(self, *, date: bool = False) -> None:
+        day = "%Y-%m-%d " if date else ""
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt=f"{day}%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        number = getattr(record, "round", None)
-        if number is not None:
-            record.message = f"[round {number}] {record.message}"
-        return super().formatMessage(record)
+        phase, number = getattr(record, "phase", ""), getattr(record, "round", None)
+        where = [part for part in (phase, f"round {number}" if number is not None else "") if part]
+        message = f"[{', '.join(where)}] {record.message}" if where else record.message
+        return self._fmt % (record.__dict__ | {"message": message}) if self._fmt else message
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `at` (UTC, RFC 3339), `level`, `logger`, `message`; `round`, `exception` if any."""
+    """One object a line: `at` (UTC, RFC 3339), `level`, `logger`, `message`; `phase`, `round`, `exception` if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -63,6 +85,8 @@ class JsonFormatter(logging.Formatter):
         number = getattr(record, "round", None)
         if number is not None:
             line["round"] = number
+        if phase := getattr(record, "phase", ""):
+            line["phase"] = phase
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -60,6 +60,11 @@ class Keys:
         # Browsers share the cookies of all ports of one host: each node needs a name of its own.
         self.cookie_name = "diloco_session_" + hashlib.sha256(self._token).hexdigest()[:8]
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must not stand in anything that is handed on."""
+        return (self._token.decode(),)
+
     def token_fits(self, offered: str) -> bool:
         return hmac.compare_digest(offered.encode(), self._token)
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from node.api.seam import LOG_LEVELS, LogLine, View, level_name
+from node.daemon.notices import NEWER_VERSION, newer_version
 from node.status import NodeInfo, Notice, PauseInfo, PhaseState, Report, RoundRecord, Status
 
 ROUNDS_KEPT = 200
@@ -62,6 +63,10 @@ class Board:
     def status(self) -> Status:
         return self._status
 
+    def place(self) -> tuple[str, int | None]:
+        """Phase and round, for log records; None before the first round."""
+        return self._status.phase.value, self._status.run.round if self._status.run.round >= 0 else None
+
     def decide(self, state: PhaseState | None) -> None:
         """Set the phase that the supervisor owns; None leaves the word to the worker's reports."""
         self._own = state
@@ -81,7 +86,7 @@ class Board:
         self._report = report
         if self.memory is not None:
             self.memory.told(report)
-        self._publish()
+        self.notice(NEWER_VERSION, newer_version(self._node.version, report.swarm))
 
     def add_round(self, record: RoundRecord) -> None:
         self._rounds.appendleft(record)
@@ -109,7 +114,15 @@ class Board:
             message += "\n" + logging.Formatter().formatException(record.exc_info)
         round_number: int | None = getattr(record, "round", None)
         self._logs.append(
-            LogLine(id=next(self._log_ids), at=at, level=level, logger=record.name, message=message, round=round_number)
+            LogLine(
+                id=next(self._log_ids),
+                at=at,
+                level=level,
+                logger=record.name,
+                message=message,
+                phase=self._status.phase.value,
+                round=round_number,
+            )
         )
 
     def view(self, *, alive: bool) -> View:

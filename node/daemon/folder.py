@@ -20,7 +20,7 @@ from node.status import Value
 
 logger = logging.getLogger(__name__)
 
-DISK_KINDS = ("checkpoints", "history", "cache")
+DISK_KINDS = ("checkpoints", "history", "cache", "logs")
 """Subfolders whose size is told in `disk_used_bytes`."""
 TOKEN_LENGTH_MIN = 32
 """Shorter tokens can be guessed; ours have 43 characters (256 bits)."""
@@ -94,9 +94,10 @@ class DataFolder:
         _remove(self.path / "api.json")
         os.close(self._lock_fd)
 
-    def write_address(self, url: str) -> None:
-        """Tell the other commands of this folder where the API listens."""
-        write_whole(self.path / "api.json", json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+    def write_address(self, url: str, certificate: str = "") -> None:
+        """Tell the other commands of this folder where the API listens, and which certificate (PEM) is its own."""
+        address = {"url": url, "pid": os.getpid()} | ({"certificate": certificate} if certificate else {})
+        write_whole(self.path / "api.json", json.dumps(address) + "\n")
 
     def load_asked(self) -> Asked | None:
         try:

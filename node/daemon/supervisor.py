@@ -11,13 +11,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import uvicorn
 
@@ -31,13 +32,15 @@ from node.config import Config
 from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
 from node.daemon.folder import DataFolder
 from node.daemon.keeper import Keeper, Mode, Timings
+from node.daemon.logfile import FOLDER, LogFile
+from node.daemon.notices import NO_TLS, no_tls
 from node.daemon.pauses import Pauser, now_utc
 from node.daemon.probes import Probes, usual_probes
 from node.daemon.recorder import Clocks, Recorder
-from node.daemon.server import GRACE_S, bind, make_server, url_of
+from node.daemon.server import GRACE_S, Tls, bind, load_tls, make_server, url_of
 from node.daemon.tuner import Tuner
 from node.errors import NodeError
-from node.logs import set_level
+from node.logs import Stamp, set_level
 from node.status import NodeInfo, PhaseState, Status, utc_now
 
 logger = logging.getLogger(__name__)
@@ -77,18 +80,20 @@ def run(
     with DataFolder.open(config.node.data_dir) as folder, bind(config.api.host, config.api.port) as sock:
         node = config.node.model_copy(update={"data_dir": folder.path})
         config = config.model_copy(update={"node": node})
-        return asyncio.run(_serve(config, folder, sock, (mode, join), on_status, parts or Parts()))
+        tls = load_tls(config.api.tls_cert, config.api.tls_key)
+        return asyncio.run(_serve(config, folder, (sock, tls), (mode, join), on_status, parts or Parts()))
 
 
 async def _serve(
     config: Config,
     folder: DataFolder,
-    sock: socket.socket,
+    port: tuple[socket.socket, Tls | None],
     start: tuple[Mode, str | None],
     on_status: Callable[[Status], None] | None,
     parts: Parts,
 ) -> int:
     build = _build(parts.revision)
+    sock, tls = port
     tuner = Tuner(config, parts.origins, folder)
     set_level(tuner.config.log.level)
     node = NodeInfo(
@@ -113,21 +118,41 @@ async def _serve(
     recorder.totals = keeper.metrics.totals
     keys = Keys(folder.token, time.monotonic)
     served = Served(keeper, recorder, keeper.metrics, keys, keeper, config, build)
-    server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]))
-    handler = BoardHandler(board)
-    logging.getLogger().addHandler(handler)
+    server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]), tls)
+    with _logging_to(board, folder.path / FOLDER, config.log.format):
+        try:
+            with suppress(HistoryAway):
+                board.restore_rounds(await recorder.rounds(ROUNDS_KEPT))
+            board.memory = recorder
+            url = url_of(sock, tls=tls is not None)
+            folder.write_address(url, tls.certificate if tls else "")
+            board.notice(NO_TLS, no_tls(config.api))
+            logger.info("The API listens on %s", url)
+            return await _until_end(keeper, board, server, sock, partial(probe, keeper, parts.probes))
+        finally:
+            board.memory = None
+            recorder.close()
+
+
+@contextmanager
+def _logging_to(board: Board, folder: Path, format: Literal["console", "json"]) -> Iterator[None]:
+    """Every record also to the board and to the folder, and all of them with phase and round."""
+    root = logging.getLogger()
+    added: list[logging.Handler] = [BoardHandler(board), LogFile(folder, format)]
+    stamp = Stamp(board.place)
+    for handler in added:
+        root.addHandler(handler)
+    stamped = list(root.handlers)
+    for handler in stamped:
+        handler.addFilter(stamp)
     try:
-        with suppress(HistoryAway):
-            board.restore_rounds(await recorder.rounds(ROUNDS_KEPT))
-        board.memory = recorder
-        url = url_of(sock)
-        folder.write_address(url)
-        logger.info("The API listens on %s", url)
-        return await _until_end(keeper, board, server, sock, partial(probe, keeper, parts.probes))
+        yield
     finally:
-        board.memory = None
-        recorder.close()
-        logging.getLogger().removeHandler(handler)
+        for handler in stamped:
+            handler.removeFilter(stamp)
+        for handler in added:
+            root.removeHandler(handler)
+            handler.close()
 
 
 async def _until_end(
