@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from node.api.auth import Guard
+from node.api.examples import add_examples
 from node.api.page import make_page
 from node.api.problem import Fault, Problem, problem_response
 from node.api.routes import Served, make_router
@@ -48,6 +49,7 @@ def _add_openapi(api: FastAPI) -> None:
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(problem.pop("$defs", {}))
             schemas["Problem"] = problem
+            add_examples(schema)
             api.openapi_schema = schema
         return api.openapi_schema
 

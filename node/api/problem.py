@@ -46,7 +46,10 @@ def problem_response(
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """How a route's errors are described in the OpenAPI document."""
-    reference = {"schema": {"$ref": "#/components/schemas/Problem"}}
-    return {
-        status: {"description": HTTPStatus(status).phrase, "content": {PROBLEM_TYPE: reference}} for status in statuses
-    }
+    reference = {"$ref": "#/components/schemas/Problem"}
+
+    def content(status: int) -> dict[str, Any]:
+        example = Problem(title=HTTPStatus(status).phrase, status=status, detail="One sentence, with the mend.")
+        return {PROBLEM_TYPE: {"schema": reference, "example": example.model_dump(mode="json")}}
+
+    return {status: {"description": HTTPStatus(status).phrase, "content": content(status)} for status in statuses}

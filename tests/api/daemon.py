@@ -62,6 +62,10 @@ class Daemon:
         self.process.kill()
         self.process.communicate()
 
+    def until_there(self) -> None:
+        """Until its address is known."""
+        wait_for((self.data_dir / "api.json").exists)
+
     def ready(self) -> Daemon:
         wait_for((self.data_dir / "api.json").exists)
         address = json.loads((self.data_dir / "api.json").read_text())

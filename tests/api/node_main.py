@@ -41,7 +41,8 @@ def main() -> int:
         return (beside("probes") or {}).get(name)
 
     tables = beside("config") or {}
-    config = Config.model_validate({**tables, "node": {"data_dir": data_dir}, "api": {"port": 0}})
+    api = {"port": 0, **tables.get("api", {})}
+    config = Config.model_validate({**tables, "node": {"data_dir": data_dir}, "api": api})
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), act)
     parts = Parts(
         worker_command=worker,

@@ -61,14 +61,9 @@ def opened(packed: bytes) -> dict[str, str]:
 def test_no_secret_and_no_address_is_inside(still_node: StillNode, tmp_path: Path) -> None:
     config = setup(still_node, tmp_path / "data")
     assert still_node.past is not None
+    still_node.config = config
     served = Served(
-        still_node,
-        still_node.past,
-        still_node.metrics,
-        still_node.keys,
-        config,
-        {"api.host": "flag"},
-        bundle.Build("1"),
+        still_node, still_node.past, still_node.metrics, still_node.keys, still_node, config, bundle.Build("1")
     )
     app: ASGIApp = build_app(served)
 

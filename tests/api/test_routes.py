@@ -11,7 +11,8 @@ import pytest
 
 from node.api.configure import hide_secrets
 from node.api.events import stream
-from node.status import Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
+from node.api.seam import SERIES
+from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
 from tests.api.conftest import ClientMaker, StillNode
 
 
@@ -61,6 +62,94 @@ def test_logs_by_level_and_position(client: ClientMaker, still_node: StillNode) 
     assert messages("?after=1&limit=2") == (["m1", "m2"], 3)
     assert messages("?level=warning") == (["m2", "m3"], 4)
     assert messages("?after=5") == ([], 5)
+
+
+def test_logs_are_searched_in_any_case(client: ClientMaker, still_node: StillNode) -> None:
+    for name, text in (("node.Alpha", "one"), ("node.b", "ALPHABET <b>"), ("node.b", "two")):
+        still_node.board.add_log(logging.LogRecord(name, logging.INFO, "", 0, text, (), None))
+    records = get(client, "/api/v1/logs?search=alpha")["records"]
+    assert [(r["message"], r["phase"]) for r in records] == [("one", "starting"), ("ALPHABET <b>", "starting")]
+    assert get(client, "/api/v1/logs?search=%25") == {"records": [], "last_id": 0}
+
+
+def row(round_: int, digest: str, name: str = "n") -> PeerRow:
+    return PeerRow(
+        peer_id=f"Qm{round_}{digest}", short_id="1", name=name, phase="training", round=round_, tokens_per_second=1.5,
+        transport="relay", version="1", state_digest=digest, last_seen_s=0.1,
+    )  # fmt: skip
+
+
+def test_whose_state_agrees(client: ClientMaker, still_node: StillNode) -> None:
+    board = still_node.board
+    for number in range(5):
+        board.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE, state_digest=f"d{number}"))
+    board.add_round(RoundRecord(round=4, outcome=Outcome.SKIPPED, dropped=2))
+    board.add_round(RoundRecord(round=3, outcome=Outcome.COMPLETE, state_digest="e3"))
+    rows = (row(2, "d2"), row(2, "x"), row(3, "d3"), row(3, "e3"), row(4, "d4"), row(9, "d9"), row(1, ""), row(5, "m"))
+    board.told(Report(run=RunInfo(round=5, state_digest="m"), swarm=rows))
+    agrees = [peer["digest_agrees"] for peer in get(client, "/api/v1/swarm")["peers"]]
+    assert agrees == [True, False, False, True, None, None, None, True]
+
+
+def test_hostile_text_stays_text(client: ClientMaker, still_node: StillNode) -> None:
+    name = "<script>alert(1)</script>"
+    member = Member(peer_id="Qm1", name=name, weight=5, included=True)
+    still_node.board.told(Report(swarm=(row(1, "d", name),)))
+    still_node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, head="h", members=(member,)))
+    still_node.board.add_log(logging.LogRecord("node.x", logging.INFO, "", 0, name, (), None))
+
+    async def main() -> None:
+        async with client() as http:
+            for path in ("swarm", "rounds", "contributions", "logs"):
+                answer = await http.get(f"/api/v1/{path}")
+                assert name in json.dumps(answer.json()), path
+                assert answer.headers["content-type"] == "application/json"
+                assert answer.headers["x-content-type-options"] == "nosniff"
+            wrong = await http.get(f"/api/v1/history?series={name}")
+            assert (wrong.status_code, wrong.headers["content-type"]) == (422, "application/problem+json")
+
+    asyncio.run(main())
+
+
+def test_history_and_contributions(client: ClientMaker, still_node: StillNode) -> None:
+    members = (Member(peer_id="Qm123456789", name="me", weight=5, included=True),)
+    still_node.board.told(Report(peer_id="Qm123456789"))
+    still_node.board.add_round(RoundRecord(round=3, outcome=Outcome.COMPLETE, head="h", members=members))
+    assert get(client, "/api/v1/contributions") == {
+        "contributions": [
+            {
+                "peer_id": "Qm123456789", "short_id": "456789", "name": "me", "rounds": 1, "tokens": 5,
+                "last_round": 3, "this_node": True,
+            }
+        ]
+    }  # fmt: skip
+    found = get(client, "/api/v1/history?series=training_loss,%20swarm_peers&points=7")
+    assert set(found["series"]) == {"training_loss", "swarm_peers"}
+    assert set(get(client, "/api/v1/history")["series"]) == set(SERIES)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["points=0", "points=2001", "points=x", "since=yesterday", "since=2026-01-01T00:00:00", "series=nonsense",
+     "series=" + "a," * 900],
+)  # fmt: skip
+def test_history_refuses_what_it_does_not_know(client: ClientMaker, query: str) -> None:
+    async def main() -> None:
+        async with client() as http:
+            answer = await http.get(f"/api/v1/history?{query}")
+            assert answer.status_code == 422
+            assert "nonsense" not in query or "training_loss" in answer.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("since", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "1e9", "-1e10"])
+def test_history_of_any_time_is_answered(client: ClientMaker, since: str) -> None:
+    async def main() -> None:
+        async with client() as http:
+            assert (await http.get(f"/api/v1/history?since={since}")).status_code in (200, 422)
+
+    asyncio.run(main())
 
 
 def test_version_and_config(client: ClientMaker) -> None:
@@ -181,6 +270,13 @@ def test_openapi_document_is_whole(client: ClientMaker) -> None:
             assert operation.get("description"), (verb, path)
             assert any(code.startswith("2") for code in operation["responses"])
             assert "application/problem+json" in operation["responses"]["401"]["content"]
+            bodies = [operation["requestBody"]] if "requestBody" in operation else []
+            for described in [*bodies, *(r for c, r in operation["responses"].items() if c.startswith("2"))]:
+                for kind, content in described.get("content", {}).items():
+                    has_example = "example" in content or content.get("schema", {}).get("examples")
+                    assert has_example or kind == "application/zip", (verb, path, kind)
+            for parameter in operation.get("parameters", ()):
+                assert parameter.get("description"), (verb, path, parameter["name"])
 
 
 def test_events_start_full_are_paced_and_end_with_the_node(still_node: StillNode) -> None:
