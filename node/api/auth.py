@@ -103,7 +103,9 @@ class Guard:
         """`hosts` are the allowed host names beside loopback's, without ports."""
         self._app = app
         self._keys = keys
-        self._hosts = {"localhost", "127.0.0.1", "::1"} | {h.strip("[]").lower() for h in hosts if h}
+        # A wildcard is an address to bind, and no name: browsers let any page reach this machine under it.
+        named = {h.strip("[]").lower() for h in hosts if h} - {"0.0.0.0", "::"}
+        self._hosts = {"localhost", "127.0.0.1", "::1"} | named
         self._metrics_public = metrics_public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from node.api.app import build_app
 from node.api.auth import BODY_BYTES_MAX, FAILURES_MAX, SECURITY_HEADERS, SESSIONS_MAX, Keys, host_name
-from tests.api.conftest import BASE, ClientMaker, StillNode
+from node.api.metrics import Build
+from node.api.routes import Served
+from tests.api.conftest import BASE, TOKEN, ClientMaker, StillNode
 
 PUBLIC = {"/livez", "/readyz", "/metrics"}
 PROBLEM = "application/problem+json"
@@ -57,6 +60,27 @@ def test_every_route_refuses_foreign_hosts(client: ClientMaker) -> None:
                     assert answer.status_code == 403, (verb, path, host)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::"])
+def test_bound_to_all_addresses_the_names_are_the_same(still_node: StillNode, client: ClientMaker, bound: str) -> None:
+    assert still_node.past is not None
+    served = Served(
+        still_node, still_node.past, still_node.metrics, still_node.keys, still_node, still_node.config, Build("1")
+    )
+    transport = httpx.ASGITransport(build_app(served, hosts=[bound]))
+
+    async def main() -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(transport=transport, base_url=BASE, headers=headers) as http:
+            assert (await http.get("/api/v1/status")).status_code == 200
+            assert (await http.get("/api/v1/status", headers={"Host": "node.example:1"})).status_code == 200
+            for verb, path in await routes(client):
+                for host in ("evil.example", "192.168.1.7:8080", "0.0.0.0:8080", "[::]:8080"):
+                    assert (await answers(http, verb, path, headers={"Host": host})).status_code == 403, (path, host)
+
+    asyncio.run(main())
+    assert still_node.acted == []
 
 
 def test_every_unsafe_route_refuses_foreign_origins(client: ClientMaker, still_node: StillNode) -> None:

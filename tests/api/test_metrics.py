@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -90,6 +92,34 @@ def test_all_series_exist_from_the_start(still_node: StillNode) -> None:
     build = (("hivemind", "1.1"), ("revision", "abc"), ("torch", "2.13"), ("version", "1.2"))
     assert samples[("build_info", build)] == 1
     assert math.isnan(samples[("training_loss", ())])
+
+
+def with_a_gpu(node: StillNode) -> None:
+    gpu = DeviceInfo(
+        kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, memory_size_bytes=9,
+        temperature_celsius=50.0, energy_joules=9.0, power_watts=300.0,
+    )  # fmt: skip
+    node.board.told(Report(devices=(gpu,)))
+
+
+def test_a_node_with_one_gpu_has_at_most_200_series(still_node: StillNode) -> None:
+    with_a_gpu(still_node)
+    lines = still_node.metrics.page().decode().splitlines()
+    series = [line for line in lines if line and not line.startswith("#")]
+    # A node has three kinds of disk use more than this one.
+    print(f"{len(series)} series")
+    assert len(series) + 3 <= 200
+
+
+def test_promtool_finds_nothing_to_say(still_node: StillNode) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed: it is in Debian's package prometheus")
+    with_a_gpu(still_node)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=still_node.metrics.page(), capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_gauges_follow_the_status(still_node: StillNode) -> None:
