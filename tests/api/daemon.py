@@ -39,15 +39,12 @@ def alive(pid: int) -> bool:
 class Daemon:
     """A supervisor under test. Use as a context manager."""
 
-    def __init__(
-        self, data_dir: Path, act: str = "work", *, config: dict[str, Any] | None = None, **timings: object
-    ) -> None:
-        """`config`: further tables of the configuration."""
+    def __init__(self, data_dir: Path, act: str = "work", **timings: object) -> None:
         self.data_dir = data_dir
         self.client: httpx.Client | None = None
         command = [sys.executable, str(Path(__file__).with_name("node_main.py")), str(data_dir), act]
         self.process = subprocess.Popen(
-            [*command, json.dumps(timings), json.dumps(config or {})],
+            [*command, json.dumps(timings)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

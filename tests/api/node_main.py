@@ -1,7 +1,7 @@
-"""A whole supervisor process: `node_main.py DATA_DIR ACT [TIMINGS [CONFIG]]`, the last two JSON; a scripted worker.
+"""A whole supervisor as a process: `node_main.py DATA_DIR ACT [TIMINGS as JSON]`. Its worker is the scripted one.
 
-What lies beside DATA_DIR is its world, where it is there: DATA_DIR.clock (Unix time, read again and again),
-DATA_DIR.probes (JSON: `battery`, `idle_s`).
+What lies beside DATA_DIR is its world, where it is there: DATA_DIR.config (tables as JSON), DATA_DIR.clock (Unix time,
+read again and again), DATA_DIR.probes (JSON: `battery`, `idle_s`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> int:
     def probed(name: str) -> Any:
         return (beside("probes") or {}).get(name)
 
-    tables = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    tables = {"node": {"data_dir": data_dir}, **tables, "api": {"port": 0, **tables.get("api", {})}}
-    config = Config.model_validate(tables)
+    tables = beside("config") or {}
+    api = {"port": 0, **tables.get("api", {})}
+    config = Config.model_validate({**tables, "node": {"data_dir": data_dir}, "api": api})
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), act)
     parts = Parts(
         worker_command=worker,

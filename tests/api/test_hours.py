@@ -6,19 +6,19 @@ import json
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from tests.api.daemon import Daemon, alive, wait_for
 
-HOURS: dict[str, Any] = {"schedule": {"timezone": "UTC", "active": ["mon-fri 22:00-08:00"]}}
+HOURS = {"schedule": {"timezone": "UTC", "active": ["mon-fri 22:00-08:00"]}}
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 
 
 class World:
     """What the supervisor of a data folder sees."""
 
-    def __init__(self, folder: Path, config: dict[str, Any] = HOURS) -> None:
-        self.folder, self.config = folder / "data", config
+    def __init__(self, folder: Path, config: object = HOURS) -> None:
+        self.folder = folder / "data"
+        self._put("config", config)
 
     def _put(self, name: str, value: object) -> None:
         file = Path(f"{self.folder}.{name}")
@@ -41,7 +41,7 @@ def errors(daemon: Daemon) -> list[str]:
 def test_the_hours_turn_and_the_device_is_free_outside_of_them(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.at(12)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         status = daemon.ready().until_phase("paused", "scheduled")
         assert status["reason"] == "Outside of its hours until Mon 22:00."
         assert status["pause"] == {"by": "schedule", "until": "2026-11-16T22:00:00Z", "after_round": None}
@@ -68,13 +68,13 @@ def test_the_hours_turn_and_the_device_is_free_outside_of_them(tmp_path: Path) -
 def test_the_owner_goes_before_the_hours_over_restarts(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.at(12)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         daemon.ready().until_phase("paused", "scheduled")
         assert daemon.act("resume").status_code == 202
         daemon.until_phase("training", "train")
         assert daemon.terminate()[0] == 0
     world.at(13)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         daemon.ready().until_phase("training", "train")
         world.at(23)
         wait_for(lambda: not (world.folder / "pause.json").exists())
@@ -84,7 +84,7 @@ def test_the_owner_goes_before_the_hours_over_restarts(tmp_path: Path) -> None:
         assert status["pause"] == {"by": "owner", "until": "2026-11-17T11:00:00Z", "after_round": None}
         assert daemon.terminate()[0] == 0
     world.at(24 + 10.9)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         daemon.ready().until_phase("paused", "paused")
         worker = daemon.worker_pid()
         world.at(24 + 11)
@@ -97,14 +97,14 @@ def test_the_owner_goes_before_the_hours_over_restarts(tmp_path: Path) -> None:
         daemon.until_phase("paused", "paused")
         assert daemon.terminate()[0] == 0
     world.at(48 + 23)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         daemon.ready().until_phase("training", "train")
 
 
 def test_hours_that_are_set_while_it_runs_hold_at_once(tmp_path: Path) -> None:
     world = World(tmp_path, {})
     world.at(12)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         assert daemon.ready().until_phase("training")["schedule_next"] is None
         answer = daemon.http.patch("/api/v1/config", json=HOURS)
         assert answer.status_code == 200, answer.text
@@ -117,7 +117,7 @@ def test_battery_and_user(tmp_path: Path) -> None:
     world = World(tmp_path, {"schedule": {"user_active": "pause", "user_idle_s": 60}})
     world.at(12)
     world.probes(battery=True)
-    with Daemon(world.folder, config=world.config) as daemon:
+    with Daemon(world.folder) as daemon:
         status = daemon.ready().until_phase("paused", "on_battery")
         assert status["pause"]["by"] == "battery"
         world.probes(battery=False, idle_s=100)
@@ -133,7 +133,7 @@ def test_battery_and_user(tmp_path: Path) -> None:
 def test_drain_and_leave_go_before_the_hours(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.at(23)
-    with Daemon(world.folder, "deaf", config=world.config, stop_s=20.0) as daemon:
+    with Daemon(world.folder, "deaf", stop_s=20.0) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.act("drain").status_code == 202
         world.at(33)

@@ -48,7 +48,8 @@ def make_certificate(folder: Path, name: str = "node", password: bytes | None = 
 def test_page_session_and_command_line_over_https(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     data = tmp_path / "data"
-    with Daemon(data, config={"api": {"tls_cert": str(cert), "tls_key": str(key)}}) as daemon:
+    Path(f"{data}.config").write_text(json.dumps({"api": {"tls_cert": str(cert), "tls_key": str(key)}}))
+    with Daemon(data) as daemon:
         daemon.until_there()
         address = json.loads((data / "api.json").read_text())
         assert address["url"].startswith("https://127.0.0.1:")
