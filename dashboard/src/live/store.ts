@@ -3,6 +3,7 @@
 import { computed, effect, signal } from "@preact/signals";
 import { api, Refused } from "../api/client";
 import type { Status } from "../api/types";
+import { cleanName } from "../words/clean";
 import { describe } from "../words/states";
 import { Feed, type Link } from "./feed";
 
@@ -18,7 +19,11 @@ export const visible = signal(!document.hidden);
 const STALE_S = 12;
 
 export const ageS = computed(() => (heardAt.value === null ? 0 : Math.max(0, (now.value - heardAt.value) / 1000)));
-export const stale = computed(() => status.value !== null && (link.value === "lost" || ageS.value > STALE_S));
+/** Right after a sleep the first answer is on its way: old news is no fault of the node then. */
+export const stale = computed(() => {
+  if (status.value === null || link.value === "opening" || link.value === "asleep") return false;
+  return link.value === "lost" || ageS.value > STALE_S;
+});
 export const state = computed(() => describe(status.value));
 /** Changes when the node may have been another process since: views that hold lists ask anew. */
 export const reconnects = signal(0);
@@ -77,7 +82,7 @@ function showOutside(): void {
   const { dataset } = document.documentElement;
   const name = status.value?.node.name;
   const word = link.value === "locked" ? "Locked" : stale.value ? "No answer" : state.value.word;
-  document.title = name ? `${word} · ${name}` : `${word} · diloco-node`;
+  document.title = `${word} · ${name ? cleanName(name, 40) : "diloco-node"}`;
   dataset["phase"] = link.value === "locked" ? "locked" : (status.value?.phase ?? "unknown");
   dataset["code"] = status.value?.code ?? "";
   dataset["stale"] = String(stale.value);

@@ -34,7 +34,7 @@ export function Headline({ status }: { status: Status }) {
         <Orders status={status} />
       </div>
       {stale.value && (
-        <p class="notice error" role="alert" data-testid="stale">
+        <p class="notice error" data-testid="stale">
           The node does not answer. What stands here is {brief(ageS.value)} old; this page goes on by itself when the node
           is back.
         </p>
@@ -77,8 +77,10 @@ function Until({ status }: { status: Status }) {
 function Ruler({ status }: { status: Status }) {
   const { training, sync, run, phase } = status;
   const moving = phase === "training" || phase === "syncing" || phase === "draining";
-  const share = moving ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
-  const eta = sync.eta_s === null || !moving ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
+  // Right after a round the node still tells the way that lies behind it.
+  const behind = phase === "training" && training.inner_step === 0;
+  const share = moving && !behind ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
+  const eta = sync.eta_s === null || !moving || behind ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
   const text = `Round ${run.round + 1}: ${percent(share)} of the way to the next sync`;
   return (
     <div class="ruler" data-moving={moving}>
@@ -106,7 +108,7 @@ function Ruler({ status }: { status: Status }) {
         </div>
         <div>
           <dt>Next sync</dt>
-          <dd>{phase === "syncing" ? sync.stage : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}</dd>
+          <dd>{phase === "syncing" ? (sync.stage === "idle" ? "now" : sync.stage) : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}</dd>
         </div>
         <div>
           <dt>Loss</dt>
