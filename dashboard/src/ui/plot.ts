@@ -72,7 +72,7 @@ function scale(spec: ChartSpec): uPlot.Scale {
   return {
     range: (_plot, low, high) => {
       if (low == null || high == null) return [0, 1];
-      if (spec.fromZero) return [0, high > 0 ? high * 1.08 : 1];
+      if (spec.fromZero) return [0, high > 0 ? high * 1.08 : 10];
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       return [low - room, high + room];
     },
