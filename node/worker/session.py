@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from node import __version__
 from node.config import Config
 from node.diloco.codec import make_codec
 from node.diloco.digest import leaf_bounds
@@ -324,7 +324,7 @@ class Opening:
             run=run,
             data_dir=self._folder,
             name=config.node.name or identity.peer_id[-6:],
-            version=_version(),
+            version=__version__,
             daemon=DaemonOptions(
                 identity_file=key,
                 listen=config.swarm.listen,
@@ -372,13 +372,6 @@ def invite_of(manifest: Manifest, addresses: tuple[str, ...]) -> str:
 
 async def _serve_manifest(member: Member, text: bytes) -> None:
     member.serve_manifest(text)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("diloco-node")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _write_whole(path: Path, data: bytes) -> None:
