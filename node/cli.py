@@ -155,9 +155,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     command = add("status", _status, "say what the node of this data folder is doing, and why")
     command.add_argument("--json", action="store_true", help="the whole status as JSON")
     command = add("pause", _act, "give the machine back at once, and stay a member")
-    command.add_argument(
-        "--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m"
+    one = command.add_mutually_exclusive_group()
+    one.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m")
+    one.add_argument(
+        "--until", metavar="MOMENT", type=_moment, help="such as 18:30, 'tomorrow 8:00', 'mon 8:00' or RFC 3339"
     )
+    one.add_argument("--after-round", metavar="N", type=int, help="once round N is over; 0: once this round is")
     add("resume", _act, "go on after a pause")
     add("drain", _act, "take part in the current round, then stop")
     add("leave", _act, "stop now, cleanly")
@@ -190,6 +193,19 @@ def duration_s(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no length of time: write it as 45m, 2h or 1h30m")
     seconds = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(number) * seconds[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([dhms])", text))
+
+
+def _moment(text: str) -> str:
+    """RFC 3339, in UTC."""
+    from datetime import UTC, datetime
+
+    from node.schedule import parse_moment
+    from node.status import rfc3339
+
+    try:
+        return rfc3339(parse_moment(text, datetime.now(UTC)))
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 # Commands. What they need is imported inside them, so that `status` starts fast.
@@ -244,8 +260,12 @@ def _status(call: Call) -> int:
 def _act(call: Call) -> int:
     from node.client import Client
 
-    order = {} if getattr(call.args, "for_s", None) is None else {"for_s": call.args.for_s}
-    answer = Client(call.data_dir).act(call.args.command, order)
+    client = Client(call.data_dir)
+    order = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
+    order = {name: value for name, value in order.items() if value is not None}
+    if order.get("after_round") == 0:
+        order["after_round"] = client.status()["run"]["round"] + 1
+    answer = client.act(call.args.command, order)
     print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
     return 0
 
@@ -261,7 +281,10 @@ def _invite(call: Call) -> int:
 
 
 def _config(call: Call) -> int:
-    rows = [(key, _toml(value_of(call.loaded, key)), call.loaded.origins[key]) for key in known_keys()]
+    from node.choices import with_choices
+
+    loaded = with_choices(call.loaded)
+    rows = [(key, _toml(value_of(loaded, key)), loaded.origins[key]) for key in known_keys()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, origin in rows:
         print(f"{key:<{widths[0]}} = {value:<{min(widths[1], 40)}}  # {origin}")
@@ -280,6 +303,7 @@ def _doctor(call: Call) -> int:
     # Before torch is loaded: the trial is to run as the worker does.
     os.environ.update(WORKER_ENVIRONMENT | os.environ)
     from node import doctor
+    from node.choices import with_choices
     from node.client import Client
     from node.export import manifest_of
     from node.manifest import parse_invite
@@ -291,7 +315,7 @@ def _doctor(call: Call) -> int:
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
         raise UsageError(f"{call.data_dir} belongs to another run: give this invite a --data-dir of its own.")
     is_running = Client(call.data_dir).is_there()
-    patient = doctor.Patient(call.loaded.config, manifest, invite, call.args.members, is_running)
+    patient = doctor.Patient(with_choices(call.loaded).config, manifest, invite, call.args.members, is_running)
     if manifest is None and invite is not None:
         print("The run is not known before the first `run --join`: what follows is for this configuration's own.")
     findings = []

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from node.manifest import RunConfig, Section
+from node.quota import LEAST_BYTES, quota_bytes
 from node.schedule import Hours, check_zone, hours, parse_window, whole_windows
 
 LEAST_MBIT_S = 2.0
@@ -108,6 +109,13 @@ class LimitsConfig(Section):
     """Most that is sent to other peers, all together, headers included; 0: no limit, else at least 2."""
     download_mbit_s: float = Field(0, ge=0)
     """Most that is received from other peers; 0: no limit, else at least 2."""
+
+    @field_validator("disk_gb")
+    @classmethod
+    def _holds_something(cls, disk_gb: float) -> float:
+        if 0 < quota_bytes(disk_gb) < LEAST_BYTES:
+            raise ValueError(f"less than {LEAST_BYTES / 1e9:g} hold nothing: allow that, or 0 for no limit")
+        return disk_gb
 
     @field_validator("upload_mbit_s", "download_mbit_s")
     @classmethod

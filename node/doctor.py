@@ -11,12 +11,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Literal
 
 import torch
 
 from node.config import Config, DevicesConfig
+from node.daemon.probes import idle_seconds, on_battery
 from node.diloco.codec import make_codec
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from node.diloco.outer import pseudo_gradient
@@ -72,10 +74,11 @@ def examine(patient: Patient) -> Iterator[Finding]:
     """All findings, each as soon as it is known; the last ones take some seconds of computing."""
     yield _versions()
     yield _clock()
+    yield from _schedule(patient.config)
     yield from _ports(patient)
     yield from _bootstrap(patient)
     try:
-        chosen = choose_device(patient.config.devices, patient.config.limits.cpu_threads)
+        chosen = _device(patient.config)
     except MachineError as exc:
         yield Finding("fault", "device", str(exc))
         return
@@ -96,6 +99,11 @@ def examine(patient: Patient) -> Iterator[Finding]:
     else:
         yield Finding("ok", "device", f"{speed}.")
     yield from forecast(patient, parameters, step_s, still_s)
+
+
+def _device(config: Config) -> Chosen:
+    limits = config.limits
+    return choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
 
 
 # The machine
@@ -136,6 +144,25 @@ def _clock() -> Finding:
             "Nothing keeps the clock in time here: turn on NTP; the others bear at most 3 s.",
         )
     return Finding("ok", "clock", "Kept in time.")
+
+
+def _schedule(config: Config) -> Iterator[Finding]:
+    """When the node may train, and whether this machine can tell what that goes by."""
+    schedule, now = config.schedule, datetime.now(UTC)
+    if schedule.active:
+        turn = schedule.hours.next_change(now)
+        now_is = "trains now" if schedule.hours.is_active(now) else "does not train now"
+        zone = schedule.hours.zone.key or "this machine's"
+        until = f", until {schedule.hours.local(turn)}" if turn is not None else ""
+        yield Finding("ok", "hours", f"{', '.join(schedule.active)}, time zone {zone}: it {now_is}{until}.")
+    if schedule.user_active == "pause":
+        idle_s, source = idle_seconds()
+        if idle_s is None:
+            yield Finding("warn", "user", f"schedule.user_active has no effect here: {source}.")
+        else:
+            yield Finding("ok", "user", f"Last seen {idle_s:.0f} s ago, as {source} says.")
+    if schedule.on_battery == "pause" and (battery := on_battery()) is not None:
+        yield Finding("ok", "battery", "On battery: the node would pause." if battery else "On mains power.")
 
 
 def _ports(patient: Patient) -> Iterator[Finding]:
@@ -199,7 +226,7 @@ def _bootstrap(patient: Patient) -> Iterator[Finding]:
 def _shortages(patient: Patient, chosen: Chosen) -> Iterator[Finding]:
     needs = needs_of(patient.run, patient.config, chosen.precision)
     for what, needed, free, mend in shortages(needs, patient.config, chosen):
-        text = f"{needed / GB:.2f} GB of {what}, {free / GB:.1f} GB free"
+        text = f"{needed / GB:.2f} GB of {what}, {free / GB:.3g} GB free"
         about = what.split()[-1]
         yield Finding("ok", about, f"{text}.") if needed <= free else Finding("fault", about, f"{text}: {mend}.")
 

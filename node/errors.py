@@ -6,6 +6,7 @@
     │   ├── InviteError
     │   └── DataFolderError
     ├── MachineError           3  this machine cannot do it: memory, GPU, disk
+    │   └── QuotaError            limits.disk_gb leaves no room; what was to be written is not
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest offered does not have the hash of the invite
     ├── ProtocolError         10  the swarm speaks a newer protocol
@@ -56,6 +57,10 @@ class DataFolderError(UsageError):
 class MachineError(NodeError):
     exit_code = 3
     code = "machine"
+
+
+class QuotaError(MachineError):
+    code = "disk_quota"
 
 
 class RefusedError(NodeError):

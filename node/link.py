@@ -1,8 +1,8 @@
 """The words between supervisor and worker: one JSON object a line over a socketpair. Knows no process and no torch.
 
 Down (supervisor to worker): `Start` once, then `Adjust` and `Stop`. Up (worker to supervisor): `Beat`, `Report` inside
-`Told`, `RoundTold`, `Observed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of ours, and
-raises.
+`Told`, `RoundTold`, `Observed`, `Noticed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of
+ours and raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from node.status import Report, RoundRecord, Value
+from node.status import Notice, Report, RoundRecord, Value
 
 MAX_LINE_BYTES = 4 * 2**20
 """Longest line on the socketpair. A report of 1,000 peers is about 400 kB."""
@@ -69,6 +69,15 @@ class Observed(Value):
     seconds: dict[str, list[float]]
 
 
+class Noticed(Value):
+    """Something that the owner should know, for as long as it holds or this worker lives."""
+
+    type: Literal["notice"] = "notice"
+    code: str
+    notice: Notice | None
+    """None: it is over."""
+
+
 class LogTold(Value):
     type: Literal["log"] = "log"
     level: str
@@ -88,7 +97,7 @@ class Ended(Value):
     reason: str
 
 
-Up = Beat | Told | RoundTold | Observed | LogTold | Ended
+Up = Beat | Told | RoundTold | Observed | Noticed | LogTold | Ended
 Down = Start | Adjust | Stop
 
 _UP: TypeAdapter[Up] = TypeAdapter(Annotated[Up, Field(discriminator="type")])

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -102,6 +102,32 @@ def parse_window(text: str) -> Window:
     if end_min <= start_min:
         end_min += DAY_MIN
     return Window(frozenset(_days(days, text)), start_min, end_min)
+
+
+def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> datetime:
+    """RFC 3339, or the next `18:30`, `tomorrow 8:00`, `mon 8:00` after `now`. Raises ValueError, with the mend.
+
+    `zone`: what a moment without one means; None: the machine's.
+    """
+    zone = zone or machine_zone()
+    local = now.astimezone(zone)
+    *words, last = text.lower().split() or [""]
+    day = words[0] if len(words) == 1 else ""
+    if _TIME.fullmatch(last) and (not words or day in (*DAYS, "today", "tomorrow")):
+        minutes = _minutes(last, text)
+        ahead = (DAYS.index(day) - local.weekday()) % 7 if day in DAYS else int(day == "tomorrow")
+        for more in (0, 1) if not words else (0, 7) if day in DAYS else (0,):
+            date_ = local.date() + timedelta(days=ahead + more + minutes // DAY_MIN)
+            moment = datetime.combine(date_, time(*divmod(minutes % DAY_MIN, 60)), zone)
+            if moment > now:
+                return moment
+        raise ValueError(f"{text!r} is over: give a moment to come")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as exc:
+        mend = "write it as 18:30, 'tomorrow 8:00', 'mon 8:00' or 2030-01-31T08:00:00Z"
+        raise ValueError(f"{text!r} is no moment: {mend}") from exc
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=zone)
 
 
 def check_zone(name: str) -> str:

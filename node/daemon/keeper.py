@@ -19,17 +19,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal
 
+from node import power
 from node.api.metrics import Build, Metrics
 from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, View
 from node.daemon.board import Board
 from node.daemon.child import Child, Fate
+from node.daemon.disk import Disk
+from node.daemon.echo import log_again
 from node.daemon.folder import DataFolder
 from node.daemon.pauses import Pauser
 from node.daemon.tuner import Tuner
-from node.link import Adjust, Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, Up
+from node.link import Adjust, Beat, Ended, LogTold, Noticed, Observed, RoundTold, Start, Stop, Told, Up
 from node.logs import set_level
 from node.status import Phase, PhaseState, Status, rfc3339, utc_now
 
@@ -94,6 +96,9 @@ class Keeper:
         self._stop_by_s: float | None = None
         self._crashes = 0
         self._changed = asyncio.Event()
+        self._disk = Disk(tuner.config, board)
+        self._noticed: set[str] = set()
+        """Codes of what this worker has noticed."""
         self._tell_pause()
 
     # What the API asks (api.seam.Node)
@@ -127,13 +132,14 @@ class Keeper:
         return self._tuner.describe()
 
     def change(self, patch: Mapping[str, Any]) -> Configured:
-        changed = self._tuner.change(patch)
+        changed = self._tuner.change(patch, self._disk.check)
         if changed:
             config = self._tuner.config
             logger.info("Changed by the owner: %s", ", ".join(changed))
             set_level(config.log.level)
             self._board.configured(config.node.name, config.limits.model_dump())
             self._pauser.follow(config.schedule)
+            self._disk.follow(config)
             if self._child is not None:
                 self._child.tell(Adjust(config=config.model_dump(mode="json")))
             self._weigh()
@@ -165,7 +171,9 @@ class Keeper:
     async def tend(self) -> int:
         """Run workers until the node is to end. Returns the exit code."""
         watch = asyncio.create_task(self._watch())
+        disk = asyncio.create_task(self._disk.keep())
         try:
+            await asyncio.to_thread(power.restore, self._folder.path)
             while self._want not in ("drain", "leave"):
                 if self._want == "error":
                     await self._wait_changed(None)
@@ -183,6 +191,7 @@ class Keeper:
             return 0
         finally:
             watch.cancel()
+            disk.cancel()
 
     async def _live(self, mode: Literal["train", "relay", "pause"]) -> tuple[Fate, str | None]:
         """One worker, from start to death. Returns how it ended, and how it was asked to, if it was."""
@@ -205,6 +214,9 @@ class Keeper:
             return await child.wait(), child.asked
         finally:
             self._child = None
+            await asyncio.to_thread(power.restore, self._folder.path)
+            while self._noticed:
+                self._board.notice(self._noticed.pop(), None)
 
     def _heard(self, message: Up) -> None:
         """Everything that the worker says comes through here."""
@@ -222,10 +234,13 @@ class Keeper:
                 if self._want == "run" and after is not None and record.round >= after:
                     self._pauser.pause(PauseOrder())
                     self._weigh()
+            case Noticed(code=code, notice=notice):
+                self._noticed.add(code)
+                self._board.notice(code, notice)
             case Observed(seconds=seconds):
                 self.metrics.observe(seconds)
             case LogTold():
-                _log_again(message)
+                log_again(message)
             case Ended():
                 # Its last words are said: what is left of it has as long as any stop.
                 self._stop_by_s = self._stop_by_s or time.monotonic() + self._timings.stop_s
@@ -364,18 +379,3 @@ class Keeper:
         """The one place where a phase of the supervisor's own begins."""
         self._board.decide(PhaseState(phase=phase, code=code, reason=reason, since=utc_now()))
         logger.info("Phase %s (%s): %s", phase.value, code, reason)
-
-
-def _log_again(told: LogTold) -> None:
-    """Give a worker's log record to this process' loggers, with its own time and round."""
-    level = logging.getLevelNamesMapping().get(told.level.upper(), logging.INFO)
-    source = logging.getLogger(told.logger)
-    if not source.isEnabledFor(level):
-        return
-    extra = {"round": told.round}
-    record = source.makeRecord(told.logger, level, "(worker)", 0, "%s", (told.message,), None, extra=extra)
-    try:
-        record.created = datetime.fromisoformat(told.at).timestamp()
-    except ValueError:
-        logger.debug("The worker's log record has no proper time: %r", told.at)
-    source.handle(record)

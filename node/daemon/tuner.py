@@ -6,7 +6,7 @@ Knows values and the file that keeps them; what a change does to the node is the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from node.api.seam import Configured
@@ -52,14 +52,15 @@ class Tuner:
             pending_restart=tuple(key for key in pending if CHANGEABLE[key] == "restart"),
         )
 
-    def change(self, patch: Mapping[str, Any]) -> tuple[str, ...]:
+    def change(self, patch: Mapping[str, Any], check: Callable[[Config], None]) -> tuple[str, ...]:
         """Take this over, and write it down; None gives a key back. Returns the keys that have changed.
 
-        Raises ChoiceError, and nothing has changed.
+        Raises ChoiceError, as `check` may, too, and nothing has changed.
         """
         choices = {**self._choices, **read_patch(patch)}
         choices = {key: value for key, value in choices.items() if value is not None}
         config = over(self._base, choices)
+        check(config)
         write_whole(self._file, write_choices(choices))
         changed, self._choices, self.config = differing(self.config, config), choices, config
         return changed

@@ -19,6 +19,7 @@ import numpy as np
 from node.diloco.digest import LEAF_BYTES, leaf_hash
 from node.diloco.outer import OuterState
 from node.errors import PeerError, TransferFailed
+from node.quota import Room, any_room
 from node.swarm.base import Message, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory
@@ -52,7 +53,16 @@ MAX_LATE = 3
 class Download:
     """All of a node's downloads of states. Peers that sent wrong bytes once are not asked again."""
 
-    def __init__(self, wire: Wire, directory: Directory, rules: Rules, folder: Path, rng: random.Random) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        directory: Directory,
+        rules: Rules,
+        folder: Path,
+        rng: random.Random,
+        room: Room = any_room,
+    ) -> None:
+        self._room = room
         self._wire, self._directory, self._rules, self._folder, self._rng = wire, directory, rules, folder, rng
         self._offers = Offers(wire, directory, rules, rng)
         self._banned: set[str] = set()
@@ -78,7 +88,7 @@ class Download:
 
     async def _fetch(self, offer: Offer, target: Target, on_progress: Callable[[float], None]) -> Tip:
         snapshot, clock = offer.snapshot, asyncio.get_running_loop().time
-        partial = PartialState(self._folder, snapshot.digest, target.parameters)
+        partial = PartialState(self._folder, snapshot.digest, target.parameters, self._room)
         try:
             missing = await asyncio.to_thread(partial.open, snapshot.leaves)
             total = len(snapshot.leaves)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from node.errors import PeerError, SwarmError, UsageError
+from node.quota import Room, any_room
 from node.status import Channel, PeerRow, Phase
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
@@ -60,6 +61,8 @@ class MemberOptions:
     upload_mbit_s: float = 0.0
     """Limits of the volunteer; 0: none."""
     download_mbit_s: float = 0.0
+    room: Room = any_room
+    """On the disk, for what is written much of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class Member:
     async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """One try. Raises TransferFailed, or MachineError where the disk does not take it."""
         if self._download is None:
-            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng)
+            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng, self.options.room)
         return await self._download.run(target, on_progress)
 
     def serve_state(self, source: StateSource) -> None:
@@ -195,7 +198,7 @@ class Member:
 
     def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
         """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
-        chain = Chain(tip, ResultStore(self._cache, len(rules.grids)))
+        chain = Chain(tip, ResultStore(self._cache, len(rules.grids), room=self.options.room))
         chain.wanted_since = self._wanted_since
         self.rounds = Rounds(self.wire, self.directory, rules, chain, self.options.faults, deliver)
         self.show_tip(tip)

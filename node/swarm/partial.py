@@ -19,6 +19,7 @@ from torch import Tensor
 
 from node.diloco.digest import LEAF_BYTES, leaf_bounds, leaf_hash
 from node.errors import MachineError
+from node.quota import Room, any_room
 
 NAME_CHARACTERS = 16
 """Of the digest, in the file's name."""
@@ -30,7 +31,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class PartialState:
     """One begun download: anchor, then momentum, fp32 little-endian, 8 bytes a parameter."""
 
-    def __init__(self, folder: Path, digest: str, parameters: int) -> None:
+    def __init__(self, folder: Path, digest: str, parameters: int, room: Room = any_room) -> None:
+        self._room = room
         self.path = folder / f"{_PREFIX}{digest[:NAME_CHARACTERS]}{_SUFFIX}"
         self._folder = folder
         self._parameters = parameters
@@ -46,7 +48,8 @@ class PartialState:
             found = os.fstat(self._handle)
             if found.st_size != size_bytes:
                 os.ftruncate(self._handle, 0)
-                os.ftruncate(self._handle, size_bytes)
+                with self._room(size_bytes):  # From here on the file counts with all of its length.
+                    os.ftruncate(self._handle, size_bytes)
             free_bytes = shutil.disk_usage(self._folder).free
             if size_bytes - min(size_bytes, os.fstat(self._handle).st_blocks * 512) > free_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from node.errors import PeerError, RoundFailed
+from node.errors import PeerError, QuotaError, RoundFailed
+from node.quota import Room, any_room
 from node.swarm.base import Message, Wire
 from node.swarm.calls import while_live
 from node.swarm.directory import Directory
@@ -32,8 +33,11 @@ IN_USE_S = 60.0
 class ResultStore:
     """The encoded means of the last `kept_rounds` rounds, one file a round, found by chunk hash."""
 
-    def __init__(self, folder: Path, turns: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, turns: int = 1, clock: Callable[[], float] = time.monotonic, *, room: Room = any_room
+    ) -> None:
         """`turns`: rounds in which all parameters have their turn; as many times more rounds are kept."""
+        self._room = room
         self._clock, self.turns = clock, turns
         self._fetched_at_s: dict[str, float] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +54,12 @@ class ResultStore:
             index[digest] = (offset, len(chunk))
             offset += len(chunk)
         try:
-            self._path(head).write_bytes(b"".join(chunks))
-        except OSError as exc:
+            with self._room(offset):
+                self._path(head).write_bytes(b"".join(chunks))
+        except (OSError, QuotaError) as exc:
             self._path(head).unlink(missing_ok=True)
-            logger.warning("A round's result could not be kept for late peers in %s: %s.", self._folder, exc.strerror)
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            logger.warning("A round's result could not be kept for late peers in %s: %s.", self._folder, why)
             return
         self._rounds[head] = index
         while len(self._rounds) > self.kept_rounds:

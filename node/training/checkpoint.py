@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from node.errors import MachineError
+from node.quota import Room, any_room
 from node.training.tensorfile import read_tensors, write_tensors
 
 FORMAT_VERSION = 2
@@ -41,6 +42,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
 
+META_BYTES = 1_000_000
+"""Room for what is not tensors: records, leaves of the digest, heads of the files."""
 PIN_S = 60.0
 MAX_PINNED = 2
 
@@ -87,7 +90,10 @@ _META_FIELDS = tuple(f.name for f in fields(Checkpoint) if f.name not in _TENSOR
 class CheckpointStore:
     """The checkpoints of one data folder."""
 
-    def __init__(self, folder: Path, keep: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, keep: int, clock: Callable[[], float] = time.monotonic, *, room: Room = any_room
+    ) -> None:
+        self._room = room
         self._folder = folder
         self._keep = keep
         self._clock = clock
@@ -96,16 +102,18 @@ class CheckpointStore:
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write it, then remove all but the newest `keep` and those that are being read. Returns its folder.
 
-        Another of the same round is replaced. MachineError, and everything as before, if the disk does not take it.
+        Another of the same round is replaced. MachineError, and everything as before, if the disk does not take it;
+        QuotaError where it may not.
         """
         target = self._folder / _name(checkpoint.round)
         temporary = self._folder / f"{_TEMPORARY}{target.name}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-            temporary.mkdir()
-            _write(checkpoint, temporary)
-            self._put_in_place(temporary, target)
+            with self._room(_size_bytes(checkpoint) + META_BYTES):
+                temporary.mkdir()
+                _write(checkpoint, temporary)
+                self._put_in_place(temporary, target)
         except OSError as exc:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._disk_error(checkpoint, exc) from exc
@@ -210,8 +218,7 @@ class CheckpointStore:
                 f"({exc.strerror or exc}); {mend}: make that folder writable or move node.data_dir.",
                 code="disk",
             )
-        parts = [*_outer_tensors(checkpoint).values(), *_local_tensors(checkpoint).values()]
-        needed_bytes = sum(t.numel() * t.element_size() for t in parts)
+        needed_bytes = _size_bytes(checkpoint)
         try:
             free = f"{shutil.disk_usage(self._folder).free / 2**20:.1f} MiB are free"
         except OSError:
@@ -242,6 +249,12 @@ def _local_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors = {} if checkpoint.local is None else {"local": checkpoint.local}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in checkpoint.optimizer.items()}
     return tensors | {f"other.{name}": tensor for name, tensor in checkpoint.other.items()}
+
+
+def _size_bytes(checkpoint: Checkpoint) -> int:
+    """Of its tensors."""
+    parts = [*_outer_tensors(checkpoint).values(), *_local_tensors(checkpoint).values()]
+    return sum(t.numel() * t.element_size() for t in parts)
 
 
 def _write(checkpoint: Checkpoint, folder: Path) -> None:

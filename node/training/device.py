@@ -34,9 +34,9 @@ class Chosen:
     """For people, such as `NVIDIA GeForce RTX 4090`."""
 
 
-def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen:
+def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0, *, gpu_memory_ratio: float = 0.0) -> Chosen:
     """Resolve `auto`, and set torch's threads: `cpu_threads`, at most the usable cores; 0: all of them. Of several
-    ranks each has its share of them, and the GPU of its number.
+    ranks each has its share of them, and the GPU of its number. `gpu_memory_ratio`: most of its memory; 0: all.
 
     MachineError, with the mend, if a GPU or a precision is asked for that is not there.
     """
@@ -53,6 +53,8 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0) -> Chosen
         )
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    if gpu_memory_ratio:
+        torch.cuda.set_per_process_memory_fraction(gpu_memory_ratio, device)
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
     if cfg.precision == "bf16" and not has_bf16:
@@ -141,6 +143,17 @@ def _describe_gpu(device: torch.device) -> DeviceInfo:
     )
 
 
+def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
+    """Bytes that this process may still take; `ratio` of all of the GPU's memory at most, 0: all."""
+    free_bytes, size_bytes = torch.cuda.mem_get_info(device)
+    return min(free_bytes, ratio * size_bytes) if ratio else float(free_bytes)
+
+
+def uuid_of(device: torch.device) -> str:
+    """As NVIDIA's management library writes it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def _nvml_figures(device: torch.device) -> dict[str, float]:
     """What only NVIDIA's management library knows; whatever it does not tell is left out."""
     try:
@@ -150,7 +163,7 @@ def _nvml_figures(device: torch.device) -> dict[str, float]:
     figures: dict[str, float] = {}
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid_of(device).encode())
     except nvml.NVMLError:
         return {}
     readings: dict[str, Callable[[], float]] = {

@@ -22,7 +22,8 @@ from node.config import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.manifest import ModelConfig, RunConfig
-from node.training.device import Chosen, available_memory_bytes
+from node.quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.training.device import Chosen, available_memory_bytes, free_gpu_memory_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import LOSS_TOKENS, prepare, unit_elements
 
@@ -59,6 +60,8 @@ class Needs:
     """Activations of one sequence, on the device."""
     host_bytes: float
     disk_bytes: float
+    least_disk_bytes: float
+    """Without whatever may go: the newest checkpoint, the one that is being written, and a round's result."""
 
 
 def needs_of(run: RunConfig, config: Config, precision: str) -> Needs:
@@ -72,6 +75,7 @@ def needs_of(run: RunConfig, config: Config, precision: str) -> Needs:
         row_bytes=row_bytes(run, config.devices, precision),
         host_bytes=(HOST_BYTES + feedback) * parameters + BASE_BYTES,
         disk_bytes=(config.checkpoint.keep + 1) * saved * parameters + KEPT_RESULTS * payload,
+        least_disk_bytes=2 * (saved * parameters + META_BYTES) + payload,
     )
 
 
@@ -112,7 +116,7 @@ def check_fit(run: RunConfig, config: Config, chosen: Chosen) -> None:
     for what, needed, free, mend in shortages(needs, config, chosen):
         if needed > free:
             raise MachineError(
-                f"This run needs {needed / GB:.1f} GB of {what} here, and {free / GB:.1f} GB are free: {mend}.",
+                f"This run needs {needed / GB:.3g} GB of {what} here, and {free / GB:.3g} GB are free: {mend}.",
                 code="does_not_fit",
             )
 
@@ -123,14 +127,23 @@ def shortages(needs: Needs, config: Config, chosen: Chosen) -> Iterator[tuple[st
     host = needs.host_bytes + (ranks - 1) * BASE_BYTES
     device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
     if chosen.device.type == "cuda":
+        ratio = config.limits.gpu_memory_ratio
         mend = "end what else uses the GPU, or join a run with a smaller model"
-        yield "GPU memory", device + needs.row_bytes, float(torch.cuda.mem_get_info(chosen.device)[0]), mend
+        if ratio:
+            mend = f"raise limits.gpu_memory_ratio, {mend}"
+        yield "GPU memory", device + needs.row_bytes, free_gpu_memory_bytes(chosen.device, ratio), mend
     else:
         host += ranks * (device + needs.row_bytes)
     yield "memory", host, available_memory_bytes(), "end what else uses memory, or join a run with a smaller model"
     folder = existing(config.node.data_dir)
     mend = f"free some space in {folder}, or choose another folder with --data-dir"
-    yield "disk", needs.disk_bytes - _used(config.node.data_dir), float(shutil.disk_usage(folder).free), mend
+    quota = quota_bytes(config.limits.disk_gb)
+    if quota:
+        least = needs.least_disk_bytes + LEAST_BYTES
+        yield "disk by limits.disk_gb", least, quota, f"set it to {1.05 * least / GB:.2g} or more, or to 0 for no limit"
+    # Where there is a limit, the oldest goes when it is reached.
+    wanted = min(needs.disk_bytes, quota) if quota else needs.disk_bytes
+    yield "disk", wanted - _used(config.node.data_dir), float(shutil.disk_usage(folder).free), mend
 
 
 def existing(folder: Path) -> Path:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from node.config import Config, DevicesConfig
+from node.config import Config, DevicesConfig, LimitsConfig
 from node.errors import ConfigError, MachineError, NodeError
 from node.manifest import RunConfig
 from node.swarm.faults import faults_from
@@ -76,7 +76,7 @@ class Helpers:
         devices: DevicesConfig,
         how: Execution,
         *,
-        threads: int,
+        limits: LimitsConfig,
         folder: Path,
         room: Room,
         end: End,
@@ -89,7 +89,7 @@ class Helpers:
             "devices": devices.model_dump(mode="json"),
             "how": asdict(how),
             "folder": str(folder),
-            "threads": threads,
+            "limits": limits.model_dump(mode="json"),
             "parent": os.getpid(),
         }
         self._processes = [self._start(told | {"rank": rank}) for rank in range(1, devices.ranks)]
@@ -163,7 +163,7 @@ def gather(
     if devices.ranks == 1:
         return _compiled(Replica(model, run.inner, chosen.device, how), run, devices, how), None
     folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
-    helpers = Helpers(run, devices, how, threads=config.limits.cpu_threads, folder=folder, room=room, end=end)
+    helpers = Helpers(run, devices, how, limits=config.limits, folder=folder, room=room, end=end)
     try:
         replica = _part_of(run, devices, how, chosen, model, rank=0, folder=folder)
         return _compiled(replica, run, devices, how), helpers
@@ -196,7 +196,8 @@ def main() -> int:
     told = json.loads(sys.stdin.buffer.read())
     die_with_parent(told["parent"])
     run, devices = RunConfig.model_validate(told["run"]), DevicesConfig.model_validate(told["devices"])
-    chosen = choose_device(devices, told["threads"], rank=told["rank"])
+    limits = LimitsConfig.model_validate(told["limits"])
+    chosen = choose_device(devices, limits.cpu_threads, told["rank"], gpu_memory_ratio=limits.gpu_memory_ratio)
     model = build_model(run.model, seed=0)
     shape_execution(model, devices)
     how = Execution(**told["how"])

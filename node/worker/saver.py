@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from node.errors import QuotaError
 from node.swarm.chain import Tip
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.worker.session import CheckpointSource
+
+logger = logging.getLogger(__name__)
 
 EVERY_ROUNDS = 4
 """A checkpoint at least so often, times fragments: joiners replay from it, and peers keep the results of twice that."""
@@ -75,5 +79,10 @@ class Saver:
             running.result()
 
     def _save(self, checkpoint: Checkpoint, tip: Tip) -> None:
-        self._store.save(checkpoint)
+        try:
+            self._store.save(checkpoint)
+        except QuotaError as exc:
+            # What the node has is on disk still, if older: no reason to end. The owner has been told.
+            logger.warning("The checkpoint of round %d is left out. %s", checkpoint.round, exc)
+            return
         self._source.publish(tip)

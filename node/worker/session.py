@@ -24,6 +24,7 @@ from node.diloco.outer import OuterState, genesis
 from node.errors import DataFolderError, MachineError, PeerError, TransferFailed, UsageError
 from node.link import Start
 from node.manifest import Invite, Manifest, RunConfig, parse_invite, parse_manifest
+from node.quota import Room
 from node.status import Phase
 from node.swarm.chain import Outer, Tip
 from node.swarm.faults import faults_from
@@ -122,12 +123,13 @@ class Opening:
         check: Callable[[], None],
         fits: Callable[[RunConfig], None],
         prepare: Callable[[RunConfig], Future[Any] | None],
+        room: Room,
     ) -> None:
         self._start, self._config, self._teller, self._ledger, self._check = start, config, teller, ledger, check
-        self._fits, self._prepare = fits, prepare
+        self._fits, self._prepare, self._room = fits, prepare, room
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="beside")
         self._folder = config.node.data_dir
-        self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep)
+        self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep, room=room)
         self._invite = parse_invite(start.join) if start.join else None
 
     def open(self) -> Session:
@@ -336,6 +338,7 @@ class Opening:
             faults=faults_from(os.environ),
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
+            room=self._room,
         )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal
 
-from node.link import Observed, RoundTold, Told
+from node.link import Noticed, Observed, RoundTold, Told
 from node.status import (
     DeviceInfo,
+    Notice,
     PeersInfo,
     Phase,
     PhaseState,
@@ -59,6 +61,11 @@ class Teller:
         if self.swarm is not None:
             self.swarm.say(phase, self.training.tokens_per_second, self._ledger.utilization_ratio)
         self.tell(now=True)
+
+    def notice(self, code: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
+        """What the owner should know; an empty text: it is over. From any thread."""
+        notice = Notice(code=code, level=level, text=text) if text else None
+        self._channel.send(Noticed(code=code, notice=notice))
 
     def round_over(self, record: RoundRecord) -> None:
         self.sync = self.sync.model_copy(update={"last": record})

@@ -9,16 +9,20 @@ from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 
+import torch
+
+from node import power
 from node.config import Config
 from node.errors import MachineError, NodeError, SwarmError
 from node.link import Ended, Start
 from node.manifest import RunConfig
+from node.quota import Quota, quota_bytes
 from node.status import Activity, DeviceInfo, Phase
 from node.swarm.catchup import Loss
 from node.swarm.chain import Tip
 from node.swarm.directory import MEMBER_PHASES
 from node.swarm.thread import Lost
-from node.training.device import Chosen, choose_device, describe
+from node.training.device import Chosen, choose_device, describe, uuid_of
 from node.training.fit import check_fit
 from node.training.replica import Replica
 from node.worker.channel import Channel, ChannelHandler
@@ -64,7 +68,14 @@ class Work:
         self._replica: Replica | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
-        self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._fits, self._prepare)
+        self._quota = Quota(
+            config.node.data_dir,
+            quota_bytes(config.limits.disk_gb),
+            config.node.text_folder,
+            partial(self._teller.notice, "disk_quota"),
+        )
+        room = self._quota.room
+        self._opening = Opening(start, config, self._teller, self._ledger, self._check, self._fits, self._prepare, room)
         self._loading: Future[Materials] | None = None
         self._trainer: Trainer | None = None
         self._drain_since_s: float | None = None
@@ -78,7 +89,7 @@ class Work:
 
     def _run(self) -> tuple[str, str]:
         if self._start.mode == "train":
-            self._chosen = choose_device(self._config.devices, self._config.limits.cpu_threads)
+            self._chosen = self._choose()
         try:
             session = self._opening.open()
         except StopAsked:
@@ -96,9 +107,23 @@ class Work:
             session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
         return "stopped", self._end_reason
 
+    def _choose(self) -> Chosen:
+        """The device, within its limits."""
+        config, limits = self._config, self._config.limits
+        chosen = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
+        if limits.gpu_power_watts and chosen.device.type == "cuda":
+            for rank in range(config.devices.ranks):
+                try:
+                    power.cap(config.node.data_dir, uuid_of(torch.device("cuda", rank)), limits.gpu_power_watts)
+                except power.NotCapped as exc:
+                    logger.warning("%s", exc)
+                    self._teller.notice("power_cap", str(exc))
+        return chosen
+
     def _check(self) -> None:
         """Raise where an order to stop is to be obeyed now; a drain waits for the round's end. Settings at once."""
         self._tuning.obey(self._teller.swarm, self._replica)
+        self._quota.limit_bytes = quota_bytes(self._tuning.config.limits.disk_gb)
         stop = self._channel.stop
         if stop is not None and (stop.how != "drain" or self._round_over or self._drain_is_over()):
             raise StopAsked(stop.how)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from node.schedule import DAYS, Hours, check_zone, hours, parse_window, whole_windows
+from node.schedule import DAYS, Hours, check_zone, hours, parse_moment, parse_window, whole_windows
 
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Chatham"]
 BERLIN = "Europe/Berlin"
@@ -137,3 +137,29 @@ def test_an_unknown_zone_names_the_nearest() -> None:
         check_zone("Europe/Berln")
     with pytest.raises(ValueError, match="time zone"):
         check_zone("../../etc/passwd")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("18:30", "2026-11-16T18:30"),
+        ("8:00", "2026-11-17T08:00"),
+        ("today 24:00", "2026-11-17T00:00"),
+        ("Tomorrow 8:00", "2026-11-17T08:00"),
+        ("mon 13:00", "2026-11-16T13:00"),
+        ("mon 11:00", "2026-11-23T11:00"),
+        ("sun 0:00", "2026-11-22T00:00"),
+        ("2030-01-31T08:00:00", "2030-01-31T08:00"),
+        ("2030-01-31T07:00:00Z", "2030-01-31T08:00"),
+    ],
+)
+def test_moments_as_people_write_them(text: str, expected: str) -> None:
+    zone = ZoneInfo(BERLIN)
+    moment = parse_moment(text, datetime(2026, 11, 16, 12, tzinfo=zone), zone)
+    assert moment == datetime.fromisoformat(expected).replace(tzinfo=zone)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "25:00", "today 8:00", "8:00 tomorrow", "tomorrow", "2030-13-01"])
+def test_what_is_no_moment_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match=r"moment|time of the day"):
+        parse_moment(text, datetime(2026, 11, 16, 12, tzinfo=UTC), ZoneInfo("UTC"))

@@ -1,0 +1,91 @@
+"""The GPU's power limit is set where the driver allows, and put back whatever happened, with a small driver of ours."""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node.power import FILE, NotCapped, cap, restore
+
+GPU = "GPU-1"
+
+
+class Driver:
+    """Looks like pynvml."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, allows: bool = True, starts: bool = True) -> None:
+        self.allows, self.starts, self.milliwatts = allows, starts, 450_000
+
+    def nvmlInit(self) -> None:
+        if not self.starts:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != GPU:
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetPowerManagementLimit(self, _: str) -> int:
+        return self.milliwatts
+
+    def nvmlDeviceGetPowerManagementLimitConstraints(self, _: str) -> tuple[int, int]:
+        return 150_000, 600_000
+
+    def nvmlDeviceSetPowerManagementLimit(self, _: str, milliwatts: int) -> None:
+        if not self.allows:
+            raise self.NVMLError("Insufficient Permissions")
+        self.milliwatts = milliwatts
+
+
+def test_a_cap_comes_and_goes(tmp_path: Path) -> None:
+    driver = Driver()
+    cap(tmp_path, GPU, 300, driver)
+    assert driver.milliwatts == 300_000
+    # A worker that was killed comes again: what was first is what comes back.
+    cap(tmp_path, GPU, 200, driver)
+    assert driver.milliwatts == 200_000
+    restore(tmp_path, driver)
+    assert driver.milliwatts == 450_000
+    assert not (tmp_path / FILE).exists()
+    driver.milliwatts = 1
+    restore(tmp_path, driver)
+    assert driver.milliwatts == 1, "nothing was left to put back"
+
+
+def test_what_the_driver_does_not_allow_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotCapped, match=r"nvidia-smi -pl 300"):
+        cap(tmp_path, GPU, 300, Driver(allows=False))
+    with pytest.raises(NotCapped, match="driver"):
+        cap(tmp_path, GPU, 300, Driver(starts=False))
+    driver = Driver()
+    with pytest.raises(NotCapped, match="150 to 600 W: 150 W are set"):
+        cap(tmp_path, GPU, 20, driver)
+    assert driver.milliwatts == 150_000
+    with pytest.raises(NotCapped, match=r"nvidia-ml-py|driver"):
+        cap(tmp_path, GPU, 300)
+
+
+def test_what_cannot_be_put_back_now_is_kept(tmp_path: Path) -> None:
+    driver = Driver()
+    cap(tmp_path, GPU, 300, driver)
+    for broken in (Driver(starts=False), Driver(allows=False)):
+        restore(tmp_path, broken)
+        assert (tmp_path / FILE).exists()
+    restore(tmp_path, driver)
+    assert driver.milliwatts == 450_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"GPU-1": "x"}'])
+def test_a_damaged_file_is_nothing_to_put_back(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    driver = Driver()
+    restore(tmp_path, driver)
+    assert driver.milliwatts == 450_000
