@@ -22,6 +22,8 @@ from node.errors import QuotaError
 RESERVE_BYTES = 8_000_000
 SMALL_BYTES = 15_000_000
 """Most of what is small and stays: history, the log that is being written."""
+META_BYTES = 1_000_000
+"""Of a checkpoint, for what is not tensors: records, leaves of the digest, heads of the files."""
 LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
 """A limit below it leaves no room for anything."""
 MB = 1e6
@@ -62,7 +64,10 @@ class Quota:
     @contextmanager
     def room(self, size_bytes: int) -> Iterator[None]:
         with self._lock:
-            self._make_room(size_bytes)
+            if self.limit_bytes:
+                self._make_room(size_bytes)
+            elif self._is_refusing:
+                self._refuse("")
             self._held_bytes += size_bytes
         try:
             yield
@@ -72,20 +77,22 @@ class Quota:
 
     def _make_room(self, size_bytes: int) -> None:
         target_bytes = self.limit_bytes - RESERVE_BYTES - self._held_bytes - size_bytes
-        used_bytes, items = self.used_bytes() if self.limit_bytes else 0, list(self._items())
-        if self.limit_bytes and used_bytes - sum(item.size_bytes for item in items) > target_bytes:
+        used_bytes, items = self.used_bytes(), list(self._items())
+        if used_bytes - sum(item.size_bytes for item in items) > target_bytes:
             error = QuotaError(
                 f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, so {size_bytes / MB:.1f} MB more were not "
                 f"written: {self._folder} holds {used_bytes / MB:.1f} MB, and nothing of it may go; raise the limit."
             )
-            self._is_refusing = True
-            self._tell(str(error))
+            self._refuse(str(error))
             raise error
         if self._is_refusing:
-            self._is_refusing = False
-            self._tell("")
-        if self.limit_bytes:
-            _evict(items, used_bytes - target_bytes)
+            self._refuse("")
+        _evict(items, used_bytes - target_bytes)
+
+    def _refuse(self, why: str) -> None:
+        """Or, with an empty text, no more."""
+        self._is_refusing = bool(why)
+        self._tell(why)
 
     def enforce(self) -> None:
         """Remove the oldest where there is more than allowed, as after a change of the limit.
@@ -107,11 +114,11 @@ class Quota:
         return _size(self._folder, self._text)
 
     def least_bytes(self) -> int:
-        """Less than this does not do: what cannot go, and another checkpoint beside the newest."""
+        """Less than this does not do: what cannot go, and another checkpoint beside the newest; as at a start."""
         newest = self._newest_checkpoint()
-        may_go = sum(item.size_bytes for item in self._items())
-        checkpoint_bytes = _size(newest) if newest is not None else 0
-        return max(LEAST_BYTES, self.used_bytes() - may_go + checkpoint_bytes + RESERVE_BYTES)
+        next_bytes = _size(newest) + META_BYTES if newest is not None else 0
+        stays_bytes = self.used_bytes() - sum(item.size_bytes for item in self._items())
+        return max(2 * next_bytes + LEAST_BYTES, stays_bytes + next_bytes + RESERVE_BYTES)
 
     def _items(self) -> Iterator[Item]:
         """All that may go."""

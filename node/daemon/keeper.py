@@ -181,7 +181,7 @@ class Keeper:
                 self._announce()
                 fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
                 if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
-                    if fate.ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_from_start:
+                    if fate.ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker:
                         self._give_up(fate.ended.code, f"{fate.ended.reason} What was set last can be changed back.")
                         continue
                     return self._finish(fate.ended)

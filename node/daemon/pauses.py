@@ -79,9 +79,11 @@ class Wishes:
             when = f" until {self.hours.local(turn)}" if turn is not None else ""
             return Verdict("schedule", "scheduled", f"Outside of its hours{when}.", turn)
         if self.on_battery and "battery" not in self.ignored:
-            return Verdict("battery", "on_battery", "This machine is on battery: it goes on with mains power.")
+            return Verdict("battery", "on_battery", "On battery: it goes on with mains power, or with `resume`.")
         if self.user_active and "user" not in self.ignored:
-            return Verdict("user", "user_active", "Somebody uses this machine: it goes on when they are away.")
+            return Verdict(
+                "user", "user_active", "Somebody uses this machine: it goes on when they are away, or with `resume`."
+            )
         return Verdict()
 
 

@@ -39,9 +39,9 @@ class Tuner:
         return self.config
 
     @property
-    def has_choices_from_start(self) -> bool:
-        """Whether something chosen holds from a worker's start: then it may be that which does not work."""
-        return any(CHANGEABLE[key] == "restart" for key in self._choices)
+    def has_choices_for_worker(self) -> bool:
+        """Whether something chosen may be what a worker cannot do."""
+        return any(key.startswith(("devices.", "limits.", "checkpoint.")) for key in self._choices)
 
     def describe(self) -> Configured:
         pending = differing(self._worker, self.config) if self._worker is not None else ()

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from node.errors import MachineError
-from node.quota import Room, any_room
+from node.quota import META_BYTES, Room, any_room
 from node.training.tensorfile import read_tensors, write_tensors
 
 FORMAT_VERSION = 2
@@ -42,8 +42,6 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
 
-META_BYTES = 1_000_000
-"""Room for what is not tensors: records, leaves of the digest, heads of the files."""
 PIN_S = 60.0
 MAX_PINNED = 2
 

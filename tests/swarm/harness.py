@@ -111,7 +111,12 @@ class Node:
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
         words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         words += [sys.executable, "-m", "node.cli", self.order, "--data-dir", str(self.folder), "--name", self.name]
-        words += ["--api.port=0", f"--swarm.listen={self.listen}", "--limits.cpu_threads=1"]
+        words += [
+            "--api.port=0",
+            f"--swarm.listen={self.listen}",
+            "--limits.cpu_threads=1",
+            "--schedule.on_battery=run",
+        ]
         words += [f"--run.preset={self.preset}"] if self.preset else []
         words += ["--join", self.join] if self.join else []
         self.forget()

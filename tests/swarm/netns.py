@@ -123,7 +123,13 @@ class Network:
 
     def sent_bytes(self, host: Host) -> int:
         """By the host's own interface so far, headers included."""
-        words = ("ip", "netns", "exec", host.namespace, "cat", "/sys/class/net/eth0/statistics/tx_bytes")
+        return self._counted(host, "tx_bytes")
+
+    def received_bytes(self, host: Host) -> int:
+        return self._counted(host, "rx_bytes")
+
+    def _counted(self, host: Host, what: str) -> int:
+        words = ("ip", "netns", "exec", host.namespace, "cat", f"/sys/class/net/eth0/statistics/{what}")
         return int(_run(*words))
 
     def cut_off(self, hosts: Sequence[Host]) -> None:

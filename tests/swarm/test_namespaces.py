@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ LONG_S = 90.0
 """For what takes several rounds on a busy machine."""
 DEATH_S = 10.0
 WINDOW_S = 10.0
+MINUTE_S = 60.0
+SETTLE_S = 4.0
+"""What was on its way when a limit changed still passes at the old one."""
 MEET_S = 15.0
 MEASURED_BY_ROUND = 20
 """Three rounds measure a line; the next offers tell it, and the plan is read from a checkpoint, a moment later."""
@@ -217,6 +220,55 @@ def test_a_limit_of_5_mbit_s_is_kept_while_rounds_go_on(network: Network, tmp_pa
         assert members == {3}, "heartbeats must pass"
         assert slowest_s < 1.0 * PATIENCE
         assert nodes[0].status()["run"]["round"] >= began + 2
+        assert_agreed(nodes, -1)
+
+
+def most_mbit_s(count: Callable[[], int], seconds: float) -> tuple[float, float]:
+    """Of an interface: the most of any WINDOW_S, and all the time together."""
+    seen: list[tuple[float, int]] = []
+    while not seen or seen[-1][0] - seen[0][0] < seconds:
+        seen.append((time.monotonic(), count()))
+        time.sleep(0.5)
+    rates = [
+        (later - before) * 8e-6 / (until_s - since_s)
+        for i, (since_s, before) in enumerate(seen)
+        for until_s, later in seen[i + 1 :]
+        if WINDOW_S <= until_s - since_s < WINDOW_S + 1
+    ]
+    (first_s, first), (last_s, last) = seen[0], seen[-1]
+    return max(rates), (last - first) * 8e-6 / (last_s - first_s)
+
+
+@pytest.mark.timeout(400)
+def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_path: Path, figures: Figures) -> None:
+    hosts = [network.host() for _ in range(3)]
+    model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
+    run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
+    with Swarm(tmp_path, run) as swarm:
+        nodes = start_all(swarm, hosts, names=("second", "third"))
+        nodes[0].until_round(2, LONG_S)
+        worker = nodes[0].find("worker").pid
+
+        def change(**limits: float | None) -> None:
+            answer = nodes[0].http.patch("/api/v1/config", json={"limits": limits})
+            assert answer.status_code == 200, answer.text
+            time.sleep(SETTLE_S)
+
+        sent, received = (lambda: network.sent_bytes(hosts[0])), (lambda: network.received_bytes(hosts[0]))
+        for key, count, mbit_s, seconds in (
+            ("upload_mbit_s", sent, 5.0, MINUTE_S),
+            ("upload_mbit_s", sent, 3.0, 2 * WINDOW_S),
+            ("download_mbit_s", received, 4.0, 2 * WINDOW_S),
+        ):
+            change(**{"upload_mbit_s": None, "download_mbit_s": None, key: mbit_s})
+            most, mean = most_mbit_s(count, seconds)
+            figures.hold(f"{key} {mbit_s:g}, set while running: mean", mean, 1.1 * mbit_s)
+            assert 0.7 * mbit_s < most < 1.1 * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s; to be felt, and kept"
+        change(download_mbit_s=None)
+        freed, _ = most_mbit_s(sent, 1.5 * WINDOW_S)
+        assert freed > 1.2 * 5.0, f"{freed:.2f} Mbit/s without a limit"
+        assert nodes[0].find("worker").pid == worker, "no restart was needed"
         assert_agreed(nodes, -1)
 
 

@@ -1,0 +1,119 @@
+"""What a real node takes of its machine: threads and disk, as the owner has said while it runs or at its start."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.swarm.harness import Node, Swarm, checkpoint_round, tiny, wait_for
+
+MODEL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+MEASURE_S = 6.0
+
+
+def change(node: Node, **limits: Any) -> Any:
+    return node.http.patch("/api/v1/config", json={"limits": limits})
+
+
+def busiest_share(worker: psutil.Process) -> float:
+    """Of the worker's time on processors, that of its busiest thread: an inner step is shared out evenly."""
+    before = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
+    time.sleep(MEASURE_S)
+    spent = {t.id: t.user_time + t.system_time - before.get(t.id, 0.0) for t in worker.threads()}
+    return max(spent.values()) / sum(spent.values())
+
+
+@pytest.mark.skipif(psutil.cpu_count() == 1, reason="needs two cores")
+@pytest.mark.timeout(200)
+def test_threads_change_while_it_trains(tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
+    with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 16})) as swarm:
+        node = swarm.found("--limits.cpu_threads=2")
+        node.until_training()
+        worker = node.find("worker")
+        shares = [busiest_share(worker)]
+        for threads in (1, 2):
+            assert change(node, cpu_threads=threads).json()["pending_restart"] == []
+            node.until(lambda s, n=threads: s["limits"]["cpu_threads"] == n, 10)
+            time.sleep(2)
+            shares.append(busiest_share(worker))
+        print(f"busiest thread with 2, 1, 2 threads: {shares}")
+        assert shares[1] > 0.8, shares
+        assert max(shares[0], shares[2]) < 0.75, shares
+        assert node.find("worker").pid == worker.pid
+
+
+class DiskWatch:
+    """Looks at a folder all the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.most, self.gaps = folder, 0, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> DiskWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(20)
+
+    def used(self) -> int:
+        total = 0
+        for path in self.folder.rglob("*"):
+            with suppress(OSError):
+                total += path.lstat().st_size if path.is_file() else 0
+        return total
+
+    def _look(self) -> None:
+        while not self._over.wait(0.02):
+            self.most = max(self.most, self.used())
+
+
+@pytest.mark.timeout(300)
+def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+    quota_gb, lower_gb = 0.040, 0.034
+    with Swarm(tmp_path, tiny(model=MODEL, round={"inner_steps": 3})) as swarm:
+        node = swarm.node("founder")
+        with DiskWatch(node.folder) as watch:
+            node.start(f"--limits.disk_gb={quota_gb}", "--checkpoint.keep=50", "--checkpoint.every_s=0.2")
+            node.until_training()
+            first = min(map(checkpoint_round, node.checkpoints()))
+            wait_for(lambda: "for limits.disk_gb" in node.said(), 90, "nothing had to go")
+            at = node.status()["run"]["round"]
+            node.until_round(at + 40, 90)
+            kept = sorted(map(checkpoint_round, node.checkpoints()))
+            assert first not in kept
+            assert 2 <= len(kept) < 50
+            size = max(sum(f.stat().st_size for f in p.iterdir()) for p in node.checkpoints()[1:3])
+            print(f"at most {watch.most / 1e6:.1f} of {1e3 * quota_gb:.0f} MB; {len(kept)} of {size / 1e6:.1f} MB kept")
+            assert 0.6 * quota_gb * 1e9 < watch.most <= quota_gb * 1e9
+        # The others that went were all older than those that stayed.
+        removed = [int(rest[:8]) for rest in node.said().split("Removed round-")[1:]]
+        assert removed == sorted(removed)
+        # Lowered while it runs: made room for at once, and kept from then on.
+        assert change(node, disk_gb=lower_gb).status_code == 200
+        wait_for(lambda: DiskWatch(node.folder).used() <= lower_gb * 1e9, 20, "the lower quota is not kept")
+        with DiskWatch(node.folder) as watch:
+            node.until_round(node.status()["run"]["round"] + 30, 90)
+        assert watch.most <= lower_gb * 1e9
+        refused = change(node, disk_gb=0.024)
+        assert refused.status_code == 422, refused.text
+        assert refused.json()["faults"][0]["where"] == "limits.disk_gb"
+        assert node.status()["notices"] == []
+
+
+@pytest.mark.timeout(100)
+def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) -> None:
+    with Swarm(tmp_path, tiny(model=MODEL)) as swarm:
+        node = swarm.found("--limits.disk_gb=0.025")
+        assert node.wait_end(60) == 3
+        said = node.said()
+        assert "limits.disk_gb" in said and "GB" in said and "set it to" in said, said
