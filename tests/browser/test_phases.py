@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import BrowserContext
 
 from tests.browser.harness import Dashboard, missing
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny
 from tests.swarm.impatient import PROGRAM, TIMINGS
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,12 +109,12 @@ def test_connecting_where_nobody_answers(swarm: Swarm, context: BrowserContext, 
     seen(tab, "connecting")
 
 
-def test_a_worker_that_crashes_is_an_error_until_resume(
+def test_a_worker_that_crashes_is_an_error_until_resume_and_a_pause_after_its_round(
     tmp_path: Path, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     plan = tmp_path / "plan"
     plan.write_text("inner@*=fail")
-    with Swarm(tmp_path / "swarm", tiny()) as swarm:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 600})) as swarm:
         node = swarm.node("crashing")
         node.program = PROGRAM
         node.start(env={TIMINGS: json.dumps({"backoff_s": []}), "DILOCO_FAULTS": f"file:{plan}"})
@@ -125,15 +125,10 @@ def test_a_worker_that_crashes_is_an_error_until_resume(
         plan.unlink()
         tab.button("Resume").click()
         tab.until_phase("training", word="Training", wait_s=LONG_S)
-
-
-def test_after_this_round_and_for_an_hour(tmp_path: Path, context: BrowserContext, tabs: list[Dashboard]) -> None:
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 1500})) as swarm:
-        tab = show(tabs, context, swarm.found()).until_phase("training", word="Training", wait_s=LONG_S)
         tab.button("Pause").click()
         tab.item("After this round").click()
         tab.page.get_by_text("Pauses after round").wait_for()
         seen(tab, "pausing-after-round")
         tab.until_phase("paused", word="Paused", wait_s=LONG_S)
+        assert node.status()["run"]["round"] >= 0, "the round was seen through"
         seen(tab, "paused")
-        wait_for(lambda: swarm.nodes[0].status()["run"]["round"] >= 0, START_S, "the round was seen through")

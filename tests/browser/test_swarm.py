@@ -200,7 +200,7 @@ def test_the_page_outlives_its_node_and_recovers(tab: Dashboard) -> None:
     node.running.send_signal(signal.SIGTERM)
     node.wait_end(10 * PATIENCE)
     tab.until_stale(True)
-    tab.page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    tab.mark("stale").filter(has_text="does not answer").wait_for()
     tab.shoot("no-answer")
     node.start(f"--api.port={port}")
     # Its sessions ended with it: the tab asks for the token, and nobody has to load the page again.

@@ -79,9 +79,7 @@ def stopped(node: Node, figures: Figures) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
     began_s = time.monotonic()
     slow_s = answers(node, lambda: node.http.get("/livez").status_code == 503)
-    figures.hold(
-        "livez says that the worker hangs, beyond its patience, after", time.monotonic() - began_s - STALE_S, 2
-    )
+    figures.hold("livez tells that the worker hangs, beyond its patience", time.monotonic() - began_s - STALE_S, 2)
     assert node.http.get("/readyz").status_code == 503
     slow_s = max(slow_s, answers(node, lambda: node.status()["code"] == "worker_crashed"))
     figures.hold("API while the worker is stopped, 19 of 20 answers within", slow_s, ANSWER_S)
