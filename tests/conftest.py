@@ -20,7 +20,12 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable)
 
 
-BESIDE = ("tests/swarm/test_namespaces.py", "tests/swarm/test_late.py")
+BESIDE = (
+    "tests/swarm/test_namespaces.py",
+    "tests/swarm/test_late.py",
+    "tests/browser/test_swarm.py",
+    "tests/browser/test_phases.py",
+)
 """Swarms that wait the most."""
 
 

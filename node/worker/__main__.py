@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 
 from node.config import Config
 from node.errors import NodeError, TrainingError
@@ -51,7 +52,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:  # noqa: BLE001 - the process root
+        # Said and ended at once: waiting for threads that nobody stopped would look like a hang.
+        traceback.print_exc()
+        status = NodeError.exit_code
     logging.shutdown()
     # The kernel ends p2pd; waiting for library threads here could only delay a clean end.
     sys.stdout.flush()

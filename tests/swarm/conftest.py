@@ -19,8 +19,12 @@ class Figures:
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self._properties = properties
 
+    def tell(self, what: str, seconds: float) -> None:
+        """Nobody was promised this one."""
+        self._properties.append((FIGURE, f"{what}: {seconds:.3g} s"))
+
     def hold(self, what: str, seconds: float, promised_s: float) -> None:
-        line = f"{what}: {seconds:.1f} s (promised {promised_s:g} s)"
+        line = f"{what}: {seconds:.3g} s (promised {promised_s:g} s)"
         self._properties.append((FIGURE, line))
         assert seconds <= PATIENCE * promised_s, line
 

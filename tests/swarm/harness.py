@@ -104,13 +104,15 @@ class Node:
         self.listen = "/ip4/127.0.0.1/tcp/0"
         self.order = "run"
         """Or `relay`."""
+        self.program = "node.cli"
+        """The module that is run, with the command line's words."""
         self._client: httpx.Client | None = None
 
     # starting and ending
 
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
         words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        words += [sys.executable, "-m", "node.cli", self.order, "--data-dir", str(self.folder), "--name", self.name]
+        words += [sys.executable, "-m", self.program, self.order, "--data-dir", str(self.folder), "--name", self.name]
         words += [
             "--api.port=0",
             f"--swarm.listen={self.listen}",
@@ -151,7 +153,7 @@ class Node:
 
     def find(self, what: str) -> psutil.Process:
         """`supervisor`, `worker` or `p2pd`."""
-        word = {"supervisor": "node.cli", "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
+        word = {"supervisor": self.program, "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
 
         def there() -> psutil.Process | None:
             for process in self.processes():

@@ -1,0 +1,374 @@
+"""What a busy API costs the training beside it, and how soon it answers: 50 event streams and 200 requests a second.
+
+    python -m tests.benchmarks.load [--seconds 60] [--streams 50] [--rate 200]
+
+One real node trains alone on a small model, its worker (with libp2p and all) pinned to one core; the supervisor, which
+is the API, and the load share another. Slices without load and with it take turns. Requests go out by a fixed schedule
+over all reading routes of the OpenAPI document, in turn, and a delay counts from the scheduled moment, so that an API
+that stands still cannot hide it. Tokens/s are those of the worker's own counters (tokens, and seconds of all
+activities, both told in one report); tokens per processor second beside it is what other programs on the machine touch
+least. At the end SIGTERM, with all streams open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from tests.benchmarks.curves import interval_95
+from tests.benchmarks.figures import Figure, Result
+from tests.swarm.harness import Node, Swarm
+
+DROP_RATIO = 0.03
+P99_S = 0.05
+END_S = 10.0
+SLICE_S = 5.0
+"""Of load; and as much without, before it and after."""
+SETTLE_S = 1.2
+"""After a turn, for the worker's next report: it tells once a second."""
+FIRST = -15
+"""Niceness of worker, supervisor and load alike."""
+CONNECTIONS = 16
+ANSWER_S = 30.0
+STATUS = "/api/v1/status"
+NOT_ASKED = ("/api/v1/events", "/api/v1/support-bundle")
+"""The streams are asked for by themselves; a person asks for a bundle once a year."""
+
+RUN: dict[str, Any] = {
+    "name": "load",
+    "total_tokens": 10**9,
+    "model": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "inner": {"batch_size": 8, "sequence_length": 128, "lr": 2e-3},
+    "round": {"policy": "steps", "inner_steps": 50, "min_peers": 1},
+    "evaluation": {"batches": 0},
+}
+
+
+class Server:
+    """Where requests go. Knows as much HTTP as an answer with a Content-Length needs."""
+
+    def __init__(self, node: Node) -> None:
+        address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
+        parts = urlsplit(address["url"])
+        assert parts.hostname and parts.port
+        self._address = (parts.hostname, parts.port)
+        token = (node.folder / "api-token").read_text(encoding="utf-8").strip()
+        self._rest = f" HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self._address, limit=2**22)
+
+    def send(self, writer: asyncio.StreamWriter, path: str) -> None:
+        writer.write(b"GET " + path.encode() + self._rest)
+
+    async def answer(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+        """Status code and body."""
+        code, head = await self.head(reader)
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        assert length is not None, head
+        return code, await reader.readexactly(int(length[1]))
+
+    async def head(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+        head = await reader.readuntil(b"\r\n\r\n")
+        return int(head.split(maxsplit=2)[1]), head
+
+    async def get(self, path: str) -> bytes:
+        reader, writer = await self.connect()
+        try:
+            self.send(writer, path)
+            code, body = await asyncio.wait_for(self.answer(reader), ANSWER_S)
+        finally:
+            writer.close()
+        assert code == 200, (path, code, body[:500])
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The worker's own counters, and its processor's."""
+
+    tokens: float
+    seconds: float
+    """Of all activities."""
+    processor_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    with_load: bool
+    tokens_per_s: float
+    tokens_per_processor_s: float
+
+
+@dataclass
+class Seen:
+    """What a measurement saw."""
+
+    slices: list[Slice] = field(default_factory=list)
+    delay_s: dict[str, list[float]] = field(default_factory=dict)
+    """By path."""
+    refused: int = 0
+    """Answers other than 200."""
+    events: list[int] = field(default_factory=list)
+    """By stream, while it was open."""
+    api_s: float = 0.0
+    """Processor seconds of the supervisor under load."""
+    loaded_s: float = 0.0
+    end_s: float = 0.0
+    """From SIGTERM to the supervisor's end."""
+
+    def kept_ratios(self, rate: str) -> list[float]:
+        """Each slice with load against the mean of the two beside it, as a machine's pace drifts."""
+        rates = [getattr(one, rate) for one in self.slices]
+        return [2 * rates[i] / (rates[i - 1] + rates[i + 1]) for i in range(1, len(rates), 2)]
+
+    def quantile_s(self, path: str, share: float) -> float:
+        ordered = sorted(self.delay_s[path])
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def pin(process: psutil.Process, core: int) -> None:
+    """All its threads, its children and theirs; what these start later follows."""
+    for one in (process, *process.children(recursive=True)):
+        for _ in range(2):  # A thread may have been started meanwhile, by one that had not moved yet.
+            for thread in one.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, {core})
+
+
+def give_way_to(process: psutil.Process, niceness: int) -> None:
+    """Its own niceness, and that of the session's group which Linux schedules first; where we may."""
+    with suppress(psutil.AccessDenied):
+        process.nice(niceness)
+    with suppress(OSError):
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+
+
+@contextmanager
+def pinned(node: Node) -> Iterator[None]:
+    """The worker on one core, the supervisor and this process on another, before all else that runs there."""
+    mine = os.sched_getaffinity(0)
+    if len(mine) < 2:
+        raise SystemExit("The worker and the API need a core each: this machine lends only one.")
+    cores = sorted(mine)[:2]
+    supervisor, worker = node.find("supervisor"), node.find("worker")
+    pin(worker, cores[0])
+    pin(supervisor, cores[1])
+    for process in (supervisor, worker, psutil.Process()):
+        give_way_to(process, FIRST)
+    os.sched_setaffinity(0, {cores[1]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
+        give_way_to(psutil.Process(), 0)
+
+
+async def moment(server: Server, worker: psutil.Process) -> Moment:
+    """After the next report, so that a slice holds nothing of the one before it."""
+    text = (await server.get("/metrics")).decode()
+    end_s = time.monotonic() + ANSWER_S
+    while (newer := (await server.get("/metrics")).decode()) and tokens_of(newer) == tokens_of(text):
+        assert time.monotonic() < end_s, "the worker tells nothing any more"
+        await asyncio.sleep(0.02)
+    times = worker.cpu_times()
+    seconds = re.findall(r'^diloco_activity_seconds_total\{activity="\w+"\} (\S+)$', newer, re.MULTILINE)
+    return Moment(tokens_of(newer), sum(float(s) for s in seconds), times.user + times.system)
+
+
+def tokens_of(text: str) -> float:
+    found = re.search(r"^diloco_tokens_processed_total (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+@asynccontextmanager
+async def streams(server: Server, count: int, seen: Seen) -> Any:
+    """So many open event streams that are read; what each got is added up in `seen`."""
+    seen.events = seen.events or [0] * count
+
+    async def follow(number: int) -> None:
+        reader, writer = await server.connect()
+        try:
+            server.send(writer, NOT_ASKED[0])
+            code, _ = await server.head(reader)
+            assert code == 200, f"stream {number} of {count} was refused with {code}"
+            while line := await reader.readline():
+                seen.events[number] += line.startswith(b"event: ")
+        finally:
+            writer.close()
+
+    tasks = [asyncio.create_task(follow(number)) for number in range(count)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception) and not isinstance(result, ConnectionError):
+                raise result
+
+
+async def ask_by_schedule(server: Server, paths: Sequence[str], rate: float, seconds: float, seen: Seen) -> None:
+    """Requests at fixed moments, whether or not earlier ones have been answered."""
+    free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    for _ in range(CONNECTIONS):
+        free.put_nowait(await server.connect())
+
+    async def ask(path: str, at_s: float) -> None:
+        reader, writer = await free.get()
+        server.send(writer, path)
+        code, _ = await asyncio.wait_for(server.answer(reader), ANSWER_S)
+        seen.delay_s.setdefault(path, []).append(time.monotonic() - at_s)
+        seen.refused += code != 200
+        free.put_nowait((reader, writer))
+
+    began_s = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for number in range(int(rate * seconds)):
+            at_s = began_s + number / rate
+            await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+            group.create_task(ask(paths[number % len(paths)], at_s))
+    while not free.empty():
+        free.get_nowait()[1].close()
+
+
+async def reading_routes(server: Server) -> list[str]:
+    """All of the OpenAPI document that need no parameter."""
+    document = json.loads(await server.get("/openapi.json"))
+    paths = [
+        path
+        for path, methods in document["paths"].items()
+        if "get" in methods and not any(p.get("required") for p in methods["get"].get("parameters", ()))
+    ]
+    return [path for path in paths if path not in NOT_ASKED] + ["/openapi.json"]
+
+
+async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
+    """Slices in turn: none, load, none, load, .. none; then the end."""
+    server, seen = Server(node), Seen()
+    worker, supervisor = node.find("worker"), node.find("supervisor")
+    paths = await reading_routes(server)
+
+    async def take(with_load: bool) -> None:
+        before = await moment(server, worker)
+        if with_load:
+            api_before, began_s = supervisor.cpu_times(), time.monotonic()
+            await ask_by_schedule(server, paths, rate, slice_s, seen)
+            api_after, took_s = supervisor.cpu_times(), time.monotonic() - began_s
+            seen.api_s += sum(api_after[:2]) - sum(api_before[:2])
+            seen.loaded_s += took_s
+        else:
+            await asyncio.sleep(slice_s)
+        after = await moment(server, worker)
+        tokens = after.tokens - before.tokens
+        made = Slice(
+            with_load, tokens / (after.seconds - before.seconds), tokens / (after.processor_s - before.processor_s)
+        )
+        seen.slices.append(made)
+
+    for _ in range(max(1, round(seconds / slice_s))):
+        await take(with_load=False)
+        async with streams(server, streams_, seen):
+            await asyncio.sleep(SETTLE_S)
+            await take(with_load=True)
+    await take(with_load=False)
+    await end_under_load(node, server, streams_, seen)
+    return seen
+
+
+async def end_under_load(node: Node, server: Server, count: int, seen: Seen) -> None:
+    """SIGTERM while all streams are open; how long the node takes, and whether each stream is told the end."""
+    async with streams(server, count, Seen()) as following:
+        await asyncio.sleep(SETTLE_S)
+        began_s = time.monotonic()
+        node.running.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(node.wait_end, 6 * END_S)
+        seen.end_s = time.monotonic() - began_s
+        assert code == 0, node.said()[-3000:]
+        await asyncio.wait(following, timeout=END_S)
+        assert all(task.done() for task in following), "a stream outlived its node"
+
+
+def measure(folder: Path, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
+    with Swarm(folder, RUN) as swarm:
+        node = swarm.found()
+        node.until_round(2)
+        with pinned(node):
+            return asyncio.run(measure_node(node, seconds=seconds, slice_s=slice_s, streams_=streams_, rate=rate))
+
+
+def figures(seen: Seen) -> list[Figure]:
+    quiet, loaded = ([s.tokens_per_s for s in seen.slices if s.with_load is w] for w in (False, True))
+    wall, work = (statistics.fmean(seen.kept_ratios(rate)) for rate in ("tokens_per_s", "tokens_per_processor_s"))
+    return [
+        Figure(
+            "load: inner-loop tokens/s under it", "tok/s", statistics.median(loaded), statistics.median(quiet),
+            "without", low=1 - DROP_RATIO, ratio_measured=wall,
+        ),
+        Figure("  tokens per processor second, ratio", "", work, 1.0, "without"),
+        Figure("  /api/v1/status, median", "ms", 1e3 * seen.quantile_s(STATUS, 0.5), 1e3 * P99_S, "ms (p99)"),
+        Figure("  /api/v1/status, p99", "ms", 1e3 * seen.quantile_s(STATUS, 0.99), 1e3 * P99_S, "ms", high=1.0),
+        Figure("  the supervisor's share of a core", "", seen.api_s / seen.loaded_s, 1.0, "core"),
+        Figure("  SIGTERM with all streams open", "s", seen.end_s, END_S, "s", high=1.0),
+        Figure("  answers other than 200", "", seen.refused, 1.0, "allowed below", high=0.0),
+    ]  # fmt: skip
+
+
+def describe(seen: Seen) -> list[str]:
+    lines = ["| route | requests | median ms | p99 ms |", "|---|---|---|---|"]
+    for path, delays in sorted(seen.delay_s.items(), key=lambda item: -seen.quantile_s(item[0], 0.99)):
+        ms = [1e3 * seen.quantile_s(path, share) for share in (0.5, 0.99)]
+        lines.append(f"| {path} | {len(delays)} | {ms[0]:.1f} | {ms[1]:.1f} |")
+    lines += ["", "| slice | tokens/s | tokens per processor second |", "|---|---|---|"]
+    lines += [
+        f"| {'load' if s.with_load else 'quiet'} | {s.tokens_per_s:.0f} | {s.tokens_per_processor_s:.0f} |"
+        for s in seen.slices
+    ]
+    mean, half = interval_95(seen.kept_ratios("tokens_per_s"))
+    lines += ["", f"Tokens/s under load / without: {mean:.3f} ± {half:.3f} (95 %, {len(seen.slices) // 2} pairs)."]
+    lines += [f"Events per stream: {min(seen.events)} to {max(seen.events)} in {seen.loaded_s:.0f} s of load."]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load, all slices together")
+    parser.add_argument("--slice", type=float, default=SLICE_S, help="seconds of one slice")
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
+        seen = measure(
+            Path(name) / "swarm",
+            seconds=options.seconds, slice_s=options.slice, streams_=options.streams, rate=options.rate,
+        )  # fmt: skip
+    samples = {"delay_s": seen.delay_s, "slices": [[s.with_load, s.tokens_per_s] for s in seen.slices]}
+    return Result("load", figures(seen), describe(seen), samples).conclude()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A node's page in a real Chromium, and what happens in it. Knows the page's roles, names and marks; no node's inside.
+
+Marks that the page promises: `data-phase` on the root (a phase, `locked` or `unknown`), `data-testid` state, reason,
+stale, rounds, freshness.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import BrowserContext, Locator, Page, Request
+
+from node.api.page import STATIC
+from tests.swarm.harness import Node
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
+RESULTS = Path(__file__).parent / "results"
+"""Screenshots of the newest run."""
+ARGUMENTS = ("--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update")
+VIEWS = ("Overview", "Swarm", "Logs", "Settings")
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+WAIT_S = 60.0
+LISTEN = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (event) =>
+  window.violations.push(`${event.violatedDirective}: ${event.blockedURI} ${event.sourceFile}`));
+"""
+
+
+def missing() -> str:
+    """What the browser tests lack here, with the mend; empty where they can run."""
+    if not Path(CHROMIUM).exists():
+        return f"no browser at {CHROMIUM}: install Debian's package chromium, or say where one is in CHROMIUM"
+    if not (STATIC / "index.html").is_file():
+        return "the dashboard is not built: make dashboard"
+    if not AXE.is_file():
+        return "axe-core is not there: npm ci in the folder dashboard"
+    return ""
+
+
+class Dashboard:
+    """One tab that shows one node."""
+
+    def __init__(self, context: BrowserContext, node: Node) -> None:
+        _ = node.http  # waits for its address
+        self.node = node
+        address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
+        self.url = str(address["url"])
+        self.token = (node.folder / "api-token").read_text(encoding="utf-8").strip()
+        self.page: Page = context.new_page()
+        self.outside: list[str] = []
+        self.faults: list[str] = []
+        self.page.on("request", self._requested)
+        self.page.on("pageerror", lambda error: self.faults.append(f"uncaught: {error}"))
+        self.page.on("dialog", lambda dialog: self.faults.append(f"dialog: {dialog.message}") or dialog.dismiss())
+        self.page.on("console", lambda said: self._said(said.type, said.text))
+        self.page.add_init_script(LISTEN)
+
+    def _requested(self, request: Request) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in ("data", "blob") and f"{parts.scheme}://{parts.netloc}" != self.url:
+            self.outside.append(request.url)
+
+    def _said(self, kind: str, text: str) -> None:
+        if "Content Security Policy" in text or (kind == "error" and "Failed to load resource" not in text):
+            self.faults.append(f"console: {text}")
+
+    # going about
+
+    def open(self, *, with_token: bool = True) -> Dashboard:
+        """The link that `run` prints."""
+        self.page.goto(f"{self.url}/#token={self.token}" if with_token else f"{self.url}/")
+        return self
+
+    def view(self, name: str) -> Dashboard:
+        self.page.get_by_role("navigation", name="Views").get_by_role("link", name=name).click()
+        self.page.get_by_role("link", name=name, exact=True).and_(self.page.locator("[aria-current=page]")).wait_for()
+        return self
+
+    def mark(self, name: str) -> Locator:
+        return self.page.get_by_test_id(name)
+
+    def button(self, name: str) -> Locator:
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def item(self, name: str) -> Locator:
+        return self.page.get_by_role("menuitem", name=name)
+
+    @property
+    def phase(self) -> str:
+        return self.page.locator("html").get_attribute("data-phase") or ""
+
+    def until_phase(self, phase: str, *, word: str = "", wait_s: float = WAIT_S) -> Dashboard:
+        """The root has the phase and the page says the word."""
+        self.page.locator(f"html[data-phase={phase}]").wait_for(state="attached", timeout=1e3 * wait_s)
+        if word:
+            self.mark("state").filter(has_text=word).wait_for(timeout=1e3 * wait_s)
+        return self
+
+    def until_stale(self, stale: bool, wait_s: float = WAIT_S) -> Dashboard:
+        self.page.locator(f"html[data-stale={json.dumps(stale)}]").wait_for(state="attached", timeout=1e3 * wait_s)
+        return self
+
+    # judging
+
+    def shoot(self, name: str) -> Path:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}.png"
+        self.page.screenshot(path=path, full_page=True)
+        return path
+
+    def check(self) -> None:
+        """Nothing was asked of anybody but the node, nothing broke its own policy, nothing was thrown."""
+        assert self.outside == []
+        assert self.page.evaluate("window.violations") == []
+        assert self.faults == []
+
+    def serious(self) -> list[str]:
+        """What axe-core finds that is serious or critical, each with where."""
+        if not self.page.evaluate("typeof axe !== 'undefined'"):
+            self.page.evaluate(AXE.read_text(encoding="utf-8"))
+        found: list[dict[str, Any]] = self.page.evaluate(
+            "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations)"
+        )
+        return [
+            f"{one['impact']} {one['id']}: {one['help']} at {[node['target'] for node in one['nodes']][:4]}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+
+    def overflow_px(self) -> int:
+        """By how much the page is wider than its window."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+    def focused(self) -> str:
+        """Role-ish and text of what has the focus."""
+        return str(
+            self.page.evaluate(
+                "(e => `${e.getAttribute('role') ?? e.tagName.toLowerCase()} ${e.innerText?.split('\\n')[0] ?? ''}`)"
+                "(document.activeElement)"
+            )
+        )
+
+    def tab_to(self, wanted: str, limit: int = 60) -> None:
+        """Tab until that has the focus; as a person without a mouse does."""
+        seen = []
+        for _ in range(limit):
+            self.page.keyboard.press("Tab")
+            seen.append(self.focused())
+            if seen[-1] == wanted:
+                return
+        raise AssertionError(f"{wanted!r} is not reached by Tab: {seen}")

@@ -1,0 +1,108 @@
+"""Whatever becomes of the worker, the API answers at once, and the node trains again: rounds that hang, SIGSTOP, and no
+memory left."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.impatient import PROGRAM, TIMINGS
+
+ROUTES = ("/api/v1/status", "/api/v1/swarm", "/api/v1/rounds", "/api/v1/logs", "/livez", "/metrics")
+ANSWER_S = 0.1
+HANG_S = 6.0
+GRACE_S, STALE_S, HUNG_S = 30.0, 2.0, 6.0
+
+
+@pytest.mark.timeout(400)
+def test_the_api_answers_whatever_becomes_of_the_worker(tmp_path: Path, figures: Figures) -> None:
+    """Two nodes with a model whose tensors are large enough to be asked of the system one by one."""
+    run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 10})
+    plan = tmp_path / "faults"
+    timings = {"grace_s": GRACE_S, "stale_s": STALE_S, "hung_s": HUNG_S}
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        swarm.found().until_training()
+        second = swarm.node("second", join=swarm.nodes[0].invite())
+        second.preset, second.program = None, PROGRAM
+        second.start(env={TIMINGS: json.dumps(timings), "DILOCO_FAULTS": f"file:{plan}"})
+        until_in_rounds(second, more=2)
+        in_a_round_that_hangs(second, plan, figures)
+        out_of_memory(second, figures)
+        began_s = psutil.Process(second.find("worker").pid).create_time()
+        until_in_rounds(second, more=1)
+        time.sleep(max(0.0, began_s + GRACE_S - time.time()) + 1)
+        stopped(second, figures)
+        until_in_rounds(second, more=2)
+
+
+def in_a_round_that_hangs(node: Node, plan: Path, figures: Figures) -> None:
+    """The swarm's thread stands still in the middle of a round."""
+    number = node.status()["run"]["round"] + 3
+    plan.write_text(f"reduce@{number}=hang:{HANG_S}")
+    wait_for(lambda: f"Injected fault at reduce of round {number}" in node.said(), START_S, "the fault")
+    began_s = time.monotonic()
+    slow_s = answers(node, lambda: time.monotonic() > began_s + HANG_S / 2)
+    assert node.status()["run"]["round"] < number
+    assert node.http.get("/livez").status_code == 200, "the trainer itself lives"
+    figures.hold("API while a round hangs, 19 of 20 answers within", slow_s, ANSWER_S)
+    plan.unlink()
+    until_in_rounds(node, more=2)
+
+
+def out_of_memory(node: Node, figures: Figures) -> None:
+    """No more address space than it has: the next tensor does not fit."""
+    worker = node.find("worker")
+    limit_bytes = worker.memory_info().vms
+    worker.rlimit(psutil.RLIMIT_AS, (limit_bytes, limit_bytes))
+    slow_s = answers(node, lambda: node.status()["code"] == "worker_crashed")
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    status = node.status()
+    assert "memory" in status["reason"], status["reason"]
+    assert "hung" not in status["reason"], "a worker that fails ends at once"
+    figures.hold("API while the worker is out of memory, 19 of 20 answers within", slow_s, ANSWER_S)
+    assert node.http.get("/livez").status_code == 200, "a worker is on its way"
+
+
+def stopped(node: Node, figures: Figures) -> None:
+    """SIGSTOP: nothing of the worker's main process moves."""
+    worker = node.find("worker")
+    os.kill(worker.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    slow_s = answers(node, lambda: node.http.get("/livez").status_code == 503)
+    figures.hold("livez tells that the worker hangs, beyond its patience", time.monotonic() - began_s - STALE_S, 2)
+    assert node.http.get("/readyz").status_code == 503
+    slow_s = max(slow_s, answers(node, lambda: node.status()["code"] == "worker_crashed"))
+    figures.hold("API while the worker is stopped, 19 of 20 answers within", slow_s, ANSWER_S)
+    figures.hold("a hung worker is killed, beyond its patience", time.monotonic() - began_s - HUNG_S, 2)
+    assert "hung" in node.status()["reason"]
+    wait_for(lambda: node.http.get("/livez").status_code == 200, START_S, "livez")
+
+
+def answers(node: Node, until: Callable[[], bool]) -> float:
+    """Ask all routes in turn until that is so; the seconds within which 19 of 20 were answered."""
+    seconds = []
+    end_s = time.monotonic() + START_S
+    while not until() or not seconds:
+        assert time.monotonic() < end_s, node.said()[-3000:]
+        for route in ROUTES:
+            began_s = time.monotonic()
+            code = node.http.get(route).status_code
+            seconds.append(time.monotonic() - began_s)
+            assert code == 200 or (route, code) == ("/livez", 503)
+    return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
+
+
+def until_in_rounds(node: Node, *, more: int) -> None:
+    """It trains, and that many further rounds hold its contribution."""
+    joined = node.until_training(PATIENCE * START_S)["contribution"]["rounds_joined"]
+    node.until(lambda s: s["contribution"]["rounds_joined"] >= joined + more, PATIENCE * START_S)
