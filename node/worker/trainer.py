@@ -135,10 +135,8 @@ class Trainer:
         flight = self._accounts.flight
         since_s = flight.at_s if flight is not None else self.tip.anchor_at_s
         steps = self.progress.steps + round(self.progress.offset * inner_steps)
-        elapsed_s = time.monotonic() - since_s
-        return progress(
-            policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=elapsed_s, round_s=self.tip.round_s
-        )
+        past_s = time.monotonic() - since_s
+        return progress(policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=past_s, round_s=self.tip.round_s)
 
     @property
     def in_flight(self) -> bool:
@@ -196,6 +194,8 @@ class Trainer:
 
     def _between_passes(self) -> None:
         """Within a step, which may take long: tell, and obey, unless other ranks would wait for this one."""
+        if self.teller.is_due:  # The step before, else steps of more than a second would never be shown.
+            self._show_step()
         self.teller.tell()
         if not self.local.replica.is_shared:
             self._check()

@@ -1,4 +1,4 @@
-"""What a real node takes of its machine: threads and disk, as the owner has said while it runs or at its start."""
+"""What a real node takes of its machine, and what it is called: as the owner says at its start, or while it runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def busiest_share(worker: psutil.Process) -> float:
 @pytest.mark.skipif(psutil.cpu_count() == 1, reason="needs two cores")
 @pytest.mark.timeout(200)
 def test_threads_change_while_it_trains(tmp_path: Path) -> None:
-    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
-    with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 16})) as swarm:
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 8})) as swarm:
         node = swarm.found("--limits.cpu_threads=2")
         node.until_training()
         worker = node.find("worker")
@@ -117,3 +117,22 @@ def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) 
         assert node.wait_end(60) == 3
         said = node.said()
         assert "limits.disk_gb" in said and "GB" in said and "set it to" in said, said
+
+
+@pytest.mark.timeout(200)
+def test_name_and_log_level_change_while_it_trains(tmp_path: Path) -> None:
+    with Swarm(tmp_path, tiny()) as swarm:
+        first = swarm.found()
+        first.until_training()
+        (second,) = swarm.join("second")
+        second.until_training()
+        patch = {"node": {"name": "renamed"}, "log": {"level": "debug"}}
+        assert second.http.patch("/api/v1/config", json=patch).status_code == 200
+        assert second.status()["node"]["name"] == "renamed"
+        wait_for(lambda: "renamed" in {row["name"] for row in first.peers()}, 30, "the others do not see the new name")
+
+        def talks() -> bool:
+            records = second.http.get("/api/v1/logs?limit=2000").json()["records"]
+            return any(r["level"] == "debug" and r["logger"].startswith(("node.swarm", "node.worker")) for r in records)
+
+        wait_for(talks, 30, "the worker does not follow the log level")

@@ -240,7 +240,7 @@ def most_mbit_s(count: Callable[[], int], seconds: float) -> tuple[float, float]
 
 
 @pytest.mark.timeout(400)
-def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_path: Path, figures: Figures) -> None:
+def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_path: Path) -> None:
     hosts = [network.host() for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
@@ -263,7 +263,10 @@ def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_pat
         ):
             change(**{"upload_mbit_s": None, "download_mbit_s": None, key: mbit_s})
             most, mean = most_mbit_s(count, seconds)
-            figures.hold(f"{key} {mbit_s:g}, set while running: mean", mean, 1.1 * mbit_s)
+            print(
+                f"{key} {mbit_s:g}, set while running: {mean:.2f} Mbit/s in {seconds:g} s, at most {most:.2f} in 10 s"
+            )
+            assert mean < 1.1 * mbit_s
             assert 0.7 * mbit_s < most < 1.1 * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s; to be felt, and kept"
         change(download_mbit_s=None)
         freed, _ = most_mbit_s(sent, 1.5 * WINDOW_S)
