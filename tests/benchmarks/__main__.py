@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load]
     python -m tests.benchmarks slow_peer | churn | scaling | hostile | join
-    python -m tests.benchmarks gpu
+    python -m tests.benchmarks gpu | tab
 
-Those of the second line take some 15 minutes each and run only where they are named; so does `gpu`, which ends with
-exit code 3 where there is none. Each can be run alone with its own
+Those of the second line take some 15 minutes each and run only where they are named; so do `gpu` and `tab`,
+which end with exit code 3 where there is no GPU, no browser. Each can be run alone with its own
 options: `python -m tests.benchmarks.rounds --help`. What was measured in full is in results/*.json beside this file.
 """
 
@@ -25,7 +25,7 @@ from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load")
-LONG = ("slow_peer", "churn", "scaling", "hostile", "join", "gpu")
+LONG = ("slow_peer", "churn", "scaling", "hostile", "join", "gpu", "tab")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0
 NOT_HERE = MachineError.exit_code

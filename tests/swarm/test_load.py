@@ -19,6 +19,6 @@ def test_streams_and_requests_cost_the_training_little_and_are_answered_soon(tmp
     assert seen.quantile_s(STATUS, 0.99) <= PATIENCE * P99_S
     assert seen.end_s <= PATIENCE * END_S
     # The best slice under load: other programs on the machine can make one slower, and never faster.
-    quiet = [one.tokens_per_processor_s for one in seen.slices if not one.with_load]
-    loaded = [one.tokens_per_processor_s for one in seen.slices if one.with_load]
+    quiet = [one.tokens_per_s for one in seen.slices if not one.with_load]
+    loaded = [one.tokens_per_s for one in seen.slices if one.with_load]
     assert max(loaded) >= (1 - PATIENCE * DROP_RATIO) * statistics.median(quiet)
