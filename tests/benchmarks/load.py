@@ -179,8 +179,9 @@ def pinned(node: Node) -> Iterator[None]:
         raise SystemExit("The worker and the API need a core each: this machine lends only one.")
     cores = sorted(mine)[:2]
     supervisor, worker = node.find("supervisor"), node.find("worker")
-    pin(worker, cores[0])
     pin(supervisor, cores[1])
+    pin(worker, cores[0])  # After it, as it is the supervisor's child.
+    assert [os.sched_getaffinity(one.pid) for one in (worker, supervisor)] == [{cores[0]}, {cores[1]}]
     for process in (supervisor, worker, psutil.Process()):
         give_way_to(process, FIRST)
     os.sched_setaffinity(0, {cores[1]})
