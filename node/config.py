@@ -24,6 +24,9 @@ class NodeConfig(Section):
     """Folder for identity, checkpoints and history. One node owns it at a time."""
     text_dir: Path = Path("text")
     """Where files that a run's sources name are looked for; relative to `data_dir`."""
+    persist: bool = False
+    """Whether page and API stay up after `leave`, `drain`, the run's end or a fatal error, until `resume`. For containers,
+    which would else be started again at once."""
 
     @property
     def text_folder(self) -> Path:
