@@ -1,7 +1,7 @@
 """What is installed, as tab-separated lines: kind, name, version, licence. Read from an image by `make sbom`.
 
-Runs inside the image, from standard input, with nothing but Python: packages by their own metadata, Debian's by dpkg and
-their copyright files, and what comes inside other packages and has a version of its own.
+Runs inside the image, from standard input, with nothing but Python: packages by their own metadata, Debian's by dpkg
+and their copyright files, and what comes inside other packages from elsewhere.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def debian_licence(package: str) -> str:
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    listed = subprocess.run(["dpkg-query", "-W", "-f", DEBIAN_FORMAT], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["dpkg-query", "-W", "-f", DEBIAN_FORMAT], capture_output=True, text=True, check=True
+    ).stdout
     found = [("debian", *line.split("\t"), debian_licence(line.split("\t")[0])) for line in listed.splitlines()]
     for package in metadata.distributions():
         about = package.metadata
