@@ -18,7 +18,7 @@ from tests.swarm.harness import wait_for
 HARD = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 AS_TOLD = ("--detach", "--restart", "unless-stopped", "--stop-timeout", "60", "--publish", "127.0.0.1::8080")
 SMALL = (
-    "--run.round.policy=steps", "--run.round.inner_steps=60", "--run.round.min_peers=1", "--run.evaluation.batches=0",
+    "--run.round.policy=steps", "--run.round.inner_steps=200", "--run.round.min_peers=1", "--run.evaluation.batches=0",
     "--run.model.hidden_size=32", "--run.model.intermediate_size=64", "--run.model.num_hidden_layers=2",
     "--run.inner.sequence_length=64", "--run.inner.batch_size=4",
 )  # fmt: skip
@@ -77,7 +77,8 @@ class Container:
     @property
     def http(self) -> httpx.Client:
         if self._http is None:
-            token = wait_for(lambda: self.execute("cat", "/data/api-token", check=False), 60, f"{self.name}'s token")
+            words = ("exec", self.name, "cat", "/data/api-token")
+            token = wait_for(lambda: self.docker(*words, check=False), 60, f"{self.name}'s token")
             at = self.docker("port", self.name, "8080/tcp").splitlines()[0]
             bearer = {"Authorization": f"Bearer {token}"}
             self._http = httpx.Client(base_url=f"http://{at}", headers=bearer, timeout=20, trust_env=False)

@@ -50,9 +50,8 @@ def test_each_profile_is_valid(profile: str) -> None:
     assert PROFILES[profile] <= set(services)
     for name, service in services.items():
         for port in service.get("ports", []):
-            host = port["host_ip"] if isinstance(port, dict) else port.rpartition(":")[0].rpartition(":")[0]
             # Only the port for peers is open to others.
-            assert "31337" in str(port) or host.startswith("127.0.0.1"), (name, port)
+            assert "31337" in str(port) or "127.0.0.1" in str(port), (name, port)
         if "diloco-node" in service["image"]:
             assert service["read_only"] and service["cap_drop"] == ["ALL"]
         else:
