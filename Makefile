@@ -44,7 +44,7 @@ help:
 	@echo "make wheel                         the package, with the dashboard in it, as dist/*.whl"
 	@echo "make image TARGET=cpu              the container image: cpu or cuda"
 	@echo "make sbom                          what is in the image, with versions and licences: dist/sbom-cpu.tsv"
-	@echo "make test-docker                   the image, compose and a wheel for real (root; a quarter of an hour)"
+	@echo "make test-docker                   the image, compose and a wheel for real (root; half an hour)"
 	@echo "make bench                         measurements (tests/benchmarks)"
 	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
 	@echo "make storm                         25 minutes of faults on real nodes, then every fault at every place"
