@@ -14,6 +14,13 @@ from pathlib import Path
 
 UNKNOWN = "unknown"
 DEBIAN_FORMAT = "${Package}\t${Version}\n"
+IN_PROSE = {
+    r"python\s+software\s+foundation": "PSF-2.0",
+    r"lesser\s+general\s+public": "LGPL",
+    r"gnu\s+general\s+public": "GPL",
+    r"public\s+domain": "public-domain",
+}
+"""How Debian's older copyright files name what they do not quote."""
 SAID_LENGTH_MAX = 80
 """Some packages put the whole text of their licence where its name belongs."""
 
@@ -38,15 +45,19 @@ def _from_files(about: metadata.PackageMetadata) -> str:
 
 
 def debian_licence(package: str) -> str:
-    """The short names in its machine-readable copyright file."""
+    """The short names in its machine-readable copyright file; else what a file for people names."""
     path = Path("/usr/share/doc", package, "copyright")
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return UNKNOWN
-    found = sorted(set(re.findall(r"^License: *(\S.*)$", text, re.MULTILINE)))
-    common = sorted(set(re.findall(r"/usr/share/common-licenses/([A-Za-z0-9.-]*[A-Za-z0-9])", text)))
-    return "; ".join(found or common) or UNKNOWN
+    if re.search(r"^Format:", text, re.MULTILINE):
+        said = re.findall(r"^License: *([A-Za-z0-9][^\n]*)$", text, re.MULTILINE)
+        if found := sorted({name.strip() for name in said if len(name) <= SAID_LENGTH_MAX}):
+            return "; ".join(found)
+    found = set(re.findall(r"/usr/share/common-licenses/([A-Za-z0-9.-]*[A-Za-z0-9])", text))
+    found |= {short for words, short in IN_PROSE.items() if re.search(words, text, re.IGNORECASE)}
+    return "; ".join(sorted(found)) or f"see {path}"
 
 
 def rows() -> list[tuple[str, str, str, str]]:
