@@ -25,7 +25,14 @@ NAME ?= first
 N ?= 4
 ARGS ?=
 
-.PHONY: help run test lint dashboard swarm bench bench-sync storm lock clean
+# The image: cpu or cuda; IMAGE_ARGS are the engine's, such as --build-arg TORCH_INDEX_URL=... (docker/Dockerfile).
+DOCKER ?= docker
+TARGET ?= cpu
+IMAGE ?= diloco-node:$(TARGET)
+IMAGE_DASHBOARD ?= build
+IMAGE_ARGS ?=
+
+.PHONY: help run test test-docker lint dashboard swarm wheel image sbom bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           a node on the built-in preset"
@@ -34,6 +41,10 @@ help:
 	@echo "make lint                          style, types, imports"
 	@echo "make dashboard                     the page that nodes serve, built into node/api/static"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
+	@echo "make wheel                         the package, with the dashboard in it, as dist/*.whl"
+	@echo "make image TARGET=cpu              the container image: cpu or cuda"
+	@echo "make sbom                          what is in the image, with versions and licences: dist/sbom-cpu.tsv"
+	@echo "make test-docker                   the image, compose and a wheel for real (root; half an hour)"
 	@echo "make bench                         measurements (tests/benchmarks)"
 	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
 	@echo "make storm                         25 minutes of faults on real nodes, then every fault at every place"
@@ -79,6 +90,30 @@ lint: $(SET_UP) $(NODE_MODULES)
 swarm: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
+wheel: $(SET_UP) $(DASHBOARD)
+	@rm -rf build dist/*.whl
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+# The dashboard is built inside, with Node.js from an image; IMAGE_DASHBOARD=prebuilt takes the one built here instead.
+ifeq ($(IMAGE_DASHBOARD),prebuilt)
+image: $(DASHBOARD)
+endif
+image:
+	@DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $(TARGET) --tag $(IMAGE) \
+		--build-arg DASHBOARD=$(IMAGE_DASHBOARD) \
+		--label org.opencontainers.image.version="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' node/__init__.py)" \
+		--label org.opencontainers.image.revision="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
+		--label org.opencontainers.image.created="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(IMAGE_ARGS) .
+
+sbom:
+	@mkdir -p dist
+	@$(DOCKER) run --rm --interactive --network none --entrypoint python3 $(IMAGE) - < docker/sbom.py > dist/sbom-$(TARGET).tsv
+	@wc -l dist/sbom-$(TARGET).tsv
+
+test-docker: $(SET_UP) $(DASHBOARD)
+	@DILOCO_TEST_DOCKER=1 $(BIN)/python -m pytest tests/docker --timeout 900
+
 bench: $(SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
@@ -99,5 +134,5 @@ lock:
 	@rm -rf .venv-lock
 
 clean:
-	@rm -rf $(VENV) .venv-lock build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	@rm -rf dashboard/node_modules node/api/static

@@ -56,6 +56,8 @@ def _main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
             if getattr(args, option, None) is not None:
                 flags += [f"--{key}={getattr(args, option)}"]
+        if "join" in args and args.join is None:
+            args.join = environ.get("DILOCO_JOIN") or None
         call = Call(args, load(file=args.config, environ=environ, flags=flags))
         debug = call.loaded.config.log.level == "debug"
         code: int = args.does(call)

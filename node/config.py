@@ -24,6 +24,9 @@ class NodeConfig(Section):
     """Folder for identity, checkpoints and history. One node owns it at a time."""
     text_dir: Path = Path("text")
     """Where files that a run's sources name are looked for; relative to `data_dir`."""
+    persist: bool = False
+    """Whether page and API stay up after `leave`, `drain`, the run's end or a fatal error, until `resume`. The image
+    sets it: a container that ends is started again."""
 
     @property
     def text_folder(self) -> Path:

@@ -22,8 +22,8 @@ from node.errors import ConfigError
 ENV_PREFIX = "DILOCO_"
 PRESET_KEY = "run.preset"
 DEFAULT_PRESET = "builtin"
-NOT_SETTINGS = frozenset({"DILOCO_FAULTS"})
-"""Variables of ours that are no settings: the plan of faults that tests inject into the swarm."""
+NOT_SETTINGS = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
+"""Variables of ours that are no settings: the plan of faults that tests inject into the swarm; what --join says."""
 NOT_PRESETS = frozenset({"node"})
 """Files of the presets' folder that document the keys and are no presets."""
 

@@ -128,13 +128,14 @@ class Metrics(Collector):
         build: Build,
         view: Callable[[], View],
         *,
-        disk_used_bytes: Callable[[], Mapping[str, int]],
+        disk: tuple[Callable[[], Mapping[str, int]], Callable[[], tuple[int, int]]],
         clock: Callable[[], float],
     ) -> None:
-        """`view` and `disk_used_bytes` are called at each scrape. `clock`: seconds that only grow."""
+        """`view` and `disk` are called at scrapes; `disk` tells bytes by kind, and what is free of how much. `clock`:
+        seconds that only grow."""
         self._build = build
         self._view = view
-        self._disk_used_bytes = disk_used_bytes
+        self._disk_used_bytes, self._disk_space_bytes = disk
         self._disk: tuple[float, Mapping[str, int]] = (-math.inf, {})
         self._clock = clock
         self._totals = Totals()
@@ -202,6 +203,9 @@ class Metrics(Collector):
         yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before.", self._last_sync_at_s)
         yield from _gpus(view)
         yield _one("disk_used_bytes", "Bytes in the data folder.", "kind", self._disk_cached())
+        free_bytes, size_bytes = self._disk_space_bytes()
+        yield _gauge("disk_free_bytes", "Bytes that the node may still fill on its data folder's disk.", free_bytes)
+        yield _gauge("disk_size_bytes", "Bytes of that disk.", size_bytes)
 
     def _disk_cached(self) -> Mapping[str, int]:
         now = self._clock()

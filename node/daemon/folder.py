@@ -115,6 +115,22 @@ class DataFolder:
         else:
             write_whole(self.path / "pause.json", asked.model_dump_json(exclude_none=True) + "\n")
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the owner had the node stop, and has not said `resume` since."""
+        return (self.path / "stopped").exists()
+
+    def remember_stopped(self, stopped: bool) -> None:
+        if stopped:
+            write_whole(self.path / "stopped", "")
+        else:
+            _remove(self.path / "stopped")
+
+    def disk_space_bytes(self) -> tuple[int, int]:
+        """What is free, for this user, on the disk that the folder lies on; and that disk's size."""
+        space = os.statvfs(self.path)
+        return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+
     def disk_used_bytes(self) -> Mapping[str, int]:
         """Size of each kind of file, by walking; files that vanish meanwhile are left out."""
         return {kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}

@@ -9,6 +9,7 @@ HTTP, no torch. One event loop, one thread: whatever runs between two awaits run
     drain     (stops: drain)    draining, then stopped
     leave     (stops: leave)    leaving, then stopped
     error     none              error, until resume or leave
+    stopped   none              stopped, until resume; only with `node.persist`
 """
 
 from __future__ import annotations
@@ -31,17 +32,15 @@ from node.daemon.echo import log_again
 from node.daemon.folder import DataFolder
 from node.daemon.pauses import Pauser
 from node.daemon.tuner import Tuner
+from node.daemon.wants import Mode, Want, check_allowed
 from node.link import Adjust, Beat, Ended, LogTold, Noticed, Observed, RoundTold, Start, Stop, Told, Up
 from node.logs import set_level
 from node.status import Phase, PhaseState, Status, rfc3339, utc_now
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["train", "relay"]
-"""What the node is for."""
-Want = Literal["run", "pause", "drain", "leave", "error"]
-
 RUN_COMPLETE = "run_complete"
+STAYS_STOPPED = "The node stopped as asked: `resume` takes it back to work."
 WORKER_CANNOT = (2, 3)
 """Exit codes of a worker that cannot do what its settings say."""
 
@@ -81,7 +80,9 @@ class Keeper:
         timings: Timings,
     ) -> None:
         """`start`: the mode, and the invite if there is one."""
-        self.metrics = Metrics(build, self.view, disk_used_bytes=folder.disk_used_bytes, clock=time.monotonic)
+        self.metrics = Metrics(
+            build, self.view, disk=(folder.disk_used_bytes, folder.disk_space_bytes), clock=time.monotonic
+        )
         self._tuner, self._pauser = tuner, pauser
         self._folder = folder
         self._board = board
@@ -99,6 +100,11 @@ class Keeper:
         self._disk = Disk(tuner.config, board)
         self._noticed: set[str] = set()
         """Codes of what this worker has noticed."""
+        self._ending = False
+        """The process is to end, whatever `node.persist` says."""
+        if self._stays and folder.was_stopped:
+            self._want = "stopped"
+            self._enter(Phase.STOPPED, "stopped", STAYS_STOPPED)
         self._tell_pause()
 
     # What the API asks (api.seam.Node)
@@ -110,7 +116,7 @@ class Keeper:
         return self._board.subscribe()
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
-        self._check_allowed(action)
+        check_allowed(action, self._want, self._mode)
         logger.info("Asked to %s", action)
         if action == "pause":
             return self._act_pause(order)
@@ -161,6 +167,16 @@ class Keeper:
     def leaving(self) -> bool:
         return self._want == "leave"
 
+    @property
+    def _stays(self) -> bool:
+        return self._tuner.config.node.persist and not self._ending
+
+    def end(self) -> None:
+        """Leave, and be done: what a signal asks for. Nobody but the machine wants that, so it is not remembered."""
+        self._ending = True
+        if not self.leaving:
+            self.act("leave", PauseOrder())
+
     def hurry(self) -> None:
         """The owner has no patience: end the worker at once, unsaved."""
         if self._child is not None:
@@ -174,21 +190,24 @@ class Keeper:
         disk = asyncio.create_task(self._disk.keep())
         try:
             await asyncio.to_thread(power.restore, self._folder.path)
-            while self._want not in ("drain", "leave"):
-                if self._want == "error":
+            while True:
+                if self._want in ("drain", "leave"):
+                    reason = STAYS_STOPPED if self._stays else "The node stopped as asked."
+                    self._enter(Phase.STOPPED, "stopped", reason)
+                    if not self._stays:
+                        return 0
+                    self._folder.remember_stopped(True)
+                    self._park("stopped")
+                if self._want in ("error", "stopped"):
                     await self._wait_changed(None)
                     continue
                 self._announce()
                 fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
                 if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
-                    if fate.ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker:
-                        self._give_up(fate.ended.code, f"{fate.ended.reason} What was set last can be changed back.")
-                        continue
-                    return self._finish(fate.ended)
-                if fate.ended is None and not asked:
+                    if self._finish(fate.ended):
+                        return 0 if self._ending else fate.ended.exit_code
+                elif fate.ended is None and not asked:
                     await self._after_crash(fate)
-            self._enter(Phase.STOPPED, "stopped", "The node stopped as asked.")
-            return 0
         finally:
             watch.cancel()
             disk.cancel()
@@ -281,31 +300,28 @@ class Keeper:
 
     def _give_up(self, code: str, reason: str) -> None:
         """No worker, until the owner says so."""
-        self._want = "error"
-        self._changed.clear()
+        self._park("error")
         self._enter(Phase.ERROR, code, reason)
 
-    def _finish(self, ended: Ended) -> int:
-        """The worker ended of itself: the node ends with it."""
+    def _park(self, want: Literal["error", "stopped"]) -> None:
+        self._want = want
+        self._changed.clear()
+
+    def _finish(self, ended: Ended) -> bool:
+        """The worker ended of itself. Returns whether the node ends with it, rather than waiting for `resume`."""
+        if ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker and not self._ending:
+            self._give_up(ended.code, f"{ended.reason} What was set last can be changed back.")
+            return False
         if ended.exit_code == 0:
             self._enter(Phase.STOPPED, ended.code, ended.reason)
         else:
             logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
             self._enter(Phase.ERROR, ended.code, ended.reason)
-        return ended.exit_code
+        if self._stays:
+            self._park("error" if ended.exit_code else "stopped")
+        return not self._stays
 
     # Turning from one thing to another
-
-    def _check_allowed(self, action: ActionName) -> None:
-        want = self._want
-        if want == "leave" and action != "leave":
-            raise NotAllowed(f"The node is leaving: it can no longer {action}. Start it again instead.")
-        if want == "drain" and action in ("pause", "resume"):
-            raise NotAllowed(f"The node is draining: it can no longer {action}. Start it again instead.")
-        if want == "error" and action in ("pause", "drain"):
-            raise NotAllowed(f"The node has no worker that could {action}: `resume` tries again, `leave` ends it.")
-        if action == "pause" and self._mode == "relay":
-            raise NotAllowed("A relay does not train, so it has nothing to pause: `leave` ends it.")
 
     def _act_pause(self, order: PauseOrder) -> Phase:
         after, round_now = order.after_round, self._board.status.run.round
@@ -321,7 +337,8 @@ class Keeper:
             self._crashes = 0
         self._pauser.resume()
         self._weigh()
-        if self._want == "error":
+        if self._want in ("error", "stopped"):
+            self._folder.remember_stopped(False)
             self._go_on()
         return Phase.TRAINING if self._mode == "train" else Phase.STARTING
 
@@ -359,7 +376,7 @@ class Keeper:
         self._stop_by_s = None if stop.how == "drain" else time.monotonic() + self._timings.stop_s
 
     async def _wait_changed(self, timeout_s: float | None) -> None:
-        """Until the owner wants something else. None is for ever: only the error phase may, and the API is up then."""
+        """Until the owner wants something else. None is for ever: only `error` and `stopped` may, with the API up."""
         try:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:

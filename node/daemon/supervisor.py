@@ -27,11 +27,11 @@ from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build
 from node.api.routes import Served
-from node.api.seam import HistoryAway, PauseOrder
+from node.api.seam import HistoryAway
 from node.config import Config
 from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
 from node.daemon.folder import DataFolder
-from node.daemon.keeper import Keeper, Mode, Timings
+from node.daemon.keeper import Keeper, Timings
 from node.daemon.logfile import FOLDER, LogFile
 from node.daemon.notices import NO_TLS, no_tls
 from node.daemon.pauses import Pauser, now_utc
@@ -39,6 +39,7 @@ from node.daemon.probes import Probes, usual_probes
 from node.daemon.recorder import Clocks, Recorder
 from node.daemon.server import GRACE_S, Tls, bind, load_tls, make_server, url_of
 from node.daemon.tuner import Tuner
+from node.daemon.wants import Mode
 from node.errors import NodeError
 from node.logs import Stamp, set_level
 from node.status import NodeInfo, PhaseState, Status, utc_now
@@ -104,6 +105,8 @@ async def _serve(
         started_at=utc_now(),
     )
     board = Board(node, tuner.config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
+    if not config.node.persist:
+        folder.remember_stopped(False)  # a start is the owner's word
     keeper = Keeper(
         tuner,
         Pauser(tuner.config.schedule, folder, parts.clock, trains=start[0] == "train"),
@@ -173,8 +176,7 @@ async def _until_end(
             return
         if keeper.leaving and number is signal.SIGINT:
             keeper.hurry()
-        elif not keeper.leaving:
-            keeper.act("leave", PauseOrder())
+        keeper.end()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)

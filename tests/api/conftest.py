@@ -66,7 +66,7 @@ class StillNode:
 def still_node(tmp_path: Path) -> Iterator[StillNode]:
     node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
     node.metrics = Metrics(
-        Build("1.2", "abc", "2.13", "1.1"), node.view, disk_used_bytes=lambda: {"cache": 3}, clock=time.monotonic
+        Build("1.2", "abc", "2.13", "1.1"), node.view, disk=(lambda: {"cache": 3}, lambda: (1, 4)), clock=time.monotonic
     )
     node.keys = Keys(TOKEN, time.monotonic)
     node.past = Recorder(tmp_path / "history", Clocks(time.time, time.monotonic), trains=True)

@@ -42,7 +42,8 @@ def main() -> int:
 
     tables = beside("config") or {}
     api = {"port": 0, **tables.get("api", {})}
-    config = Config.model_validate({**tables, "node": {"data_dir": data_dir}, "api": api})
+    node = {"data_dir": data_dir, "persist": timings.pop("persist", False)}
+    config = Config.model_validate({**tables, "node": node, "api": api})
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), act)
     parts = Parts(
         worker_command=worker,

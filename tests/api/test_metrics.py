@@ -56,6 +56,8 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "network_sent_bytes_total": ("counter", {"channel": tuple(Channel)}),
     "network_received_bytes_total": ("counter", {"channel": tuple(Channel)}),
     "disk_used_bytes": ("gauge", {"kind": ("cache",)}),
+    "disk_free_bytes": ("gauge", {}),
+    "disk_size_bytes": ("gauge", {}),
     "log_messages_total": ("counter", {"level": ("debug", "info", "warning", "error")}),
 }
 

@@ -1,0 +1,40 @@
+"""The container's health: asks the node's own /livez. Exit code 0 or 1, as the engine wants it.
+
+Knows api.json in the data folder and HTTP; imports nothing of ours and nothing installed, so that it costs little.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 4.0
+"""Below the engine's own, so that the reason is told."""
+
+
+def main() -> int:
+    folder = Path(os.environ.get("DILOCO_NODE__DATA_DIR", "/data"))
+    try:
+        address = urlsplit(json.loads((folder / "api.json").read_text(encoding="utf-8"))["url"])
+        connection = http.client.HTTPConnection(address.netloc, timeout=TIMEOUT_S)
+        if address.scheme == "https":
+            trust = ssl.create_default_context()
+            # To itself, over loopback, and no secret is sent: whose name the certificate bears does not matter.
+            trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPSConnection(address.netloc, timeout=TIMEOUT_S, context=trust)
+        connection.request("GET", "/livez")
+        answer = connection.getresponse()
+        sys.stdout.write(answer.read(500).decode(errors="replace"))
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as exc:
+        sys.stdout.write(f"No answer from the node of {folder}: {exc}")
+        return 1
+    return 0 if answer.status == http.client.OK else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The engine and the image, once for all tests of containers; and containers that are gone when their test is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.docker.container import Container
+from tests.docker.engine import Engine, build, engine, why_not
+
+
+@dataclass(frozen=True)
+class Built:
+    docker: Engine
+    secret: str
+    """A word that was in the build's secrets."""
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with engine() as docker:
+        yield Built(docker, build(docker, tmp_path_factory.mktemp("build")))
+
+
+@pytest.fixture(scope="session")
+def docker(built: Built) -> Engine:
+    return built.docker
+
+
+@pytest.fixture
+def alone(docker: Engine) -> Iterator[Container]:
+    """Not run yet."""
+    made = Container(docker, "alone")
+    yield made
+    made.purge()
+
+
+@pytest.fixture(scope="module")
+def four(docker: Engine) -> Iterator[list[Container]]:
+    """A swarm on a private bridge: a founder and three that got its invite through the environment."""
+    from tests.docker.container import SMALL, THREAD
+
+    network = "diloco-test-bridge"
+    docker("network", "rm", network, check=False)
+    docker("network", "create", network)
+    made = [Container(docker, f"node{number}", network) for number in range(4)]
+    try:
+        made[0].run("run", "--name", "node0", THREAD, *SMALL)
+        invite = made[0].invite()
+        for number, container in enumerate(made[1:], 1):
+            limits = {"DILOCO_LIMITS__CPU_THREADS": "1", "DILOCO_NODE__NAME": f"node{number}"}
+            container.run("run", env={"DILOCO_JOIN": invite, **limits})
+        for container in made:
+            container.until(lambda s: s["peers"]["training"] == 4, 240, "a swarm of four")
+        yield made
+    finally:
+        for container in made:
+            container.purge()
+        docker("network", "rm", network, check=False)

@@ -1,0 +1,186 @@
+"""A container engine for tests: the one that runs, or a dockerd of our own; the image, built on a base made here.
+
+No registry of images is asked: the base is Debian 12 by debootstrap, kept in the cache folder with the engine's layers.
+Knows the docker command line and pip's configuration; knows no node.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import wait_for
+
+ROOT = Path(__file__).parents[2]
+CACHE = Path(tempfile.gettempdir()) / f"diloco-test-docker-{os.getuid()}"
+BASE = "diloco-test-base:bookworm"
+IMAGE = "diloco-node:cpu"
+BUILD_S = 1500.0
+START_S = 60.0
+ASKED_FOR = "DILOCO_TEST_DOCKER"
+NEEDED = ("dockerd", "debootstrap", "containerd", "iptables")
+
+
+def why_not() -> str:
+    """Why the tests cannot run here; empty: they can."""
+    if not os.environ.get(ASKED_FOR):
+        return "containers are tested by `make test-docker`, as building the image takes minutes"
+    missing = [name for name in NEEDED if not shutil.which(name)]
+    if os.getuid() != 0 or missing:
+        return f"a container engine needs root, and these, which are not installed: {', '.join(missing) or 'none'}"
+    return ""
+
+
+class Engine:
+    """Runs docker's command line against one engine."""
+
+    def __init__(self, host: str, client: str) -> None:
+        self.host, self.client = host, client
+        self.environment = {**os.environ, "DOCKER_HOST": host, "DOCKER_BUILDKIT": "1"}
+
+    def __call__(self, *words: str, timeout_s: float = 120.0, check: bool = True, both: bool = False) -> str:
+        """Standard output; with `both`, standard error too."""
+        done = subprocess.run(
+            [self.client, *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if both else subprocess.PIPE, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, f"docker {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def inspect(self, what: str) -> dict[str, object]:
+        return dict(json.loads(self("inspect", what))[0])
+
+
+def client() -> str:
+    """One that can build with BuildKit: with its plugin buildx, or old enough to bring it itself."""
+    for candidate in (shutil.which("docker"), "/usr/bin/docker"):
+        if candidate and Path(candidate).exists():
+            words = [candidate, "version", "--format", "{{.Client.Version}}"]
+            told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+            plugin = subprocess.run([candidate, "buildx", "version"], capture_output=True, timeout=30, check=False)
+            if plugin.returncode == 0 or (told and int(told.split(".")[0]) < 23):
+                return candidate
+    pytest.skip("no docker command line here can build with BuildKit")
+
+
+@contextmanager
+def engine() -> Iterator[Engine]:
+    """The engine that DOCKER_HOST names or that runs already; else one of our own, ended with the tests."""
+    command = client()
+    running = Engine(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"), command)
+    if running("info", check=False) and "Server Version" in running("info", check=False):
+        yield running
+        return
+    CACHE.mkdir(mode=0o700, exist_ok=True)
+    host = f"unix://{CACHE}/docker.sock"
+    with (CACHE / "dockerd.log").open("wb") as log:
+        process = subprocess.Popen(
+            ["dockerd", "--data-root", str(CACHE / "engine"), "--exec-root", str(CACHE / "exec"), "--host", host,
+             "--pidfile", str(CACHE / "docker.pid")],
+            stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    ours = Engine(host, command)
+    try:
+        wait_for(
+            lambda: process.poll() is not None or "Server Version" in ours("info", check=False), START_S, "dockerd"
+        )
+        if process.poll() is not None:
+            pytest.skip(f"dockerd does not start here: {(CACHE / 'dockerd.log').read_text()[-500:]}")
+        yield ours
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+# The image
+
+
+def make_base(docker: Engine) -> None:
+    """Debian 12 as an image; as small as Debian's own slim ones."""
+    if docker("images", "--quiet", BASE):
+        return
+    CACHE.mkdir(mode=0o700, exist_ok=True)
+    packed = CACHE / "base.tar"
+    if not packed.exists():
+        root = CACHE / "base"
+        words = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(root)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        for folder in ("var/cache/apt", "usr/share/man", "usr/share/locale", "usr/share/info"):
+            shutil.rmtree(root / folder)
+        subprocess.run(["tar", "-C", root, "-cf", packed.with_suffix(".new"), "."], check=True, timeout=300)
+        packed.with_suffix(".new").rename(packed)
+        shutil.rmtree(root)
+    docker("import", str(packed), BASE, timeout_s=300)
+
+
+@contextmanager
+def served(folder: str) -> Iterator[str]:
+    """A folder of this machine, as an address for the build, which cannot see it."""
+    handler = partial(_Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def pip_settings() -> Mapping[str, str]:
+    """This machine's: index, folders with wheels, certificates. The last one said wins, as in pip."""
+    listed = subprocess.run(
+        ["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+    rows = [line.partition("=") for line in listed.splitlines()]
+    return {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in rows if "." in name}
+
+
+@contextmanager
+def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
+    """Arguments that hand this machine's pip settings to a build, and a mark in them that no layer may hold."""
+    settings, mark = pip_settings(), f"secret-{uuid.uuid4().hex}"
+    lines, words = ["[global]", f"# {mark}", "trusted-host = 127.0.0.1"], []
+    with ExitStack() as stack:
+        for name in ("index-url", "timeout", "proxy"):
+            if name in settings:
+                lines.append(f"{name} = {settings[name]}")
+        if Path(settings.get("find-links", "")).is_dir() and settings.get("find-links"):
+            lines.append(f"find-links = {stack.enter_context(served(settings['find-links']))}")
+        if Path(settings.get("cert", "")).is_file():
+            lines.append("cert = /run/secrets/ca")
+            words += ["--secret", f"id=ca,src={settings['cert']}"]
+        (folder / "pip.conf").write_text("\n".join(lines) + "\n")
+        yield [*words, "--secret", f"id=pip,src={folder / 'pip.conf'}"], mark
+
+
+def build(docker: Engine, folder: Path) -> str:
+    """`make image` for the CPU. Returns the mark of its secrets."""
+    make_base(docker)
+    with secrets(folder) as (words, mark):
+        arguments = ["--network host", f"--build-arg BASE_IMAGE={BASE}", " ".join(words)]
+        done = subprocess.run(
+            ["make", "image", f"DOCKER={docker.client}", "IMAGE_DASHBOARD=prebuilt",
+             f"IMAGE_ARGS={' '.join(arguments)} --progress plain"],
+            cwd=ROOT, env=docker.environment, capture_output=True, text=True, timeout=BUILD_S, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return mark

@@ -1,0 +1,87 @@
+"""compose.yaml: valid for each profile, and the swarm runs. The command is Debian's `docker-compose`, or the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docker.engine import ROOT, Engine
+from tests.swarm.harness import wait_for
+
+FILE = ROOT / "docker" / "compose.yaml"
+PROFILES = {
+    "node": {"node"},
+    "gpu": {"gpu"},
+    "swarm": {"first", "invite", "second", "third", "relay"},
+    "monitoring": {"prometheus", "grafana"},
+}
+
+
+def command() -> list[str]:
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if shutil.which("docker") and not subprocess.call(["docker", "compose", "version"]):
+        return ["docker", "compose"]
+    pytest.skip("compose is not installed (apt: docker-compose)")
+
+
+def compose(*words: str, timeout_s: float = 300, **environment: str) -> str:
+    done = subprocess.run(
+        [*command(), "--file", str(FILE), *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_each_profile_is_valid(profile: str) -> None:
+    services = yaml.safe_load(compose("--profile", profile, "config"))["services"]
+    assert PROFILES[profile] <= set(services)
+    for name, service in services.items():
+        for port in service.get("ports", []):
+            # Only the port for peers is open to others.
+            assert "31337" in str(port) or "127.0.0.1" in str(port), (name, port)
+        if "diloco-node" in service["image"]:
+            assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        else:
+            assert not service["image"].endswith("latest") and ":" in service["image"], "pinned"
+
+
+@pytest.fixture
+def project(docker: Engine) -> Iterator[dict[str, str]]:
+    environment = {"COMPOSE_PROJECT_NAME": f"dilocotest{uuid.uuid4().hex[:6]}", "DOCKER_HOST": docker.host}
+    try:
+        yield environment
+    finally:
+        compose("--profile", "swarm", "down", "--volumes", "--timeout", "20", **environment)
+
+
+@pytest.mark.timeout(1200)
+def test_the_swarm_runs(docker: Engine, project: dict[str, str], tmp_path: Path) -> None:
+    compose("--profile", "swarm", "up", "--detach", timeout_s=400, **project)
+
+    def status(service: str) -> dict[str, Any]:
+        name = compose("--profile", "swarm", "ps", "--quiet", service, **project).strip()
+        told = docker("exec", name, "diloco-node", "status", "--json", check=False)
+        return dict(json.loads(told)) if told.startswith("{") else {}
+
+    def whole() -> bool:
+        told = [status(name) for name in ("first", "second", "third")]
+        return all(s and s["peers"]["training"] == 3 and s["run"]["round"] >= 0 for s in told)
+
+    deadline_s = time.monotonic() + 700
+    while not whole():
+        assert time.monotonic() < deadline_s, [status(name) for name in PROFILES["swarm"] - {"invite"}]
+        time.sleep(3)
+    wait_for(lambda: status("relay").get("code") == "relay", 60, "the relay is one")

@@ -1,0 +1,99 @@
+"""The image itself: what it says of itself, what is in it, and what is not."""
+
+from __future__ import annotations
+
+import ensurepip
+import json
+import re
+import subprocess
+import tarfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.docker.conftest import Built
+from tests.docker.engine import IMAGE, ROOT, Engine
+
+SIZE_BYTES_MAX = 1.6e9
+SECRET_FILES = re.compile(
+    r"(^|/)(pip\.conf|\.npmrc|\.netrc|\.git|\.env|api-token|identity\.key|id_[a-z0-9]+|.*\.pem|known_hosts)$"
+)
+PUBLIC_PEM = re.compile(r"^(etc/ssl/|usr/share/ca-certificates/|.*/(certifi|botocore|grpc)/)")
+
+
+def test_it_says_what_it_is(docker: Engine) -> None:
+    config = json.loads(docker("inspect", "--format", "{{json .Config}}", IMAGE))
+    assert config["User"] == "31337:31337"
+    assert config["StopSignal"] == "SIGTERM"
+    assert config["Entrypoint"] == ["tini", "--", "diloco-node"]
+    assert config["Cmd"] == ["run"]
+    assert set(config["Volumes"]) == {"/data"}
+    assert config["Healthcheck"]["Test"][0] == "CMD"
+    labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
+    assert {"title", "description", "licenses", "version", "revision", "created"} <= set(labels)
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert labels["revision"] == revision.strip()
+    version = docker("run", "--rm", "--network", "none", IMAGE, "--version")
+    assert version == f"diloco-node {labels['version']}"
+
+
+def test_it_is_small(docker: Engine) -> None:
+    size_bytes = int(docker("inspect", "--format", "{{.Size}}", IMAGE))
+    print(f"{size_bytes / 1e6:.0f} MB")
+    assert size_bytes < SIZE_BYTES_MAX
+
+
+def test_no_secrets_in_history_and_layers(built: Built, tmp_path: Path) -> None:
+    history = built.docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", IMAGE)
+    assert built.secret not in history
+    assert not re.search(r"https?://", history), "an index or a proxy is named"
+    built.docker("save", "--output", str(tmp_path / "image.tar"), IMAGE, timeout_s=600)
+    marks = (built.secret.encode(), b"trusted-host = 127.0.0.1")
+    faults: list[str] = []
+    with tarfile.open(tmp_path / "image.tar") as image:
+        layers = [name for name in image.getnames() if name.endswith("layer.tar")]
+        assert len(layers) > 3
+        for layer in layers:
+            packed = image.extractfile(layer)
+            assert packed is not None
+            with tarfile.open(fileobj=packed) as files:
+                for file in files:
+                    if SECRET_FILES.search(file.name) and not PUBLIC_PEM.search(file.name) and file.size:
+                        faults.append(file.name)
+                    if file.isfile() and file.size < 200_000:
+                        content = files.extractfile(file)
+                        assert content is not None
+                        text = content.read()
+                        faults += [file.name for mark in marks if mark in text]
+                        if b"PRIVATE KEY-----" in text and b"\nMII" in text:
+                            faults.append(file.name)
+    assert faults == []
+
+
+def test_what_is_installed_fits_together(docker: Engine) -> None:
+    """pip is not in the image: the one that comes with Python here looks at it from outside."""
+    (wheel,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    told = docker(
+        "run", "--rm", "--network", "none", "--volume", f"{wheel}:/pip/{wheel.name}:ro", "--entrypoint", "python3",
+        IMAGE, f"/pip/{wheel.name}/pip", "check", both=True,
+    )  # fmt: skip
+    assert "No broken requirements found" in told
+
+
+@pytest.mark.timeout(300)
+def test_a_list_of_what_is_installed(docker: Engine) -> None:
+    done = subprocess.run(
+        ["make", "sbom", f"DOCKER={docker.client}"], cwd=ROOT, env=docker.environment,
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (ROOT / "dist" / "sbom-cpu.tsv").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("\t") for line in lines[1:]]
+    assert all(len(row) == 4 and all(row) for row in rows)
+    python = {row[1].lower().replace("_", "-"): row for row in rows if row[0] == "python"}
+    assert {"diloco-node", "torch", "hivemind", "uvicorn"} <= set(python)
+    assert python["numpy"][2] == metadata.version("numpy")
+    assert not {"pytest", "mypy", "ruff", "pip", "matplotlib"} & set(python)
+    assert {"tini", "libc6"} <= {row[1] for row in rows if row[0] == "debian"}
+    assert [row[1] for row in rows if row[3] == "unknown"] == []

@@ -1,0 +1,211 @@
+"""What the run's people watch: alerts, runbook and dashboard fit together, and a real Prometheus of real nodes answers.
+
+The engine is Debian's package `prometheus` (with promtool); where it is not installed, its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from node.api.metrics import Build, Metrics
+from node.daemon.board import Board
+from node.status import Counters, DeviceInfo, NodeInfo, Phase, PhaseState, Report
+from tests.docker.watch import CONFIG, Prometheus
+from tests.swarm.harness import Node, Swarm, tiny, wait_for
+
+DOCKER = CONFIG.parent
+DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "diloco.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(panel, target) for panel in PANELS for target in panel["targets"]]
+ALERTS = [rule for group in yaml.safe_load((CONFIG / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+WINDOW_S = 20
+VARIABLES = {"$node": ".*", "$__rate_interval": f"{WINDOW_S}s", "$__range": "5m"}
+
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (apt: prometheus)")
+needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt)")
+
+
+# On paper
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "words",
+    [("check", "config", "prometheus.yml"), ("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
+)
+def test_promtool_is_content(words: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *words], cwd=CONFIG, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout + done.stderr
+
+
+def test_each_alert_has_a_test_and_a_paragraph() -> None:
+    names = [rule["alert"] for rule in ALERTS]
+    tested = yaml.safe_load((CONFIG / "alerts_test.yml").read_text())["tests"]
+    cases = [case for test in tested for case in test["alert_rule_test"]]
+    assert {case["alertname"] for case in cases if case["exp_alerts"]} == set(names)
+    runbook = (DOCKER / "RUNBOOK.md").read_text(encoding="utf-8")
+    paragraphs = dict(re.findall(r"^## (\S+)\n(.+?)(?=\n## |\Z)", runbook, re.MULTILINE | re.DOTALL))
+    assert set(paragraphs) == set(names)
+    assert {name for name, text in paragraphs.items() if len(text.split()) < 30} == set()
+    for rule in ALERTS:
+        assert rule["annotations"]["runbook"] == f"docker/RUNBOOK.md#{rule['alert'].lower()}"
+        assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+def test_the_dashboard_is_in_order() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
+        taken |= cells
+    for panel, target in QUERIES:
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["datasource"] == target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert 'instance=~"$node"' in target["expr"], panel["title"]
+    assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "node"]
+
+
+def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
+    board = Board(NodeInfo(), {}, state=PhaseState())
+    text = page_with_gpu(board, metrics_of(board))
+    there = set(re.findall(r"^(diloco_\w+)", text, re.MULTILINE))
+    asked = [target["expr"] for _, target in QUERIES] + [rule["expr"] for rule in ALERTS]
+    assert {name for expr in asked for name in re.findall(r"diloco_\w+", expr)} - there == set()
+
+
+# For real
+
+
+def metrics_of(board: Board) -> Metrics:
+    disk = (lambda: {"cache": 3}, lambda: (10, 40))
+    return Metrics(Build("0"), lambda: board.view(alive=True), disk=disk, clock=time.monotonic)
+
+
+def page_with_gpu(board: Board, metrics: Metrics) -> str:
+    """The metrics of a node with a GPU, which machines of tests do not have; its energy grows by 300 W."""
+    gpu = DeviceInfo(
+        kind="cuda", name="x", utilization_ratio=0.9, memory_used_bytes=7, memory_size_bytes=8,
+        temperature_celsius=70.0, energy_joules=300.0 * time.monotonic(),
+    )  # fmt: skip
+    report = Report(state=PhaseState(phase=Phase.PAUSED), devices=(gpu,), counters=Counters())
+    metrics.told(report)
+    board.told(report)
+    board.decide(None)
+    return metrics.page().decode()
+
+
+@contextmanager
+def node_with_gpu() -> Iterator[str]:
+    """Its address."""
+    board = Board(NodeInfo(), {}, state=PhaseState())
+    metrics = metrics_of(board)
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page_with_gpu(board, metrics).encode())
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def ready_to_run(expression: str) -> str:
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    assert "$" not in expression
+    return expression
+
+
+def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str, Any]) -> None:
+    """Data of the panel's kind: one number for a stat, else series with the legend's labels; in the unit's range."""
+    expression, title = ready_to_run(target["expr"]), panel["title"]
+    if panel["type"] == "stat":
+        (row,) = prometheus.query(expression)
+        found = [(row["metric"], [row["value"]])]
+    else:
+        found = [(row["metric"], row["values"]) for row in prometheus.query_range(expression, WINDOW_S)]
+        wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        assert found, f"{title}: {expression} finds nothing"
+        assert all(wanted <= set(metric) for metric, _ in found), title
+        legends = [re.sub(r"{{(\w+)}}", lambda m, of=metric: of[m[1]], target["legendFormat"]) for metric, _ in found]
+        assert len(legends) == len(set(legends)), f"{title}: lines that cannot be told apart: {legends}"
+    values = [value for _, values in found for value in values if math.isfinite(value)]
+    assert values, f"{title}: {expression} is never a number"
+    if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
+        assert all(-0.01 <= value <= 1.2 for value in values), (title, values)
+
+
+def bring_to_error(node: Node) -> None:
+    """Its worker is killed as often as it comes back, until the supervisor gives up."""
+    killed: set[int] = set()
+    deadline_s = time.monotonic() + 90
+    while node.status()["phase"] != "error":
+        assert time.monotonic() < deadline_s, "the supervisor has not given up"
+        for process in node.processes():
+            if process.pid not in killed and "node.worker" in " ".join(process.cmdline()):
+                killed.add(process.pid)
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+@needs_prometheus
+@pytest.mark.timeout(400)
+def test_a_real_prometheus_of_three_real_nodes(tmp_path: Path) -> None:
+    run = tiny(round={"inner_steps": 20, "min_peers": 2}, evaluation={"batches": 1})
+    with Swarm(tmp_path / "swarm", run) as swarm, node_with_gpu() as gpu:
+        nodes = [swarm.found(), *swarm.join("second", "third")]
+        targets = {node.name: str(node.http.base_url).removeprefix("http://").rstrip("/") for node in nodes}
+        (tmp_path / "watch").mkdir()
+        with Prometheus(tmp_path / "watch", {**targets, "gpu": gpu}) as prometheus:
+            for node in nodes:
+                node.until_round(3, 120)
+            since_s = time.monotonic()
+            wait_for(lambda: len(prometheus.query('up{job="diloco"} == 1')) == 4, 60, "all targets are scraped")
+            wait_for(lambda: time.monotonic() - since_s > WINDOW_S, 2 * WINDOW_S, "a window's worth of samples")
+            for panel, target in QUERIES:
+                check_panel(prometheus, panel, target)
+
+            rules = {rule["name"]: rule for rule in prometheus.rules()}
+            for rule in ALERTS:
+                assert rules[rule["alert"]]["health"] == "ok", rules[rule["alert"]]
+                # With `bool` a comparison says 0 or 1 for each node, rather than leaving out whom it does not hold for.
+                told = re.sub(r"(==|<=|>=|<|>)(?!~)", r"\1 bool", rule["expr"])
+                values = {row["metric"]["instance"]: row["value"] for row in prometheus.query(told)}
+                assert set(targets) <= set(values), (rule["alert"], values)
+                assert set(values.values()) <= {0.0, 1.0}, (rule["alert"], values)
+            assert prometheus.firing("DilocoNodeInError") == []
+
+            bring_to_error(nodes[2])
+            wait_for(lambda: prometheus.firing("DilocoNodeInError"), 60, "the alert fires")
+            assert prometheus.firing("DilocoNodeInError") == ["third"]

@@ -1,0 +1,88 @@
+"""README's "Give your machine": what it says to type works as it stands, and systemd takes the unit file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node import errors
+from tests.docker.container import SMALL, THREAD, Container
+from tests.docker.engine import ROOT, Engine
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = README.partition("\n## Give your machine\n")[2].partition("\n## ")[0]
+LINES = [
+    line.partition("  #")[0].strip()
+    for b in re.findall(r"```console\n(.*?)```", SECTION, re.DOTALL)
+    for line in b.splitlines()
+]
+UNIT = ROOT / "docker" / "systemd" / "diloco-node.service"
+
+
+def test_what_it_names_is_there() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
+    for link in re.findall(r"\]\(([^)]+)\)", SECTION):
+        assert (ROOT / link).exists(), link
+    for line in LINES:
+        for file in re.findall(r"(?<=\s)docker/\S+", line):
+            assert (ROOT / file).exists(), line
+
+
+def test_the_unit_file(tmp_path: Path) -> None:
+    text = UNIT.read_text(encoding="utf-8")
+    settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    fatal = sorted(
+        {
+            error.exit_code
+            for error in (errors.UsageError, errors.MachineError, errors.RefusedError, errors.ProtocolError)
+        }
+    )
+    assert settings["RestartPreventExitStatus"].split() == [str(code) for code in fatal] == ["2", "3", "4", "10"]
+    assert (settings["Restart"], settings["KillSignal"]) == ("on-failure", "SIGTERM")
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed, so only the text was looked at")
+    # Where nothing is installed, another program stands for the node.
+    copy = tmp_path / UNIT.name
+    copy.write_text(text.replace("/opt/diloco/bin/diloco-node", "/bin/true"))
+    words = ["systemd-analyze", "verify", "--man=no", str(copy)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert UNIT.name not in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+@pytest.fixture
+def founder(docker: Engine) -> Iterator[Container]:
+    made = Container(docker, "founder")
+    yield made
+    made.purge()
+
+
+@pytest.mark.timeout(600)
+def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> None:
+    founder.run("run", THREAD, *SMALL)
+    (line,) = [line for line in LINES if line.startswith("docker run")]
+    # Names and ports of the test's own, beside what runs on this machine; the rest is as it stands.
+    replaced = {
+        "diloco": alone.name, "diloco:/data": f"{alone.volume}:/data", "diloco1-...": founder.invite(),
+        "31337:31337": "31337", "127.0.0.1:8080:8080": "127.0.0.1::8080",
+    }  # fmt: skip
+    words = shlex.split(line)
+    assert set(replaced) <= set(words), line
+    docker(*(replaced.get(word, word) for word in words[1:]))
+    alone.until(lambda s: s["peers"]["training"] == 2 and s["phase"] in ("training", "syncing"), 180, "a member")
+    assert "Dashboard: http://127.0.0.1:8080/#token=" in alone.said()
+    for line in LINES:
+        if line.startswith("docker exec diloco "):
+            assert alone.execute(*shlex.split(line)[3:])
+    began_as = alone.status()["node"]["peer_id"]
+    # The upgrade, as told: stop, rm, the same line again.
+    docker("stop", alone.name)
+    alone.remove()
+    docker(*(replaced.get(word, word) for word in words[1:]))
+    assert alone.until_phase("training")["node"]["peer_id"] == began_as
