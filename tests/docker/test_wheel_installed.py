@@ -31,15 +31,20 @@ def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith(("tests", "dashboard", "docker")) or name.endswith(".ts")] == []
     assert "node/api/static/index.html" in names
 
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    # Else pip finds this checkout on the path, and takes it for installed.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO"))}
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120, env=environment)
     python = tmp_path / "venv" / "bin" / "python"
     install = [python, "-m", "pip", "-q", "install", "--constraint", ROOT / "requirements.lock", wheel]
-    done = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(
+        install, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    checked = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True, timeout=120, check=False)
+    checked = subprocess.run(
+        [python, "-m", "pip", "check"], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert checked.returncode == 0, checked.stdout
 
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO"))}
     data = tmp_path / "data"
     node = subprocess.Popen(
         [python.with_name("diloco-node"), "run", "--data-dir", data, "--api.port=0", "--limits.cpu_threads=1",
