@@ -14,15 +14,22 @@ from node.status import Notice, PeerRow
 
 NO_TLS = "no_tls"
 NEWER_VERSION = "newer_version"
+WILDCARDS = frozenset({"0.0.0.0", "::"})
+"""All addresses of the machine; no name in a Host header."""
 
 
 def no_tls(api: ApiConfig) -> Notice | None:
-    """For as long as the page can be had from elsewhere, and what is said to it can be read on the way."""
-    if api.tls_cert or _is_loopback(api.host):
+    """For as long as the page can be had from elsewhere, and what is said to it can be read on the way.
+
+    Bound to all addresses, as in a container, the node answers to loopback's names and to `api.allowed_hosts` only.
+    """
+    names = [name for name in (api.host, *api.allowed_hosts) if not _is_loopback(name) and name not in WILDCARDS]
+    if api.tls_cert or _is_loopback(api.host) or not names:
         return None
     text = (
-        f"The page is open to other machines (api.host is {api.host}) without TLS: whoever is on the way can read the "
-        "token. Set api.tls_cert and api.tls_key, or bind 127.0.0.1 and use an SSH tunnel."
+        f"The page is open to other machines (api.host is {api.host}; it answers to {', '.join(names)}) without TLS: "
+        "whoever is on the way can read the token. Set api.tls_cert and api.tls_key, or bind 127.0.0.1 and use an SSH "
+        "tunnel."
     )
     return Notice(code=NO_TLS, level="warning", text=text)
 

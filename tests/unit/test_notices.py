@@ -39,12 +39,17 @@ def test_most_must_run_a_newer_version(versions: tuple[str, ...], is_told: bool)
 
 
 @pytest.mark.parametrize(
-    ("host", "cert", "is_told"),
+    ("host", "also", "cert", "is_told"),
     [
-        ("127.0.0.1", "", False), ("::1", "", False), ("localhost", "", False), ("127.9.9.9", "", False),
-        ("0.0.0.0", "", True), ("::", "", True), ("192.168.1.5", "", True), ("node.example", "", True),
-        ("0.0.0.0", "a.pem", False),
+        ("127.0.0.1", "", "", False), ("::1", "", "", False), ("localhost", "", "", False), ("127.9.9.9", "", "", False),
+        ("192.168.1.5", "", "", True), ("node.example", "", "", True), ("192.168.1.5", "", "a.pem", False),
+        # All addresses, and no name that others could call it by: as in a container.
+        ("0.0.0.0", "", "", False), ("::", "", "", False), ("0.0.0.0", "localhost", "", False),
+        ("0.0.0.0", "node.example", "", True), ("0.0.0.0", "node.example", "a.pem", False),
+        # A proxy on this machine, which may have TLS of its own.
+        ("127.0.0.1", "node.example", "", False),
     ],
 )  # fmt: skip
-def test_open_to_others_without_tls_is_told(host: str, cert: str, is_told: bool) -> None:
-    assert (no_tls(ApiConfig(host=host, tls_cert=cert, tls_key=cert)) is not None) is is_told
+def test_open_to_others_without_tls_is_told(host: str, also: str, cert: str, is_told: bool) -> None:
+    api = ApiConfig(host=host, allowed_hosts=(also,) if also else (), tls_cert=cert, tls_key=cert)
+    assert (no_tls(api) is not None) is is_told
