@@ -16,7 +16,7 @@ from typing import Protocol
 
 from node.api.seam import LOG_LEVELS, LogLine, View, level_name
 from node.daemon.notices import NEWER_VERSION, newer_version
-from node.status import NodeInfo, Notice, PauseInfo, PhaseState, Report, RoundRecord, Status
+from node.status import NodeInfo, Notice, PauseInfo, Phase, PhaseState, Report, RoundRecord, Status
 
 ROUNDS_KEPT = 200
 LOGS_KEPT = 2000
@@ -165,8 +165,8 @@ class Board:
             self._on_status(status)
 
     def _build(self) -> Status:
-        report = self._report
-        state = self._own or report.state
+        state = self._own or self._report.state
+        report = _at_rest(self._report) if state.phase in (Phase.STOPPED, Phase.ERROR) else self._report
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(
             node=node,
@@ -204,6 +204,13 @@ class BoardHandler(logging.Handler):
         except (TypeError, ValueError):
             # A log call with arguments that do not fit its message must not end the caller.
             self.handleError(record)
+
+
+def _at_rest(report: Report) -> Report:
+    """What a worker told that is no more: nothing computes now."""
+    training = report.training.model_copy(update={"tokens_per_second": 0.0})
+    sync = report.sync.model_copy(update={"stage": "idle", "eta_s": None})
+    return report.model_copy(update={"training": training, "sync": sync, "devices": ()})
 
 
 def _replace(queue: asyncio.Queue[Status | None], item: Status | None) -> None:

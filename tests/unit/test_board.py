@@ -6,7 +6,19 @@ import asyncio
 import logging
 
 from node.daemon.board import LOGS_KEPT, ROUNDS_KEPT, Board, BoardHandler
-from node.status import NodeInfo, Outcome, Phase, PhaseState, Report, RoundRecord, RunInfo, Status
+from node.status import (
+    DeviceInfo,
+    NodeInfo,
+    Outcome,
+    Phase,
+    PhaseState,
+    Report,
+    RoundRecord,
+    RunInfo,
+    Status,
+    SyncInfo,
+    TrainingInfo,
+)
 
 TRAINING = PhaseState(phase=Phase.TRAINING, code="training", reason="Trains.", since="2026-01-01T00:00:00Z")
 PAUSED = PhaseState(phase=Phase.PAUSED, code="paused", reason="Paused.", since="2026-01-02T00:00:00Z")
@@ -26,6 +38,23 @@ def test_supervisor_has_the_word_over_the_worker() -> None:
     board.decide(PAUSED)
     board.told(Report(state=TRAINING, run=RunInfo(round=3)))
     assert (board.status.phase, board.status.code, board.status.run.round) == (Phase.PAUSED, "paused", 3)
+
+
+def test_a_worker_that_is_no_more_computes_nothing() -> None:
+    board = make_board()
+    board.decide(None)
+    busy = Report(
+        state=TRAINING,
+        training=TrainingInfo(loss=2.0, tokens_per_second=100.0),
+        sync=SyncInfo(stage="reduce", eta_s=3.0),
+        devices=(DeviceInfo(kind="cpu", name="some", utilization_ratio=1.0),),
+    )
+    board.told(busy)
+    assert board.status.devices == busy.devices
+    board.decide(PhaseState(phase=Phase.ERROR, code="worker_crashes", reason="Mend it.", since=PAUSED.since))
+    status = board.status
+    assert (status.devices, status.training.tokens_per_second, status.training.loss) == ((), 0.0, 2.0)
+    assert (status.sync.stage, status.sync.eta_s) == ("idle", None)
 
 
 def test_listener_hears_changes_only() -> None:

@@ -41,7 +41,8 @@ def test_most_must_run_a_newer_version(versions: tuple[str, ...], is_told: bool)
 @pytest.mark.parametrize(
     ("host", "also", "cert", "is_told"),
     [
-        ("127.0.0.1", "", "", False), ("::1", "", "", False), ("localhost", "", "", False), ("127.9.9.9", "", "", False),
+        ("127.0.0.1", "", "", False), ("::1", "", "", False), ("localhost", "", "", False),
+        ("127.9.9.9", "", "", False),
         ("192.168.1.5", "", "", True), ("node.example", "", "", True), ("192.168.1.5", "", "a.pem", False),
         # All addresses, and no name that others could call it by: as in a container.
         ("0.0.0.0", "", "", False), ("::", "", "", False), ("0.0.0.0", "localhost", "", False),

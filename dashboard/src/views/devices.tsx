@@ -7,9 +7,8 @@ import { bytes, count, NONE, percent } from "../words/units";
 export function Devices({ devices, phase, mode }: { devices: Device[]; phase: Phase; mode?: string | undefined }) {
   if (mode === "relay") return <p class="plain">A relay computes nothing: no device is used.</p>;
   if (!devices.length) {
-    return (
-      <p class="plain">{phase === "paused" ? "No device is in use." : "Not known yet: the node is still getting ready."}</p>
-    );
+    const rests = phase === "paused" || phase === "stopped" || phase === "error";
+    return <p class="plain">{rests ? "No device is in use." : "Not known yet: the node is still getting ready."}</p>;
   }
   const withoutGpu = devices.every((device) => device.kind === "cpu");
   return (
