@@ -323,7 +323,7 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
         recorder.add_round(a_round(1))
         assert [r.round for r in asyncio.run(recorder.rounds(9))] == [1]
     assert (tmp_path / DAMAGED).read_bytes() == rubbish
-    assert [r.levelname for r in caplog.records if "set aside" in r.message] == ["WARNING"]
+    assert [r.levelno for r in caplog.records if "set aside" in r.message] == [logging.WARNING]
 
 
 def test_a_file_that_is_damaged_while_in_use_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
