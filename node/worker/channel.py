@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from node.link import Adjust, Beat, Down, LogTold, Start, Stop, Up, decode_down, encode
@@ -79,12 +80,12 @@ def rfc3339(unix_s: float) -> str:
 
 
 class ChannelHandler(logging.Handler):
-    """Log records go to the supervisor, which writes them."""
+    """Log records go to the supervisor, which writes them; each with the round that it names, or was written in."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
-        self.round: int | None = None
+        self.round_now: Callable[[], int | None] = lambda: None
 
     def emit(self, record: logging.LogRecord) -> None:
         self._channel.send(
@@ -93,6 +94,6 @@ class ChannelHandler(logging.Handler):
                 logger=record.name,
                 message=self.format(record),
                 at=rfc3339(record.created),
-                round=self.round,
+                round=getattr(record, "round", self.round_now()),
             )
         )

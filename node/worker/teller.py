@@ -75,6 +75,11 @@ class Teller:
         self._channel.send(RoundTold(record=record))
 
     @property
+    def round_now(self) -> int | None:
+        """The last one that this node knows of, for log records; None before the first."""
+        return self.run.round if self.run.round >= 0 else None
+
+    @property
     def is_due(self) -> bool:
         """Whether the next `tell` tells more than that this thread lives."""
         return time.monotonic() - self._told_at_s >= TELL_S

@@ -17,7 +17,7 @@ from torch import Tensor
 from node.config import CheckpointConfig
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
-from node.status import Activity, Outcome, Phase
+from node.status import Activity, Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
 from node.swarm.faults import spoil_blobs
@@ -25,11 +25,10 @@ from node.swarm.rendezvous import role_of
 from node.swarm.rounds import Committed
 from node.worker import shown
 from node.worker.accounts import Accounts
+from node.worker.books import Books
 from node.worker.evaluation import Evaluation
-from node.worker.expected import expected_utilization
 from node.worker.ledger import Ledger
 from node.worker.local import Local
-from node.worker.minutes import failed_record, record_of
 from node.worker.outgoing import Outgoing, are_numbers
 from node.worker.saver import Calendar, Saver
 from node.worker.session import Session
@@ -71,11 +70,11 @@ class Trainer:
         self.teller, self.ledger, self._check, self._round_over = teller, ledger, check, round_over
         self.tip: Tip = session.tip
         self.progress = Progress()
+        self._books = Books(session, teller, ledger)
         self._accounts = Accounts(self.run.sync.fragment_count)
         self._saver = Saver(session.store, session.source)
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._evaluation = Evaluation(self.run.evaluation, local)
-        self._traffic_before = (0, 0)
         self._dropped = 0
         self._newest: tuple[float, float] | None = None
         """Loss and learning rate of the newest inner step; None before the first."""
@@ -260,7 +259,7 @@ class Trainer:
         self.local.mend(self.tip.state.anchor)
         self.progress = Progress()
         self._accounts.give_up()
-        self._count_failure(error)
+        self._books.round_failed(error, self.tip)
 
     def _role(self) -> str:
         """In the next round, for faults on purpose."""
@@ -288,14 +287,9 @@ class Trainer:
             blocked_s = time.monotonic() - blocked_since_s if blocked_since_s is not None else 0.0
             self._apply(mail, blocked_s)
         elif isinstance(mail, RoundFailed):
-            self._count_failure(mail)
+            self._books.round_failed(mail, self.tip)
         else:
             raise mail
-
-    def _count_failure(self, error: RoundFailed) -> None:
-        self.ledger.failures[error.code] += 1
-        self.ledger.rounds[Outcome.FAILED] += 1
-        self.teller.tell_round(failed_record(self.tip.round + 1, error, self.tip.state.tokens))
 
     def obey_all_mail(self) -> None:
         """Take in everything that has been committed so far."""
@@ -333,41 +327,14 @@ class Trainer:
         if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
             self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self.teller.tell)
         self.local.text.start_round(self.tip.round + 1)
-        self._close_books(done, blocked_s, time.monotonic() - began_s)
+        apply_s = time.monotonic() - began_s
+        record = self._books.round_over(done, blocked_s=blocked_s, apply_s=apply_s, step_s=self.local.step_s)
+        shown.evaluation(self.teller, self._evaluation.newest, record)
         self._show_position()
         if self.session.swarm.mailbox.empty():
             self._calendar.round_over(self.tip.round)
         if landing.flight is not None:
             self._round_over()
-
-    def _close_books(self, done: Committed, blocked_s: float, apply_s: float) -> None:
-        view = self.session.swarm.view
-        traffic = (sum(view.sent_bytes.values()), sum(view.received_bytes.values()))
-        moved = (traffic[0] - self._traffic_before[0], traffic[1] - self._traffic_before[1])
-        self._traffic_before = traffic
-        names = {row.peer_id: row.name for row in view.rows}
-        record = record_of(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
-        for stage, seconds in done.stage_s.items():
-            self.ledger.durations[f"sync.{stage}"].append(seconds)
-            if blocked_s:
-                self.ledger.durations[f"blocked.{stage}"].append(seconds)
-        attempted = done.offered and record.outcome is not Outcome.ALONE
-        included = done.included and attempted
-        self.ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
-        self.ledger.forecast_ratio = expected_utilization(self.session, self.tip, self.local.step_s, record)
-        self.teller.round_over(record)
-        shown.evaluation(self.teller, self._evaluation.newest, record)
-        loss = self.teller.training.loss
-        logger.info(
-            "Round %d: %s with %d of %d members in %.1f s%s; digest %s.",
-            record.round,
-            record.outcome,
-            len(done.outcome.included),
-            len(record.members),
-            sum(done.stage_s.values()),
-            f", loss {loss:.3f}" if loss is not None else "",
-            record.state_digest[:12],
-        )
 
     def finish(self) -> None:
         """Nothing is encoded or written from here on; what could not be written is no matter any more."""
@@ -384,16 +351,21 @@ class Trainer:
         """The newest one; only where somebody is about to be told, as it costs more than it seems."""
         if self._newest is None:
             return
+        shown.step(self.teller, *self._newest, self.progress.steps, self.local.tokens_per_second)
+        self._show_wait()
+
+    def _show_wait(self) -> None:
+        """How far it is to the next contribution."""
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
-        shown.step(self.teller, *self._newest, self.progress.steps, self.local.tokens_per_second)
         shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
 
     def _show_position(self) -> None:
         """Where the node stands in the run."""
         shown.position(self.teller, self.session, self.tip)
         shown.steps(self.teller, self.progress.steps, self.tip.inner_steps)
+        self._show_wait()
 
     def show_training(self) -> None:
         overlaps = self.in_flight and self.run.sync.mode != "blocking"

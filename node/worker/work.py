@@ -62,12 +62,13 @@ class Work:
     """One worker's life, on the main thread."""
 
     def __init__(self, channel: Channel, start: Start, config: Config, handler: ChannelHandler) -> None:
-        self._channel, self._start, self._config, self._handler = channel, start, config, handler
+        self._channel, self._start, self._config = channel, start, config
         self._chosen: Chosen | None = None
         self._tuning = Tuning(channel, config)
         self._replica: Replica | None = None
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
+        handler.round_now = lambda: self._teller.round_now
         self._quota = Quota(
             config.node.data_dir,
             quota_bytes(config.limits.disk_gb),

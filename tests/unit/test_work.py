@@ -1,7 +1,9 @@
-"""How long a worker obeys: a drain ends with its round, or without one after a while."""
+"""A worker obeys: a drain ends with its round, or without one after a while; and its log lines name their round."""
 
 from __future__ import annotations
 
+import json
+import logging
 import socket
 import threading
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from node.config import Config
 from node.link import Start, Stop
+from node.status import RunInfo
 from node.worker.channel import Channel, ChannelHandler
 
 with warnings.catch_warnings():
@@ -55,3 +58,23 @@ def test_the_thread_beside_lives_on_until_the_work_is_over(subject: work.Work, m
     assert subject.run() == ("stopped", "Stopped as asked.")
     found[0].join(5)
     assert not found[0].is_alive()
+
+
+def test_a_log_line_has_the_round_it_names_or_was_written_in(tmp_path: Path) -> None:
+    mine, other = socket.socketpair()
+    channel = Channel(mine)
+    log = logging.getLogger("node.worker.some_other")
+    handler = ChannelHandler(channel)
+    log.addHandler(handler)
+    with mine, other, channel._file, other.makefile("rb") as lines:
+        config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
+        start = Start(mode="train", config=config.model_dump(mode="json"))
+        log.warning("before there is any work")
+        subject = work.Work(channel, start, config, handler)
+        log.warning("before the first round")
+        subject._teller.run = RunInfo(round=7)
+        log.warning("after it")
+        log.warning("of the next one", extra={"round": 8})
+        log.removeHandler(handler)
+        rounds = [json.loads(lines.readline())["round"] for _ in range(4)]
+    assert rounds == [None, None, 7, 8]
