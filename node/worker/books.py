@@ -1,0 +1,68 @@
+"""A trainer's rounds, written down as they end: counted, timed, told, logged. Knows rounds; trains nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from node.errors import RoundFailed
+from node.status import Outcome, RoundRecord
+from node.swarm.chain import Tip
+from node.swarm.rounds import Committed
+from node.worker.expected import expected_utilization
+from node.worker.ledger import Ledger
+from node.worker.minutes import failed_record, record_of
+from node.worker.session import Session
+from node.worker.teller import Teller
+
+logger = logging.getLogger(__name__)
+
+
+class Books:
+    """One writer: the main thread."""
+
+    def __init__(self, session: Session, teller: Teller, ledger: Ledger) -> None:
+        self._session, self._teller, self._ledger = session, teller, ledger
+        self._traffic_before = (0, 0)
+
+    def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
+        """A round holds. `blocked_s`: this node stood still for it; `step_s`: its own inner step, for the forecast."""
+        view, ledger = self._session.swarm.view, self._ledger
+        names = {row.peer_id: row.name for row in view.rows}
+        moved = self._traffic_since(sum(view.sent_bytes.values()), sum(view.received_bytes.values()))
+        record = record_of(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        for stage, seconds in done.stage_s.items():
+            ledger.durations[f"sync.{stage}"].append(seconds)
+            if blocked_s:
+                ledger.durations[f"blocked.{stage}"].append(seconds)
+        attempted = done.offered and record.outcome is not Outcome.ALONE
+        included = done.included and attempted
+        ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
+        ledger.forecast_ratio = expected_utilization(self._session, done.tip, step_s, record)
+        self._teller.round_over(record)
+        self._log(done, record)
+        return record
+
+    def round_failed(self, error: RoundFailed, tip: Tip) -> None:
+        """An attempt at the round after `tip` came to nothing."""
+        self._ledger.failures[error.code] += 1
+        self._ledger.rounds[Outcome.FAILED] += 1
+        self._teller.tell_round(failed_record(tip.round + 1, error, tip.state.tokens))
+
+    def _traffic_since(self, sent: int, received: int) -> tuple[int, int]:
+        before, self._traffic_before = self._traffic_before, (sent, received)
+        return sent - before[0], received - before[1]
+
+    def _log(self, done: Committed, record: RoundRecord) -> None:
+        loss = self._teller.training.loss
+        logger.info(
+            "Round %d: %s with %d of %d members in %.1f s%s; digest %s.",
+            record.round,
+            record.outcome,
+            len(done.outcome.included),
+            len(record.members),
+            sum(done.stage_s.values()),
+            f", loss {loss:.3f}" if loss is not None else "",
+            record.state_digest[:12],
+            extra={"round": record.round},
+        )
