@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, each in a process of its own: a table, and exit code 1 if a figure fails.
 
-    python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load]
+    python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | churn | scaling | hostile | join
     python -m tests.benchmarks gpu | tab
 
@@ -24,7 +24,7 @@ from node.errors import MachineError
 from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
-BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load")
+BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load", "pause")
 LONG = ("slow_peer", "churn", "scaling", "hostile", "join", "gpu", "tab")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0

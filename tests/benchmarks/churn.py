@@ -24,6 +24,7 @@ import httpx
 from tests.benchmarks.curves import Curve
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.founding import found, run_config
+from tests.benchmarks.small import small_run
 from tests.swarm.harness import Node, Swarm
 
 NODES = 4
@@ -33,21 +34,9 @@ GONE_S = 15.0
 """For all processes of a killed node to end, on a loaded machine."""
 ROUND_LIMIT_S = 120.0
 
-RUN: dict[str, Any] = {
-    "name": "churn",
-    "total_tokens": 10**9,
-    "model": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-    },
-    "inner": {"batch_size": 4, "sequence_length": 64, "lr": 2e-3},
-    "outer": {"lr": 0.7, "momentum": 0.6},
-    "evaluation": {"batches": 16},
-}
+RUN = small_run(
+    "churn", batch_size=4, sequence_length=64, outer={"lr": 0.7, "momentum": 0.6}, evaluation={"batches": 16}
+)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ import psutil
 
 from tests.benchmarks.curves import interval_95
 from tests.benchmarks.figures import Figure, Result
+from tests.benchmarks.small import small_run
 from tests.swarm.harness import Node, Swarm
 
 DROP_RATIO = 0.03
@@ -50,21 +51,7 @@ STATUS = "/api/v1/status"
 NOT_ASKED = ("/api/v1/events", "/api/v1/support-bundle")
 """The streams are asked for by themselves; a person asks for a bundle once a year."""
 
-RUN: dict[str, Any] = {
-    "name": "load",
-    "total_tokens": 10**9,
-    "model": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-    },
-    "inner": {"batch_size": 8, "sequence_length": 128, "lr": 2e-3},
-    "round": {"policy": "steps", "inner_steps": 50, "min_peers": 1},
-    "evaluation": {"batches": 0},
-}
+RUN = small_run("load", round={"policy": "steps", "inner_steps": 50, "min_peers": 1}, evaluation={"batches": 0})
 
 
 class Server:

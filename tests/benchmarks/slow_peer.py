@@ -23,6 +23,7 @@ from typing import Any
 from tests.benchmarks.curves import Curve, interval_95
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.founding import found, free_port, invite_to, lend_identity, listen_at, run_config
+from tests.benchmarks.small import small_run
 from tests.swarm.harness import Node, Swarm
 
 SLOWER = 3
@@ -32,21 +33,7 @@ PATIENCE_S = 120.0
 """After the window, for the round that ends behind it."""
 ARMS = ("time", "steps", "fast alone")
 
-RUN: dict[str, Any] = {
-    "name": "slow-peer",
-    "total_tokens": 10**9,
-    "model": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-    },
-    "inner": {"batch_size": 8, "sequence_length": 128, "lr": 2e-3},
-    "outer": {"lr": 0.7, "momentum": 0.6},
-    "evaluation": {"batches": 8},
-}
+RUN = small_run("slow-peer", outer={"lr": 0.7, "momentum": 0.6}, evaluation={"batches": 8})
 
 
 @dataclass(frozen=True, slots=True)
