@@ -36,8 +36,8 @@ from node.training.inner import Execution, no_room_for_one
 from node.training.model import build_model
 from node.training.ranks import Ranks
 from node.training.replica import Replica
+from node.worker.micro_batch import MicroBatchLimit
 from node.worker.parent import die_with_parent
-from node.worker.room import Room
 from node.worker.spoilt import NO_ROUND, spoilt
 
 WATCH_S = 0.5
@@ -78,10 +78,10 @@ class Helpers:
         *,
         limits: LimitsConfig,
         folder: Path,
-        room: Room,
+        micro_batch: MicroBatchLimit,
         end: End,
     ) -> None:
-        self._end, self._folder, self._room = end, folder, room
+        self._end, self._folder, self._micro_batch = end, folder, micro_batch
         self._rows, self._is_sharded = how.micro_batch, devices.sharding == "fsdp"
         self._is_over = threading.Event()
         told = {
@@ -119,7 +119,7 @@ class Helpers:
         if self._rows <= 1:
             return no_room_for_one()
         try:
-            self._room.limit(self._rows // 2)
+            self._micro_batch.lower(self._rows // 2)
         except MachineError as exc:
             return exc
         return NodeError(
@@ -155,15 +155,15 @@ def gather(
     run: RunConfig, config: Config, chosen: Chosen, model: nn.Module, end: End
 ) -> tuple[Replica, Helpers | None]:
     """The node's replica, whose calls all its ranks make; and their processes, where there are several."""
-    room = Room(config.node.data_dir / "cache", run, config.devices, chosen.name)
+    found = MicroBatchLimit(config.node.data_dir / "cache", run, config.devices, chosen.name)
     devices = config.devices
-    if rows := room.rows:
+    if rows := found.rows:
         devices = devices.model_copy(update={"micro_batch": rows})
     how = settle_execution(model, run, chosen, devices)
     if devices.ranks == 1:
         return _compiled(Replica(model, run.inner, chosen.device, how), run, devices, how), None
     folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
-    helpers = Helpers(run, devices, how, limits=config.limits, folder=folder, room=room, end=end)
+    helpers = Helpers(run, devices, how, limits=config.limits, folder=folder, micro_batch=found, end=end)
     try:
         replica = _part_of(run, devices, how, chosen, model, rank=0, folder=folder)
         return _compiled(replica, run, devices, how), helpers

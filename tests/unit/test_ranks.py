@@ -23,7 +23,7 @@ from tests.swarm.harness import environment, tiny
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.worker.helpers import check_ranks
-    from node.worker.room import Room
+    from node.worker.micro_batch import MicroBatchLimit
 
 pytestmark = pytest.mark.timeout(400)
 """Two or three runs of two processes that load torch: on a machine that does other things, too, a minute each."""
@@ -168,19 +168,19 @@ def test_a_shard_without_memory_for_one_sequence_is_for_this_machine(faults: tup
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_room_was_found_holds_for_the_settings_that_it_was_found_with(tmp_path: Path) -> None:
+def test_a_micro_batch_found_holds_for_the_settings_that_it_was_found_with(tmp_path: Path) -> None:
     run, devices = RunConfig.model_validate(tiny()), DevicesConfig(ranks=2, sharding="fsdp", micro_batch=8)
-    room = Room(tmp_path / "cache", run, devices, "a GPU")
-    assert room.rows == 0
-    room.limit(4)
-    assert room.rows == Room(tmp_path / "cache", run, devices, "a GPU").rows == 4
+    found = MicroBatchLimit(tmp_path / "cache", run, devices, "a GPU")
+    assert found.rows == 0
+    found.lower(4)
+    assert found.rows == MicroBatchLimit(tmp_path / "cache", run, devices, "a GPU").rows == 4
     longer = RunConfig.model_validate(tiny(inner={"sequence_length": 32}))
-    assert Room(tmp_path / "cache", longer, devices, "a GPU").rows == 0
-    assert Room(tmp_path / "cache", run, devices, "another GPU").rows == 0
+    assert MicroBatchLimit(tmp_path / "cache", longer, devices, "a GPU").rows == 0
+    assert MicroBatchLimit(tmp_path / "cache", run, devices, "another GPU").rows == 0
     less = devices.model_copy(update={"activation_checkpointing": True})
-    assert Room(tmp_path / "cache", run, less, "a GPU").rows == 0
+    assert MicroBatchLimit(tmp_path / "cache", run, less, "a GPU").rows == 0
     (tmp_path / "cache" / "micro-batch.json").write_text('{"rows": ')
-    assert room.rows == 0
+    assert found.rows == 0
 
 
 def test_what_cannot_be_shared_out_is_said() -> None:

@@ -18,7 +18,7 @@ from node.manifest import RunConfig
 logger = logging.getLogger(__name__)
 
 
-class Room:
+class MicroBatchLimit:
     """Of one run on one machine: with other settings, or another device, what was found says nothing."""
 
     def __init__(self, cache: Path, run: RunConfig, devices: DevicesConfig, device_name: str) -> None:
@@ -38,7 +38,7 @@ class Room:
             logger.warning("%s is not used, it cannot be read (%s).", self._file, exc)
             return 0
 
-    def limit(self, rows: int) -> None:
+    def lower(self, rows: int) -> None:
         """So many from the next start on. MachineError if the disk does not take it."""
         temporary = self._file.with_suffix(".tmp")
         try:
