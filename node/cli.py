@@ -224,7 +224,8 @@ def _run(call: Call) -> int:
     if join is not None:
         from node.manifest import parse_invite
 
-        parse_invite(join)
+        if not config.node.persist:
+            parse_invite(join)  # Else the worker finds out, and the page is there to say it.
         unused = [key for key, origin in call.loaded.origins.items() if key.startswith("run.") and _asked(origin)]
         if unused:
             print(

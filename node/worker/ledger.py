@@ -1,6 +1,7 @@
 """What a worker counts: seconds by activity, tokens, rounds, failures. Knows no training.
 
-Totals go into every checkpoint, so they last over restarts; the supervisor turns them into metrics.
+Totals go into every checkpoint and into a file of their own (`totals`), so they last over restarts; the supervisor turns
+them into metrics.
 """
 
 from __future__ import annotations
@@ -121,15 +122,18 @@ class Ledger:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `save` gave."""
+        """Go on from what `save` gave, unless that is older than what is known. Raises ValueError or KeyError."""
         counters = Counters.model_validate(saved["counters"])
-        self.seconds.update(counters.activity_seconds)
+        joined, attempted = int(saved["rounds_joined"]), int(saved["rounds_attempted"])
+        seconds = counters.activity_seconds
+        if (counters.tokens_processed, sum(seconds.values())) < (self.tokens, sum(self.seconds.values())):
+            return
+        self.seconds.update(seconds)
         self.tokens, self.inner_steps = counters.tokens_processed, counters.inner_steps
         self.skipped_steps = counters.skipped_steps
-        self.rounds.update(counters.sync_rounds)
-        self.failures.update(counters.sync_failures)
+        self.rounds, self.failures = Counter(counters.sync_rounds), Counter(counters.sync_failures)
         self.carried, self.digest_mismatches = counters.contributions_carried, counters.digest_mismatches
         self.last_sync_at_s = counters.last_sync_at_s
         self._before = counters
-        self.rounds_joined, self.rounds_attempted = saved["rounds_joined"], saved["rounds_attempted"]
+        self.rounds_joined, self.rounds_attempted = joined, attempted
         self._round_began_s = (self._clock(), self.seconds[Activity.COMPUTE])

@@ -34,6 +34,7 @@ from node.worker.materials import Materials, begin_loading, load_materials
 from node.worker.minutes import dropped_record
 from node.worker.session import Opening, Session, invite_of
 from node.worker.teller import Teller
+from node.worker.totals import Totals
 from node.worker.trainer import Trainer
 from node.worker.tuning import Tuning
 
@@ -69,6 +70,7 @@ class Work:
         self._ledger = Ledger(time.monotonic)
         self._teller = Teller(channel, self._ledger, self._devices)
         handler.round_now = lambda: self._teller.round_now
+        self._totals = Totals(config.node.data_dir, self._ledger, lambda: self._teller.view, time.monotonic)
         self._quota = Quota(
             config.node.data_dir,
             quota_bytes(config.limits.disk_gb),
@@ -89,6 +91,7 @@ class Work:
             return self._run()
 
     def _run(self) -> tuple[str, str]:
+        self._totals.load()
         if self._start.mode == "train":
             self._chosen = self._choose()
         try:
@@ -104,6 +107,7 @@ class Work:
         except StopAsked:
             pass  # Asked and obeyed: what had to be saved is saved.
         finally:
+            self._totals.keep()
             stop = self._channel.stop
             session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
         return "stopped", self._end_reason
@@ -123,6 +127,7 @@ class Work:
 
     def _check(self) -> None:
         """Raise where an order to stop is to be obeyed now; a drain waits for the round's end. Settings at once."""
+        self._totals.keep_if_due()
         self._tuning.obey(self._teller.swarm, self._replica)
         self._quota.limit_bytes = quota_bytes(self._tuning.config.limits.disk_gb)
         stop = self._channel.stop
@@ -244,6 +249,7 @@ class Work:
             self._opening.pause(SERVE_POLL_S)
 
     def _after_round(self) -> None:
+        self._totals.keep()
         stop = self._channel.stop
         self._round_over = stop is not None and stop.how == "drain"
         self._check()

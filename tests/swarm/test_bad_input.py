@@ -81,6 +81,19 @@ def test_damaged_invite(tmp_path: Path, damage: object) -> None:
     assert_one_sentence(err, "copy the whole string again")
 
 
+def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
+    """As in the image: nothing ends that a restart policy would start again; the page says what to mend."""
+    node = swarm.node("persists", join="diloco1-damaged").start("--node.persist=true")
+    told = node.until(lambda s: s["phase"] == "error", START_S)
+    assert told["code"] == "bad_invite" and "copy the whole string again" in told["reason"]
+    assert node.http.get("/livez").status_code == 200
+    assert node.act("resume").status_code == 202
+    node.until(lambda s: s["phase"] == "error" and s["since"] != told["since"], START_S)
+    node.running.terminate()
+    assert node.wait_end(10 * PATIENCE) == 0
+    assert "Traceback" not in node.said()
+
+
 def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> None:
     """The bootstrap peer answers, but it is of another run: waiting would not mend it."""
     right = parse_invite(founder.invite())

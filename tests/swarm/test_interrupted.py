@@ -60,17 +60,21 @@ class Before:
         status = node.until_training()
         self.peer_id = status["node"]["peer_id"]
         self.losses = round_losses(node)
-        newest = node.checkpoints()[0]
-        self.round = checkpoint_round(newest)
-        self.tokens = checkpoint_meta(newest)["extra"]["ledger"]["counters"]["tokens_processed"]
+        self.round = checkpoint_round(node.checkpoints()[0])
+        # Totals are kept at the end of each round, whatever the age of the newest checkpoint.
+        self.tokens = status["contribution"]["tokens_total"]
+        self.rounds_joined = status["contribution"]["rounds_joined"]
+        node.until(lambda s: s["contribution"]["rounds_joined"] >= self.rounds_joined + 2, START_S)
         assert self.tokens > 0 and fmean(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
 
     def check(self, node: Node) -> None:
         """Right after it trains again."""
+        first = node.until(lambda s: s["contribution"]["tokens_total"], START_S)
+        assert first["contribution"]["tokens_total"] >= self.tokens
+        assert first["contribution"]["rounds_joined"] > self.rounds_joined
         status = node.until_training()
         assert status["node"]["peer_id"] == self.peer_id
         assert status["run"]["round"] >= self.round
-        assert status["training"]["tokens_total"] >= self.tokens
         known = status["run"]["round"]
         node.until(lambda s: s["run"]["round"] > known + 2 and s["peers"]["training"] == 2, START_S)
         after = round_losses(node)[len(self.losses) :]

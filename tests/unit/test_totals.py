@@ -1,0 +1,86 @@
+"""What a node has done outlives it: kept in a file, read once, and never exchanged for something older."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from node.status import Outcome
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.member import View
+    from node.worker.ledger import Ledger
+    from node.worker.totals import EVERY_S, FILE, Totals
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def made(folder: Path, clock: Clock) -> tuple[Ledger, Totals]:
+    ledger = Ledger(clock)
+    return ledger, Totals(folder, ledger, View, clock)
+
+
+def work(ledger: Ledger, clock: Clock, tokens: int) -> None:
+    clock.now_s += 1.0
+    ledger.step_done(1.0, tokens)
+    ledger.round_done(Outcome.COMPLETE, attempted=True, included=True, at_s=0.0)
+
+
+def test_another_process_goes_on_from_it(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger, totals = made(tmp_path, clock)
+    totals.load()
+    assert ledger.tokens == 0
+    work(ledger, clock, 100)
+    older = ledger.save(ledger.counters(View()))
+    work(ledger, clock, 50)
+    totals.keep()
+    again, loads = made(tmp_path, clock)
+    loads.load()
+    again.load(older)  # that of a checkpoint, taken before
+    assert (again.tokens, again.rounds_joined, again.rounds) == (150, 2, {Outcome.COMPLETE: 2})
+    # A checkpoint that knows of more, as a folder has it that an older version went on with.
+    work(again, clock, 50)
+    newer = again.save(again.counters(View()))
+    third, loads = made(tmp_path, clock)
+    loads.load()
+    third.load(newer)
+    assert (third.tokens, third.rounds) == (200, {Outcome.COMPLETE: 3})
+
+
+def test_it_is_kept_now_and_then(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger, totals = made(tmp_path, clock)
+    work(ledger, clock, 1)
+    totals.keep_if_due()
+    assert not (tmp_path / FILE).exists()
+    clock.now_s = EVERY_S
+    totals.keep_if_due()
+    assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b'{"counters": {"tokens_processed": -1}}', b"\xff"])
+def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).write_bytes(damage)
+    ledger, totals = made(tmp_path, Clock())
+    totals.load()
+    assert ledger.tokens == ledger.rounds_joined == 0
+    assert "cannot be read" in caplog.text
+
+
+def test_a_disk_that_does_not_take_it_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, totals = made(tmp_path / "gone", Clock())
+    with caplog.at_level(logging.WARNING):
+        totals.keep()
+        totals.keep()
+    assert caplog.text.count("cannot be written") == 1
