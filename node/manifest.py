@@ -354,7 +354,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
         return Manifest.model_validate(raw)
     except ValidationError as exc:
         raise ManifestError(
-            f"The swarm's manifest is not valid ({exc.error_count()} faults): ask its founder."
+            f"The swarm's manifest is not valid (faults: {exc.error_count()}): ask its founder."
         ) from exc
 
 

@@ -70,6 +70,11 @@ class Hours:
         """A moment of the next days, for a person: `Mon 22:00`."""
         return at.astimezone(self.zone).strftime("%a %H:%M")
 
+    def dated(self, at: datetime) -> str:
+        """Any moment, for a person: `8:00 on 23 November 2026 (CET)`."""
+        then = at.astimezone(self.zone)
+        return f"{then.hour}:{then.minute:02d} on {then.day} {then:%B %Y} ({then.tzname()})"
+
 
 def hours(active: Sequence[str], timezone: str = "") -> Hours:
     """From what is written. Raises ValueError, with the mend."""

@@ -106,6 +106,8 @@ class PhaseState(Value):
     reason: str = "The node is starting."
     code: str = "starting"
     since: str = ""
+    final: bool = False
+    """The node's process ends with this phase: no order reaches it any more."""
 
 
 class NodeInfo(Value):
@@ -308,6 +310,8 @@ class Status(Value):
     reason: str
     code: str
     since: str
+    final: bool = False
+    """The node's process ends with this phase: no order reaches it any more, and only a new start takes it back."""
     run: RunInfo
     training: TrainingInfo
     sync: SyncInfo

@@ -3,7 +3,7 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { ageS, link, stale, state, status } from "./live/store";
+import { ageS, link, NO_ANSWER, now, stale, status, word } from "./live/store";
 import { Name } from "./ui/text";
 import { THEMES, theme } from "./ui/theme";
 import { Login } from "./views/login";
@@ -11,6 +11,7 @@ import { Logs } from "./views/logs";
 import { Overview } from "./views/overview";
 import { Settings } from "./views/settings";
 import { Swarm } from "./views/swarm";
+import { reason } from "./words/states";
 import { brief } from "./words/units";
 
 const VIEWS: { id: string; label: string; view: ComponentType }[] = [
@@ -68,7 +69,7 @@ function Header({ locked }: { locked: boolean }) {
       <div class="identity">
         <span class="lamp" aria-hidden="true" />
         {node ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
-        {node && route.value !== "overview" && !locked && <span class="now">{stale.value ? "No answer" : state.value.word}</span>}
+        {node && route.value !== "overview" && !locked && <span class="now">{word.value}</span>}
       </div>
       {!locked && (
         <nav aria-label="Views">
@@ -88,10 +89,12 @@ function Header({ locked }: { locked: boolean }) {
 /** How the news comes, and how old it is when that matters. */
 function Freshness() {
   const words =
-    link.value === "locked" ? "" : stale.value ? `${brief(ageS.value)} old` : status.value === null ? "…" : "Live";
+    link.value === "locked" ? ""
+    : stale.value ? (status.value?.final ? "Ended" : `${brief(ageS.value)} old`)
+    : status.value === null ? "…" : "Live";
   const how = link.value === "polling" ? "Asked every 5 seconds: the event stream is not available." : undefined;
   return (
-    <span class={stale.value ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>
+    <span class={stale.value && !status.value?.final ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>
       {words}
     </span>
   );
@@ -121,12 +124,10 @@ function ThemeSwitch() {
 
 /** Tells a screen reader of a new state once, in the node's words at that moment; not of every changed figure. */
 function Announcer() {
-  const { word } = state.value;
-  const lost = stale.value;
   const said = useRef({ key: "", text: "" });
-  const key = `${word}/${lost}`;
+  const key = word.value;
   if (status.value && said.current.key !== key) {
-    const text = lost ? "The node does not answer." : `${word}. ${status.value.reason}`;
+    const text = word.value === NO_ANSWER ? "The node does not answer." : `${key}. ${reason(status.value, now.peek())}`;
     said.current = { key, text };
   }
   return (

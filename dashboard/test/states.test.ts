@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Phase, Status } from "../src/api/types";
-import { describe, orders, peerPhase, reach } from "../src/words/states";
+import { describe, orders, peerPhase, reach, reason, startAgain } from "../src/words/states";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -45,6 +45,32 @@ test("only orders that make sense are offered", () => {
   expect(orders(status("stopped"))).toEqual({ pause: false, resume: true, leave: false });
   expect(orders(status("leaving"))).toEqual({ pause: false, resume: false, leave: false });
   expect(orders(status("draining"))).toEqual({ pause: false, resume: false, leave: true });
+});
+
+test("a node that has ended takes no orders, and says how it is started again", () => {
+  for (const phase of ["stopped", "error"] as Phase[]) {
+    const ended = status(phase, { final: true, node: { mode: "train", data_dir: "/data/ada" } });
+    expect(orders(ended)).toEqual({ pause: false, resume: false, leave: false });
+    expect(describe(ended).meaning).not.toBe(describe(status(phase)).meaning);
+    expect(describe(ended).meaning).not.toMatch(/resume/);
+    expect(startAgain(ended)).toBe("diloco-node run --data-dir /data/ada");
+    expect(startAgain(status(phase))).toBeNull();
+  }
+  expect(startAgain(status("stopped", { final: true, code: "run_complete" }))).toBeNull();
+  const relay = { mode: "relay", data_dir: "/home/a b/it's" };
+  expect(startAgain(status("stopped", { final: true, node: relay }))).toBe("diloco-node relay --data-dir '/home/a b/it'\\''s'");
+});
+
+test("a pause is told by the reader's clock", () => {
+  const now = new Date(2026, 10, 22, 12, 0).getTime();
+  const until = new Date(2026, 10, 23, 8, 0).toISOString();
+  const paused = (code: string, end: string | null) =>
+    reason(status("paused", { code, reason: "The node's.", pause: { by: "", until: end, after_round: null } }), now);
+  expect(paused("paused", until)).toBe("Paused until tomorrow 08:00.");
+  expect(paused("paused", null)).toBe("Paused until you resume.");
+  expect(paused("scheduled", until)).toBe("Outside of its hours until tomorrow 08:00.");
+  expect(paused("on_battery", null)).toBe("The node's.");
+  expect(reason(status("training", { reason: "The node's." }), now)).toBe("The node's.");
 });
 
 test("a pause to come can be taken back, and a relay has none", () => {

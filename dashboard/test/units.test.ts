@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { brief, bytes, bytesPerSecond, count, decimals, duration, hours, percent, tokensPerSecond } from "../src/words/units";
+import { brief, bytes, bytesPerSecond, count, decimals, duration, hours, many, percent, tokensPerSecond } from "../src/words/units";
 
 const plain = (text: string) => text.replaceAll("\u202f", " ");
 
@@ -35,4 +35,8 @@ test("shares, decimals and hours", () => {
   expect(plain(hours(1440))).toBe("24 min");
   expect(plain(hours(5400))).toBe("1.5 h");
   expect(plain(hours(360_000))).toBe("100 h");
+});
+
+test("one of a thing is told as one", () => {
+  expect([0, 1, 2, 1200].map((n) => plain(many(n, "token")))).toEqual(["0 tokens", "1 token", "2 tokens", "1.20 k tokens"]);
 });

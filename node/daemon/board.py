@@ -174,6 +174,7 @@ class Board:
             reason=state.reason,
             code=state.code,
             since=state.since,
+            final=state.final,
             run=report.run,
             training=report.training,
             sync=report.sync,

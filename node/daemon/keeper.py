@@ -193,7 +193,7 @@ class Keeper:
             while True:
                 if self._want in ("drain", "leave"):
                     reason = STAYS_STOPPED if self._stays else "The node stopped as asked."
-                    self._enter(Phase.STOPPED, "stopped", reason)
+                    self._enter(Phase.STOPPED, "stopped", reason, final=not self._stays)
                     if not self._stays:
                         return 0
                     self._folder.remember_stopped(True)
@@ -289,8 +289,8 @@ class Keeper:
         what = fate.describe()
         logger.error("The worker crashed: %s", what)
         if self._crashes > len(timings.backoff_s):
-            reason = f"The worker crashed {self._crashes} times in a row ({what}): mend the cause, then `resume`."
-            self._give_up("worker_crashes", reason)
+            often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
+            self._give_up("worker_crashes", f"The worker crashed{often} ({what}): mend the cause, then `resume`.")
             return
         backoff_s = timings.backoff_s[self._crashes - 1]
         if self._want == "run":
@@ -313,10 +313,10 @@ class Keeper:
             self._give_up(ended.code, f"{ended.reason} What was set last can be changed back.")
             return False
         if ended.exit_code == 0:
-            self._enter(Phase.STOPPED, ended.code, ended.reason)
+            self._enter(Phase.STOPPED, ended.code, ended.reason, final=not self._stays)
         else:
             logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
-            self._enter(Phase.ERROR, ended.code, ended.reason)
+            self._enter(Phase.ERROR, ended.code, ended.reason, final=not self._stays)
         if self._stays:
             self._park("error" if ended.exit_code else "stopped")
         return not self._stays
@@ -392,7 +392,7 @@ class Keeper:
             return
         self._enter(Phase.PAUSED, self._verdict.code, self._verdict.reason)
 
-    def _enter(self, phase: Phase, code: str, reason: str) -> None:
+    def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:
         """The one place where a phase of the supervisor's own begins."""
-        self._board.decide(PhaseState(phase=phase, code=code, reason=reason, since=utc_now()))
+        self._board.decide(PhaseState(phase=phase, code=code, reason=reason, since=utc_now(), final=final))
         logger.info("Phase %s (%s): %s", phase.value, code, reason)

@@ -41,7 +41,10 @@ def newer_version(own: str, rows: Iterable[PeerRow]) -> Notice | None:
     if not newer or 2 * newer.total() <= len(others):
         return None
     usual = newer.most_common(1)[0][0]
-    text = f"{newer.total()} of {len(others)} peers run a newer version, most of them {usual}; this is {own}: update."
+    who = f"{newer.total()} of {len(others)} peers run a newer version, most of them {usual}"
+    if len(others) == 1:
+        who = f"The other peer runs a newer version, {usual}"
+    text = f"{who}; this is {own}: update."
     return Notice(code=NEWER_VERSION, level="info", text=text)
 
 

@@ -72,7 +72,7 @@ class Wishes:
         asked = self.asked or Asked(after_round=0)
         if asked.is_pause:
             until = asked.until
-            text = "`resume`" if until is None else until.isoformat(timespec="seconds")
+            text = "`resume`" if until is None else self.hours.dated(until)
             return Verdict("owner", "paused", f"The node is paused until {text}.", until)
         if asked.resumed_until is None and not self.hours.is_active(now):
             turn = self.hours.next_change(now)

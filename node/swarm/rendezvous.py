@@ -104,7 +104,8 @@ class Verdict:
 def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
     """Whether the group can be closed now, and if not, what is waited for (one sentence, one word)."""
     waited_for = [peer for peer in seen.live if peer not in seen.ready]
-    count = f"{len(seen.ready)} of {len(seen.live)} members are ready"
+    ready, live = len(seen.ready), len(seen.live)
+    count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
     if len(seen.ready) < rule.min_peers:
         return Verdict(False, False, f"{count}; the run needs {rule.min_peers}.", "waiting_for_peers")
     if not _holds_majority(seen):
@@ -116,7 +117,7 @@ def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
         late = now_s - seen.opened_at_s > patience_s
         return Verdict(late, True, f"{count}.", "late" if late else "waiting_for_slow")
     if not _holds_quorum(rule, seen):
-        return Verdict(False, False, f"{count}; they hold less than the quorum.", "waiting_for_quorum")
+        return Verdict(False, False, f"{count}; that is less than the quorum.", "waiting_for_quorum")
     grace_s = max(GRACE_S, GRACE_RATIO * (seen.round_s or 0.0))
     over = seen.quorum_at_s is not None and now_s - seen.quorum_at_s >= grace_s
     return Verdict(over, True, f"{count}; the late have {grace_s:.0f} s.", "late" if over else "grace")

@@ -20,8 +20,8 @@ def steps(teller: Teller, done: int, inner_steps: int) -> None:
     teller.training = teller.training.model_copy(update={"inner_step": done, "inner_steps": inner_steps})
 
 
-def waits(teller: Teller, done_ratio: float, eta_s: float) -> None:
-    """How far it is to the next contribution."""
+def waits(teller: Teller, done_ratio: float, eta_s: float | None) -> None:
+    """How far it is to the next contribution; None where no step has been timed yet."""
     teller.sync = teller.sync.model_copy(update={"progress_ratio": done_ratio, "eta_s": eta_s})
 
 

@@ -359,7 +359,7 @@ class Trainer:
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
-        shown.waits(self.teller, done, (1 - done) * (length_s or 0.0))
+        shown.waits(self.teller, done, (1 - done) * length_s if length_s else None)
 
     def _show_position(self) -> None:
         """Where the node stands in the run."""

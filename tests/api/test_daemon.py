@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -35,7 +36,9 @@ def test_signal_ends_cleanly_with_an_event_stream_open(tmp_path: Path, number: s
             rest = list(lines)
         code, out, _ = daemon.end()
         assert (code, time.monotonic() - began_s < 10) == (0, True)
-        assert '"phase":"stopped"' in [line for line in rest if line.startswith("data: ")][-1]
+        told = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: ")]
+        assert (told[-1]["phase"], told[-1]["final"]) == ("stopped", True)
+        assert not any(status["final"] for status in told if status["phase"] != "stopped")
         assert "leaving leaving" in out
         assert out.rstrip().endswith("stopped stopped")
         assert not alive(worker)
@@ -81,7 +84,8 @@ def test_five_crashes_are_an_error_that_can_be_mended(tmp_path: Path) -> None:
     with Daemon(tmp_path, "crash", **QUICK) as daemon:
         status = daemon.ready().until_phase("error", "worker_crashes")
         assert "exit status 3" in status["reason"]
-        assert "out of cheese" in status["reason"]
+        assert "out of cheese" in status["reason"] and "crashed 5 times in a row (" in status["reason"]
+        assert not status["final"]
         assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 503)
         assert daemon.act("pause").status_code == 409
         assert daemon.act("drain").status_code == 409
@@ -163,6 +167,12 @@ def test_nothing_that_the_worker_started_outlives_it(tmp_path: Path, how: str) -
         else:
             assert daemon.terminate()[0] == 0
         assert not alive(grandchild)
+
+
+def test_one_crash_is_not_told_as_a_row_of_them(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "crash", backoff_s=[]) as daemon:
+        status = daemon.ready().until_phase("error", "worker_crashes")
+        assert status["reason"].startswith("The worker crashed (")
 
 
 def test_rubbish_on_the_link_counts_as_a_crash(tmp_path: Path) -> None:

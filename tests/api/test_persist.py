@@ -18,7 +18,7 @@ def test_leave_stops_the_work_and_resume_takes_it_up(tmp_path: Path) -> None:
         worker = daemon.worker_pid()
         assert daemon.act("leave").status_code == 202
         status = daemon.until_phase("stopped", "stopped")
-        assert "resume" in status["reason"]
+        assert "resume" in status["reason"] and not status["final"]
         wait_for(lambda: not alive(worker))
         assert (daemon.code("/livez"), daemon.code("/readyz"), daemon.code("/")) == (200, 503, 200)
         assert daemon.act("pause").status_code == 409
@@ -71,6 +71,7 @@ def test_worker_that_ends_of_itself_leaves_the_page(tmp_path: Path, act: str, ph
     with Daemon(tmp_path, act, persist=True) as daemon:
         daemon.ready().until_phase(phase, code)
         assert daemon.code("/livez") == 200
+        assert not daemon.status()["final"]
         first = daemon.status()["since"]
         assert daemon.act("resume").status_code == 202
         wait_for(lambda: (s := daemon.status())["phase"] == phase and s["since"] != first)

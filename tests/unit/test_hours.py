@@ -112,6 +112,7 @@ def test_a_night_of_the_week_for_people() -> None:
     saturday = schedule.next_change(datetime(2026, 11, 20, 23, tzinfo=ZoneInfo(BERLIN)))
     assert saturday is not None
     assert schedule.local(saturday) == "Mon 00:00"
+    assert schedule.dated(saturday) == "0:00 on 23 November 2026 (CET)"
 
 
 def test_days_that_a_list_cuts_off_come_back() -> None:

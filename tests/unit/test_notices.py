@@ -36,6 +36,8 @@ def test_most_must_run_a_newer_version(versions: tuple[str, ...], is_told: bool)
     notice = newer_version("0.2.0", peers(*versions))
     assert (notice is not None) is is_told
     assert notice is None or "<" not in notice.text
+    who = "The other peer runs " if len(versions) == 1 else "2 of 3 peers run "
+    assert notice is None or notice.text.startswith(who)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_the_owner_s_pause_goes_before_the_hours_and_ends_in_them(tmp_path: Path
     pauser = made(tmp_path, clock, active=NIGHTS)
     assert pauser.pause(PauseOrder(for_s=3600))
     assert (pauser.verdict().by, pauser.verdict().until) == ("owner", NIGHT + timedelta(hours=1))
+    assert pauser.verdict().reason == "The node is paused until 0:00 on 17 November 2026 (UTC)."
     clock.add(hours=1)
     assert pauser.verdict().by == ""
     # One that ends outside of the hours goes on as theirs, not to training.

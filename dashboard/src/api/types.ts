@@ -62,6 +62,8 @@ export interface Status {
   reason: string;
   code: string;
   since: string;
+  /** The process ends with this phase: no order reaches it any more. */
+  final?: boolean;
   run: {
     manifest_hash: string;
     invite: string;

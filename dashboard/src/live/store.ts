@@ -25,6 +25,9 @@ export const stale = computed(() => {
   return link.value === "lost" || ageS.value > STALE_S;
 });
 export const state = computed(() => describe(status.value));
+export const NO_ANSWER = "No answer";
+/** How it is, in one or two words. That a node which has ended does not answer is no news. */
+export const word = computed(() => (stale.value && !status.value?.final ? NO_ANSWER : state.value.word));
 /** Changes when the node may have been another process since: views that hold lists ask anew. */
 export const reconnects = signal(0);
 
@@ -81,8 +84,7 @@ export function unlock(): void {
 function showOutside(): void {
   const { dataset } = document.documentElement;
   const name = status.value?.node.name;
-  const word = link.value === "locked" ? "Locked" : stale.value ? "No answer" : state.value.word;
-  document.title = `${word} · ${name ? cleanName(name, 40) : "diloco-node"}`;
+  document.title = `${link.value === "locked" ? "Locked" : word.value} · ${name ? cleanName(name, 40) : "diloco-node"}`;
   dataset["phase"] = link.value === "locked" ? "locked" : (status.value?.phase ?? "unknown");
   dataset["code"] = status.value?.code ?? "";
   dataset["stale"] = String(stale.value);

@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { now } from "../live/store";
-import { cleanName } from "../words/clean";
+import { clean, cleanName } from "../words/clean";
 import { brief, NONE } from "../words/units";
 import { dayAndClock, moment } from "../words/time";
 
@@ -14,6 +14,11 @@ export function Name({ text, most }: { text: string; most?: number }) {
       {cleanName(text, most)}
     </bdi>
   );
+}
+
+/** A sentence of the node's, in which backticks stand around what belongs to the command line. */
+export function Prose({ text }: { text: string }) {
+  return <>{clean(text).split("`").map((part, at) => (at % 2 ? <code key={at}>{part}</code> : part))}</>;
 }
 
 /** How long ago, with the moment itself in the title. */

@@ -3,8 +3,9 @@
 import { signal } from "@preact/signals";
 import type { Status } from "../api/types";
 import { ageS, now as clock, stale, state } from "../live/store";
-import { Ago } from "../ui/text";
+import { Ago, Prose } from "../ui/text";
 import { clean } from "../words/clean";
+import { reason, startAgain } from "../words/states";
 import { moment, soon } from "../words/time";
 import { brief, decimals, duration, percent, tokensPerSecond } from "../words/units";
 import { Orders } from "./orders";
@@ -21,9 +22,10 @@ export function Headline({ status }: { status: Status }) {
             {state.value.word}
           </h1>
           <p class="reason" data-testid="reason">
-            {clean(status.reason)}
+            <Prose text={reason(status, clock.value)} />
           </p>
           <p class="meaning">{state.value.meaning}</p>
+          <Again status={status} />
           <p class="since">
             <span>
               <Ago at={status.since} prefix="For " />
@@ -34,19 +36,19 @@ export function Headline({ status }: { status: Status }) {
         <Orders status={status} />
       </div>
       {stale.value && (
-        <p class="notice error" data-testid="stale">
-          The node does not answer. What stands here is {brief(ageS.value)} old; this page goes on by itself when the node
-          is back.
+        <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
+          {status.final ? "This node has ended." : "The node does not answer."} What stands here is {brief(ageS.value)} old;
+          this page goes on by itself when the node is back at this address.
         </p>
       )}
       {refused.value && (
         <p class="notice error" role="alert">
-          {refused.value}
+          <Prose text={refused.value} />
         </p>
       )}
       {status.notices?.map((notice) => (
         <p key={notice.code} class={`notice ${notice.level}`} data-notice={notice.code}>
-          <b>{{ info: "Note", warning: "Warning", error: "Error" }[notice.level]}</b> {clean(notice.text)}
+          <b>{{ info: "Note", warning: "Warning", error: "Error" }[notice.level]}</b> <Prose text={notice.text} />
         </p>
       ))}
       {status.node.mode !== "relay" && <Ruler status={status} />}
@@ -54,12 +56,23 @@ export function Headline({ status }: { status: Status }) {
   );
 }
 
-/** What ends the present state, where that is known. */
+/** How a node that has ended is brought back. */
+function Again({ status }: { status: Status }) {
+  const command = startAgain(status);
+  if (command === null) return null;
+  return (
+    <p class="again" data-testid="again">
+      Start it again as you did before, or with <code>{clean(command)}</code>
+    </p>
+  );
+}
+
+/** What ends the present state, where that is known and the reason does not say it. */
 function Until({ status }: { status: Status }) {
   const facts: string[] = [];
   const until = moment(status.pause?.until);
   const next = moment(status.schedule_next);
-  if (until !== null) facts.push(`Until ${soon(until, clock.value)}`);
+  if (until !== null && status.phase !== "paused") facts.push(`Until ${soon(until, clock.value)}`);
   if (status.pause?.after_round != null && status.phase !== "paused") {
     facts.push(`Pauses after round ${status.pause.after_round}`);
   }
@@ -77,10 +90,8 @@ function Until({ status }: { status: Status }) {
 function Ruler({ status }: { status: Status }) {
   const { training, sync, run, phase } = status;
   const moving = phase === "training" || phase === "syncing" || phase === "draining";
-  // Right after a round the node still tells the way that lies behind it.
-  const behind = phase === "training" && training.inner_step === 0;
-  const share = moving && !behind ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
-  const eta = sync.eta_s === null || !moving || behind ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
+  const share = moving ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
+  const eta = sync.eta_s === null || !moving ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
   const text = `Round ${run.round + 1}: ${percent(share)} of the way to the next sync`;
   return (
     <div class="ruler" data-moving={moving}>

@@ -1,9 +1,9 @@
 /** This node: what it does, what it gave, what it costs. */
 
 import { link, stale, status } from "../live/store";
-import { Fact, Section } from "../ui/text";
+import { Fact, Prose, Section } from "../ui/text";
 import { reach } from "../words/states";
-import { bytes, count, hours, percent } from "../words/units";
+import { bytes, count, hours, many, percent } from "../words/units";
 import type { Status } from "../api/types";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
@@ -71,7 +71,11 @@ function Reach({ status: now }: { status: Status }) {
           <p class="plain" data-reach={now.reachability}>
             <strong>{reach(now.reachability)}</strong>
           </p>
-          {now.reachability_reason && <p class="quiet">{now.reachability_reason}</p>}
+          {now.reachability_reason && (
+            <p class="quiet">
+              <Prose text={now.reachability_reason} />
+            </p>
+          )}
         </div>
         <div>
           <p class="plain">
@@ -83,7 +87,7 @@ function Reach({ status: now }: { status: Status }) {
             <p class="quiet">Give somebody the invite: whoever pastes it joins this run.</p>
           ) : (
             <p class="quiet">
-              The swarm has seen {count(now.run.swarm_tokens)} tokens
+              The swarm has seen {many(now.run.swarm_tokens, "token")}
               {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
             </p>
           )}

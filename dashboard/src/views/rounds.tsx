@@ -4,9 +4,8 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { type Outcome, type RoundRecord, STAGES } from "../api/types";
 import { attendance, type Attendance, presence } from "../live/attendance";
 import { move } from "../ui/menu";
-import { Ago, Name } from "../ui/text";
-import { clean } from "../words/clean";
-import { bytes, count, decimals, duration } from "../words/units";
+import { Ago, Name, Prose } from "../ui/text";
+import { bytes, decimals, duration, many } from "../words/units";
 
 /** Told apart by shape first, so that no colour is needed. */
 const MARKS: Record<Outcome | "dropped", { mark: string; words: string }> = {
@@ -52,7 +51,7 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
           <div
             class="columns"
             role="listbox"
-            aria-label={`The last ${shown.length} rounds`}
+            aria-label={shown.length === 1 ? "The last round" : `The last ${shown.length} rounds`}
             aria-orientation="horizontal"
             data-testid="rounds"
             onKeyDown={(event) => {
@@ -179,7 +178,11 @@ function Detail({ record }: { record: RoundRecord }) {
       <h3>
         Round {record.round} <small>{MARKS[outcome(record)].words}</small>
       </h3>
-      {record.reason && <p class="plain">{clean(record.reason)}</p>}
+      {record.reason && (
+        <p class="plain">
+          <Prose text={record.reason} />
+        </p>
+      )}
       {isDrop(record) && (
         <p class="plain">
           {record.dropped === 1 ? "This round does" : `${record.dropped} rounds, ending with this one, do`} not hold any
@@ -221,7 +224,7 @@ function Detail({ record }: { record: RoundRecord }) {
           {record.members.map((member) => (
             <li key={member.peer_id} class={member.included ? "in" : "out"}>
               <Name text={member.name} most={24} />{" "}
-              <small>{member.included ? `${count(member.weight)} tokens` : "left out"}</small>
+              <small>{member.included ? many(member.weight, "token") : "left out"}</small>
             </li>
           ))}
         </ul>

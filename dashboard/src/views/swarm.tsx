@@ -9,7 +9,7 @@ import { type Column, Table } from "../ui/table";
 import { Fact, Name, Section } from "../ui/text";
 import { cleanName } from "../words/clean";
 import { peerPhase } from "../words/states";
-import { brief, count, NONE, percent, tokensPerSecond } from "../words/units";
+import { brief, count, many, NONE, percent, tokensPerSecond } from "../words/units";
 import { Charts } from "./charts";
 import { Rounds } from "./rounds";
 import { SWARM_CHARTS } from "./specs";
@@ -84,7 +84,7 @@ function Sums({ peers }: { peers: Peer[] | null }) {
   const run = status.value?.run;
   return (
     <dl class="ledger">
-      <Fact label="Training" note={peers && peers.length > working.length ? `of ${count(peers.length)} members` : ""}>
+      <Fact label="Training" note={peers && peers.length > working.length ? `of ${many(peers.length, "member")}` : ""}>
         {peers ? count(working.length) : NONE}
       </Fact>
       <Fact label="Together">{peers ? tokensPerSecond(speed) : NONE}</Fact>

@@ -1,6 +1,7 @@
 /** What a phase is called, and what it means for the machine's owner. Knows phases and codes; knows no page. */
 
 import type { Phase, Status } from "../api/types";
+import { moment, soon } from "./time";
 
 interface State {
   /** The one word. */
@@ -40,10 +41,34 @@ const CODES: Record<string, Partial<State>> = {
 /** What this page says while it knows nothing from the node. */
 export const UNKNOWN: State = { word: "Asking", meaning: "" };
 
-export function describe(status: Pick<Status, "phase" | "code"> | null): State {
+/** What a phase means where the node's process ends with it, so that there is nothing left to resume. */
+const ENDS: Partial<Record<Phase, Partial<State>>> = {
+  stopped: { meaning: "This node has ended. Nothing runs, and its work is saved." },
+  error: { meaning: "The node gave up, and has ended. Mend what it names, then start it again." },
+};
+
+export function describe(status: Pick<Status, "phase" | "code" | "final"> | null): State {
   if (!status) return UNKNOWN;
   const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
-  return { ...phase, ...CODES[`${status.phase}/${status.code}`] };
+  return { ...phase, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
+}
+
+/** The command that brings back a node that has ended; null while it lives, and where there is nothing left to do. */
+export function startAgain(status: Pick<Status, "code" | "final" | "node">): string | null {
+  if (!status.final || status.code === "run_complete") return null;
+  const { mode, data_dir: folder } = status.node;
+  const word = /^[\w./-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
+  return `diloco-node ${mode === "relay" ? "relay" : "run"} --data-dir ${word}`;
+}
+
+/** The node's own reason; where that has a moment in it, told by the clock of whoever reads. */
+export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause">, now: number): string {
+  const { phase, code, pause } = status;
+  if (phase !== "paused") return status.reason;
+  const until = moment(pause?.until);
+  if (code === "paused") return until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`;
+  if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.`;
+  return status.reason;
 }
 
 /** The word for what a peer does. Peers are strangers, and may say any word or none. */
@@ -58,6 +83,7 @@ function capital(word: string): string {
 /** Which of the three orders make sense now. */
 export function orders(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
   const { phase, code } = status;
+  if (status.final) return { pause: false, resume: false, leave: false };
   const relay = status.node.mode === "relay" || code === "relay";
   const ending = phase === "leaving" || phase === "draining";
   const halted = phase === "paused" || phase === "stopped" || phase === "error";

@@ -27,6 +27,11 @@ export function count(value: Maybe): string {
   return known(value) ? scaled(Math.round(value), "") : NONE;
 }
 
+/** So many of what is counted: `1 token`, `1.20 k tokens`. */
+export function many(value: number, one: string): string {
+  return `${count(value)} ${Math.round(value) === 1 ? one : `${one}s`}`;
+}
+
 export function bytes(value: Maybe): string {
   return known(value) ? scaled(Math.round(value), "B") : NONE;
 }
