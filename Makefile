@@ -47,7 +47,7 @@ help:
 	@echo "make test-docker                   the image, compose and a wheel for real (root; half an hour)"
 	@echo "make bench                         measurements (tests/benchmarks)"
 	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
-	@echo "make storm                         25 minutes of faults on real nodes, then every fault at every place"
+	@echo "make storm                         45 minutes: faults at random, then every fault at every place"
 	@echo "make lock                          write requirements.lock anew from pyproject.toml"
 
 $(SET_UP): requirements.lock pyproject.toml

@@ -50,6 +50,8 @@ class Beat(Value):
     """The worker's main thread is alive. At least once a second while it trains, waits, or downloads."""
 
     type: Literal["beat"] = "beat"
+    saving: bool = False
+    """It waits for its state to be on the disk, which may take longer than an end may take otherwise."""
 
 
 class Told(Value):

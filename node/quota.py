@@ -1,9 +1,10 @@
 """What a data folder may hold: counted, made room in, and refused. Knows file names and ages; no content, no node.
 
 Whoever writes much asks for room first and holds it while writing, so the folder is never above its limit. The oldest
-goes first: checkpoints (never the newest whole one), results and downloads, what was fetched from the hub, old logs,
-what was set aside as damaged. What is small or irreplaceable (keys, settings, history, the newest checkpoint) stays;
-RESERVE_BYTES are for its growth. Text that the owner has put into the folder is neither counted nor touched.
+goes first: checkpoints (never the newest whole one), results and downloads, what libraries keep in folders of the cache
+(as what comes from the hub), old logs, what was set aside as damaged. What is small or irreplaceable (keys, settings,
+history, the newest checkpoint) stays; RESERVE_BYTES are for its growth. Text that the owner has put into the folder is
+neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Quota:
         """All that may go."""
         stays = {self._newest_checkpoint(), _newest(self._folder.glob("cache/download-*.bin"))}
         stays |= {_newest(self._folder.glob("logs/*"))}
-        patterns = ("checkpoints/*round-*", "cache/results-*.bin", "cache/download-*.bin", "cache/hub/*", "logs/*")
-        for pattern in (*patterns, "history/*damaged*", "*.damaged*"):
+        patterns = ("checkpoints/*round-*", "cache/results-*.bin", "cache/download-*.bin", "logs/*")
+        for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
                 if path not in stays and not path.name.startswith("."):
                     with suppress(OSError):

@@ -7,6 +7,7 @@ end before their last; one that ends no later than it begins goes on into the ne
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
+
+logger = logging.getLogger(__name__)
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MIN = 24 * 60
@@ -123,9 +126,10 @@ def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
         ahead = (DAYS.index(day) - local.weekday()) % 7 if day in DAYS else int(day == "tomorrow")
         for more in (0, 1) if not words else (0, 7) if day in DAYS else (0,):
             date_ = local.date() + timedelta(days=ahead + more + minutes // DAY_MIN)
-            moment = datetime.combine(date_, time(*divmod(minutes % DAY_MIN, 60)), zone)
-            if moment > now:
-                return moment
+            first = datetime.combine(date_, time(*divmod(minutes % DAY_MIN, 60)), zone)
+            for moment in (first, first.replace(fold=1)):  # Where clocks are put back, an hour comes twice.
+                if moment.astimezone(UTC) > now:
+                    return moment
         raise ValueError(f"{text!r} is over: give a moment to come")
     try:
         moment = datetime.fromisoformat(text)
@@ -152,9 +156,13 @@ def machine_zone() -> ZoneInfo:
     """The zone of this machine, as its environment or /etc/localtime says; else UTC."""
     name = os.environ.get("TZ", "").removeprefix(":")
     file = Path("/etc/localtime")
-    try:
-        if name:
+    if name:
+        try:
             return ZoneInfo(name)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            logger.warning("Hours are UTC's, as TZ=%s is no time zone's name: set schedule.timezone.", name)
+            return ZoneInfo("UTC")
+    try:
         place = str(file.resolve(strict=True))
         if "zoneinfo/" in place:
             return ZoneInfo(place.rpartition("zoneinfo/")[2])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
@@ -87,6 +87,18 @@ def rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def _in_calendar(moment: datetime) -> datetime:
+    try:
+        moment = moment.astimezone(UTC)
+    except OverflowError as exc:
+        raise ValueError("it lies beyond the calendar") from exc
+    if not 1970 <= moment.year < 9999:
+        raise ValueError("it lies beyond the calendar")
+    return moment
+
+
+Moment = Annotated[AwareDatetime, AfterValidator(_in_calendar)]
+"""UTC; any time zone can show it."""
 PausedBy = Literal["owner", "schedule", "battery", "user", ""]
 
 

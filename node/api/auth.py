@@ -161,7 +161,7 @@ class Guard:
             return foreign
         if site is not None or origin is not None:
             return None
-        return foreign if _bearer(headers) is None or "cookie" in headers else None
+        return foreign if bearer(headers) is None or "cookie" in headers else None
 
     def _wrong_key(self, scope: Scope, headers: Headers) -> Refusal | None:
         path = scope["path"]
@@ -170,7 +170,7 @@ class Guard:
         if path == METRICS and (self._metrics_public or _on_loopback(scope, headers)):
             return None
         challenge = (("WWW-Authenticate", 'Bearer realm="diloco-node"'),)
-        offered = _bearer(headers)
+        offered = bearer(headers)
         if offered is not None:
             if self._keys.token_fits(offered):
                 return None
@@ -204,7 +204,7 @@ def session_key(headers: Headers, cookie_name: str) -> str | None:
     return cookie.value if cookie is not None else None
 
 
-def _bearer(headers: Headers) -> str | None:
+def bearer(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 

@@ -5,6 +5,7 @@ Everything is written as text, scrubbed as a whole, and cut to a size; made in a
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import socket
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,8 +37,8 @@ PACKAGES = (
 )  # fmt: skip
 README = """\
 Support bundle of a diloco-node: status, swarm, rounds, configuration, machine, and the newest log lines. Token, keys,
-invites, addresses, user and host name are taken out; names of peers and of the run are in. Look through it before you
-hand it on."""
+invites, IP addresses, hosts in URLs, passwords, the home folder, this machine's name and its user's are taken out, as
+far as they can be told by their form; names of peers and of the run are in. Look through it before you hand it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,5 +146,8 @@ def _places(data_dir: Path) -> Iterator[tuple[str, str]]:
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises where there is none
     if len(home) > len("/root"):
         yield home, "(home)"
+    with suppress(KeyError, OSError):
+        if len(user := getpass.getuser()) > len("node") and user != "diloco":
+            yield f"/{user}/", "/(user)/"
     if len(socket.gethostname()) > len("node"):
         yield socket.gethostname(), "(host)"

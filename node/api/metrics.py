@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from node.api.seam import View
+from node.api.seam import Space, View
 from node.status import (
     FAILURE_REASONS,
     REACHABILITIES,
@@ -128,16 +128,12 @@ class Metrics(Collector):
         build: Build,
         view: Callable[[], View],
         *,
-        disk: tuple[Callable[[], Mapping[str, int]], Callable[[], tuple[int, int]]],
-        clock: Callable[[], float],
+        space: Callable[[], Space],
     ) -> None:
-        """`view` and `disk` are called at scrapes; `disk` tells bytes by kind, and what is free of how much. `clock`:
-        seconds that only grow."""
+        """`view` and `space` are called at scrapes, so they may not wait for anything."""
         self._build = build
         self._view = view
-        self._disk_used_bytes, self._disk_space_bytes = disk
-        self._disk: tuple[float, Mapping[str, int]] = (-math.inf, {})
-        self._clock = clock
+        self._space = space
         self._totals = Totals()
         self._last_sync_at_s = 0.0
         self._registry = CollectorRegistry()
@@ -202,16 +198,11 @@ class Metrics(Collector):
         yield from _swarm_gauges(view)
         yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before.", self._last_sync_at_s)
         yield from _gpus(view)
-        yield _one("disk_used_bytes", "Bytes in the data folder.", "kind", self._disk_cached())
-        free_bytes, size_bytes = self._disk_space_bytes()
-        yield _gauge("disk_free_bytes", "Bytes that the node may still fill on its data folder's disk.", free_bytes)
-        yield _gauge("disk_size_bytes", "Bytes of that disk.", size_bytes)
-
-    def _disk_cached(self) -> Mapping[str, int]:
-        now = self._clock()
-        if now - self._disk[0] > DISK_INTERVAL_S:
-            self._disk = (now, self._disk_used_bytes())
-        return self._disk[1]
+        space = self._space()
+        yield _one("disk_used_bytes", "Bytes in the data folder.", "kind", space.used_bytes)
+        free = "Bytes that the node may still fill on its data folder's disk."
+        yield _gauge("disk_free_bytes", free, space.free_bytes)
+        yield _gauge("disk_size_bytes", "Bytes of that disk.", space.size_bytes)
 
 
 def _state_gauges(view: View) -> Iterator[Metric]:

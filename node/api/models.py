@@ -68,7 +68,7 @@ class ResolvedConfig(Value):
     config: dict[str, Any]
     """Every key as it holds now; secrets are hidden."""
     origins: dict[str, str]
-    """Where each key that is not a default came from, under its dotted name."""
+    """Where each key came from, `default` included, under its dotted name."""
     changeable: dict[str, Literal["now", "restart"]]
     """What `PATCH` takes: some keys hold at once, others from the worker's next start (pause and resume do that)."""
     pending_restart: tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from node.api.auth import SESSION_S, Keys, session_key
+from node.api.auth import SESSION_S, Keys, bearer, session_key
 from node.api.models import Accepted, SessionOpened
 from node.api.problem import problem_responses
 from node.api.seam import ActionName, Node, PauseOrder
@@ -47,7 +47,7 @@ def _add_session(router: APIRouter, keys: Keys) -> None:
     @router.post("/api/v1/session", tags=["session"])
     async def open_session(request: Request, response: Response) -> SessionOpened:
         """Trade the token for a cookie, so that a page need not keep the token. A session opens no further one."""
-        if "authorization" not in request.headers:
+        if bearer(request.headers) is None:
             raise HTTPException(401, "The token itself is needed to open a session.")
         response.set_cookie(
             keys.cookie_name,

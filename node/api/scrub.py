@@ -10,6 +10,11 @@ HIDDEN = "(hidden)"
 _INVITE = re.compile(r"diloco1-[\w=-]+")
 _MULTIADDRESS = re.compile(r"/(?:ip4|ip6|ip6zone|dns|dns4|dns6|dnsaddr|unix)/[^\s\"',;)\]}]+")
 _BEARER = re.compile(r"(?i)(bearer\s+|[#?&]token=)[\w.~+/=-]+")
+_NAMED = re.compile(
+    r"(?i)((?:\b|_)(?:token|password|passwd|secret|api[_-]?key|authorization|diloco_session_\w+)[\"']?\s*[=:]\s*[\"']?)"
+    r"(?!bearer\b|\(hidden\))[^\s\"',;&]+"
+)
+_HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _PEM = re.compile(r"-----BEGIN [^-]+-----.*?(?:-----END [^-]+-----|\Z)", re.DOTALL)
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@\"']+@")
 _HOST = re.compile(r"(?<=://)[^\s/:\"'\[\]]+|(?<=://)\[[^\]]+\]")
@@ -30,6 +35,7 @@ class Scrubber:
         text = _PEM.sub(HIDDEN, text)
         text = _INVITE.sub(HIDDEN, text)
         text = _BEARER.sub(lambda found: found[1] + HIDDEN, text)
+        text = _NAMED.sub(lambda found: found[1] + HIDDEN, _HUB_TOKEN.sub(HIDDEN, text))
         text = _MULTIADDRESS.sub("(address)", text)
         text = _CREDENTIALS.sub("", text)
         text = _HOST.sub("(address)", text)

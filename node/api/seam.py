@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import Field, model_validator
 
 from node.config import Config
 from node.errors import NodeError, UsageError
-from node.status import PeerRow, Phase, RoundRecord, Status, Value
+from node.status import Moment, PeerRow, Phase, RoundRecord, Status, Value
 
 ActionName = Literal["pause", "resume", "drain", "leave"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -46,13 +46,16 @@ class LogLine(Value):
     round: int | None = None
 
 
+PAUSE_MAX_S = 366 * 86400.0
+
+
 class PauseOrder(Value):
     """How long to pause; empty: until `resume`. At most one of the three."""
 
-    for_s: float | None = Field(None, gt=0, le=366 * 86400)
+    for_s: float | None = Field(None, gt=0, le=PAUSE_MAX_S)
     """Seconds from now."""
-    until: AwareDatetime | None = None
-    """A moment with time zone (RFC 3339)."""
+    until: Moment | None = None
+    """A moment with time zone (RFC 3339), at most as far ahead as `for_s` may be."""
     after_round: int | None = Field(None, ge=0)
     """Train on until this round is over, then pause until `resume`."""
 
@@ -77,6 +80,17 @@ class View:
     """Records since the start, by level."""
     alive: bool
     """The worker's heartbeat is recent, or no worker is meant to run right now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of the data folder and its disk, bytes."""
+
+    used_bytes: Mapping[str, int]
+    """By kind of file."""
+    free_bytes: int = 0
+    """What this user may still fill."""
+    size_bytes: int = 0
 
 
 SERIES = (

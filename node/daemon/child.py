@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from node.link import MAX_LINE_BYTES, Adjust, Ended, Start, Stop, Up, decode_up, encode
+from node.link import MAX_LINE_BYTES, Down, Ended, Start, Stop, Up, decode_up, encode
 
 logger = logging.getLogger(__name__)
 output_logger = logging.getLogger("node.worker.output")
@@ -46,6 +46,12 @@ class Fate:
     """Last lines of its stdout and stderr."""
     fault: str = ""
     """What we did to it, or held against it, before it ended."""
+    had_begun: bool = False
+
+    @property
+    def is_unsaved(self) -> bool:
+        """It may have had work to save, and did not live to say that it has."""
+        return self.ended is None and self.had_begun
 
     def describe(self) -> str:
         """Half a sentence for a person."""
@@ -128,8 +134,8 @@ class Child:
         self.asked = stop.how
         self._writer.write(encode(stop))
 
-    def tell(self, adjust: Adjust) -> None:
-        self._writer.write(encode(adjust))
+    def tell(self, message: Down) -> None:
+        self._writer.write(encode(message))
 
     def kill(self, fault: str) -> None:
         """End its whole group now. `fault` says why, for `Fate`; the first reason stays."""
@@ -154,7 +160,7 @@ class Child:
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
-        return Fate(self._ended, status, tuple(self._output), self._fault)
+        return Fate(self._ended, status, tuple(self._output), self._fault, self.heard)
 
     def _reader_done(self, task: asyncio.Task[None]) -> None:
         """A reader that failed is a bug of ours: end the worker at once, so that `wait` raises it."""

@@ -1,4 +1,4 @@
-"""The data folder within its limit, from the supervisor's side. Knows the limit and the board; no worker.
+"""The data folder: its size told, and within its limit, from the supervisor's side. Knows the limit; no worker.
 
 The worker asks for room before it writes; this is for what grows by itself, and for a limit that was lowered.
 """
@@ -6,13 +6,18 @@ The worker asks for room before it writes; this is for what grows by itself, and
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from node.api.seam import Space
 from node.choices import ChoiceError, Wrong
 from node.config import Config
 from node.daemon.board import Board
+from node.daemon.folder import DataFolder
 from node.errors import QuotaError
 from node.quota import Quota, quota_bytes
 from node.status import Notice
+
+logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 KEY = "limits.disk_gb"
@@ -21,7 +26,10 @@ KEY = "limits.disk_gb"
 class Disk:
     """One node's. One writer: the supervisor's event loop."""
 
-    def __init__(self, config: Config, board: Board) -> None:
+    def __init__(self, config: Config, folder: DataFolder, board: Board) -> None:
+        self._folder = folder
+        self.space = folder.space()
+        """As last looked, on a thread: the event loop does not wait for a disk."""
         self._quota = Quota(config.node.data_dir, quota_bytes(config.limits.disk_gb), config.node.text_folder)
         self._disk_gb, self._board, self._is_over = config.limits.disk_gb, board, False
         self._changed = asyncio.Event()
@@ -46,9 +54,11 @@ class Disk:
             self._changed.clear()
             notice = None
             try:
-                await asyncio.to_thread(self._quota.enforce)
+                self.space = await asyncio.to_thread(self._look)
             except QuotaError as exc:
                 notice = Notice(code=exc.code, text=str(exc))
+            except OSError as exc:
+                logger.warning("%s cannot be looked through (%s).", self._folder.path, exc.strerror)
             if notice is not None or self._is_over:
                 self._board.notice(QuotaError.code, notice)
             self._is_over = notice is not None
@@ -56,3 +66,7 @@ class Disk:
                 await asyncio.wait_for(self._changed.wait(), EVERY_S)
             except TimeoutError:
                 continue
+
+    def _look(self) -> Space:
+        self._quota.enforce()
+        return self._folder.space()

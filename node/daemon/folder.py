@@ -7,21 +7,22 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from pydantic import AwareDatetime, ValidationError
+from pydantic import ValidationError
 
+from node.api.seam import Space
 from node.errors import DataFolderError
-from node.status import Value
+from node.status import Moment, Value
 
 logger = logging.getLogger(__name__)
 
 DISK_KINDS = ("checkpoints", "history", "cache", "logs")
-"""Subfolders whose size is told in `disk_used_bytes`."""
+"""Subfolders whose size is told."""
 TOKEN_LENGTH_MIN = 32
 """Shorter tokens can be guessed; ours have 43 characters (256 bits)."""
 
@@ -29,11 +30,11 @@ TOKEN_LENGTH_MIN = 32
 class Asked(Value):
     """What the owner has said last, if it is to outlive a restart: a pause, or to go on in spite of the hours."""
 
-    until: AwareDatetime | None = None
+    until: Moment | None = None
     """UTC; None: paused until `resume`."""
     after_round: int | None = None
     """Not paused yet: pause once this round is over."""
-    resumed_until: AwareDatetime | None = None
+    resumed_until: Moment | None = None
     """No pause: until then the hours of the week do not count."""
 
     @property
@@ -52,6 +53,8 @@ class DataFolder:
         self.path = path
         self.token = token
         self._lock_fd = lock_fd
+        self.tell: Callable[[str], None] = lambda _: None
+        """Hears what the owner has asked for and the disk did not take; an empty text: it takes it again."""
 
     @classmethod
     def open(cls, path: Path) -> DataFolder:
@@ -110,10 +113,7 @@ class DataFolder:
 
     def save_asked(self, asked: Asked | None) -> None:
         """None removes it."""
-        if asked is None:
-            _remove(self.path / "pause.json")
-        else:
-            write_whole(self.path / "pause.json", asked.model_dump_json(exclude_none=True) + "\n")
+        self._keep("pause.json", asked.model_dump_json(exclude_none=True) + "\n" if asked is not None else None)
 
     @property
     def was_stopped(self) -> bool:
@@ -121,19 +121,31 @@ class DataFolder:
         return (self.path / "stopped").exists()
 
     def remember_stopped(self, stopped: bool) -> None:
-        if stopped:
-            write_whole(self.path / "stopped", "")
-        else:
-            _remove(self.path / "stopped")
+        self._keep("stopped", "" if stopped else None)
 
-    def disk_space_bytes(self) -> tuple[int, int]:
-        """What is free, for this user, on the disk that the folder lies on; and that disk's size."""
-        space = os.statvfs(self.path)
-        return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    def _keep(self, name: str, text: str | None) -> None:
+        """What the owner wants holds now, whether or not the disk takes it."""
+        problem = ""
+        try:
+            if text is None:
+                _remove(self.path / name)
+            else:
+                write_whole(self.path / name, text)
+        except OSError as exc:
+            problem = (
+                f"{self.path / name} could not be written ({exc.strerror}): what you asked for holds until the node is "
+                "started again; free some space on that disk, and ask again."
+            )
+            logger.warning("%s", problem)
+        self.tell(problem)
 
-    def disk_used_bytes(self) -> Mapping[str, int]:
-        """Size of each kind of file, by walking; files that vanish meanwhile are left out."""
-        return {kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}
+    def space(self) -> Space:
+        """By walking; files that vanish meanwhile are left out. What cannot be told is 0."""
+        free_bytes = size_bytes = 0
+        with suppress(OSError):
+            disk = os.statvfs(self.path)
+            free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        return Space({kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}, free_bytes, size_bytes)
 
 
 def write_whole(path: Path, text: str) -> None:

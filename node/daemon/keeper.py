@@ -16,26 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from node import power
 from node.api.metrics import Build, Metrics
-from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, View
+from node.api.seam import ActionName, Configured, PauseOrder, View
 from node.daemon.board import Board
-from node.daemon.child import Child, Fate
+from node.daemon.child import Fate
 from node.daemon.disk import Disk
 from node.daemon.echo import log_again
 from node.daemon.folder import DataFolder
 from node.daemon.pauses import Pauser
+from node.daemon.shift import Shift, Timings
 from node.daemon.tuner import Tuner
 from node.daemon.wants import Mode, Want, check_allowed
-from node.link import Adjust, Beat, Ended, LogTold, Noticed, Observed, RoundTold, Start, Stop, Told, Up
+from node.link import Adjust, Ended, LogTold, Noticed, Observed, RoundTold, Start, Stop, Told, Up
 from node.logs import set_level
-from node.status import Phase, PhaseState, Status, rfc3339, utc_now
+from node.status import Outcome, Phase, PhaseState, Status, rfc3339, utc_now
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +42,6 @@ RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` takes it back to work."
 WORKER_CANNOT = (2, 3)
 """Exit codes of a worker that cannot do what its settings say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """How long the supervisor waits for what, in seconds; tests shorten them."""
-
-    grace_s: float = 60.0
-    """From a worker's start until its heartbeat is asked for."""
-    hung_s: float = 30.0
-    """Without a beat: the worker is killed and restarted."""
-    stale_s: float = 15.0
-    """Without a beat: `livez` says so. Workers beat once a second."""
-    stop_s: float = 6.0
-    """For saving and saying goodbye; then the worker is killed. Uvicorn has 2 s more, and both are done within 10."""
-    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    """Before the restart after the first, second, ... crash; one more crash than there are entries is an error."""
-    healthy_s: float = 60.0
-    """A worker that lived this long clears the crashes before it."""
-    tick_s: float = 0.25
 
 
 class Keeper:
@@ -74,30 +54,26 @@ class Keeper:
         *,
         folder: DataFolder,
         board: Board,
+        disk: Disk,
         build: Build,
         start: tuple[Mode, str | None],
         worker_command: Sequence[str],
         timings: Timings,
     ) -> None:
         """`start`: the mode, and the invite if there is one."""
-        self.metrics = Metrics(
-            build, self.view, disk=(folder.disk_used_bytes, folder.disk_space_bytes), clock=time.monotonic
-        )
+        self.metrics = Metrics(build, self.view, space=lambda: disk.space)
         self._tuner, self._pauser = tuner, pauser
         self._folder = folder
-        self._board = board
+        self._board, self._disk = board, disk
         self._mode, self._join = start
-        self._command = worker_command
         self._timings = timings
+        self._shift = Shift(worker_command, timings, self._heard)
         self._verdict = pauser.verdict()
         self._want: Want = "pause" if self._verdict.by else "run"
-        self._child: Child | None = None
-        self._started_at_s = 0.0
-        self._beat_at_s = 0.0
-        self._stop_by_s: float | None = None
         self._crashes = 0
+        self._unsaved = ""
+        """Why the last worker's newest work is lost, if it is."""
         self._changed = asyncio.Event()
-        self._disk = Disk(tuner.config, board)
         self._noticed: set[str] = set()
         """Codes of what this worker has noticed."""
         self._ending = False
@@ -110,7 +86,7 @@ class Keeper:
     # What the API asks (api.seam.Node)
 
     def view(self) -> View:
-        return self._board.view(alive=self._child is None or self._silent_s() < self._timings.stale_s)
+        return self._board.view(alive=self._shift.silent_s < self._timings.stale_s)
 
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
         return self._board.subscribe()
@@ -122,6 +98,8 @@ class Keeper:
             return self._act_pause(order)
         if action == "resume":
             return self._act_resume()
+        if self._stays:
+            self._folder.remember_stopped(True)  # Now, and not at its end: a drain may take minutes.
         if action == "drain" and self._want != "drain":
             # A paused worker is in no round: it leaves at once.
             how: Literal["drain", "leave"] = "drain" if self._want == "run" else "leave"
@@ -146,8 +124,7 @@ class Keeper:
             self._board.configured(config.node.name, config.limits.model_dump())
             self._pauser.follow(config.schedule)
             self._disk.follow(config)
-            if self._child is not None:
-                self._child.tell(Adjust(config=config.model_dump(mode="json")))
+            self._shift.tell(Adjust(config=config.model_dump(mode="json")))
             self._weigh()
         return self._tuner.describe()
 
@@ -179,78 +156,76 @@ class Keeper:
 
     def hurry(self) -> None:
         """The owner has no patience: end the worker at once, unsaved."""
-        if self._child is not None:
-            self._child.kill("it was ended in a hurry")
+        self._shift.give_up("it was ended in a hurry")
 
     # Its life
 
     async def tend(self) -> int:
         """Run workers until the node is to end. Returns the exit code."""
-        watch = asyncio.create_task(self._watch())
-        disk = asyncio.create_task(self._disk.keep())
-        try:
-            await asyncio.to_thread(power.restore, self._folder.path)
-            while True:
-                if self._want in ("drain", "leave"):
-                    reason = STAYS_STOPPED if self._stays else "The node stopped as asked."
-                    self._enter(Phase.STOPPED, "stopped", reason, final=not self._stays)
-                    if not self._stays:
-                        return 0
-                    self._folder.remember_stopped(True)
-                    self._park("stopped")
-                if self._want in ("error", "stopped"):
-                    await self._wait_changed(None)
-                    continue
-                self._announce()
-                fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
-                if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
-                    if self._finish(fate.ended):
-                        return 0 if self._ending else fate.ended.exit_code
-                elif fate.ended is None and not asked:
-                    await self._after_crash(fate)
-        finally:
-            watch.cancel()
-            disk.cancel()
+        await asyncio.to_thread(power.restore, self._folder.path)
+        while True:
+            if self._want in ("drain", "leave"):
+                reason = STAYS_STOPPED if self._stays else "The node stopped as asked."
+                self._enter(Phase.STOPPED, "stopped", f"{reason}{self._unsaved}", final=not self._stays)
+                if not self._stays:
+                    return 0
+                self._park("stopped")
+            if self._want in ("error", "stopped"):
+                await self._wait_changed(None)
+                continue
+            self._announce()
+            fate, asked = await self._live("pause" if self._want == "pause" else self._mode)
+            if fate.ended is not None and (fate.ended.exit_code or fate.ended.code == RUN_COMPLETE or not asked):
+                if self._finish(fate.ended):
+                    return 0 if self._ending else fate.ended.exit_code
+            elif fate.ended is None and not asked:
+                await self._after_crash(fate)
+
+    async def watch(self) -> None:
+        """Beside `tend`, for ever: deadlines that no message brings, and the end of a pause."""
+        while True:
+            await asyncio.sleep(self._timings.tick_s)
+            self._shift.hold_to_deadlines()
+            self._weigh()
 
     async def _live(self, mode: Literal["train", "relay", "pause"]) -> tuple[Fate, str | None]:
         """One worker, from start to death. Returns how it ended, and how it was asked to, if it was."""
         config = self._tuner.worker_starts(trains=mode == "train")
-        start = Start(mode=mode, config=config.model_dump(mode="json"), join=self._join)
-        self._started_at_s = self._beat_at_s = time.monotonic()
-        self._stop_by_s = None
+        self._unsaved = ""
         self._changed.clear()
         try:
-            child = await Child.spawn(self._command, start, self._heard)
+            await self._shift.start(Start(mode=mode, config=config.model_dump(mode="json"), join=self._join))
         except OSError as exc:
             return Fate(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
-        self._child = child
         self.metrics.worker_started()
-        logger.debug("Worker %d runs, mode %s", child.pid, mode)
-        if self._changed.is_set():  # the owner changed his mind while it was starting
-            child.asked = "leave"
-            child.kill("it was no longer wanted")
+        # The owner may have changed something while it was starting.
+        if self._changed.is_set():
+            self._shift.give_up("it was no longer wanted")
+        elif self._tuner.config is not config:
+            self._shift.tell(Adjust(config=self._tuner.config.model_dump(mode="json")))
         try:
-            return await child.wait(), child.asked
+            fate, asked = await self._shift.wait()
         finally:
-            self._child = None
             await asyncio.to_thread(power.restore, self._folder.path)
             while self._noticed:
                 self._board.notice(self._noticed.pop(), None)
+        if asked and fate.is_unsaved and mode == "train":
+            self._unsaved = f" What it did since its last checkpoint is lost: {fate.fault or 'its worker was killed'}."
+            logger.warning("The worker ended unsaved.%s", self._unsaved)
+        return fate, asked
 
     def _heard(self, message: Up) -> None:
         """Everything that the worker says comes through here."""
         match message:
-            case Beat():
-                self._beat_at_s = time.monotonic()
             case Told(report=report):
                 self.metrics.told(report)
                 self._board.told(report)
-                if self._want == "run" and self._child is not None and self._child.asked is None:
+                if self._want == "run" and not self._shift.was_asked:
                     self._board.decide(None)
             case RoundTold(record=record):
                 self._board.add_round(record)
-                after = self._pauser.after_round
-                if self._want == "run" and after is not None and record.round >= after:
+                after, holds = self._pauser.after_round, record.outcome is not Outcome.FAILED and not record.dropped
+                if self._want == "run" and holds and after is not None and record.round >= after:
                     self._pauser.pause(PauseOrder())
                     self._weigh()
             case Noticed(code=code, notice=notice):
@@ -260,34 +235,16 @@ class Keeper:
                 self.metrics.observe(seconds)
             case LogTold():
                 log_again(message)
-            case Ended():
-                # Its last words are said: what is left of it has as long as any stop.
-                self._stop_by_s = self._stop_by_s or time.monotonic() + self._timings.stop_s
-
-    async def _watch(self) -> None:
-        """Deadlines that no message brings: a worker that hangs or does not end, and the end of a pause."""
-        while True:
-            await asyncio.sleep(self._timings.tick_s)
-            child = self._child
-            if child is not None:
-                if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
-                    child.kill(f"it did not end within {self._timings.stop_s:g} s")
-                elif self._silent_s() > self._timings.hung_s:
-                    child.kill(f"it hung: no heartbeat for {self._timings.hung_s:g} s")
-            self._weigh()
-
-    def _silent_s(self) -> float:
-        """Seconds without a beat; 0 during the grace after the start."""
-        now = time.monotonic()
-        return 0.0 if now - self._started_at_s < self._timings.grace_s else now - self._beat_at_s
 
     async def _after_crash(self, fate: Fate) -> None:
         timings = self._timings
-        if time.monotonic() - self._started_at_s > timings.healthy_s:
+        if self._shift.age_s > timings.healthy_s:
             self._crashes = 0
         self._crashes += 1
         what = fate.describe()
         logger.error("The worker crashed: %s", what)
+        if self._want in ("drain", "leave"):
+            return  # Said meanwhile: there is nothing left to start again.
         if self._crashes > len(timings.backoff_s):
             often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
             self._give_up("worker_crashes", f"The worker crashed{often} ({what}): mend the cause, then `resume`.")
@@ -309,7 +266,8 @@ class Keeper:
 
     def _finish(self, ended: Ended) -> bool:
         """The worker ended of itself. Returns whether the node ends with it, rather than waiting for `resume`."""
-        if ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker and not self._ending:
+        stops = self._want in ("drain", "leave")
+        if ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker and not stops:
             self._give_up(ended.code, f"{ended.reason} What was set last can be changed back.")
             return False
         if ended.exit_code == 0:
@@ -318,7 +276,7 @@ class Keeper:
             logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
             self._enter(Phase.ERROR, ended.code, ended.reason, final=not self._stays)
         if self._stays:
-            self._park("error" if ended.exit_code else "stopped")
+            self._park("error" if ended.exit_code and not stops else "stopped")
         return not self._stays
 
     # Turning from one thing to another
@@ -327,8 +285,7 @@ class Keeper:
         after, round_now = order.after_round, self._board.status.run.round
         if after is not None and (after <= round_now or self._want != "run"):
             order = PauseOrder()
-        if not self._pauser.pause(order):
-            raise NotAllowed("`until` lies in the past: give a moment to come.")
+        self._pauser.pause(order)
         self._weigh()
         return Phase.PAUSED
 
@@ -367,13 +324,7 @@ class Keeper:
         """Want something else: the worker that runs is asked to end, and `tend` does the next thing."""
         self._want = want
         self._changed.set()
-        child = self._child
-        if child is None:
-            return
-        child.stop(stop)
-        if not child.heard:
-            child.kill("it had not begun yet")  # still importing: it has nothing to save, and would be slow to listen
-        self._stop_by_s = None if stop.how == "drain" else time.monotonic() + self._timings.stop_s
+        self._shift.ask(stop)
 
     async def _wait_changed(self, timeout_s: float | None) -> None:
         """Until the owner wants something else. None is for ever: only `error` and `stopped` may, with the API up."""

@@ -29,7 +29,7 @@ CLOSE_S = 0.8
 class LogFile(logging.Handler):
     """Every record to `FOLDER/FILE`, the older ones to FILE.1 and so on. `close` ends its thread.
 
-    Where the disk does not take them, lines are left out, with one warning.
+    Where the disk does not take them, or too slowly, lines are left out; the first time with one warning.
     """
 
     def __init__(self, folder: Path, format: Literal["console", "json"]) -> None:

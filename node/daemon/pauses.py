@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from node.api.seam import PauseOrder
+from node.api.seam import PAUSE_MAX_S, NotAllowed, PauseOrder
 from node.config import ScheduleConfig
 from node.daemon.folder import Asked, DataFolder
 from node.schedule import FAR_DAYS, Hours
@@ -135,15 +135,16 @@ class Pauser:
     def after_round(self) -> int | None:
         return self._wishes.asked.after_round if self._wishes.asked is not None else None
 
-    def pause(self, order: PauseOrder) -> bool:
-        """As ordered. Returns whether the moment to end it at is still to come; if not, nothing is changed."""
-        until = order.until
+    def pause(self, order: PauseOrder) -> None:
+        """As ordered. Raises NotAllowed, and nothing is changed, where the moment to end it at does not do."""
+        now, until = self._clock(), order.until
         if order.for_s is not None:
-            until = self._clock() + timedelta(seconds=order.for_s)
-        if until is not None and until <= self._clock():
-            return False
+            until = now + timedelta(seconds=order.for_s)
+        if until is not None and until <= now:
+            raise NotAllowed("`until` lies in the past: give a moment to come.")
+        if until is not None and until > now + timedelta(seconds=PAUSE_MAX_S):
+            raise NotAllowed("`until` lies more than a year ahead: leave it out, and the pause holds until `resume`.")
         self._ask(Asked(until=until, after_round=order.after_round))
-        return True
 
     def resume(self) -> None:
         now = self._clock()

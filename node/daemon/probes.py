@@ -34,7 +34,10 @@ def usual_probes() -> Probes:
 
 
 def on_battery() -> bool | None:
-    battery = psutil.sensors_battery()
+    try:
+        battery = psutil.sensors_battery()
+    except (OSError, ValueError, RuntimeError):
+        return None  # A sensor that does not answer says nothing.
     plugged = battery.power_plugged if battery is not None else None
     return None if plugged is None else not plugged
 

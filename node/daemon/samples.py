@@ -16,8 +16,6 @@ STEP_S = 10
 """Of the finest rows."""
 GAP_S = 60.0
 """A longer silence between two reports is a gap, of which nothing is known."""
-ASLEEP_S = 5.0
-"""If the wall clock has gone on by so much more than the monotonic one, the machine slept or its clock was set."""
 
 MEANS = (
     "training_loss", "evaluation_loss", "tokens_per_second", "swarm_tokens_per_second", "swarm_peers",

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -30,19 +30,22 @@ from node.api.routes import Served
 from node.api.seam import HistoryAway
 from node.config import Config
 from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
+from node.daemon.disk import Disk
 from node.daemon.folder import DataFolder
-from node.daemon.keeper import Keeper, Timings
+from node.daemon.keeper import Keeper
 from node.daemon.logfile import FOLDER, LogFile
 from node.daemon.notices import NO_TLS, no_tls
 from node.daemon.pauses import Pauser, now_utc
 from node.daemon.probes import Probes, usual_probes
 from node.daemon.recorder import Clocks, Recorder
 from node.daemon.server import GRACE_S, Tls, bind, load_tls, make_server, url_of
+from node.daemon.shift import Timings
 from node.daemon.tuner import Tuner
 from node.daemon.wants import Mode
 from node.errors import NodeError
 from node.logs import Stamp, set_level
-from node.status import NodeInfo, PhaseState, Status, utc_now
+from node.revision import revision
+from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,6 @@ class Parts:
     timings: Timings = field(default_factory=Timings)
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each configured key came from, for `/api/v1/config`."""
-    revision: str = ""
-    """Of the source, for `build_info`."""
     clock: Callable[[], datetime] = now_utc
     """The wall clock that pauses and hours go by."""
     probes: Probes = field(default_factory=usual_probes)
@@ -93,7 +94,7 @@ async def _serve(
     on_status: Callable[[Status], None] | None,
     parts: Parts,
 ) -> int:
-    build = _build(parts.revision)
+    build = _build()
     sock, tls = port
     tuner = Tuner(config, parts.origins, folder)
     set_level(tuner.config.log.level)
@@ -105,18 +106,15 @@ async def _serve(
         started_at=utc_now(),
     )
     board = Board(node, tuner.config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
+    folder.tell = partial(_tell, board, "not_kept")
     if not config.node.persist:
         folder.remember_stopped(False)  # a start is the owner's word
+    disk = Disk(tuner.config, folder, board)
+    pauser = Pauser(tuner.config.schedule, folder, parts.clock, trains=start[0] == "train")
     keeper = Keeper(
-        tuner,
-        Pauser(tuner.config.schedule, folder, parts.clock, trains=start[0] == "train"),
-        folder=folder,
-        board=board,
-        build=build,
-        start=start,
-        worker_command=parts.worker_command,
-        timings=parts.timings,
-    )
+        tuner, pauser, folder=folder, board=board, disk=disk, build=build,
+        start=start, worker_command=parts.worker_command, timings=parts.timings,
+    )  # fmt: skip
     recorder = Recorder(folder.path / "history", Clocks(time.time, time.monotonic), trains=start[0] == "train")
     recorder.totals = keeper.metrics.totals
     keys = Keys(folder.token, time.monotonic)
@@ -131,7 +129,8 @@ async def _serve(
             folder.write_address(url, tls.certificate if tls else "")
             board.notice(NO_TLS, no_tls(config.api))
             logger.info("The API listens on %s", url)
-            return await _until_end(keeper, board, server, sock, partial(probe, keeper, parts.probes))
+            beside = (keeper.watch(), disk.keep(), probe(keeper, parts.probes))
+            return await _until_end(keeper, board, server, sock, beside)
         finally:
             board.memory = None
             recorder.close()
@@ -163,10 +162,13 @@ async def _until_end(
     board: Board,
     server: uvicorn.Server,
     sock: socket.socket,
-    beside: Callable[[], Coroutine[Any, Any, None]],
+    beside: Iterable[Coroutine[Any, Any, None]],
 ) -> int:
-    """Serve and tend; whichever ends first takes the other with it, and what runs beside."""
-    probing = asyncio.create_task(beside())
+    """Serve and tend; whichever ends first takes the other with it, and what runs beside.
+
+    What runs beside is for ever: a node that is watched by nobody is worse than none, so its failure is the node's.
+    """
+    watching = [asyncio.create_task(one) for one in beside]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     tending = asyncio.create_task(keeper.tend())
     loop = asyncio.get_running_loop()
@@ -181,14 +183,18 @@ async def _until_end(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
     try:
-        await asyncio.wait({serving, tending}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, tending, *watching}, return_when=asyncio.FIRST_COMPLETED)
         if tending.done():
             return tending.result()
+        for task in watching:
+            if task.done():
+                task.result()
         serving.result()
         raise NodeError("The API's server ended by itself: start the node again, and report this with its log.")
     finally:
         tending.cancel()
-        probing.cancel()
+        for task in watching:
+            task.cancel()
         board.close()
         server.should_exit = True
         await asyncio.wait({serving, tending}, timeout=SERVER_END_S)
@@ -206,9 +212,14 @@ async def probe(keeper: Keeper, probes: Probes) -> None:
         await asyncio.sleep(probes.every_s)
 
 
-def _build(revision: str) -> Build:
+def _tell(board: Board, code: str, text: str) -> None:
+    """An empty text: it is over."""
+    board.notice(code, Notice(code=code, text=text) if text else None)
+
+
+def _build() -> Build:
     """Versions from the packages' own words: importing torch only to ask would cost 300 MB."""
-    return Build(__version__, revision, _version("torch"), _version("hivemind"))
+    return Build(__version__, revision(), _version("torch"), _version("hivemind"))
 
 
 def _version(distribution: str) -> str:

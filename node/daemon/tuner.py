@@ -10,7 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from node.api.seam import Configured
-from node.choices import CHANGEABLE, FILE, ORIGIN, differing, over, read_choices, read_patch, write_choices
+from node.choices import (
+    CHANGEABLE,
+    FILE,
+    ORIGIN,
+    ChoiceError,
+    Wrong,
+    differing,
+    over,
+    read_choices,
+    read_patch,
+    write_choices,
+)
 from node.config import Config
 from node.daemon.folder import DataFolder, write_whole
 
@@ -61,6 +72,11 @@ class Tuner:
         choices = {key: value for key, value in choices.items() if value is not None}
         config = over(self._base, choices)
         check(config)
-        write_whole(self._file, write_choices(choices))
+        try:
+            write_whole(self._file, write_choices(choices))
+        except OSError as exc:
+            mend = "free some space on that disk, and ask again"
+            what = f"could not be written ({exc.strerror}): {mend}; nothing has changed."
+            raise ChoiceError((Wrong(str(self._file), what),)) from exc
         changed, self._choices, self.config = differing(self.config, config), choices, config
         return changed

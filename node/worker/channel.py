@@ -67,12 +67,12 @@ class Channel:
             except OSError:
                 self.stop = self.stop or Stop(how="leave")
 
-    def beat(self) -> None:
-        """Say that the main thread lives, at most every BEAT_S."""
+    def beat(self, *, saving: bool = False) -> None:
+        """Say that the main thread lives, at most every BEAT_S; and whether it waits for a disk."""
         now_s = time.monotonic()
         if now_s - self._beat_at_s >= BEAT_S:
             self._beat_at_s = now_s
-            self.send(Beat())
+            self.send(Beat(saving=saving))
 
 
 def rfc3339(unix_s: float) -> str:

@@ -1,7 +1,7 @@
 """What a worker counts: seconds by activity, tokens, rounds, failures. Knows no training.
 
-Totals go into every checkpoint and into a file of their own (`totals`), so they last over restarts; the supervisor turns
-them into metrics.
+Totals go into every checkpoint and into a file of their own (`totals`), so they last over restarts; the supervisor
+turns them into metrics.
 """
 
 from __future__ import annotations

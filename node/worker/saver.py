@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from node.errors import QuotaError
@@ -63,20 +64,26 @@ class Saver:
         return self._running is not None and not self._running.done()
 
     def begin(self, checkpoint: Checkpoint, tip: Tip) -> None:
-        """Write it beside. Raises what the one before raised: MachineError where the disk did not take it."""
-        self.wait()
+        """Write it beside, while none is being written. Raises what the one before raised: MachineError."""
+        assert not self.is_busy, "wait first"
+        self.wait(0.0)
         self._running = self._thread.submit(self._save, checkpoint, tip)
 
     def check(self) -> None:
         """Raises what the newest one raised, if it has ended."""
         if self._running is not None and self._running.done():
-            self.wait()
+            self.wait(0.0)
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+    def wait(self, timeout_s: float) -> bool:
+        """Until nothing is being written, or so long; returns whether that is so. Raises what the newest one raised."""
+        running = self._running
+        if running is None:
+            return True
+        if not futures.wait((running,), timeout_s).done:
+            return False
+        self._running = None
+        running.result()
+        return True
 
     def _save(self, checkpoint: Checkpoint, tip: Tip) -> None:
         try:

@@ -99,9 +99,15 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of outer and local state, on the disk when this returns. Raises MachineError if that is full."""
+        self._wait_saved()
         self._begin_save()
+        self._wait_saved()
+
+    def _wait_saved(self) -> None:
+        """Until nothing is being written; telling of it, as gigabytes take their time."""
         with self.ledger.doing(Activity.CHECKPOINT):
-            self._saver.wait()
+            while not self._saver.wait(POLL_S):
+                self.teller.tell(saving=True)
 
     def _begin_save(self) -> None:
         """Training goes on while it is written; `breathe` tells of a disk that does not take it."""
@@ -340,7 +346,7 @@ class Trainer:
         """Nothing is encoded or written from here on; what could not be written is no matter any more."""
         self._outgoing.wait()
         with suppress(MachineError):
-            self._saver.wait()
+            self._wait_saved()
 
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens

@@ -18,7 +18,7 @@ from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
 from node.api.routes import Served
-from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, View
+from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, Space, View
 from node.choices import CHANGEABLE, over, read_patch
 from node.config import Config
 from node.daemon.board import Board
@@ -65,9 +65,7 @@ class StillNode:
 @pytest.fixture
 def still_node(tmp_path: Path) -> Iterator[StillNode]:
     node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
-    node.metrics = Metrics(
-        Build("1.2", "abc", "2.13", "1.1"), node.view, disk=(lambda: {"cache": 3}, lambda: (1, 4)), clock=time.monotonic
-    )
+    node.metrics = Metrics(Build("1.2", "abc", "2.13", "1.1"), node.view, space=lambda: Space({"cache": 3}, 1, 4))
     node.keys = Keys(TOKEN, time.monotonic)
     node.past = Recorder(tmp_path / "history", Clocks(time.time, time.monotonic), trains=True)
     node.past.totals = node.metrics.totals

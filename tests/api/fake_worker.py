@@ -2,7 +2,8 @@
 
 ACT: work (be a good worker), crash (exit at once), crash-once:FILE (crash unless FILE exists, and make it), refuse,
 refuse-cuda (while the settings ask for a GPU), complete, rubbish (a line that is no message), deaf (never obey), silent
-(never beat), brood:FILE (leave a grandchild that holds all pipes; its pid goes to FILE).
+(never beat), attempts (each round fails twice before it holds), save:SECONDS (say so for that long before it ends),
+disk-full (it cannot save at its end), brood:FILE (leave a grandchild that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,7 +53,7 @@ def report(mode: str, round_number: int) -> Report:
     )
 
 
-def work(act: str, link: socket.socket, lines: BinaryIO, start: Start) -> None:
+def work(act: str, word: str, link: socket.socket, lines: BinaryIO, start: Start) -> None:
     round_number = -1
     link.sendall(encode(LogTold(level="warning", logger="node.fake", message="hello", at=utc_now(), round=7)))
     while True:
@@ -67,13 +69,22 @@ def work(act: str, link: socket.socket, lines: BinaryIO, start: Start) -> None:
             if isinstance(message, Adjust):
                 said = f"adjust {json.dumps(message.config)}"
                 link.sendall(encode(LogTold(level="info", logger="node.fake", message=said, at=utc_now())))
+            if isinstance(message, Stop) and act == "disk-full":
+                link.sendall(encode(Ended(exit_code=3, code="disk_full", reason="The disk is full.")))
+                return
             if isinstance(message, Stop) and act != "deaf":
+                for _ in range(round(float(word or 0) / BEAT_S) if act == "save" else 0):
+                    link.sendall(encode(Beat(saving=True)))
+                    time.sleep(BEAT_S)
                 link.sendall(encode(Ended(exit_code=0, code=message.how, reason="As asked.")))
                 return
         elif start.mode == "train":
             round_number += 1
             link.sendall(encode(Observed(seconds={"inner_step": [0.01], "sync.reduce": [0.2], "blocked.apply": [0.1]})))
-            link.sendall(encode(RoundTold(record=RoundRecord(round=round_number, outcome=Outcome.COMPLETE))))
+            failed = [Outcome.FAILED] * 2 if act == "attempts" else []
+            for outcome in (*failed, Outcome.COMPLETE):
+                link.sendall(encode(RoundTold(record=RoundRecord(round=round_number, outcome=outcome))))
+                time.sleep(BEAT_S if outcome is Outcome.FAILED else 0)
 
 
 def main() -> None:
@@ -104,7 +115,7 @@ def main() -> None:
     elif act == "complete":
         link.sendall(encode(Ended(exit_code=0, code="run_complete", reason="All tokens are trained.")))
     else:
-        work(act, link, lines, start)
+        work(act, file, link, lines, start)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from node.config import Config
-from node.daemon.keeper import Timings
 from node.daemon.pauses import now_utc
 from node.daemon.probes import Probes
+from node.daemon.shift import Timings
 from node.daemon.supervisor import Parts, run
 from node.errors import NodeError
 from node.status import Status

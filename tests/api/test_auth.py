@@ -163,7 +163,9 @@ def test_session_from_token_to_farewell(client: ClientMaker, still_node: StillNo
             assert (await http.get("/api/v1/status", headers=browser)).status_code == 200
             assert (await http.post("/api/v1/actions/pause", headers=browser)).status_code == 403
             assert (await http.post("/api/v1/actions/pause", headers=browser | same)).status_code == 202
-            assert (await answers(http, "POST", "/api/v1/session", headers=browser | same)).status_code == 401
+            for more in ({}, {"Authorization": "Basic x"}, {"Authorization": ""}):
+                again = await answers(http, "POST", "/api/v1/session", headers=browser | same | more)
+                assert again.status_code == 401
             assert (await http.get("/api/v1/status", headers={"Cookie": browser["Cookie"] + "x"})).status_code == 401
             closed = await http.request("DELETE", "/api/v1/session", headers=browser | same)
             assert closed.status_code == 204

@@ -24,6 +24,7 @@ from tests.api.conftest import BASE, TOKEN, StillNode
 
 INVITE = str(Invite("ab" * 32, ("/ip4/203.0.113.7/tcp/31337/p2p/QmPeer",)))
 SECRETS = [TOKEN, INVITE, "203.0.113.7", "198.51.100.9", "2001:db8::7", "my.home.example", "SESAME", "MIIBVQIBADAN"]
+SECRETS += ["hf_AbCdEfGhIjKlMn", "correct-horse", "s3ss10n-key"]
 
 
 def setup(node: StillNode, folder: Path) -> Config:
@@ -38,6 +39,7 @@ def setup(node: StillNode, folder: Path) -> Config:
         f"Authorization: Bearer {TOKEN}", f"http://127.0.0.1:8080/#token={TOKEN}", f"joined by {INVITE}",
         "dialling /dns4/my.home.example/tcp/1/p2p/QmX and 198.51.100.9", "proxy http://me:SESAME@my.home.example:3128/x",
         "-----BEGIN PRIVATE KEY-----\nMIIBVQIBADAN\n-----END PRIVATE KEY-----", "at 12:34:56 version 2.13.0 of torch",
+        "HF_TOKEN hf_AbCdEfGhIjKlMn", "password=correct-horse, Cookie: diloco_session_ab12=s3ss10n-key; x",
     ]  # fmt: skip
     for line in lines:
         node.board.add_log(logging.LogRecord("node.x", logging.INFO, "", 0, "%s", (line,), None))

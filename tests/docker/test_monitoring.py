@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from node.api.metrics import Build, Metrics
+from node.api.seam import Space
 from node.daemon.board import Board
 from node.status import Counters, DeviceInfo, NodeInfo, Phase, PhaseState, Report
 from tests.docker.watch import CONFIG, Prometheus
@@ -97,8 +98,7 @@ def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
 
 
 def metrics_of(board: Board) -> Metrics:
-    disk = (lambda: {"cache": 3}, lambda: (10, 40))
-    return Metrics(Build("0"), lambda: board.view(alive=True), disk=disk, clock=time.monotonic)
+    return Metrics(Build("0"), lambda: board.view(alive=True), space=lambda: Space({"cache": 3}, 10, 40))
 
 
 def page_with_gpu(board: Board, metrics: Metrics) -> str:

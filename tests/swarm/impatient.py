@@ -9,7 +9,7 @@ from functools import partial
 
 from node import cli
 from node.daemon import supervisor
-from node.daemon.keeper import Timings
+from node.daemon.shift import Timings
 
 PROGRAM = "tests.swarm.impatient"
 TIMINGS = "SWARM_TEST_TIMINGS"

@@ -83,4 +83,6 @@ def test_disk_used_by_kind(tmp_path: Path) -> None:
     with DataFolder.open(tmp_path) as folder:
         (tmp_path / "checkpoints" / "7").mkdir(parents=True)
         (tmp_path / "checkpoints" / "7" / "x").write_bytes(b"12345")
-        assert folder.disk_used_bytes() == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0}
+        space = folder.space()
+        assert 0 < space.free_bytes <= space.size_bytes
+        assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0}

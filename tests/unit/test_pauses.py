@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.api.seam import PauseOrder
+from node.api.seam import NotAllowed, PauseOrder
 from node.config import ScheduleConfig
 from node.daemon.folder import Asked, DataFolder
 from node.daemon.pauses import STEADY_S, Pauser, Wishes
@@ -82,23 +82,25 @@ def test_other_hours_end_a_resume_against_the_old_ones(tmp_path: Path) -> None:
 def test_the_owner_s_pause_goes_before_the_hours_and_ends_in_them(tmp_path: Path) -> None:
     clock = Clock(NIGHT)
     pauser = made(tmp_path, clock, active=NIGHTS)
-    assert pauser.pause(PauseOrder(for_s=3600))
+    pauser.pause(PauseOrder(for_s=3600))
     assert (pauser.verdict().by, pauser.verdict().until) == ("owner", NIGHT + timedelta(hours=1))
     assert pauser.verdict().reason == "The node is paused until 0:00 on 17 November 2026 (UTC)."
     clock.add(hours=1)
     assert pauser.verdict().by == ""
     # One that ends outside of the hours goes on as theirs, not to training.
-    assert pauser.pause(PauseOrder(until=MONDAY + timedelta(days=1, hours=12)))
+    pauser.pause(PauseOrder(until=MONDAY + timedelta(days=1, hours=12)))
     clock.now = MONDAY + timedelta(days=1, hours=11)
     assert pauser.verdict().by == "owner"
     clock.add(hours=1)
     assert pauser.verdict().by == "schedule"
     assert not (tmp_path / "pause.json").exists()
     # Without an end it holds whatever the hours do.
-    assert pauser.pause(PauseOrder())
+    pauser.pause(PauseOrder())
     clock.now = NIGHT + timedelta(days=2)
     assert made(tmp_path, clock, active=NIGHTS).verdict().by == "owner"
-    assert not pauser.pause(PauseOrder(until=NIGHT))
+    for until, why in ((NIGHT, "past"), (NIGHT + timedelta(days=500), "more than a year")):
+        with pytest.raises(NotAllowed, match=why):
+            pauser.pause(PauseOrder(until=until))
 
 
 def test_a_pause_after_a_round_is_none_yet(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def saver(store: SlowStore, source: CheckpointSource) -> Iterator[Saver]:
     yield (made := Saver(store, source))
     store.may_go_on.set()
     store.is_full = False
-    made.wait()
+    assert made.wait(10)
 
 
 def test_training_goes_on_while_it_is_written_and_it_is_served_only_then(
@@ -68,8 +69,9 @@ def test_training_goes_on_while_it_is_written_and_it_is_served_only_then(
     saver.begin(CHECKPOINT, TIP)
     saver.check()
     assert saver.is_busy and source.find() is None
+    assert not saver.wait(0.01)
     store.may_go_on.set()
-    saver.wait()
+    assert saver.wait(10)
     assert not saver.is_busy and store.rounds() == [-1]
     snapshot = source.find()
     assert snapshot is not None and snapshot.digest == TIP.digest
@@ -80,9 +82,11 @@ def test_a_full_disk_is_told_at_the_next_look_once(saver: Saver, store: SlowStor
     store.may_go_on.set()
     saver.begin(CHECKPOINT, TIP)
     with pytest.raises(MachineError, match="disk is full"):
-        saver.wait()
+        saver.wait(10)
     saver.check()
     saver.begin(CHECKPOINT, TIP)
+    while saver.is_busy:
+        time.sleep(0.01)
     with pytest.raises(MachineError):
         saver.begin(CHECKPOINT, TIP)
     assert source.find() is None
