@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from node.errors import QuotaError
 from node.swarm.chain import Tip
+from node.swarm.faults import Faults
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.worker.session import CheckpointSource
 
@@ -54,8 +55,8 @@ class Calendar:
 class Saver:
     """Its thread only writes; what it writes is a snapshot that nobody changes."""
 
-    def __init__(self, store: CheckpointStore, source: CheckpointSource) -> None:
-        self._store, self._source = store, source
+    def __init__(self, store: CheckpointStore, source: CheckpointSource, faults: Faults) -> None:
+        self._store, self._source, self._faults = store, source, faults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._running: Future[None] | None = None
 
@@ -87,6 +88,7 @@ class Saver:
 
     def _save(self, checkpoint: Checkpoint, tip: Tip) -> None:
         try:
+            self._faults.meet("save", checkpoint.round)
             self._store.save(checkpoint)
         except QuotaError as exc:
             # What the node has is on disk still, if older: no reason to end. The owner has been told.

@@ -72,7 +72,7 @@ class Trainer:
         self.progress = Progress()
         self._books = Books(session, teller, ledger)
         self._accounts = Accounts(self.run.sync.fragment_count)
-        self._saver = Saver(session.store, session.source)
+        self._saver = Saver(session.store, session.source, session.swarm.faults)
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._evaluation = Evaluation(self.run.evaluation, local)
         self._dropped = 0

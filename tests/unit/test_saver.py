@@ -14,6 +14,7 @@ import torch
 from node.diloco.outer import genesis
 from node.errors import MachineError
 from node.swarm.chain import Outer, tip_at
+from node.swarm.faults import Faults
 from node.training.checkpoint import Checkpoint, CheckpointStore
 
 with warnings.catch_warnings():
@@ -57,7 +58,7 @@ def source(store: SlowStore, tmp_path: Path) -> CheckpointSource:
 
 @pytest.fixture
 def saver(store: SlowStore, source: CheckpointSource) -> Iterator[Saver]:
-    yield (made := Saver(store, source))
+    yield (made := Saver(store, source, Faults()))
     store.may_go_on.set()
     store.is_full = False
     assert made.wait(10)
