@@ -81,7 +81,7 @@ class Reachability:
         if not self._port:
             return "This node listens on no TCP port, so it reduces nothing; set swarm.listen."
         if self.is_inbound is None:
-            return f"No peer has been asked yet whether it reaches TCP port {self._port}."
+            return f"Taken for granted until a peer has been asked whether it reaches TCP port {self._port}."
         if self.is_inbound:
             return f"Other peers reach TCP port {self._port}."
         return (
