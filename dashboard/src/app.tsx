@@ -69,7 +69,6 @@ function Header({ locked }: { locked: boolean }) {
       <div class="identity">
         <span class="lamp" aria-hidden="true" />
         {node ? <Name text={node.name} most={40} /> : <span class="name">diloco-node</span>}
-        {node && route.value !== "overview" && !locked && <span class="now">{word.value}</span>}
       </div>
       {!locked && (
         <nav aria-label="Views">
@@ -80,6 +79,7 @@ function Header({ locked }: { locked: boolean }) {
           ))}
         </nav>
       )}
+      {node && route.value !== "overview" && !locked && <span class="now">{word.value}</span>}
       <Freshness />
       <ThemeSwitch />
     </header>

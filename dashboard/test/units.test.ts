@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { brief, bytes, bytesPerSecond, count, decimals, duration, hours, many, percent, tokensPerSecond } from "../src/words/units";
+import { bare, brief, bytes, bytesPerSecond, count, decimals, duration, hours, many, percent, tokensPerSecond } from "../src/words/units";
 
 const plain = (text: string) => text.replaceAll("\u202f", " ");
 
@@ -19,7 +19,7 @@ test("bytes and rates carry their unit, and it never breaks away", () => {
 });
 
 test.each([
-  [0, "0 s"], [0.42, "0.4 s"], [9.94, "9.9 s"], [9.96, "10 s"], [59.6, "1 min"], [200, "3 min 20 s"], [3599.7, "1 h"],
+  [0, "0 s"], [0.0004, "<1 ms"], [0.042, "42 ms"], [0.42, "420 ms"], [0.9996, "1.0 s"], [9.94, "9.9 s"], [9.96, "10 s"], [59.6, "1 min"], [200, "3 min 20 s"], [3599.7, "1 h"],
   [7800, "2 h 10 min"], [86_399, "1 d"], [100 * 3600, "4 d 4 h"], [-3, "0 s"], [null, "–"],
 ])("duration(%s)", (seconds, text) => {
   expect(plain(duration(seconds))).toBe(text);
@@ -39,4 +39,9 @@ test("shares, decimals and hours", () => {
 
 test("one of a thing is told as one", () => {
   expect([0, 1, 2, 1200].map((n) => plain(many(n, "token")))).toEqual(["0 tokens", "1 token", "2 tokens", "1.20 k tokens"]);
+});
+
+test("an axis has no digits that say nothing", () => {
+  const marks = ["0", "15.0 k", "5.00 k", "2.50 M", "100 %", "0.5", "20", "1.05 kB/s", "10"];
+  expect(marks.map(bare)).toEqual(["0", "15 k", "5 k", "2.5 M", "100 %", "0.5", "20", "1.05 kB/s", "10"]);
 });

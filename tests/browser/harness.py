@@ -24,6 +24,19 @@ RESULTS = Path(__file__).parent / "results"
 """Screenshots of the newest run."""
 ARGUMENTS = ("--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update")
 VIEWS = ("Overview", "Swarm", "Logs", "Settings")
+FILLED = {
+    "Overview": ("h1", ".devices", ".charts canvas"),
+    "Swarm": (
+        "h1",
+        "[role=option]",
+        "[aria-labelledby=peers] tbody tr",
+        "[aria-labelledby=contributions] tbody tr",
+        ".charts canvas",
+    ),
+    "Logs": ("h1", ".log .line"),
+    "Settings": ("h1", ".row", ".about dt"),
+}
+"""What is there once a view has all that it asks the node for."""
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 WAIT_S = 60.0
 LISTEN = """
@@ -101,6 +114,12 @@ class Dashboard:
         self.page.locator(f"html[data-phase={phase}]").wait_for(state="attached", timeout=1e3 * wait_s)
         if word:
             self.mark("state").filter(has_text=word).wait_for(timeout=1e3 * wait_s)
+        return self
+
+    def until_filled(self, view: str) -> Dashboard:
+        """What the view asks the node for has come."""
+        for mark in FILLED[view]:
+            self.page.locator(f"main {mark}").first.wait_for()
         return self
 
     def until_stale(self, stale: bool, wait_s: float = WAIT_S) -> Dashboard:

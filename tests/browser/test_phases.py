@@ -1,4 +1,4 @@
-"""Every phase and error state of a node, brought about for real, as the page tells it."""
+"""Every phase and error state of a node, and a relay's, brought about for real, as the page tells it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tests.swarm.impatient import PROGRAM, TIMINGS
 pytestmark = pytest.mark.timeout(300)
 
 LONG_S = PATIENCE * START_S
+STOP_S = 3.0
+"""What a worker that does not listen gets here at the end: long enough to be seen."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,18 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Iterator[Swar
     with Swarm(tmp_path_factory.mktemp("phases"), run) as swarm:
         swarm.found(env={"DILOCO_FAULTS": f"file:{plan}"})
         yield swarm
+
+
+@pytest.fixture(scope="module")
+def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
+    """A node whose worker crashes, once and for all, while the other tests run; and the plan that makes it."""
+    folder = tmp_path_factory.mktemp("crashing")
+    plan = folder / "plan"
+    plan.write_text("inner@*=fail")
+    with Swarm(folder / "swarm", tiny(round={"inner_steps": 600})) as swarm:
+        node = swarm.node("crashing")
+        node.program = PROGRAM
+        yield node.start(env={TIMINGS: json.dumps({"backoff_s": []}), "DILOCO_FAULTS": f"file:{plan}"}), plan
 
 
 @pytest.fixture
@@ -58,19 +72,21 @@ def seen(tab: Dashboard, name: str) -> None:
     tab.shoot(f"phase-{name}")
 
 
-def test_starting_waiting_downloading_training_syncing_leaving_draining(
-    swarm: Swarm, plan: Path, context: BrowserContext, tabs: list[Dashboard]
+def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
+    swarm: Swarm, plan: Path, crashing: object, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     founder = swarm.nodes[0]
     first = show(tabs, context, founder).until_phase("starting", word="Starting")
     seen(first, "starting")
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
+    first.mark("reason").filter(has_text="1 of 1 member is ready").wait_for()
+    first.page.get_by_text("Nobody else is here yet.").wait_for()
     seen(first, "waiting-for-peers")
 
     plan.write_text("serve@*=stall:2")
     second = swarm.node("second", join=founder.invite())
-    second.preset = None
-    second.start(env={"DILOCO_FAULTS": f"file:{plan}"})
+    second.preset, second.program = None, PROGRAM
+    second.start(env={TIMINGS: json.dumps({"stop_s": STOP_S}), "DILOCO_FAULTS": f"file:{plan}"})
     other = show(tabs, context, second).until_phase("downloading", word="Downloading", wait_s=LONG_S)
     seen(other, "downloading")
     plan.unlink()
@@ -88,14 +104,45 @@ def test_starting_waiting_downloading_training_syncing_leaving_draining(
     other.until_phase("leaving", word="Leaving")
     seen(other, "leaving")
     other.until_phase("stopped", word="Stopped")
-    seen(other, "stopped")
+    for gone in (False, True):
+        other.until_stale(gone)
+        assert other.page.locator(".orders button").count() == 0, "a node that has ended takes no orders"
+        other.page.get_by_text("This node has ended.").first.wait_for()
+        assert f"diloco-node run --data-dir {second.folder}" in other.mark("again").inner_text()
+        assert other.page.title().startswith("Stopped")
+        seen(other, "ended" if gone else "ending")
     assert second.wait_end(10 * PATIENCE) == 0
 
+    relay = swarm.node("relay", join=founder.invite())
+    relay.preset, relay.order = None, "relay"
+    relay.start()
     # Alone again, its round does not come about: a drain waits for it.
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     assert founder.act("drain").status_code == 202
     first.until_phase("draining", word="Finishing")
     seen(first, "draining")
+
+
+def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+    tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
+    tab.page.get_by_text("This node does not train.").first.wait_for()
+    assert tab.button("Pause").count() == tab.button("Resume").count() == 0
+    assert tab.button("Leave").count() == 1
+    assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
+    told = tab.page.locator("main").inner_text()
+    for word in ("Compute given", "Inner step", "Speed of this node", "Where the time went", "GPU"):
+        assert word not in told, f"a relay has no such thing: {word}"
+    seen(tab, "relay")
+    tab.view("Swarm")
+    peers = tab.page.get_by_role("region", name="Peers, table")
+    peers.get_by_text("founder").wait_for()
+    assert tab.serious() == []
+    tab.shoot("relay-swarm")
+    tab.view("Settings").page.get_by_text("Upload").first.wait_for()
+    told = tab.page.locator("main").inner_text()
+    for word in ("Hours", "Precision", "Sequences at once", "Share of GPU memory"):
+        assert word not in told, f"nothing to set for a relay: {word}"
+    tab.shoot("relay-settings")
 
 
 def test_connecting_where_nobody_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
@@ -110,25 +157,21 @@ def test_connecting_where_nobody_answers(swarm: Swarm, context: BrowserContext, 
 
 
 def test_a_worker_that_crashes_is_an_error_until_resume_and_a_pause_after_its_round(
-    tmp_path: Path, context: BrowserContext, tabs: list[Dashboard]
+    crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
-    plan = tmp_path / "plan"
-    plan.write_text("inner@*=fail")
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 600})) as swarm:
-        node = swarm.node("crashing")
-        node.program = PROGRAM
-        node.start(env={TIMINGS: json.dumps({"backoff_s": []}), "DILOCO_FAULTS": f"file:{plan}"})
-        tab = show(tabs, context, node).until_phase("error", word="Error", wait_s=LONG_S)
-        tab.mark("reason").filter(has_text="injected at inner").wait_for()
-        assert tab.button("Pause").count() == 0
-        seen(tab, "error")
-        plan.unlink()
-        tab.button("Resume").click()
-        tab.until_phase("training", word="Training", wait_s=LONG_S)
-        tab.button("Pause").click()
-        tab.item("After this round").click()
-        tab.page.get_by_text("Pauses after round").wait_for()
-        seen(tab, "pausing-after-round")
-        tab.until_phase("paused", word="Paused", wait_s=LONG_S)
-        assert node.status()["run"]["round"] >= 0, "the round was seen through"
-        seen(tab, "paused")
+    node, plan = crashing
+    tab = show(tabs, context, node).until_phase("error", word="Error", wait_s=LONG_S)
+    tab.mark("reason").filter(has_text="injected at inner").wait_for()
+    assert tab.mark("reason").inner_text().startswith("The worker crashed (")
+    assert tab.button("Pause").count() == 0
+    seen(tab, "error")
+    plan.unlink()
+    tab.button("Resume").click()
+    tab.until_phase("training", word="Training", wait_s=LONG_S)
+    tab.button("Pause").click()
+    tab.item("After this round").click()
+    tab.page.get_by_text("Pauses after round").wait_for()
+    seen(tab, "pausing-after-round")
+    tab.until_phase("paused", word="Paused", wait_s=LONG_S)
+    assert node.status()["run"]["round"] >= 0, "the round was seen through"
+    seen(tab, "paused")

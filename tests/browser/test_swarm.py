@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 import psutil
 import pytest
 from playwright.sync_api import BrowserContext
 
 from tests.browser.harness import NARROW, VIEWS, WIDE, Dashboard, missing
+from tests.browser.load import browser_meter, busy_ratio, node_meter, quiet_after
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Swarm, tiny, wait_for
 
 pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = "<script>alert(1)</script>"
 BIDI = "good\u202elive\u2066"
 FREED_S = 5.0
+FREE_RATIO, FREE_S = 0.1, 10.0
+"""Of a core: less than that is nothing, if it stays so for so long."""
 GONE_S = 15.0
-BUSY_RATIO = 0.5
+BUSY_RATIO = 0.25
 """Of a core, from which on a node counts as working."""
 TAB_RATIO = 0.05
 TAB_S = 10.0
 SETTLED_S = 5.0
-"""Loading the page is not counted."""
+"""Loading the page is not counted; it takes no longer."""
+TRIES = 10
+"""Wrong tokens in a minute, after which there is another answer."""
+READINGS = """
+() => {
+  const bar = document.querySelector('[role=progressbar]'), texts = document.querySelectorAll('.readings dd');
+  const [round, step] = [...texts].map((text) => text.innerText);
+  const [done, all] = step.split('of').map(Number);
+  return [document.documentElement.dataset.phase, Number(round), done / all, bar.ariaValueNow / 100];
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +92,21 @@ def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
     tab.view("Overview")
 
 
+def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) -> None:
+    """Rounds here go by steps, so the scale says what the steps say, also right after a round."""
+    tab.until_phase("training")
+    seen: dict[int, float] = {}
+    deadline_s = time.monotonic() + PATIENCE * START_S
+    while len(seen) < 4:
+        assert time.monotonic() < deadline_s, seen
+        phase, number, steps, way = tab.page.evaluate(READINGS)
+        if phase == "training":
+            assert way == pytest.approx(steps, abs=0.011), f"round {number}"
+            seen.setdefault(number, way)
+        tab.page.wait_for_timeout(50)
+    assert min(seen.values()) < 0.5, seen
+
+
 def test_names_of_strangers_are_text(tab: Dashboard) -> None:
     tab.until_phase("training").view("Swarm")
     peers = tab.page.get_by_role("region", name="Peers, table")
@@ -94,9 +122,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashbo
     tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     tab.until_phase("training")
     for view in VIEWS:
-        tab.view(view)
-        tab.page.locator("main h1").first.wait_for()
-        time.sleep(1)  # for what the view asks the node
+        tab.view(view).until_filled(view)
         shown = tab.shoot(f"{view.lower()}-{scheme}")
         assert tab.serious() == [], view
         tab.page.set_viewport_size(NARROW)  # type: ignore[arg-type]
@@ -106,12 +132,21 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashbo
     print(f"screenshots: {shown.parent}")
 
 
-def test_wrong_token_right_token_and_locking_again(swarm: Swarm, context: BrowserContext) -> None:
+def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: BrowserContext) -> None:
     tab = Dashboard(context, swarm.nodes[0]).open(with_token=False).until_phase("locked", word="Locked")
     assert tab.serious() == []
     tab.page.get_by_label("Token").fill("wrong")
     tab.button("Open").click()
-    tab.page.get_by_role("alert").filter(has_text="wrong").wait_for()
+    fault = tab.page.get_by_role("alert")
+    fault.filter(has_text="This token is wrong").wait_for()
+    tab.shoot("locked-wrong")
+    for number in range(TRIES):
+        tab.page.get_by_label("Token").fill(f"wrong {number}")
+        with tab.page.expect_response("**/api/v1/session"):
+            tab.page.keyboard.press("Enter")
+    fault.filter(has_text="Too many wrong tokens").wait_for()
+    assert tab.serious() == []
+    tab.shoot("locked-too-many")
     assert tab.page.get_by_role("navigation", name="Views").count() == 0
     tab.page.get_by_label("Token").fill(tab.token)
     tab.page.keyboard.press("Enter")
@@ -121,20 +156,14 @@ def test_wrong_token_right_token_and_locking_again(swarm: Swarm, context: Browse
     tab.until_phase("training")
     tab.view("Settings").button("Lock this page").click()
     tab.until_phase("locked", word="Locked")
+    tab.page.reload()
+    tab.until_phase("locked", word="Locked")
     tab.check()
 
 
 def test_without_a_mouse(tab: Dashboard) -> None:
     tab.until_phase("training")
     keys = tab.page.keyboard
-    tab.tab_to("a Swarm")
-    keys.press("Enter")
-    tab.page.get_by_role("region", name="Peers, table").wait_for()
-    tab.page.locator("body").press("Home")
-    tab.page.evaluate("document.activeElement.blur()")
-    tab.tab_to("a Overview")
-    keys.press("Enter")
-    tab.mark("reason").wait_for()
     tab.tab_to("button Pause")
     keys.press("Enter")
     tab.item("For 1 hour").wait_for()
@@ -147,27 +176,41 @@ def test_without_a_mouse(tab: Dashboard) -> None:
     assert tab.focused() == "menuitem Until I resume"
     keys.press("Enter")
     tab.until_phase("paused", word="Paused")
+    tab.mark("reason").filter(has_text="Paused until you resume.").wait_for()
     tab.tab_to("button Resume")
     keys.press("Enter")
+    tab.mark("state").filter(has_text="Starting").wait_for()
+    # The way there is used to look around.
+    tab.tab_to("a Swarm")
+    keys.press("Enter")
+    tab.page.get_by_role("region", name="Peers, table").wait_for()
+    tab.page.locator("body").press("Home")
+    tab.page.evaluate("document.activeElement.blur()")
+    tab.tab_to("a Overview")
+    keys.press("Enter")
+    tab.mark("reason").wait_for()
     tab.until_phase("training", word="Training", wait_s=PATIENCE * START_S)
 
 
 def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashboard, figures: Figures) -> None:
     node = tab.node
     tab.until_phase("training", wait_s=PATIENCE * START_S)
-    worker = node.find("worker")
-    wait_for(lambda: busy_ratio(node) > BUSY_RATIO / 2, START_S, "it works")
+    worker, meter = node.find("worker"), node_meter(node)
+    wait_for(lambda: busy_ratio(meter) > BUSY_RATIO, START_S, "it works")
     tab.button("Pause").click()
-    tab.item("Until I resume").click()
+    tab.item("For 1 hour").click()
     began_s = time.monotonic()
     psutil.wait_procs([worker], timeout=START_S)
     assert not worker.is_running(), "the process with the model is gone"
     figures.hold("paused by click: the model has left the memory after", time.monotonic() - began_s, FREED_S)
     tab.until_phase("paused", word="Paused")
     figures.hold("paused by click: the page says so after", time.monotonic() - began_s, FREED_S)
-    # What stays in the swarm for a paused node takes some seconds to start; after that there is nothing to do.
-    wait_for(lambda: busy_ratio(node) < BUSY_RATIO / 5, PATIENCE * START_S, "the processor is free")
-    figures.tell("paused by click: what goes on without a model has started after", time.monotonic() - began_s)
+    assert re.fullmatch(r"Paused until (tomorrow )?\d\d:\d\d\.", tab.mark("reason").inner_text())
+    assert re.search(r"until \d+:\d\d on \d+ \w+ \d{4} \(.+\)\.$", node.status()["reason"])
+    limit_s = PATIENCE * FREED_S
+    freed_s, told = quiet_after(meter, FREE_RATIO, began_s=began_s, quiet_s=FREE_S, limit_s=limit_s)
+    print(f"paused by click: of a core, seconds after: {told}")
+    figures.hold("paused by click: the processor is free after", freed_s, FREED_S)
     tab.button("Resume").click()
     tab.until_phase("training", word="Training", wait_s=PATIENCE * START_S)
     node.until_training(PATIENCE * START_S)
@@ -178,33 +221,37 @@ def test_a_killed_peer_goes_from_the_page(swarm: Swarm, tab: Dashboard, figures:
     peers = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
     peers.filter(has_text="good").wait_for()
     victim = swarm.nodes[2]
+    its = Dashboard(tab.page.context, victim).open().until_phase("training", wait_s=PATIENCE * START_S)
     victim.running.send_signal(signal.SIGKILL)
     began_s = time.monotonic()
     peers.filter(has_text="good").wait_for(state="detached", timeout=60_000)
     figures.hold("a killed peer is gone from the page after", time.monotonic() - began_s, GONE_S)
+    its.until_stale(True).mark("stale").filter(has_text="does not answer").wait_for()
+    assert its.page.title().startswith("No answer")
+    assert its.serious() == []
+    its.shoot("no-answer")
+    its.page.close()
     victim.end_by_force()
-    victim.start()
-    peers.filter(has_text="good").wait_for(timeout=1e3 * PATIENCE * START_S)
+    victim.start()  # Its return is seen by the last test of this file.
 
 
 def test_an_open_tab_costs_little(swarm: Swarm, tab: Dashboard, figures: Figures) -> None:
     tab.until_phase("training", wait_s=PATIENCE * START_S)
-    tab.page.wait_for_timeout(1e3 * SETTLED_S)
-    before_s, began_s = browser_s(), time.monotonic()
-    tab.page.wait_for_timeout(1e3 * TAB_S)
-    share = (browser_s() - before_s) / (time.monotonic() - began_s)
+    meter, settled_s = browser_meter(), time.monotonic() + SETTLED_S
+    while busy_ratio(meter) > TAB_RATIO and time.monotonic() < settled_s:
+        pass
+    share = busy_ratio(meter, TAB_S)
     figures.hold("an open tab's share of a core, per cent rather than", 100 * share, 100 * TAB_RATIO)
 
 
-def test_the_page_outlives_its_node_and_recovers(tab: Dashboard) -> None:
+def test_the_page_outlives_its_node_and_recovers(swarm: Swarm, tab: Dashboard) -> None:
     node = tab.node
     port = tab.url.rpartition(":")[2]
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     node.running.send_signal(signal.SIGTERM)
     node.wait_end(10 * PATIENCE)
     tab.until_stale(True)
-    tab.mark("stale").filter(has_text="does not answer").wait_for()
-    tab.shoot("no-answer")
+    tab.mark("stale").filter(has_text="the last that it told").wait_for()
     node.start(f"--api.port={port}")
     # Its sessions ended with it: the tab asks for the token, and nobody has to load the page again.
     tab.page.locator("html[data-phase=locked], html[data-stale=false]").first.wait_for(state="attached", timeout=60_000)
@@ -213,28 +260,8 @@ def test_the_page_outlives_its_node_and_recovers(tab: Dashboard) -> None:
         tab.button("Open").click()
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     tab.until_stale(False)
-
-
-def busy_ratio(node: Node, window_s: float = 1.0) -> float:
-    """Of a core, all its processes together."""
-
-    def used_s() -> float:
-        total = 0.0
-        for process in node.processes():
-            with suppress(psutil.Error):
-                total += sum(process.cpu_times()[:2])
-        return total
-
-    before_s, began_s = used_s(), time.monotonic()
-    time.sleep(window_s)
-    return (used_s() - before_s) / (time.monotonic() - began_s)
-
-
-def browser_s() -> float:
-    """Processor seconds of all of Chromium's processes so far."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if "chrom" in process.name():
-                total += sum(process.cpu_times()[:2])
-    return total
+    # So does whoever was killed, or was left alone meanwhile.
+    tab.view("Swarm")
+    peers = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
+    for name in ("good", SCRIPT):
+        peers.filter(has_text=name).wait_for(timeout=1e3 * PATIENCE * START_S)

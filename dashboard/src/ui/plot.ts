@@ -2,6 +2,7 @@
 
 import uPlot from "uplot";
 import { stack } from "../live/history";
+import { bare } from "../words/units";
 import { resolve } from "./theme";
 
 export interface Line {
@@ -35,7 +36,7 @@ export interface ChartSpec {
 
 type Columns = Record<string, (number | null)[]>;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
-const HEIGHT = 168;
+const HEIGHT = 172;
 
 /** uPlot's columns. The pile's sums come first and the tallest first, so that each is painted over by those below it. */
 export function aligned(spec: ChartSpec, at_s: number[], series: Columns): uPlot.AlignedData {
@@ -54,14 +55,14 @@ export function options(spec: ChartSpec, width: number, onCursor: (at: number | 
   return {
     width,
     height: HEIGHT,
-    padding: [10, 18, 0, 0],
+    padding: [10, 28, 0, 0],
     legend: { show: false },
     cursor: { drag: { x: false, y: false }, sync: { key: "history" }, y: false, points: { size: 5 } },
     hooks: { setCursor: [(plot) => onCursor(plot.cursor.idx ?? null)] },
     scales: { x: { time: true }, y: scale(spec) },
     axes: [
-      { ...axis, grid: { show: false }, space: 64, size: 26, values: times },
-      { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map(spec.axis ?? spec.format) },
+      { ...axis, grid: { show: false }, space: 72, size: 30, gap: 9, values: times },
+      { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map((at) => bare((spec.axis ?? spec.format)(at))) },
     ],
     series: [{}, ...piled.map((line) => area(line, spec.bars ?? false)), ...free.map(stroke)],
   };

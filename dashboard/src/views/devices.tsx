@@ -4,8 +4,7 @@ import type { Device, Phase } from "../api/types";
 import { cleanName } from "../words/clean";
 import { bytes, count, NONE, percent } from "../words/units";
 
-export function Devices({ devices, phase, mode }: { devices: Device[]; phase: Phase; mode?: string | undefined }) {
-  if (mode === "relay") return <p class="plain">A relay computes nothing: no device is used.</p>;
+export function Devices({ devices, phase }: { devices: Device[]; phase: Phase }) {
   if (!devices.length) {
     const rests = phase === "paused" || phase === "stopped" || phase === "error";
     return <p class="plain">{rests ? "No device is in use." : "Not known yet: the node is still getting ready."}</p>;

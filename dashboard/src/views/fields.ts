@@ -9,12 +9,15 @@ export interface Field {
   help?: string;
   step?: number;
   choices?: [value: string, label: string][];
+  /** Says nothing to a relay, which trains nothing. */
+  trains?: boolean;
 }
 
 export interface Group {
   id: string;
   title: string;
   fields: Field[];
+  trains?: boolean;
 }
 
 export const GROUPS: Group[] = [
@@ -26,6 +29,7 @@ export const GROUPS: Group[] = [
   {
     id: "schedule",
     title: "Schedule",
+    trains: true,
     fields: [
       { key: "schedule.active", label: "Hours", kind: "hours", help: "When this machine trains; no hours: always." },
       { key: "schedule.timezone", label: "Time zone", kind: "zone", help: "Such as Europe/Berlin. Empty: this machine's." },
@@ -40,15 +44,16 @@ export const GROUPS: Group[] = [
     fields: [
       { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
       { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
-      { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0: all cores." },
-      { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "0 to 1; 0: no limit." },
-      { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0: no cap. Only where the driver allows it." },
+      { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0: all cores.", trains: true },
+      { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "0 to 1; 0: no limit.", trains: true },
+      { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0: no cap. Only where the driver allows it.", trains: true },
       { key: "limits.disk_gb", label: "Disk", kind: "number", unit: "GB", help: "0: no limit. The oldest goes first." },
     ],
   },
   {
     id: "device-settings",
     title: "Devices",
+    trains: true,
     fields: [
       { key: "devices.device", label: "Device", kind: "text", help: "auto: the first GPU, else the CPU." },
       { key: "devices.precision", label: "Precision", kind: "choice", choices: [["auto", "auto"], ["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]] },
@@ -60,6 +65,7 @@ export const GROUPS: Group[] = [
   {
     id: "disk",
     title: "Checkpoints",
+    trains: true,
     fields: [
       { key: "checkpoint.keep", label: "Keep", kind: "number", unit: "newest", step: 1 },
       { key: "checkpoint.every_s", label: "At least every", kind: "number", unit: "s" },

@@ -5,7 +5,7 @@ import type { Status } from "../api/types";
 import { ageS, now as clock, stale, state } from "../live/store";
 import { Ago, Prose } from "../ui/text";
 import { clean } from "../words/clean";
-import { reason, startAgain } from "../words/states";
+import { isRelay, reason, startAgain } from "../words/states";
 import { moment, soon } from "../words/time";
 import { brief, decimals, duration, percent, tokensPerSecond } from "../words/units";
 import { Orders } from "./orders";
@@ -37,8 +37,9 @@ export function Headline({ status }: { status: Status }) {
       </div>
       {stale.value && (
         <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
-          {status.final ? "This node has ended." : "The node does not answer."} What stands here is {brief(ageS.value)} old;
-          this page goes on by itself when the node is back at this address.
+          {status.final ? "What stands here is the last that it told," : "The node does not answer. What stands here is"}{" "}
+          {brief(ageS.value)} {status.final ? "ago" : "old"}. This page goes on by itself when the node is back at this
+          address.
         </p>
       )}
       {refused.value && (
@@ -51,7 +52,7 @@ export function Headline({ status }: { status: Status }) {
           <b>{{ info: "Note", warning: "Warning", error: "Error" }[notice.level]}</b> <Prose text={notice.text} />
         </p>
       ))}
-      {status.node.mode !== "relay" && <Ruler status={status} />}
+      {!isRelay(status) && <Ruler status={status} />}
     </>
   );
 }

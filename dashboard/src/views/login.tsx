@@ -6,7 +6,7 @@ import { unlock } from "../live/store";
 
 function words(error: unknown): string {
   if (!(error instanceof Refused)) return "The node does not answer. Is it running?";
-  if (error.status === 429) return "Too many wrong tokens. Wait a minute, then try again.";
+  if (error.status === 429) return "Too many wrong tokens within a minute. The right one opens this page all the same.";
   if (error.status === 401) return "This token is wrong. It is the one line in the file api-token of the data folder.";
   return error.message;
 }

@@ -2,27 +2,31 @@
 
 import { link, stale, status } from "../live/store";
 import { Fact, Prose, Section } from "../ui/text";
-import { reach } from "../words/states";
-import { bytes, count, hours, many, percent } from "../words/units";
+import { cleanName } from "../words/clean";
+import { isRelay, reach } from "../words/states";
+import { bytes, count, hours, many, NONE, percent } from "../words/units";
 import type { Status } from "../api/types";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Invite } from "./invite";
 import { Headline } from "./headline";
-import { OVERVIEW_CHARTS } from "./specs";
+import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./specs";
 
 export function Overview() {
   const now = status.value;
   if (!now) return <Nothing />;
+  const relay = isRelay(now);
   return (
     <>
       <Headline status={now} />
-      <Given status={now} />
+      {relay ? <Run status={now} /> : <Given status={now} />}
       <Reach status={now} />
-      <Section title="Devices" id="devices">
-        <Devices devices={now.devices} phase={now.phase} mode={now.node.mode} />
-      </Section>
-      <Charts specs={OVERVIEW_CHARTS} />
+      {!relay && (
+        <Section title="Devices" id="devices">
+          <Devices devices={now.devices} phase={now.phase} />
+        </Section>
+      )}
+      <Charts specs={relay ? RELAY_CHARTS : OVERVIEW_CHARTS} />
     </>
   );
 }
@@ -61,6 +65,23 @@ function Given({ status }: { status: Status }) {
   );
 }
 
+/** What a relay shows in place of work of its own: the run that it is a window on. */
+function Run({ status }: { status: Status }) {
+  const { run, peers, contribution } = status;
+  return (
+    <Section title="Run" id="run">
+      <dl class="ledger">
+        <Fact label="Name">{run.name ? cleanName(run.name, 24) : NONE}</Fact>
+        <Fact label="Round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
+        <Fact label="Training">{many(peers.training, "member")}</Fact>
+        <Fact label="Goal">{run.total_tokens ? many(run.total_tokens, "token") : NONE}</Fact>
+        <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
+        <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
+      </dl>
+    </Section>
+  );
+}
+
 function Reach({ status: now }: { status: Status }) {
   const { connected, training } = now.peers;
   const alone = training <= 1 && connected === 0;
@@ -86,10 +107,12 @@ function Reach({ status: now }: { status: Status }) {
           {alone ? (
             <p class="quiet">Give somebody the invite: whoever pastes it joins this run.</p>
           ) : (
-            <p class="quiet">
-              The swarm has seen {many(now.run.swarm_tokens, "token")}
-              {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
-            </p>
+            now.run.swarm_tokens > 0 && (
+              <p class="quiet">
+                The swarm has seen {many(now.run.swarm_tokens, "token")}
+                {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
+              </p>
+            )
           )}
           {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
         </div>

@@ -140,7 +140,7 @@ function Column({ record, who, longest, selected, pick }: ColumnProps) {
       <span class="foot" aria-hidden="true">
         <span class="bars" style={{ height: `${Math.max(total > 0 ? 2 : 0, (total / longest) * BAR_PX)}px` }}>
           {STAGES.map((stage) => (
-            <i key={stage} class={stage} style={{ flexGrow: String(record.seconds[stage]) }} />
+            <i key={stage} class={stage} style={{ flexGrow: String(record.seconds[stage] / total || 0) }} />
           ))}
         </span>
       </span>

@@ -7,6 +7,7 @@ import type { Config, Json } from "../api/types";
 import { byKey, patch, sameValue, valueAt } from "../live/drafts";
 import { reconnects, status } from "../live/store";
 import { Section } from "../ui/text";
+import { isRelay } from "../words/states";
 import { clean } from "../words/clean";
 import { About } from "./about";
 import { Control } from "./control";
@@ -29,6 +30,7 @@ export function Settings() {
 
   const have = config.value;
   const pending = have?.pending_restart ?? [];
+  const relay = status.value !== null && isRelay(status.value);
   return (
     <>
       <h1 class="title">Settings</h1>
@@ -48,11 +50,12 @@ export function Settings() {
         </p>
       )}
       {have &&
-        GROUPS.map((group) => (
+        GROUPS.filter((group) => !(relay && group.trains)).map((group) => (
           <GroupForm
             key={group.id}
             group={group}
             config={have}
+            relay={relay}
             changed={(next) => {
               config.value = next;
             }}
@@ -78,16 +81,19 @@ export function Settings() {
 interface GroupProps {
   group: Group;
   config: Config;
+  relay: boolean;
   changed(config: Config): void;
 }
 
-function GroupForm({ group, config, changed }: GroupProps) {
+function GroupForm({ group, config, relay, changed }: GroupProps) {
   const drafts = useSignal<Record<string, Json>>({});
   const faults = useSignal<Record<string, string>>({});
   const said = useSignal("");
-  const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined);
+  const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined && !(relay && field.trains));
   if (!fields.length) return null;
   const keys = Object.keys(drafts.value);
+  // What holds for all of them is said once.
+  const later = fields.every((field) => config.changeable?.[field.key] === "restart");
 
   const save = async (changes: Record<string, Json>, words: string) => {
     said.value = "";
@@ -108,7 +114,7 @@ function GroupForm({ group, config, changed }: GroupProps) {
   };
 
   return (
-    <Section title={group.title} id={`settings-${group.id}`}>
+    <Section title={group.title} id={`settings-${group.id}`} aside={later && <p class="quiet">{LATER}</p>}>
       <form
         class="settings"
         noValidate
@@ -122,6 +128,7 @@ function GroupForm({ group, config, changed }: GroupProps) {
             key={field.key}
             field={field}
             config={config}
+            later={later}
             value={drafts.value[field.key] ?? (valueAt(config.config, field.key) as Json)}
             fault={faults.value[field.key] ?? ""}
             draft={(value) => draft(field.key, value)}
@@ -163,6 +170,8 @@ function GroupForm({ group, config, changed }: GroupProps) {
 interface RowProps {
   field: Field;
   config: Config;
+  /** That a change holds later is said for the whole group. */
+  later: boolean;
   value: Json;
   fault: string;
   draft(value: Json): void;
@@ -170,8 +179,9 @@ interface RowProps {
 }
 
 const OWN = "settings page";
+const LATER = "Holds after pause and resume.";
 
-function Row({ field, config, value, fault, draft, giveBack }: RowProps) {
+function Row({ field, config, later, value, fault, draft, giveBack }: RowProps) {
   const id = `set-${field.key.replace(".", "-")}`;
   const when = config.changeable?.[field.key];
   const origin = config.origins[field.key];
@@ -192,7 +202,7 @@ function Row({ field, config, value, fault, draft, giveBack }: RowProps) {
         />
         <p class="quiet" id={`${id}-help`}>
           {field.help} {config.changeable && !when && "Fixed while the node runs."}
-          {when === "restart" && "Holds after pause and resume."} {origin && origin !== "default" && `From: ${clean(origin)}.`}
+          {when === "restart" && !later && LATER} {origin && origin !== "default" && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
             <button type="button" class="text" onClick={giveBack}>
               Undo this choice<span class="unseen">: {field.label}</span>

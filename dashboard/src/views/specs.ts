@@ -1,7 +1,7 @@
 /** Which charts there are, and of which series. */
 
 import type { ChartSpec } from "../ui/plot";
-import { bytesPerSecond, count, decimals, duration, percent, short } from "../words/units";
+import { bytesPerSecond, count, decimals, duration, percent, short, tokensPerSecond } from "../words/units";
 
 const LOSS: ChartSpec = {
   id: "loss",
@@ -16,8 +16,9 @@ const LOSS: ChartSpec = {
 
 const SPEED: ChartSpec = {
   id: "speed",
-  title: "Tokens per second",
-  format: count,
+  title: "Speed of this node",
+  format: tokensPerSecond,
+  axis: count,
   fromZero: true,
   lines: [{ key: "tokens_per_second", label: "This node", colour: "--series-1" }],
 };
@@ -68,8 +69,9 @@ const BYTES: ChartSpec = {
 
 const SWARM_SPEED: ChartSpec = {
   id: "swarm-speed",
-  title: "Swarm, tokens per second",
-  format: count,
+  title: "Speed of the swarm",
+  format: tokensPerSecond,
+  axis: count,
   fromZero: true,
   lines: [{ key: "swarm_tokens_per_second", label: "All members", colour: "--series-1" }],
 };
@@ -84,3 +86,6 @@ const SWARM_PEERS: ChartSpec = {
 
 export const OVERVIEW_CHARTS = [LOSS, SPEED, TIME, SYNC, BYTES];
 export const SWARM_CHARTS = [SWARM_SPEED, SWARM_PEERS, { ...LOSS, id: "swarm-loss", wide: true }];
+/** A relay knows of no loss, and of no time spent on training. */
+export const RELAY_CHARTS = [SWARM_SPEED, SWARM_PEERS, { ...BYTES, wide: true }];
+export const RELAY_SWARM_CHARTS = [SWARM_SPEED, SWARM_PEERS];

@@ -2,23 +2,24 @@
 
 import { useSignal } from "@preact/signals";
 import { api } from "../api/client";
-import type { Contribution, Peer, RoundRecord } from "../api/types";
+import type { Contribution, Peer, RoundRecord, Status } from "../api/types";
 import { usePolling } from "../live/poll";
 import { reconnects, status } from "../live/store";
 import { type Column, Table } from "../ui/table";
 import { Fact, Name, Section } from "../ui/text";
 import { cleanName } from "../words/clean";
-import { peerPhase } from "../words/states";
+import { isRelay, peerPhase } from "../words/states";
 import { brief, count, many, NONE, percent, tokensPerSecond } from "../words/units";
 import { Charts } from "./charts";
 import { Rounds } from "./rounds";
-import { SWARM_CHARTS } from "./specs";
+import { RELAY_SWARM_CHARTS, SWARM_CHARTS } from "./specs";
 
 const PEERS_MS = 3_000;
 const RECORDS_MS = 30_000;
 const ROUNDS_SHOWN = 50;
 
 export function Swarm() {
+  const relay = status.value !== null && isRelay(status.value);
   const peers = useSignal<Peer[] | null>(null);
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
@@ -48,33 +49,48 @@ export function Swarm() {
       </h1>
       <Sums peers={peers.value} />
       <Section title="Rounds" id="rounds-title">
-        <Rounds rounds={rounds.value} />
+        {relay ? (
+          <p class="plain" data-testid="rounds">
+            A relay is in no round, so it keeps no record of them: each member's page has its own.
+          </p>
+        ) : (
+          <Rounds rounds={rounds.value} />
+        )}
       </Section>
       <Section title="Peers" id="peers">
         <Table
           caption="Peers"
           columns={PEERS}
-          rows={peers.value ?? []}
+          rows={own(peers.value ?? [], status.value)}
           id={(peer) => peer.peer_id}
           first={{ column: "tokens_per_second", descending: true }}
           marked={(peer) => peer.this_node}
           empty={peers.value === null ? "Asking the node." : "Nobody is here yet. Whoever pastes the invite joins this run."}
         />
       </Section>
-      <Section title="Contributions" id="contributions">
-        <Table
-          caption="Contributions"
-          columns={CONTRIBUTIONS}
-          rows={contributions.value ?? []}
-          id={(one) => one.peer_id}
-          first={{ column: "tokens", descending: true }}
-          marked={(one) => one.this_node}
-          empty="No round has been counted yet."
-        />
-      </Section>
-      <Charts specs={SWARM_CHARTS} />
+      {!relay && (
+        <Section title="Contributions" id="contributions">
+          <Table
+            caption="Contributions"
+            columns={CONTRIBUTIONS}
+            rows={contributions.value ?? []}
+            id={(one) => one.peer_id}
+            first={{ column: "tokens", descending: true }}
+            marked={(one) => one.this_node}
+            empty="No round has been counted yet."
+          />
+        </Section>
+      )}
+      <Charts specs={relay ? RELAY_SWARM_CHARTS : SWARM_CHARTS} />
     </>
   );
+}
+
+/** This node's own row has its newest word, which the directory gets some seconds later. */
+function own(peers: Peer[], now: Status | null): Peer[] {
+  if (!now) return peers;
+  const mine = { phase: isRelay(now) ? "relaying" : now.phase, round: now.run.round };
+  return peers.map((peer) => (peer.this_node ? { ...peer, ...mine } : peer));
 }
 
 function Sums({ peers }: { peers: Peer[] | null }) {
@@ -92,9 +108,9 @@ function Sums({ peers }: { peers: Peer[] | null }) {
       <Fact label="Round">{run && run.swarm_round >= 0 ? run.swarm_round : NONE}</Fact>
       <Fact
         label="Tokens seen"
-        note={run?.total_tokens ? `${percent(run.swarm_tokens / run.total_tokens)} of ${count(run.total_tokens)}` : ""}
+        note={run?.total_tokens && run.swarm_tokens ? `${percent(run.swarm_tokens / run.total_tokens)} of ${count(run.total_tokens)}` : ""}
       >
-        {count(run?.swarm_tokens)}
+        {count(run?.swarm_tokens || null)}
       </Fact>
     </dl>
   );

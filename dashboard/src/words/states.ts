@@ -25,7 +25,7 @@ const PHASES: Record<Phase, State> = {
 
 /** Codes that deserve a word of their own within a phase. */
 const CODES: Record<string, Partial<State>> = {
-  "training/relay": { word: "Relaying", meaning: "Helping others find and reach each other. This node does not train." },
+  "training/relay": { word: "Relaying", meaning: "Helping others find and reach each other, and a window on their run." },
   "training/no_text": { word: "Waiting", meaning: "There is no text to train on at the moment." },
   "training/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
   "syncing/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
@@ -80,16 +80,20 @@ function capital(word: string): string {
   return word.charAt(0).toUpperCase() + word.slice(1);
 }
 
+/** A relay helps others find each other, and trains nothing. */
+export function isRelay(status: Pick<Status, "code" | "node">): boolean {
+  return status.node.mode === "relay" || status.code === "relay";
+}
+
 /** Which of the three orders make sense now. */
 export function orders(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
-  const { phase, code } = status;
+  const { phase } = status;
   if (status.final) return { pause: false, resume: false, leave: false };
-  const relay = status.node.mode === "relay" || code === "relay";
   const ending = phase === "leaving" || phase === "draining";
   const halted = phase === "paused" || phase === "stopped" || phase === "error";
   const pending = status.pause?.after_round != null;
   return {
-    pause: !relay && !ending && !halted,
+    pause: !isRelay(status) && !ending && !halted,
     resume: halted || (pending && !ending),
     leave: phase !== "leaving" && phase !== "stopped",
   };

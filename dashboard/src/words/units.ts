@@ -54,11 +54,13 @@ export function decimals(value: Maybe, digits: number): string {
   return known(value) ? value.toFixed(digits) : NONE;
 }
 
-/** A duration in its two largest units: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 10 min`, `3 d 4 h`. */
+/** A duration in its two largest units: `40 ms`, `1.2 s`, `12 s`, `3 min 20 s`, `2 h 10 min`, `3 d 4 h`. */
 export function duration(seconds: Maybe): string {
   if (!known(seconds)) return NONE;
   const s = Math.max(0, seconds);
-  if (s < 9.95) return `${s === 0 ? "0" : s.toFixed(1)}${SPACE}s`;
+  if (s === 0) return `0${SPACE}s`;
+  if (s < 0.9995) return `${s < 0.0005 ? "<1" : (s * 1000).toFixed(0)}${SPACE}ms`;
+  if (s < 9.95) return `${s.toFixed(1)}${SPACE}s`;
   const whole = Math.round(s);
   if (whole < 60) return `${whole}${SPACE}s`;
   if (whole < 3600) return two(Math.floor(whole / 60), "min", whole % 60, "s");
@@ -89,6 +91,11 @@ export function hours(seconds: Maybe): string {
   const h = seconds / 3600;
   if (h < 0.995) return brief(seconds);
   return `${h < 9.95 ? h.toFixed(1) : count(h)}${SPACE}h`;
+}
+
+/** A figure for the marks of an axis: `15.0 k` says no more there than `15 k`. */
+export function bare(text: string): string {
+  return text.replace(/(\.\d*?)0+(?!\d)/, (_, digits: string) => (digits === "." ? "" : digits));
 }
 
 /** For the marks of an axis: no more digits than it takes. */

@@ -1,0 +1,76 @@
+"""How much of the processor the processes of a node, or of the browser, take. Knows processes; knows no page."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import psutil
+
+from tests.swarm.harness import Node
+
+LOOK_S = 0.2
+WINDOW_S = 1.0
+
+
+class Meter:
+    """Processor seconds of some processes, also of those that have come or gone since it was made."""
+
+    def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
+        self._processes = processes
+        self._used_s: dict[tuple[int, float], float] = {}
+        self._before_s = 0.0
+        self._before_s = self.read_s()
+
+    def read_s(self) -> float:
+        """Since it was made."""
+        for process in self._processes():
+            with suppress(psutil.Error):
+                self._used_s[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
+        return sum(self._used_s.values()) - self._before_s
+
+
+def node_meter(node: Node) -> Meter:
+    """Supervisor, worker, p2pd, and whatever else they start."""
+    return Meter(node.processes)
+
+
+def browser_meter() -> Meter:
+    """All of Chromium that this process has started."""
+
+    def processes() -> Iterable[psutil.Process]:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if "chrom" in process.name():
+                    yield process
+
+    return Meter(processes)
+
+
+def busy_ratio(meter: Meter, window_s: float = WINDOW_S) -> float:
+    """Of a core, over the time to come."""
+    before_s, began_s = meter.read_s(), time.monotonic()
+    time.sleep(window_s)
+    return (meter.read_s() - before_s) / (time.monotonic() - began_s)
+
+
+def quiet_after(meter: Meter, ratio: float, *, began_s: float, quiet_s: float, limit_s: float) -> tuple[float, str]:
+    """Seconds from `began_s` until the last window of a second began that took so much of a core: none did in the
+    `quiet_s` after it. And what the windows took. Gives up where one later than `limit_s` did."""
+    reads: deque[tuple[float, float]] = deque([(time.monotonic(), meter.read_s())])
+    loud_at_s = loud_until_s = began_s
+    told: list[tuple[float, float]] = []
+    while (now_s := time.monotonic()) - loud_until_s < quiet_s and loud_at_s - began_s <= limit_s:
+        time.sleep(LOOK_S)
+        reads.append((time.monotonic(), meter.read_s()))
+        while reads[1][0] < reads[-1][0] - WINDOW_S:
+            reads.popleft()
+        (first_s, before_s), (last_s, used_s) = reads[0], reads[-1]
+        share = (used_s - before_s) / max(WINDOW_S, last_s - first_s)
+        if share >= ratio:
+            loud_at_s, loud_until_s = first_s, last_s
+        if not told or now_s - told[-1][0] >= WINDOW_S:
+            told.append((now_s, share))
+    return loud_at_s - began_s, " ".join(f"{at_s - began_s:.0f}s:{100 * share:.0f}%" for at_s, share in told)
