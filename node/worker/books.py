@@ -56,11 +56,12 @@ class Books:
     def _log(self, done: Committed, record: RoundRecord) -> None:
         loss = self._teller.training.loss
         logger.info(
-            "Round %d: %s with %d of %d members in %.1f s%s; digest %s.",
+            "Round %d: %s with %d of %d member%s in %.1f s%s; digest %s.",
             record.round,
             record.outcome,
             len(done.outcome.included),
             len(record.members),
+            "" if len(record.members) == 1 else "s",
             sum(done.stage_s.values()),
             f", loss {loss:.3f}" if loss is not None else "",
             record.state_digest[:12],

@@ -61,7 +61,7 @@ export function options(spec: ChartSpec, width: number, onCursor: (at: number | 
     hooks: { setCursor: [(plot) => onCursor(plot.cursor.idx ?? null)] },
     scales: { x: { time: true }, y: scale(spec) },
     axes: [
-      { ...axis, grid: { show: false }, space: 72, size: 30, gap: 9, values: times },
+      { ...axis, grid: { show: false }, space: room, incrs: STEPS_S, size: 30, gap: 9, values: times },
       { ...axis, size: 58, space: 34, values: (_plot, splits) => splits.map((at) => bare((spec.axis ?? spec.format)(at))) },
     ],
     series: [{}, ...piled.map((line) => area(line, spec.bars ?? false)), ...free.map(stroke)],
@@ -99,6 +99,18 @@ function stroke(line: Line): uPlot.Series {
 }
 
 const HOUR = 3600;
+const DAY = 24 * HOUR;
+/** Between two marks of the time axis. */
+const STEPS_S = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR,
+  DAY, 2 * DAY, 7 * DAY, 14 * DAY, 28 * DAY, 56 * DAY, 112 * DAY, 365 * DAY,
+];
+
+/** Pixels from mark to mark: marks within a minute tell the seconds too. */
+function room(_plot: uPlot, _axis: number, low: number, high: number, pixels: number): number {
+  const close = 52;
+  return (close * (high - low)) / pixels <= 30 ? 76 : close;
+}
 
 /** Clock times, and the day where one begins. */
 function times(_plot: uPlot, splits: number[], _axis: number, _space: number, step: number): string[] {

@@ -28,10 +28,18 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   const [picked, setPicked] = useState<string | null>(null);
   const strip = useRef<HTMLDivElement>(null);
   const newest = rounds?.[0]?.round;
+  const any = newest !== undefined;
   useEffect(() => {
     // The newest is at the right end, which is what a narrow screen shows.
-    if (picked === null && strip.current) strip.current.scrollLeft = strip.current.scrollWidth;
-  }, [newest]);
+    const box = strip.current;
+    if (picked !== null || !box) return;
+    const watch = new ResizeObserver(() => {
+      box.scrollLeft = box.scrollWidth;
+    });
+    watch.observe(box);
+    watch.observe(box.firstElementChild as Element);
+    return () => watch.disconnect();
+  }, [any, picked]);
   if (!rounds?.length) {
     return (
       <p class="plain" data-testid="rounds">
@@ -177,6 +185,11 @@ function Detail({ record }: { record: RoundRecord }) {
     <div class="round" aria-live="off">
       <h3>
         Round {record.round} <small>{MARKS[outcome(record)].words}</small>
+        {record.state_digest && (
+          <small>
+            state <code>{record.state_digest.slice(0, 12)}</code>
+          </small>
+        )}
       </h3>
       {record.reason && (
         <p class="plain">
@@ -211,12 +224,6 @@ function Detail({ record }: { record: RoundRecord }) {
         <div>
           <dt>Evaluation before</dt>
           <dd>{decimals(record.evaluation_loss, 3)}</dd>
-        </div>
-        <div>
-          <dt>State</dt>
-          <dd>
-            <code>{record.state_digest.slice(0, 12) || "–"}</code>
-          </dd>
         </div>
       </dl>
       {record.members.length > 0 && (
