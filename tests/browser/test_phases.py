@@ -123,6 +123,20 @@ def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
     seen(first, "draining")
 
 
+def test_a_worker_that_crashes_is_an_error_until_resume(
+    crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
+) -> None:
+    node, plan = crashing
+    tab = show(tabs, context, node).until_phase("error", word="Error", wait_s=LONG_S)
+    tab.mark("reason").filter(has_text="injected at inner").wait_for()
+    assert tab.mark("reason").inner_text().startswith("The worker crashed (")
+    assert tab.button("Pause").count() == 0
+    seen(tab, "error")
+    plan.unlink()
+    tab.button("Resume").click()
+    tab.until_phase("starting", word="Starting")
+
+
 def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
     tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
     tab.page.get_by_text("This node does not train.").first.wait_for()
@@ -156,17 +170,12 @@ def test_connecting_where_nobody_answers(swarm: Swarm, context: BrowserContext, 
     seen(tab, "connecting")
 
 
-def test_a_worker_that_crashes_is_an_error_until_resume_and_a_pause_after_its_round(
+def test_what_was_mended_trains_and_pauses_after_its_round(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
-    node, plan = crashing
-    tab = show(tabs, context, node).until_phase("error", word="Error", wait_s=LONG_S)
-    tab.mark("reason").filter(has_text="injected at inner").wait_for()
-    assert tab.mark("reason").inner_text().startswith("The worker crashed (")
-    assert tab.button("Pause").count() == 0
-    seen(tab, "error")
-    plan.unlink()
-    tab.button("Resume").click()
+    node, _ = crashing
+    tab = show(tabs, context, node)
+    tab.page.locator("html:not([data-phase=unknown])").wait_for(state="attached")
     tab.until_phase("training", word="Training", wait_s=LONG_S)
     tab.button("Pause").click()
     tab.item("After this round").click()

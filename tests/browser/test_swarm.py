@@ -64,10 +64,19 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 @pytest.fixture
 def tab(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
     """The founder's page, logged in; at the end it has broken no rule."""
-    made = Dashboard(context, swarm.nodes[0]).open()
-    made.page.locator("html:not([data-phase=unknown]):not([data-phase=locked])").wait_for(state="attached")
-    yield made
-    made.check()
+    yield from judged(Dashboard(context, swarm.nodes[0]))
+
+
+@pytest.fixture
+def other(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
+    """The page of a node that is left alone."""
+    yield from judged(Dashboard(context, swarm.nodes[1]))
+
+
+def judged(tab: Dashboard) -> Iterator[Dashboard]:
+    tab.open().page.locator("html:not([data-phase=unknown]):not([data-phase=locked])").wait_for(state="attached")
+    yield tab
+    tab.check()
 
 
 def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
@@ -75,6 +84,9 @@ def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
     assert tab.mark("reason").inner_text()
     tab.page.get_by_text("Tokens", exact=True).first.wait_for()
     tab.page.get_by_role("heading", name="Devices").wait_for()
+    without_gpu = all(device["kind"] == "cpu" for device in tab.node.status()["devices"])
+    tab.page.locator(".devices").wait_for()
+    assert (tab.page.get_by_text("No GPU in use").count() == 1) is without_gpu
     tab.view("Swarm")
     rows = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
     rows.nth(3).wait_for()
@@ -161,37 +173,6 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     tab.check()
 
 
-def test_without_a_mouse(tab: Dashboard) -> None:
-    tab.until_phase("training")
-    keys = tab.page.keyboard
-    tab.tab_to("button Pause")
-    keys.press("Enter")
-    tab.item("For 1 hour").wait_for()
-    keys.press("Escape")
-    tab.item("For 1 hour").wait_for(state="hidden")
-    assert tab.focused() == "button Pause", "Escape gives the focus back"
-    keys.press("Enter")
-    wait_for(lambda: "menuitem" in tab.focused(), 5, "the menu takes the focus")
-    keys.press("End")
-    assert tab.focused() == "menuitem Until I resume"
-    keys.press("Enter")
-    tab.until_phase("paused", word="Paused")
-    tab.mark("reason").filter(has_text="Paused until you resume.").wait_for()
-    tab.tab_to("button Resume")
-    keys.press("Enter")
-    tab.mark("state").filter(has_text="Starting").wait_for()
-    # The way there is used to look around.
-    tab.tab_to("a Swarm")
-    keys.press("Enter")
-    tab.page.get_by_role("region", name="Peers, table").wait_for()
-    tab.page.locator("body").press("Home")
-    tab.page.evaluate("document.activeElement.blur()")
-    tab.tab_to("a Overview")
-    keys.press("Enter")
-    tab.mark("reason").wait_for()
-    tab.until_phase("training", word="Training", wait_s=PATIENCE * START_S)
-
-
 def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashboard, figures: Figures) -> None:
     node = tab.node
     tab.until_phase("training", wait_s=PATIENCE * START_S)
@@ -216,12 +197,42 @@ def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashb
     node.until_training(PATIENCE * START_S)
 
 
-def test_a_killed_peer_goes_from_the_page(swarm: Swarm, tab: Dashboard, figures: Figures) -> None:
-    tab.until_phase("training", wait_s=PATIENCE * START_S).view("Swarm")
-    peers = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
+def test_without_a_mouse(tab: Dashboard) -> None:
+    tab.until_phase("training")
+    keys = tab.page.keyboard
+    tab.tab_to("button Pause")
+    keys.press("Enter")
+    tab.item("For 1 hour").wait_for()
+    keys.press("Escape")
+    tab.item("For 1 hour").wait_for(state="hidden")
+    assert tab.focused() == "button Pause", "Escape gives the focus back"
+    keys.press("Enter")
+    wait_for(lambda: "menuitem" in tab.focused(), 5, "the menu takes the focus")
+    keys.press("End")
+    assert tab.focused() == "menuitem Until I resume"
+    keys.press("Enter")
+    tab.until_phase("paused", word="Paused")
+    tab.mark("reason").filter(has_text="Paused until you resume.").wait_for()
+    tab.tab_to("button Resume")
+    keys.press("Enter")
+    tab.mark("state").filter(has_text="Starting").wait_for()
+    # That it trains again is seen by the last test of this file; meanwhile there is time to look around.
+    tab.tab_to("a Swarm")
+    keys.press("Enter")
+    tab.page.get_by_role("region", name="Peers, table").wait_for()
+    tab.page.locator("body").press("Home")
+    tab.page.evaluate("document.activeElement.blur()")
+    tab.tab_to("a Overview")
+    keys.press("Enter")
+    tab.mark("reason").wait_for()
+
+
+def test_a_killed_peer_goes_from_the_page(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+    other.until_phase("training", wait_s=PATIENCE * START_S).view("Swarm")
+    peers = other.page.get_by_role("region", name="Peers, table").get_by_role("row")
     peers.filter(has_text="good").wait_for()
     victim = swarm.nodes[2]
-    its = Dashboard(tab.page.context, victim).open().until_phase("training", wait_s=PATIENCE * START_S)
+    its = Dashboard(other.page.context, victim).open().until_phase("training", wait_s=PATIENCE * START_S)
     victim.running.send_signal(signal.SIGKILL)
     began_s = time.monotonic()
     peers.filter(has_text="good").wait_for(state="detached", timeout=60_000)
@@ -230,13 +241,14 @@ def test_a_killed_peer_goes_from_the_page(swarm: Swarm, tab: Dashboard, figures:
     assert its.page.title().startswith("No answer")
     assert its.serious() == []
     its.shoot("no-answer")
+    its.check()
     its.page.close()
     victim.end_by_force()
     victim.start()  # Its return is seen by the last test of this file.
 
 
-def test_an_open_tab_costs_little(swarm: Swarm, tab: Dashboard, figures: Figures) -> None:
-    tab.until_phase("training", wait_s=PATIENCE * START_S)
+def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+    other.until_phase("training", wait_s=PATIENCE * START_S)
     meter, settled_s = browser_meter(), time.monotonic() + SETTLED_S
     while busy_ratio(meter) > TAB_RATIO and time.monotonic() < settled_s:
         pass
