@@ -166,7 +166,10 @@ class Board:
 
     def _build(self) -> Status:
         state = self._own or self._report.state
-        report = _at_rest(self._report) if state.phase in (Phase.STOPPED, Phase.ERROR) else self._report
+        gone = state.phase in (Phase.STOPPED, Phase.ERROR)
+        # Before the worker of a pause has told anything, the newest report is that of the one before it.
+        gone |= state.phase is Phase.PAUSED and self._report.state.phase is not Phase.PAUSED
+        report = _at_rest(self._report) if gone else self._report
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(
             node=node,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import pytest
+
 from node.daemon.board import LOGS_KEPT, ROUNDS_KEPT, Board, BoardHandler
 from node.status import (
     DeviceInfo,
@@ -40,7 +42,8 @@ def test_supervisor_has_the_word_over_the_worker() -> None:
     assert (board.status.phase, board.status.code, board.status.run.round) == (Phase.PAUSED, "paused", 3)
 
 
-def test_a_worker_that_is_no_more_computes_nothing() -> None:
+@pytest.mark.parametrize(("phase", "code"), [(Phase.ERROR, "worker_crashes"), (Phase.PAUSED, "paused")])
+def test_a_worker_that_is_no_more_computes_nothing(phase: Phase, code: str) -> None:
     board = make_board()
     board.decide(None)
     busy = Report(
@@ -51,7 +54,7 @@ def test_a_worker_that_is_no_more_computes_nothing() -> None:
     )
     board.told(busy)
     assert board.status.devices == busy.devices
-    board.decide(PhaseState(phase=Phase.ERROR, code="worker_crashes", reason="Mend it.", since=PAUSED.since))
+    board.decide(PhaseState(phase=phase, code=code, reason="Mend it.", since=PAUSED.since))
     status = board.status
     assert (status.devices, status.training.tokens_per_second, status.training.loss) == ((), 0.0, 2.0)
     assert (status.sync.stage, status.sync.eta_s) == ("idle", None)

@@ -87,13 +87,17 @@ function area(line: Line, bars: boolean): uPlot.Series {
   return { label: line.label, fill: colour, stroke: colour, width: 0, points: { show: false }, ...(paths && { paths }) };
 }
 
+const known = (column: ArrayLike<number | null | undefined> | undefined) =>
+  Array.from(column ?? []).filter((value) => value != null).length;
+
 function stroke(line: Line): uPlot.Series {
   return {
     label: line.label,
     stroke: resolve(line.colour),
     width: line.width ?? 1.5,
     spanGaps: line.sparse ?? false,
-    points: { show: line.sparse ?? false, size: 4, width: 0, fill: resolve(line.colour) },
+    // A line of one point would not be seen.
+    points: { show: (plot, at) => line.sparse || known(plot.data[at]) < 2, size: 4, width: 0, fill: resolve(line.colour) },
     ...(line.dash && { dash: line.dash }),
   };
 }

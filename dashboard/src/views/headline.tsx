@@ -24,7 +24,7 @@ export function Headline({ status }: { status: Status }) {
           <p class="reason" data-testid="reason">
             <Prose text={reason(status, clock.value)} />
           </p>
-          <p class="meaning">{state.value.meaning}</p>
+          {(!stale.value || status.final) && <p class="meaning">{state.value.meaning}</p>}
           <Again status={status} />
           <p class="since">
             <span>

@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { api, sentence } from "../api/client";
 import type { Action, PauseOrder, Status } from "../api/types";
+import { stale } from "../live/store";
 import { Menu } from "../ui/menu";
 import { orders } from "../words/states";
 import { soon, tomorrowAt } from "../words/time";
@@ -29,6 +30,7 @@ export function Orders({ status }: { status: Status }) {
       {can.pause && (
         <Menu
           label="Pause"
+          disabled={stale.value}
           items={[
             { label: "For 1 hour", note: `until ${soon(Date.now() + 3_600_000, Date.now())}`, run: () => order("pause", { for_s: 3600 }) },
             { label: "Until tomorrow 8:00", run: () => order("pause", { until: morning.toISOString() }) },
@@ -38,12 +40,12 @@ export function Orders({ status }: { status: Status }) {
         />
       )}
       {can.resume && (
-        <button type="button" class="button strong" onClick={() => order("resume")}>
+        <button type="button" class="button strong" disabled={stale.value} onClick={() => order("resume")}>
           Resume
         </button>
       )}
       {can.leave && (
-        <button type="button" class="button plain" onClick={() => setAsking(true)}>
+        <button type="button" class="button plain" disabled={stale.value} onClick={() => setAsking(true)}>
           Leave
         </button>
       )}

@@ -53,7 +53,7 @@ function Given({ status }: { status: Status }) {
     <Section title="Contributed" id="given">
       <dl class="ledger">
         <Fact label="Tokens">{count(contribution.tokens_total)}</Fact>
-        <Fact label="Rounds" note={share === null ? "none begun" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
+        <Fact label="Rounds" note={share === null ? "none with others yet" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
           {count(contribution.rounds_joined)}
         </Fact>
         <Fact label="Compute given">{hours(contribution.training_s)}</Fact>
