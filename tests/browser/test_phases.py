@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,9 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
     assert tab.button("Leave").count() == 1
     assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
+    run = tab.page.locator("[aria-labelledby=run]")
+    run.get_by_text("tiny", exact=True).wait_for()
+    run.get_by_text(re.compile(r"^\d+$")).wait_for()  # the swarm's round
     told = tab.page.locator("main").inner_text()
     for word in ("Compute given", "Inner step", "Speed of this node", "Where the time went", "GPU"):
         assert word not in told, f"a relay has no such thing: {word}"
