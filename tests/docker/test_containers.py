@@ -141,12 +141,15 @@ def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [("--limits.cpu_treads=1", "limits.cpu_threads"), ("--api.tls_cert=/data/none.pem", "none.pem")],
+    ("words", "said"),
+    [
+        (("--limits.cpu_treads=1",), "limits.cpu_threads"),
+        (("--api.tls_cert=/data/none.pem", "--api.tls_key=/data/none.key"), "none.pem"),
+    ],
 )
-def test_where_there_is_no_page_it_ends_with_2(alone: Container, word: str, said: str) -> None:
+def test_where_there_is_no_page_it_ends_with_2(alone: Container, words: tuple[str, ...], said: str) -> None:
     """Without an API there is nothing to stay for: the engine's back-off tries again, the log says why."""
-    alone.run("run", word)
+    alone.run("run", *words)
     wait_for(lambda: alone.restarts() >= 2, 120, "the engine starts it again")
     alone.docker("update", "--restart", "no", alone.name)
     wait_for(lambda: alone.state()["Status"] == "exited", 60, "it ends")
