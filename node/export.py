@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from node.config import Config
-from node.errors import DataFolderError
-from node.manifest import Manifest, RunConfig
+from node.errors import DataFolderError, ManifestError
+from node.manifest import Manifest, RunConfig, read_manifest
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.folder import export_folder
 from node.training.tokenizer import Tokenizer, open_tokenizer
@@ -76,10 +76,10 @@ def manifest_of(data_dir: Path) -> Manifest:
     """Of the run that this folder belongs to. DataFolderError if it belongs to none, or the file is damaged."""
     path = data_dir / "manifest.json"
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return read_manifest(path.read_bytes())
     except FileNotFoundError as exc:
         raise DataFolderError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ManifestError) as exc:
         raise DataFolderError(
             f"{path} cannot be read: restore it, or join the run again on a new data folder."
         ) from exc

@@ -336,16 +336,21 @@ class Manifest(Section):
 
 
 def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
-    """Read a manifest that came from elsewhere. Raises ProtocolError before it looks at fields it cannot know."""
+    """Read a manifest that came from elsewhere. Raises as `read_manifest` does."""
     if hashlib.sha256(data).hexdigest() != expected_hash:
         raise ManifestError(
             "The swarm's manifest does not have the hash of the invite: ask for a new invite, or leave it alone."
         )
+    return read_manifest(data)
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Raises ProtocolError before it looks at fields it cannot know, and ManifestError."""
     try:
         raw = json.loads(data)
         version = int(raw["protocol_version"])
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise ManifestError("The swarm's manifest is not readable: ask for a new invite.") from exc
+        raise ManifestError("The manifest is not readable: ask for a new invite.") from exc
     if version > PROTOCOL_VERSION:
         raise ProtocolError(
             f"This run speaks protocol {version}, this node {PROTOCOL_VERSION}: upgrade diloco-node and start it again."
@@ -353,9 +358,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
     try:
         return Manifest.model_validate(raw)
     except ValidationError as exc:
-        raise ManifestError(
-            f"The swarm's manifest is not valid (faults: {exc.error_count()}): ask its founder."
-        ) from exc
+        raise ManifestError(f"The manifest is not valid (faults: {exc.error_count()}): ask its founder.") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from node.diloco.codec import make_codec
 from node.diloco.digest import leaf_bounds
 from node.diloco.fragments import strided
 from node.diloco.outer import OuterState, genesis
-from node.errors import DataFolderError, MachineError, PeerError, TransferFailed, UsageError
+from node.errors import DataFolderError, MachineError, ManifestError, PeerError, TransferFailed, UsageError
 from node.link import Start
-from node.manifest import Invite, Manifest, RunConfig, parse_invite, parse_manifest
+from node.manifest import Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.quota import Room
 from node.status import Phase
 from node.swarm.chain import Outer, Tip
@@ -174,14 +174,15 @@ class Opening:
         return self._folder / "manifest.json"
 
     def _known_manifest(self) -> Manifest | None:
-        """The run of this data folder. Raises DataFolderError if that is not the run that is to be joined."""
+        """The run of this data folder. Raises DataFolderError if that is not the run that is to be joined, and
+        ProtocolError where a newer version joined it."""
         try:
             data = self._manifest_file.read_bytes()
         except FileNotFoundError:
             return None
         try:
-            manifest = Manifest.model_validate_json(data)
-        except ValueError as exc:
+            manifest = read_manifest(data)
+        except ManifestError as exc:
             raise DataFolderError(
                 f"{self._manifest_file} is damaged: restore it, or start with another --data-dir."
             ) from exc

@@ -9,6 +9,9 @@ import pytest
 
 from tests.docker.container import Container
 from tests.docker.engine import Engine, build, engine, why_not
+from tests.swarm.conftest import figures, pytest_terminal_summary
+
+__all__ = ["figures", "pytest_terminal_summary"]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class Container:
     def state(self) -> dict[str, Any]:
         return dict(json.loads(self.docker("inspect", "--format", "{{json .State}}", self.name)))
 
+    def is_healthy(self) -> bool:
+        return bool(self.state()["Health"]["Status"] == "healthy")
+
     def restarts(self) -> int:
         return int(self.docker("inspect", "--format", "{{.RestartCount}}", self.name))
 

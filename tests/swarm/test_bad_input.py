@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -138,6 +139,20 @@ def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
     before = Path(manifest).read_bytes()
     assert "--data-dir" in ended(node.start(), 2)
     assert Path(manifest).read_bytes() == before
+
+
+def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
+    """After a way back to an older version: it says so, and touches nothing."""
+    node = swarm.node("older")
+    node.folder.mkdir()
+    manifest = json.loads((founder.folder / "manifest.json").read_text()) | {"novelty": {"a": 1}}
+    manifest["protocol_version"] += 1
+    before = json.dumps(manifest)
+    (node.folder / "manifest.json").write_text(before)
+    assert "upgrade diloco-node" in ended(node.start(), 10)
+    assert (node.folder / "manifest.json").read_text() == before
+    status = node.start("--node.persist=true").until(lambda s: s["phase"] == "error", START_S)
+    assert status["code"] == "protocol_too_old" and "upgrade diloco-node" in status["reason"]
 
 
 def test_nobody_answers_yet(swarm: Swarm) -> None:

@@ -34,7 +34,7 @@ def test_pause_for_a_while_ends_by_itself(tmp_path: Path) -> None:
         daemon.ready().until_phase("training")
         daemon.act("pause", {"for_s": 2})
         status = daemon.until_phase("paused", "paused")
-        assert "until 20" in status["reason"]
+        assert " until " in status["reason"] and " on " in status["reason"]
         daemon.until_phase("training")
 
 
