@@ -20,6 +20,7 @@ NODE_MODULES := dashboard/node_modules/.package-lock.json
 DASHBOARD := node/api/static/index.html
 DASHBOARD_SOURCES := $(shell find dashboard -type f -not -path 'dashboard/node_modules/*' -not -path 'dashboard/test/*')
 
+REVISION = $(shell git describe --always --abbrev=12 --dirty=+ --exclude='*' 2>/dev/null)
 JOIN ?=
 NAME ?= first
 N ?= 4
@@ -94,9 +95,11 @@ lint: $(SET_UP) $(NODE_MODULES)
 swarm: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
+# The commit goes into the wheel as a file, as there is no git where it is installed.
 wheel: $(SET_UP) $(DASHBOARD)
 	@rm -rf build dist/*.whl
-	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@echo "$(REVISION)" > node/revision.txt
+	@trap 'rm -f node/revision.txt' EXIT; $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
 # The dashboard is built inside, with Node.js from an image; IMAGE_DASHBOARD=prebuilt takes the one built here instead.
@@ -105,7 +108,7 @@ image: $(DASHBOARD)
 endif
 image:
 	@DOCKER_BUILDKIT=1 $(DOCKER) build --file docker/Dockerfile --target $(TARGET) --tag $(IMAGE) \
-		--build-arg DASHBOARD=$(IMAGE_DASHBOARD) \
+		--build-arg DASHBOARD=$(IMAGE_DASHBOARD) --build-arg REVISION="$(REVISION)" \
 		--label org.opencontainers.image.version="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' node/__init__.py)" \
 		--label org.opencontainers.image.revision="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
 		--label org.opencontainers.image.created="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" $(IMAGE_ARGS) .

@@ -101,7 +101,11 @@ def engine() -> Iterator[Engine]:
         yield ours
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
 
 
 # The image

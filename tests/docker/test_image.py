@@ -34,6 +34,9 @@ def test_it_says_what_it_is(docker: Engine) -> None:
     assert {"title", "description", "licenses", "version", "revision", "created"} <= set(labels)
     revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert labels["revision"] == revision.strip()
+    ask = ("-c", "from node.revision import revision; print(revision())")
+    inside = docker("run", "--rm", "--network", "none", "--entrypoint", "python3", IMAGE, *ask)
+    assert inside.rstrip("+") == labels["revision"][:12]
     version = docker("run", "--rm", "--network", "none", IMAGE, "--version")
     assert version == f"diloco-node {labels['version']}"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from node.revision import revision
 from tests.docker.engine import ASKED_FOR, ROOT
 from tests.swarm.harness import wait_for
 
@@ -57,10 +58,15 @@ def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
         token = (data / "api-token").read_text().strip()
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False) as http:
             wait_for(lambda: http.get("/api/v1/status").json()["run"]["round"] >= 0, 240, "a round")
+            assert http.get("/api/v1/version").json()["revision"] == revision()
             page = http.get("/").text
             assets = re.findall(r'(?:src|href)="\.?/(assets/[^"]+)"', page)
             assert assets and all(http.get(f"/{name}").status_code == 200 for name in assets)
     finally:
         node.send_signal(signal.SIGTERM)
-        said = node.communicate(timeout=30)[0]
+        try:
+            said = node.communicate(timeout=60)[0]
+        except subprocess.TimeoutExpired:
+            node.kill()
+            raise
     assert node.returncode == 0, said
