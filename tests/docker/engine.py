@@ -102,6 +102,8 @@ def engine() -> Iterator[Engine]:
     finally:
         process.terminate()
         process.wait(30)
+        # It leaves a mount behind, for which the cache folder could not be removed.
+        subprocess.run(["umount", CACHE / "exec" / "netns" / "default"], capture_output=True, timeout=30, check=False)
 
 
 # The image
