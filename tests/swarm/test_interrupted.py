@@ -46,8 +46,8 @@ def stop(node: Node) -> float:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     with Swarm(tmp_path_factory.mktemp("pair")) as swarm:
-        swarm.found("--checkpoint.every_s=1").until_training()
-        swarm.join("second", flags=["--checkpoint.every_s=1"])
+        swarm.found().until_training()
+        swarm.join("second")
         for node in swarm.nodes:
             node.until(lambda s: s["contribution"]["rounds_joined"] >= 8, 2 * START_S)
         yield swarm.nodes
@@ -110,7 +110,7 @@ def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], 
     wait_for(lambda: node.processes() == [], 10 * PATIENCE, "orphans")
     figures.hold("supervisor killed, until no process is left", time.monotonic() - began_s, 10)
     assert node.wait_end(5) == -9
-    node.start("--checkpoint.every_s=1")
+    node.start()
     before.check(node)
     digests = [other.digests() for other in pair]
     shared = digests[0].keys() & digests[1].keys()
