@@ -234,6 +234,7 @@ class PeerRow(Value):
     short_id: str
     name: str
     phase: str
+    """As in the status; `relaying` of one that never trains."""
     round: int
     tokens_per_second: float
     transport: str

@@ -83,6 +83,9 @@ class Board:
         self._publish()
 
     def told(self, report: Report) -> None:
+        if not report.run.manifest_hash and self._report.run.manifest_hash:
+            # A new worker that has not come so far as to read its run's state: that stands where it stood.
+            report = report.model_copy(update={"run": self._report.run})
         self._report = report
         if self.memory is not None:
             self.memory.told(report)

@@ -51,6 +51,10 @@ Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Address = Annotated[str, StringConstraints(max_length=256, pattern=r"^/")]
 
 
+RELAYING = "relaying"
+"""What a relay does, in the place of a phase."""
+
+
 class PeerRecord(BaseModel):
     """What a peer says about itself. Hostile until its signature is checked, and its text is hostile even then."""
 
@@ -70,6 +74,8 @@ class PeerRecord(BaseModel):
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
     compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     """Of its last complete round."""
+    is_relay: bool = False
+    """It helps others to meet and never trains, whatever its phase."""
     transport: Literal["direct", "relay"] = "direct"
     inbound: bool = True
     """Whether others can open a connection to it. If not, it keeps its own to those that can be called."""
@@ -294,7 +300,7 @@ class Directory:
                 peer_id=r.peer_id,
                 short_id=r.peer_id[-6:],
                 name=r.name or r.peer_id[-6:],
-                phase=r.phase,
+                phase=RELAYING if r.is_relay else r.phase,
                 round=r.round,
                 tokens_per_second=r.tokens_per_second,
                 transport=r.transport,

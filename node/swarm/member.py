@@ -61,6 +61,8 @@ class MemberOptions:
     upload_mbit_s: float = 0.0
     """Limits of the volunteer; 0: none."""
     download_mbit_s: float = 0.0
+    is_relay: bool = False
+    """It never trains."""
     room: Room = any_room
     """On the disk, for what is written much of."""
 
@@ -306,6 +308,7 @@ async def start_member(options: MemberOptions) -> Member:
         name=options.name,
         version=options.version,
         phase=Phase.CONNECTING,
+        is_relay=options.is_relay,
         addresses=tuple((await wire.addresses())[:16]),
     )
     clock = AwakeClock(asyncio.get_running_loop().time)

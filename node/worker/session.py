@@ -339,6 +339,7 @@ class Opening:
             faults=faults_from(os.environ),
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
+            is_relay=self._start.mode == "relay",
             room=self._room,
         )
 

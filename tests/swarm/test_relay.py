@@ -18,5 +18,7 @@ def test_a_relay_is_no_member_of_the_rounds(tmp_path: Path) -> None:
         since = founder.status()["run"]["round"]
         status = founder.until_round(since + 8)
         assert status["peers"] == {"connected": 1, "training": 1}
+        (row,) = [row for row in founder.peers() if not row["this_node"]]
+        assert (row["name"], row["phase"]) == ("relay", "relaying")
         failed = [r["reason"] for r in founder.rounds() if r["outcome"] == "failed" and r["round"] > since + 1]
         assert failed == [], "attempts are led by a node that takes part in none"

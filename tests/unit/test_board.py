@@ -42,6 +42,16 @@ def test_supervisor_has_the_word_over_the_worker() -> None:
     assert (board.status.phase, board.status.code, board.status.run.round) == (Phase.PAUSED, "paused", 3)
 
 
+def test_a_new_worker_stands_where_the_one_before_stood_until_it_knows() -> None:
+    board = make_board()
+    board.decide(None)
+    for run in (RunInfo(), RunInfo(manifest_hash="ab", round=7, swarm_tokens=70), RunInfo()):
+        board.told(Report(state=TRAINING, run=run))
+    assert (board.status.run.round, board.status.run.swarm_tokens) == (7, 70)
+    board.told(Report(state=TRAINING, run=RunInfo(manifest_hash="ab", round=6)))
+    assert board.status.run.round == 6
+
+
 @pytest.mark.parametrize(("phase", "code"), [(Phase.ERROR, "worker_crashes"), (Phase.PAUSED, "paused")])
 def test_a_worker_that_is_no_more_computes_nothing(phase: Phase, code: str) -> None:
     board = make_board()
