@@ -101,7 +101,11 @@ def engine() -> Iterator[Engine]:
         yield ours
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
         # It leaves a mount behind, for which the cache folder could not be removed.
         subprocess.run(["umount", CACHE / "exec" / "netns" / "default"], capture_output=True, timeout=30, check=False)
 
