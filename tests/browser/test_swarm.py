@@ -153,6 +153,7 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     fault.filter(has_text="This token is wrong").wait_for()
     tab.shoot("locked-wrong")
     for number in range(TRIES):
+        tab.page.locator("button[type=submit]:enabled").wait_for()  # Enter does nothing while the last one is asked.
         tab.page.get_by_label("Token").fill(f"wrong {number}")
         with tab.page.expect_response("**/api/v1/session"):
             tab.page.keyboard.press("Enter")
