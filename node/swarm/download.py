@@ -93,8 +93,9 @@ class Download:
             missing = await asyncio.to_thread(partial.open, snapshot.leaves)
             total = len(snapshot.leaves)
             logger.info(
-                "Downloading the state after round %d from %d peers; %d of %d parts are here already.",
-                snapshot.round, len(offer.servers), total - len(missing), total,
+                "Downloading the state after round %d from %d %s; %d of %d parts are here already.",
+                snapshot.round, len(offer.servers), "peer" if len(offer.servers) == 1 else "peers",
+                total - len(missing), total,
             )  # fmt: skip
             on_progress(1 - len(missing) / total)
             self._rng.shuffle(missing)

@@ -269,7 +269,7 @@ class Opening:
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
         """The swarm's state, however long it takes until somebody serves one; none of those to `avoid`."""
-        done = [0.0]
+        done, said = [0.0], ""
         target = Target(manifest.parameters, manifest.initial_digest, frozenset(avoid))
 
         def progress(ratio: float) -> None:
@@ -281,7 +281,9 @@ class Opening:
             try:
                 return self.wait(call, lambda: self._show_progress(done[0]))
             except TransferFailed as exc:
-                logger.info("The state could not be fetched yet: %s", exc)
+                if str(exc) != said:
+                    logger.info("The state could not be fetched yet: %s", exc)
+                said = str(exc)
                 reason = f"{exc} Trying on; what was verified is asked for again."
                 self._teller.enter(Phase.CONNECTING, reason, "no_state")
                 self.pause(RETRY_S)
