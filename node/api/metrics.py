@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 STEP_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SYNC_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-DISK_INTERVAL_S = 30.0
-"""Walking the data folder at each scrape would be waste."""
 
 UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 """A worker in these may not have read its checkpoint yet."""

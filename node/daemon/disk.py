@@ -6,9 +6,7 @@ The worker asks for room before it writes; this is for what grows by itself, and
 from __future__ import annotations
 
 import asyncio
-import logging
 
-from node.api.seam import Space
 from node.choices import ChoiceError, Wrong
 from node.config import Config
 from node.daemon.board import Board
@@ -16,8 +14,6 @@ from node.daemon.folder import DataFolder
 from node.errors import QuotaError
 from node.quota import Quota, quota_bytes
 from node.status import Notice
-
-logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 KEY = "limits.disk_gb"
@@ -54,11 +50,15 @@ class Disk:
             self._changed.clear()
             notice = None
             try:
-                self.space = await asyncio.to_thread(self._look)
+                await asyncio.to_thread(self._quota.enforce)
             except QuotaError as exc:
                 notice = Notice(code=exc.code, text=str(exc))
             except OSError as exc:
-                logger.warning("%s cannot be looked through (%s).", self._folder.path, exc.strerror)
+                text = (
+                    f"The data folder cannot be looked through ({exc.strerror}), so no limit is kept: see to its disk."
+                )
+                notice = Notice(code=QuotaError.code, text=text)
+            self.space = await asyncio.to_thread(self._folder.space)
             if notice is not None or self._is_over:
                 self._board.notice(QuotaError.code, notice)
             self._is_over = notice is not None
@@ -66,7 +66,3 @@ class Disk:
                 await asyncio.wait_for(self._changed.wait(), EVERY_S)
             except TimeoutError:
                 continue
-
-    def _look(self) -> Space:
-        self._quota.enforce()
-        return self._folder.space()

@@ -43,7 +43,7 @@ export const UNKNOWN: State = { word: "Asking", meaning: "" };
 
 /** What a phase means where the node's process ends with it, so that there is nothing left to resume. */
 const ENDS: Partial<Record<Phase, Partial<State>>> = {
-  stopped: { meaning: "This node has ended. Nothing runs, and its work is saved." },
+  stopped: { meaning: "This node has ended. Nothing of it runs." },
   error: { meaning: "The node gave up, and has ended. Mend what it names, then start it again." },
 };
 
