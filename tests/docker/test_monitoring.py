@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -168,14 +167,12 @@ def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str,
 
 def bring_to_error(node: Node) -> None:
     """Its worker is killed as often as it comes back, until the supervisor gives up."""
-    killed: set[int] = set()
     deadline_s = time.monotonic() + 90
     while node.status()["phase"] != "error":
         assert time.monotonic() < deadline_s, "the supervisor has not given up"
-        for process in node.processes():
-            if process.pid not in killed and "node.worker" in " ".join(process.cmdline()):
-                killed.add(process.pid)
-                os.kill(process.pid, signal.SIGKILL)
+        for process in node.with_word("node.worker"):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.1)
 
 

@@ -151,19 +151,20 @@ class Node:
                     found.append(process)
         return found
 
+    def with_word(self, word: str) -> list[psutil.Process]:
+        """Those of its processes that have this in their command line."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):  # It may end between being listed and being asked.
+                if any(word in part for part in process.cmdline()):
+                    found.append(process)
+        return found
+
     def find(self, what: str) -> psutil.Process:
         """`supervisor`, `worker` or `p2pd`."""
         word = {"supervisor": self.program, "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
-
-        def there() -> psutil.Process | None:
-            for process in self.processes():
-                with suppress(psutil.NoSuchProcess):
-                    if any(word in part for part in process.cmdline()):
-                        return process
-            return None
-
-        found: psutil.Process = wait_for(there, 10, f"{self.name} has no {what}")
-        return found
+        found: list[psutil.Process] = wait_for(lambda: self.with_word(word), 10, f"{self.name} has no {what}")
+        return found[0]
 
     def calm(self) -> None:
         """Training yields to nodes that start. On Linux niceness is a thread's: the swarm's own thread keeps its."""

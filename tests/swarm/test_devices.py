@@ -14,7 +14,7 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
 
 def helpers(node: Node) -> list[psutil.Process]:
     """The ranks beside the worker."""
-    return [p for p in node.processes() if "node.worker.helpers" in p.cmdline()]
+    return node.with_word("node.worker.helpers")
 
 
 @pytest.mark.timeout(240)
