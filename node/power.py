@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from node.files import write_whole
 
 FILE = "gpu-power.json"
 MILLI = 1000
@@ -38,6 +39,11 @@ def cap(folder: Path, uuid: str, watts: float, nvml: Any = None) -> None:
                 return
             _write(folder, {uuid: before, **_read(folder)})  # What was first is what comes back.
             library.nvmlDeviceSetPowerManagementLimit(handle, wanted)
+        except OSError as exc:
+            raise NotCapped(
+                f"limits.gpu_power_watts is not kept, as {folder / FILE} could not be written ({exc.strerror}), and "
+                "nobody would know what to put back: free some space on that disk."
+            ) from exc
         except library.NVMLError as exc:
             raise NotCapped(
                 f"limits.gpu_power_watts is not kept, as the driver does not let this user say so ({exc}): run the "
@@ -105,9 +111,4 @@ def _write(folder: Path, before: Mapping[str, int]) -> None:
     if not before:
         file.unlink(missing_ok=True)
         return
-    new = file.with_suffix(".new")
-    with new.open("w") as out:
-        json.dump(dict(before), out)
-        out.flush()
-        os.fsync(out.fileno())
-    new.replace(file)
+    write_whole(file, json.dumps(dict(before)))

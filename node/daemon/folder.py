@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from node.api.seam import Space
 from node.errors import DataFolderError
+from node.files import write_whole
 from node.status import Moment, Value
 
 logger = logging.getLogger(__name__)
@@ -146,17 +147,6 @@ class DataFolder:
             disk = os.statvfs(self.path)
             free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         return Space({kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}, free_bytes, size_bytes)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: temporary file (0600), fsync, rename."""
-    temporary = path.with_name(path.name + ".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _lock(path: Path) -> int:

@@ -23,7 +23,8 @@ from node.choices import (
     write_choices,
 )
 from node.config import Config
-from node.daemon.folder import DataFolder, write_whole
+from node.daemon.folder import DataFolder
+from node.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import msgpack
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from node.errors import PeerError
+from node.files import write_whole
 from node.swarm.directory import PURPOSE, Directory, Gossip, Signed
 from node.swarm.identity import verify
 from node.swarm.p2p import P2PWire
@@ -170,9 +171,7 @@ class Discovery:
         kept = list(dict.fromkeys([*sorted(addresses), *old]))[:MAX_CACHED]
         if kept == old:
             return
-        temporary = self._cache.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps({"addresses": kept}, indent=1))
-            temporary.replace(self._cache)
+            write_whole(self._cache, json.dumps({"addresses": kept}, indent=1), forced=False)
         except OSError as exc:
             logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from node.config import DevicesConfig
 from node.errors import MachineError
+from node.files import write_whole
 from node.manifest import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,8 @@ class MicroBatchLimit:
 
     def lower(self, rows: int) -> None:
         """So many from the next start on. MachineError if the disk does not take it."""
-        temporary = self._file.with_suffix(".tmp")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"rows": rows, "of": self._of}), encoding="utf-8")
-            temporary.replace(self._file)
+            write_whole(self._file, json.dumps({"rows": rows, "of": self._of}))
         except OSError as exc:
             raise MachineError(f"{self._file} could not be written ({exc.strerror}): free some space there.") from exc

@@ -22,6 +22,7 @@ from node.diloco.digest import leaf_bounds
 from node.diloco.fragments import strided
 from node.diloco.outer import OuterState, genesis
 from node.errors import DataFolderError, MachineError, ManifestError, PeerError, TransferFailed, UsageError
+from node.files import write_whole
 from node.link import Start
 from node.manifest import Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.quota import Room
@@ -224,7 +225,7 @@ class Opening:
         tip = tip_of(state, draft.hash, None, rules_of(draft), time.monotonic())
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._store.save(initial_checkpoint(manifest, tip))
-        _write_whole(self._manifest_file, manifest.canonical())
+        self._keep_manifest(manifest.canonical())
         logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
         return manifest
 
@@ -238,9 +239,17 @@ class Opening:
             if data is not None:
                 manifest = parse_manifest(data, self._invite.manifest_hash)
                 self._begin_training(manifest.run)
-                _write_whole(self._manifest_file, data)
+                self._keep_manifest(data)
                 return manifest
             self.pause(RETRY_S)
+
+    def _keep_manifest(self, text: bytes) -> None:
+        try:
+            write_whole(self._manifest_file, text)
+        except OSError as exc:
+            raise MachineError(
+                f"{self._manifest_file} could not be written ({exc.strerror}): free some space on that disk."
+            ) from exc
 
     # states
 
@@ -379,16 +388,3 @@ def invite_of(manifest: Manifest, addresses: tuple[str, ...]) -> str:
 
 async def _serve_manifest(member: Member, text: bytes) -> None:
     member.serve_manifest(text)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing, and on the disk when this returns."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as exc:
-        raise MachineError(f"{path} could not be written ({exc.strerror}): free some space on that disk.") from exc

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from node.files import write_whole
 from node.swarm.member import View
 from node.worker.ledger import Ledger
 
@@ -44,10 +45,9 @@ class Totals:
     def keep(self) -> None:
         """Whole or not at all. Not forced onto the disk: after a power cut a checkpoint's totals will do."""
         self._kept_at_s = self._clock()
-        temporary = self._file.with_suffix(".new")
+        totals = self._ledger.save(self._ledger.counters(self._view()))
         try:
-            temporary.write_text(json.dumps(self._ledger.save(self._ledger.counters(self._view()))) + "\n")
-            temporary.replace(self._file)
+            write_whole(self._file, json.dumps(totals) + "\n", forced=False)
             self._is_written = True
         except OSError as exc:
             if self._is_written:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from torch import Tensor
 from node.errors import MachineError
 from node.training.checkpoint import LOCAL, META, OUTER, Checkpoint, CheckpointStore
 from node.training.tensorfile import read_slice, read_tensors, write_tensors
+from tests.unit.disk import disk_that_takes
 
 P = 5000
 
@@ -298,13 +298,8 @@ def test_a_full_disk_while_the_same_round_is_replaced(tiny_disk: Path) -> None:
 def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(MachineError, match="older checkpoint is kept") as caught:
-            store.save(checkpoint(12))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with disk_that_takes(30_000), pytest.raises(MachineError, match="older checkpoint is kept") as caught:
+        store.save(checkpoint(12))
     assert caught.value.code == "disk_full"
     assert names(tmp_path) == ["round-00000011"]
 

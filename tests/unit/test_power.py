@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.power import FILE, NotCapped, cap, restore
+from tests.unit.disk import disk_that_takes
 
 GPU = "GPU-1"
 
@@ -71,6 +72,13 @@ def test_what_the_driver_does_not_allow_is_said(tmp_path: Path) -> None:
     assert driver.milliwatts == 150_000
     with pytest.raises(NotCapped, match=r"nvidia-ml-py|driver"):
         cap(tmp_path, GPU, 300)
+
+
+def test_what_was_before_cannot_be_written_down(tmp_path: Path) -> None:
+    driver = Driver()
+    with disk_that_takes(3), pytest.raises(NotCapped, match=r"could not be written.*free some space"):
+        cap(tmp_path, GPU, 300, driver)
+    assert driver.milliwatts == 450_000
 
 
 def test_what_cannot_be_put_back_now_is_kept(tmp_path: Path) -> None:

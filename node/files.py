@@ -1,0 +1,27 @@
+"""Small files, written whole or not at all. Knows the file system and nothing else."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
+    """A temporary file beside it that only its owner may read, fsync, rename. `str` becomes UTF-8.
+
+    `forced=False`, for what can be found out anew: no fsync; a power cut may cost it, a kill does not.
+    OSError where the disk does not take it; what was there before is there still.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if forced:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,52 @@
+"""A small file is the old one or the new one, whatever the disk does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from node.files import write_whole
+from tests.unit.disk import disk_that_takes
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_written_whole_and_for_its_owner_only(tmp_path: Path, forced: bool) -> None:
+    path = tmp_path / "peers.json"
+    write_whole(path, "Zoë\n", forced=forced)
+    assert path.read_bytes() == "Zoë\n".encode()
+    write_whole(path, b"\x00\xff", forced=forced)
+    assert path.read_bytes() == b"\x00\xff"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_disk_that_is_full_keeps_the_old_one_and_nothing_else(tmp_path: Path, forced: bool) -> None:
+    path = tmp_path / "totals.json"
+    write_whole(path, "old", forced=forced)
+    with disk_that_takes(1000), pytest.raises(OSError, match="too large"):
+        write_whole(path, 2000 * "new", forced=forced)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reader_never_sees_a_half(tmp_path: Path) -> None:
+    path = tmp_path / "pause.json"
+    versions = [100_000 * b"a", 100_000 * b"b"]
+    write_whole(path, versions[0])
+    seen: set[bytes] = set()
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(300):
+        write_whole(path, versions[turn % 2], forced=False)
+    is_over.set()
+    reader.join(10)
+    assert seen == set(versions)
