@@ -10,7 +10,7 @@ from pathlib import Path
 def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
     """A temporary file beside it that only its owner may read, fsync, rename. `str` becomes UTF-8.
 
-    `forced=False`, for what can be found out anew: no fsync; a power cut may cost it, a kill does not.
+    `forced=False`: no fsync, where nobody can wait for one; a power cut may cost the newest, a kill does not.
     OSError where the disk does not take it; what was there before is there still.
     """
     temporary = path.with_name(path.name + ".new")

@@ -125,13 +125,17 @@ class DataFolder:
         self._keep("stopped", "" if stopped else None)
 
     def _keep(self, name: str, text: str | None) -> None:
-        """What the owner wants holds now, whether or not the disk takes it."""
+        """What the owner wants holds now, whether or not the disk takes it.
+
+        The event loop does not wait for a disk that is busy with a checkpoint: kept over a kill at once, over a power
+        cut some seconds later.
+        """
         problem = ""
         try:
             if text is None:
                 _remove(self.path / name)
             else:
-                write_whole(self.path / name, text)
+                write_whole(self.path / name, text, forced=False)
         except OSError as exc:
             problem = (
                 f"{self.path / name} could not be written ({exc.strerror}): what you asked for holds until the node is "
