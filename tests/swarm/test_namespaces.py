@@ -58,14 +58,14 @@ def settle(node: Node, host: Host) -> Node:
 def start_all(
     swarm: Swarm, hosts: Sequence[Host], *, names: Sequence[str] = (), flags: Sequence[str] = ()
 ) -> list[Node]:
-    """A founder on the first host, and one that joins it on each of the others."""
+    """A founder on the first host, with these flags, and one that joins it on each of the others."""
     founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER, *flags)
     invite = founder.invite()
     founder.calm()
     joined = [settle(swarm.node(name, join=invite), host) for name, host in zip(names, hosts[1:], strict=True)]
     for node in joined:
         node.preset = None
-        node.start(*EAGER, *flags)
+        node.start(*EAGER)
     for node in joined:
         node.until_training()
         node.calm()
@@ -193,41 +193,14 @@ def test_nodes_behind_nat_contribute_and_reduce_nothing(
         figures.hold("killed behind NAT: out of the count", time.monotonic() - killed_at_s, DEATH_S)
 
 
-@pytest.mark.timeout(300)
-def test_a_limit_of_5_mbit_s_is_kept_while_rounds_go_on(network: Network, tmp_path: Path) -> None:
-    hosts = [network.host() for _ in range(3)]
-    model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-    rounds = {"policy": "time", "min_peers": 3, "inner_steps": 30}
-    run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
-    with Swarm(tmp_path, run) as swarm:
-        nodes = start_all(swarm, hosts, names=("second", "third"), flags=("--limits.upload_mbit_s=5",))
-        nodes[0].until_round(2, LONG_S)
-        began, members, slowest_s = nodes[0].status()["run"]["round"], set(), 0.0
-        seen: list[tuple[float, int]] = []
-        while not seen or seen[-1][0] - seen[0][0] < 2 * WINDOW_S:
-            asked_at_s = time.monotonic()
-            members.add(nodes[0].status()["peers"]["training"])
-            slowest_s = max(slowest_s, time.monotonic() - asked_at_s)
-            seen.append((time.monotonic(), network.sent_bytes(hosts[0])))
-            time.sleep(0.5)
-        rates = [
-            (later - before) * 8e-6 / (until_s - since_s)
-            for i, (since_s, before) in enumerate(seen)
-            for until_s, later in seen[i + 1 :]
-            if WINDOW_S <= until_s - since_s < WINDOW_S + 1
-        ]
-        assert 3.5 < max(rates) < 5.5, f"{max(rates):.2f} Mbit/s; the limit must be felt, and kept"
-        assert members == {3}, "heartbeats must pass"
-        assert slowest_s < 1.0 * PATIENCE
-        assert nodes[0].status()["run"]["round"] >= began + 2
-        assert_agreed(nodes, -1)
-
-
-def most_mbit_s(count: Callable[[], int], seconds: float) -> tuple[float, float]:
-    """Of an interface: the most of any WINDOW_S, and all the time together."""
+def most_mbit_s(
+    count: Callable[[], int], seconds: float, look: Callable[[], None] = lambda: None
+) -> tuple[float, float]:
+    """Of an interface: the most of any WINDOW_S, and all the time together. `look` is called twice a second."""
     seen: list[tuple[float, int]] = []
     while not seen or seen[-1][0] - seen[0][0] < seconds:
         seen.append((time.monotonic(), count()))
+        look()
         time.sleep(0.5)
     rates = [
         (later - before) * 8e-6 / (until_s - since_s)
@@ -240,15 +213,28 @@ def most_mbit_s(count: Callable[[], int], seconds: float) -> tuple[float, float]
 
 
 @pytest.mark.timeout(400)
-def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_path: Path) -> None:
+def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: Network, tmp_path: Path) -> None:
     hosts = [network.host() for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
     run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
     with Swarm(tmp_path, run) as swarm:
-        nodes = start_all(swarm, hosts, names=("second", "third"))
-        nodes[0].until_round(2, LONG_S)
+        nodes = start_all(swarm, hosts, names=("second", "third"), flags=("--limits.upload_mbit_s=5",))
+        began_at = nodes[0].until_round(2, LONG_S)["run"]["round"]
         worker = nodes[0].find("worker").pid
+        members, answered_s = set(), []
+
+        def look() -> None:
+            asked_at_s = time.monotonic()
+            members.add(nodes[0].status()["peers"]["training"])
+            answered_s.append(time.monotonic() - asked_at_s)
+
+        def holds(key: str, count: Callable[[], int], mbit_s: float, seconds: float) -> None:
+            most, mean = most_mbit_s(count, seconds, look)
+            print(f"{key} {mbit_s:g}: {mean:.2f} Mbit/s in {seconds:g} s, at most {most:.2f} in {WINDOW_S:g} s")
+            assert 0.7 * mbit_s < most and mean < 1.1 * mbit_s, f"{key} {mbit_s}: to be felt, and kept"
+            # What the receiver has not taken yet fills buffers on its side of the interface, and empties them later.
+            assert most < (1.1 if key == "upload_mbit_s" else 1.3) * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s"
 
         def change(**limits: float | None) -> None:
             answer = nodes[0].http.patch("/api/v1/config", json={"limits": limits})
@@ -256,22 +242,18 @@ def test_limits_that_change_while_it_runs_hold_at_once(network: Network, tmp_pat
             time.sleep(SETTLE_S)
 
         sent, received = (lambda: network.sent_bytes(hosts[0])), (lambda: network.received_bytes(hosts[0]))
-        for key, count, mbit_s, seconds in (
-            ("upload_mbit_s", sent, 5.0, MINUTE_S),
-            ("upload_mbit_s", sent, 3.0, 2 * WINDOW_S),
-            ("download_mbit_s", received, 4.0, 2 * WINDOW_S),
-        ):
-            change(**{"upload_mbit_s": None, "download_mbit_s": None, key: mbit_s})
-            most, mean = most_mbit_s(count, seconds)
-            print(
-                f"{key} {mbit_s:g}, set while running: {mean:.2f} Mbit/s in {seconds:g} s, at most {most:.2f} in 10 s"
-            )
-            assert mean < 1.1 * mbit_s
-            assert 0.7 * mbit_s < most < 1.1 * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s; to be felt, and kept"
+        holds("upload_mbit_s", sent, 5.0, MINUTE_S)
+        change(upload_mbit_s=3.0)
+        holds("upload_mbit_s", sent, 3.0, 2 * WINDOW_S)
+        change(upload_mbit_s=0.0, download_mbit_s=4.0)
+        holds("download_mbit_s", received, 4.0, 3 * WINDOW_S)
         change(download_mbit_s=None)
         freed, _ = most_mbit_s(sent, 1.5 * WINDOW_S)
         assert freed > 1.2 * 5.0, f"{freed:.2f} Mbit/s without a limit"
         assert nodes[0].find("worker").pid == worker, "no restart was needed"
+        assert members == {3}, "heartbeats must pass"
+        assert max(answered_s) < 1.0 * PATIENCE
+        assert nodes[0].status()["run"]["round"] >= began_at + 4, "rounds must go on"
         assert_agreed(nodes, -1)
 
 
