@@ -82,7 +82,7 @@ ALONE := tests/swarm/test_load.py tests/swarm/test_stopwatch.py
 
 test: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
-	@$(BIN)/python -m pytest -n 3 $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(ALONE))
 	@$(BIN)/python -m pytest $(ALONE)
 
 lint: $(SET_UP) $(NODE_MODULES)

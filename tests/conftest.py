@@ -1,4 +1,4 @@
-"""Shared by all tests: few threads, no settings of the person who runs them, and how three processes share them."""
+"""Shared by all tests: few threads, no settings of the person who runs them, and how two processes share them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable)
 
 
-WAITING = (
+BESIDE = (
     "tests/swarm/test_namespaces.py",
     "tests/swarm/test_late.py",
-    "tests/swarm/test_texts.py",
-    "tests/docker/test_monitoring.py",
-    "tests/browser/test_phases.py",
     "tests/browser/test_swarm.py",
+    "tests/browser/test_phases.py",
 )
-"""Swarms that wait the most, in this order: what measures how soon something happens has the machine more to itself."""
+"""Swarms that wait the most."""
 
 
 def part_of(file: str) -> str:
-    """What is run by one process in one go: the swarms of real processes, those that wait the most, any other file."""
-    if file in WAITING:
-        return "waiting"
-    return "swarms" if file.startswith("tests/swarm/") else file
+    """What is run by one process in one go: the swarms of real processes, but those; any other file."""
+    return "swarms" if file.startswith("tests/swarm/") and file not in BESIDE else file
 
 
 class Parts(LoadScopeScheduling):  # type: ignore[misc]
-    """With `-n 3`: the swarms one after the other, beside them those that wait, and beside both all the rest."""
+    """With `-n 2`: the swarms one after the other, and beside them all the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return part_of(nodeid.split("::")[0])
@@ -54,11 +50,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first, in the processes that pytest-xdist starts."""
     if hasattr(config, "workerinput"):
-        parts = ["swarms", "waiting"]
-
-        def rank(item: pytest.Item) -> tuple[int, int]:
-            file = item.nodeid.split("::")[0]
-            part = part_of(file)
-            return parts.index(part) if part in parts else len(parts), WAITING.index(file) if part == "waiting" else 0
-
-        items.sort(key=rank)
+        files = [item.nodeid.split("::")[0] for item in items]
+        rank = {file: (part_of(file) != "swarms", file not in BESIDE) for file in files}
+        items.sort(key=lambda item: rank[item.nodeid.split("::")[0]])

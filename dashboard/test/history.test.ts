@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { History } from "../src/api/types";
-import { merge, newest, POINTS, question, RANGES, refreshMs, same, stack } from "../src/live/history";
+import { merge, newest, POINTS, question, RANGES, refreshMs, same, stack, startOf } from "../src/live/history";
 
 const HOUR = RANGES[0];
 const ALL = RANGES[3];
@@ -8,8 +8,15 @@ const have: History = { step_s: 10, at_s: [100, 110, 120], series: { a: [1, 2, 3
 
 test("first all of the range, then only what is new", () => {
   expect(question(null, HOUR, 5000)).toEqual({ since: 1400, points: POINTS, whole: true });
-  expect(question(null, ALL, 5000).since).toBeUndefined();
   expect(question(have, HOUR, 145)).toEqual({ since: 120, points: 4, whole: false });
+});
+
+test("all is asked for from the first moment on, because without one the node tells an hour", () => {
+  expect(question(null, ALL, 5000)).toEqual({ since: 0, points: POINTS, whole: true });
+  expect(question(have, ALL, 1000)).toEqual({ since: 0, points: POINTS, whole: true });
+  expect(question(have, ALL, 145)).toEqual({ since: 120, points: 4, whole: false });
+  const tail: History = { step_s: 10, at_s: [120, 130], series: {} };
+  expect(merge(have, tail, startOf(ALL, 145)).at_s).toEqual([100, 110, 120, 130]);
 });
 
 test("all again after a long absence, or when there are too many points to draw", () => {
@@ -19,7 +26,7 @@ test("all again after a long absence, or when there are too many points to draw"
 });
 
 test("the last point may still grow, and is replaced", () => {
-  const next = merge(have, { step_s: 10, at_s: [120, 130], series: { a: [3.5, 4] } }, undefined);
+  const next = merge(have, { step_s: 10, at_s: [120, 130], series: { a: [3.5, 4] } }, 0);
   expect(next).toEqual({ step_s: 10, at_s: [100, 110, 120, 130], series: { a: [1, 2, 3.5, 4] } });
 });
 
@@ -30,13 +37,13 @@ test("what lies before the range goes", () => {
 });
 
 test("series that come or go are unknown where they were not told", () => {
-  const next = merge(have, { step_s: 10, at_s: [130], series: { b: [7] } }, undefined);
+  const next = merge(have, { step_s: 10, at_s: [130], series: { b: [7] } }, 0);
   expect(next.series).toEqual({ a: [1, 2, 3, null], b: [null, null, null, 7] });
 });
 
 test("nothing new is nothing to draw", () => {
-  expect(same(have, merge(have, { step_s: 10, at_s: [], series: {} }, undefined))).toBe(true);
-  expect(same(have, merge(have, { step_s: 10, at_s: [120], series: { a: [9] } }, undefined))).toBe(false);
+  expect(same(have, merge(have, { step_s: 10, at_s: [], series: {} }, 0))).toBe(true);
+  expect(same(have, merge(have, { step_s: 10, at_s: [120], series: { a: [9] } }, 0))).toBe(false);
 });
 
 test("a pile adds up, and stays open where nothing is known", () => {

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Phase, Status } from "../src/api/types";
-import { describe, orders, peerPhase, reach, reason, startAgain } from "../src/words/states";
+import { describe, isRelay, orders, peerPhase, reach, reason, startAgain } from "../src/words/states";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -73,9 +73,10 @@ test("a pause is told by the reader's clock", () => {
   expect(reason(status("training", { reason: "The node's." }), now)).toBe("The node's.");
 });
 
-test("a pause to come can be taken back, and a relay has none", () => {
+test("a pause to come can be taken back, and a relay has none, whatever its code says", () => {
   const pending = { by: "owner", until: null, after_round: 7 };
   expect(orders(status("training", { pause: pending })).resume).toBe(true);
-  expect(orders(status("training", { code: "relay" })).pause).toBe(false);
+  expect(orders(status("training", { code: "relay" })).pause).toBe(true);
+  expect(isRelay(status("syncing", { code: "relay" }))).toBe(false);
   expect(orders(status("training", { node: { mode: "relay" } })).pause).toBe(false);
 });

@@ -127,7 +127,7 @@ export const api = {
   rounds: async (limit: number) => (await ask<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,
   contributions: async () =>
     (await ask<{ contributions: Contribution[] }>("GET", "/api/v1/contributions")).contributions,
-  history: (since: string | undefined, points: number) =>
+  history: (since: string, points: number) =>
     ask<History>("GET", `/api/v1/history${query({ since, points })}`),
   logs: (level: Level, search: string, limit: number, after?: number) =>
     ask<{ records: LogLine[]; last_id: number }>("GET", `/api/v1/logs${query({ level, search, limit, after })}`),

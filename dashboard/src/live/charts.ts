@@ -4,7 +4,7 @@ import { signal, useSignal, type Signal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import { api, Refused } from "../api/client";
 import type { History } from "../api/types";
-import { merge, question, RANGES, type Range, refreshMs, same } from "./history";
+import { merge, question, RANGES, type Range, refreshMs, same, startOf } from "./history";
 import { usePolling } from "./poll";
 import { reconnects } from "./store";
 
@@ -29,13 +29,11 @@ export function useHistory(): Charts {
     async () => {
       const wanted = range.peek();
       const asked = question(have.peek(), wanted, Date.now() / 1000);
-      const since = asked.since === undefined ? undefined : new Date(asked.since * 1000).toISOString();
       try {
-        const fresh = await api.history(since, asked.points);
+        const fresh = await api.history(new Date(asked.since * 1000).toISOString(), asked.points);
         if (range.peek() !== wanted) return 0;
         const old = have.peek();
-        const start = wanted.seconds === null ? undefined : Date.now() / 1000 - wanted.seconds;
-        const next = asked.whole || !old ? fresh : merge(old, fresh, start);
+        const next = asked.whole || !old ? fresh : merge(old, fresh, startOf(wanted, Date.now() / 1000));
         if (!old || !same(old, next)) have.value = next;
         absent.value = false;
       } catch (error) {

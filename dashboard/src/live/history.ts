@@ -14,27 +14,31 @@ export const POINTS = 240;
 export const EMPTY: History = { step_s: 0, at_s: [], series: {} };
 
 export interface Question {
-  /** Unix seconds; undefined: from the beginning. */
-  since: number | undefined;
+  /** Unix seconds. */
+  since: number;
   points: number;
   /** Whether the answer replaces what is there. */
   whole: boolean;
 }
 
+/** Where a range begins, unix seconds. All begins at 0: the node tells from its oldest row on. */
+export function startOf(range: Range, now: number): number {
+  return range.seconds === null ? 0 : now - range.seconds;
+}
+
 /** What to ask for, having `have`: the tail from its last point on, which may still grow, or all of the range. */
 export function question(have: History | null, range: Range, now: number): Question {
-  const start = range.seconds === null ? undefined : now - range.seconds;
   const last = have?.at_s.at(-1);
   if (!have || last === undefined || !have.step_s || have.at_s.length > 2 * POINTS || now - last > 20 * have.step_s) {
-    return { since: start, points: POINTS, whole: true };
+    return { since: startOf(range, now), points: POINTS, whole: true };
   }
   return { since: last, points: Math.max(2, Math.ceil((now - last) / have.step_s) + 1), whole: false };
 }
 
 /** `have`, with every point from `fresh`'s first moment on replaced by `fresh`, and what lies before `since` gone. */
-export function merge(have: History, fresh: History, since: number | undefined): History {
+export function merge(have: History, fresh: History, since: number): History {
   const from = fresh.at_s[0] ?? Number.POSITIVE_INFINITY;
-  const first = since === undefined ? 0 : lowerBound(have.at_s, since);
+  const first = lowerBound(have.at_s, since);
   const end = Math.max(first, lowerBound(have.at_s, from));
   const kept = end - first;
   const series: History["series"] = {};

@@ -46,6 +46,9 @@ const feed = new Feed(
     cancel: (timer) => clearTimeout(timer as number),
   },
   (news) => {
+    const before = status.peek();
+    // Where the tab was hidden meanwhile no link was lost: only its start tells another process.
+    if (before && before.node.started_at !== news.node.started_at) reconnects.value += 1;
     status.value = news;
   },
   (next, heard) => {

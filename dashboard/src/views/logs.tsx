@@ -21,22 +21,24 @@ export function Logs() {
   const follow = useSignal(true);
   const lines = useSignal<LogLine[]>([]);
   const fault = useSignal("");
-  const last = useRef<number | null>(null);
+  /** The id asked up to; a new one for each question, so that an answer to an earlier one changes nothing. */
+  const last = useRef<{ id: number | null }>({ id: null });
   const box = useRef<HTMLDivElement>(null);
 
   useEffect(() => {
     lines.value = [];
-    last.current = null;
+    last.current = { id: null };
   }, [level.value, search.value, reconnects.value]);
 
   usePolling(
     async () => {
       try {
-        const wanted = `${level.value}/${search.value}`;
-        const after = last.current;
-        const { records, last_id } = await api.logs(level.value, search.value, after === null ? FIRST : MORE, after ?? undefined);
-        if (wanted !== `${level.peek()}/${search.peek()}`) return 0;
-        last.current = last_id;
+        const asked = last.current;
+        const after = asked.id;
+        const limit = after === null ? FIRST : MORE;
+        const { records, last_id } = await api.logs(level.value, search.value, limit, after ?? undefined);
+        if (asked !== last.current) return 0;
+        asked.id = last_id;
         fault.value = "";
         const found = records.filter((line) => matches(line, search.peek()));
         if (found.length) lines.value = appended(after === null ? [] : lines.peek(), found);

@@ -80,9 +80,9 @@ function capital(word: string): string {
   return word.charAt(0).toUpperCase() + word.slice(1);
 }
 
-/** A relay helps others find each other, and trains nothing. */
-export function isRelay(status: Pick<Status, "code" | "node">): boolean {
-  return status.node.mode === "relay" || status.code === "relay";
+/** A relay helps others find each other, and trains nothing. By its mode: a code may be another peer's word. */
+export function isRelay(status: Pick<Status, "node">): boolean {
+  return status.node.mode === "relay";
 }
 
 /** Which of the three orders make sense now. */
