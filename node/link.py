@@ -13,6 +13,8 @@ from pydantic import Field, TypeAdapter
 
 from node.status import Notice, Report, RoundRecord, Value
 
+TOTALS_FILE = "totals.json"
+"""In the data folder: what the worker has counted, of which the supervisor reads `counters` at its start."""
 MAX_LINE_BYTES = 4 * 2**20
 """Longest line on the socketpair. A report of 1,000 peers is about 400 kB."""
 

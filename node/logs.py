@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal, TextIO
@@ -15,6 +16,8 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.text import Text
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""All but tab and line feed, and what changes the direction of text."""
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
 
@@ -58,7 +61,11 @@ def make_formatter(format: Literal["console", "json"], *, date: bool = False) ->
 
 
 class LineFormatter(logging.Formatter):
-    """`12:34:56 INFO node.worker.loop: message`, local time. Phase and round, if any, stand before the message."""
+    """`12:34:56 INFO node.worker.loop: message`, local time. Phase and round, if any, stand before the message.
+
+    Whoever's words are in it, no record looks like two: further lines are indented, and other control characters, which
+    drive terminals, are spelled out.
+    """
 
     def __init__(self, *, date: bool = False) -> None:
         day = "%Y-%m-%d " if date else ""
@@ -67,7 +74,8 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         phase, number = getattr(record, "phase", ""), getattr(record, "round", None)
         where = [part for part in (phase, f"round {number}" if number is not None else "") if part]
-        message = f"[{', '.join(where)}] {record.message}" if where else record.message
+        said = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], record.message).replace("\n", "\n    ")
+        message = f"[{', '.join(where)}] {said}" if where else said
         return self._fmt % (record.__dict__ | {"message": message}) if self._fmt else message
 
 

@@ -96,9 +96,10 @@ class Totals:
     to what was told before: at its first report, and at its first settled one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Counters) -> None:
+        """`known`: from before this process, else Prometheus would take the first worker's word for an increase."""
         self._told = flatten(Counters())
-        self._base = dict.fromkeys(self._told, 0.0)
+        self._base = flatten(known)
         self._tied = self._settled = False
 
     def worker_started(self) -> None:
@@ -127,13 +128,15 @@ class Metrics(Collector):
         view: Callable[[], View],
         *,
         space: Callable[[], Space],
+        known: Counters,
     ) -> None:
-        """`view` and `space` are called at scrapes, so they may not wait for anything."""
+        """`view` and `space` are called at scrapes, so they may not wait for anything. `known`: what the node had done
+        before this process."""
         self._build = build
         self._view = view
         self._space = space
-        self._totals = Totals()
-        self._last_sync_at_s = 0.0
+        self._totals = Totals(known)
+        self._last_sync_at_s = known.last_sync_at_s
         self._registry = CollectorRegistry()
         self._step = Histogram(
             "diloco_inner_step_duration_seconds",
@@ -223,7 +226,8 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     status, run = view.status, view.status.run
     yield _gauge("local_round", "Last round committed here; -1 before the first.", run.round)
     yield _gauge("swarm_round", "Highest committed round that a live peer claims.", run.swarm_round)
-    yield _gauge("swarm_tokens", "Tokens of the whole swarm in committed rounds.", run.swarm_tokens)
+    tokens = run.swarm_tokens if run.swarm_tokens or run.state_digest else None
+    yield _gauge("swarm_tokens", "Tokens of the whole swarm in committed rounds; NaN while unknown.", tokens)
     transports = [row.transport for row in view.swarm if not row.this_node]
     yield _one("peers", "Connected peers.", "transport", {t: float(transports.count(t)) for t in TRANSPORTS})
     yield _gauge("swarm_peers", "Live members that train, this node included.", status.peers.training)

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from node.api.seam import Space
 from node.errors import DataFolderError
 from node.files import write_whole
-from node.status import Moment, Value
+from node.link import TOTALS_FILE
+from node.status import Counters, Moment, Value
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Asked(Value):
     after_round: int | None = None
     """Not paused yet: pause once this round is over."""
     resumed_until: Moment | None = None
-    """No pause: until then the hours of the week do not count."""
+    """Until then the hours of the week do not count; no pause, but perhaps after a round."""
 
     @property
     def is_pause(self) -> bool:
@@ -115,6 +116,13 @@ class DataFolder:
     def save_asked(self, asked: Asked | None) -> None:
         """None removes it."""
         self._keep("pause.json", asked.model_dump_json(exclude_none=True) + "\n" if asked is not None else None)
+
+    def load_counters(self) -> Counters:
+        """What the worker has counted so far, as it has kept it; nothing where that cannot be read."""
+        try:
+            return Counters.model_validate(json.loads((self.path / TOTALS_FILE).read_bytes())["counters"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return Counters()
 
     @property
     def was_stopped(self) -> bool:

@@ -61,7 +61,7 @@ class Keeper:
         timings: Timings,
     ) -> None:
         """`start`: the mode, and the invite if there is one."""
-        self.metrics = Metrics(build, self.view, space=lambda: disk.space)
+        self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=folder.load_counters())
         self._tuner, self._pauser = tuner, pauser
         self._folder = folder
         self._board, self._disk = board, disk
@@ -238,7 +238,7 @@ class Keeper:
 
     async def _after_crash(self, fate: Fate) -> None:
         timings = self._timings
-        if self._shift.age_s > timings.healthy_s:
+        if self._shift.lived_s > timings.healthy_s:
             self._crashes = 0
         self._crashes += 1
         what = fate.describe()

@@ -26,6 +26,11 @@ def now_utc() -> datetime:
     return datetime.now(UTC)
 
 
+def asked_after(asked: Asked | None) -> Asked | None:
+    """What is left of it once its moment has come: a pause after a round may be still to come."""
+    return Asked(after_round=asked.after_round) if asked is not None and asked.after_round is not None else None
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What all wishes come to. `by` empty: nobody wants a pause."""
@@ -54,7 +59,7 @@ class Wishes:
         """Without what is over: a pause that has had its time, a `resume` whose reason has ended."""
         asked, ends = self.asked, self.asked.ends if self.asked is not None else None
         if ends is not None and ends <= now:
-            asked = None
+            asked = asked_after(self.asked)
         holds = {"battery": self.on_battery, "user": self.user_active}
         return replace(self, asked=asked, ignored=frozenset(by for by in self.ignored if holds[by]))
 
@@ -109,7 +114,7 @@ class Pauser:
         if schedule.hours != self._wishes.hours:
             self._wishes, self._turn = replace(self._wishes, hours=schedule.hours), None
             if self._wishes.asked is not None and self._wishes.asked.resumed_until is not None:
-                self._ask(None)
+                self._ask(asked_after(self._wishes.asked))
         self._schedule = schedule
 
     def probed(self, battery: bool | None, idle_s: float | None) -> None:
@@ -144,7 +149,9 @@ class Pauser:
             raise NotAllowed("`until` lies in the past: give a moment to come.")
         if until is not None and until > now + timedelta(seconds=PAUSE_MAX_S):
             raise NotAllowed("`until` lies more than a year ahead: leave it out, and the pause holds until `resume`.")
-        self._ask(Asked(until=until, after_round=order.after_round))
+        asked = self._wishes.asked
+        resumed_until = asked.resumed_until if asked is not None and order.after_round is not None else None
+        self._ask(Asked(until=until, after_round=order.after_round, resumed_until=resumed_until))
 
     def resume(self) -> None:
         now = self._clock()

@@ -16,6 +16,9 @@ from node.link import Beat, Down, Ended, Start, Stop, Up
 
 logger = logging.getLogger(__name__)
 
+FROZEN_S = 5.0
+"""Between two looks at the deadlines: more than a busy machine explains."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -34,7 +37,7 @@ class Timings:
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Before the restart after the first, second, ... crash; one more crash than there are entries is an error."""
     healthy_s: float = 60.0
-    """A worker that lived this long clears the crashes before it."""
+    """A worker that was heard for this long clears the crashes before it."""
     tick_s: float = 0.25
 
 
@@ -47,11 +50,13 @@ class Shift:
         self._started_at_s = 0.0
         self._beat_at_s = 0.0
         self._asked_at_s = 0.0
+        self._looked_at_s = 0.0
+        """When deadlines were last held to."""
         self._stop_by_s: float | None = None
 
     async def start(self, start: Start) -> None:
         """Raises OSError where the system refuses a process."""
-        self._started_at_s = self._beat_at_s = time.monotonic()
+        self._started_at_s = self._beat_at_s = self._looked_at_s = time.monotonic()
         self._stop_by_s = None
         child = await Child.spawn(self._command, start, self._heard)
         self._child = child
@@ -79,6 +84,11 @@ class Shift:
     def age_s(self) -> float:
         """Since the newest worker was started, dead or alive."""
         return time.monotonic() - self._started_at_s
+
+    @property
+    def lived_s(self) -> float:
+        """From the newest worker's start to its last beat; 0 for one that never beat."""
+        return self._beat_at_s - self._started_at_s
 
     @property
     def silent_s(self) -> float:
@@ -115,10 +125,22 @@ class Shift:
         if child is None:
             return
         now_s, timings = time.monotonic(), self._timings
+        self._forgive(now_s - self._looked_at_s - timings.tick_s)
+        self._looked_at_s = now_s
         if self._stop_by_s is not None and now_s > self._stop_by_s:
             child.kill(f"it did not end within {now_s - self._asked_at_s:.0f} s")
         elif self.silent_s > timings.hung_s:
             child.kill(f"it hung: no heartbeat for {timings.hung_s:g} s")
+
+    def _forgive(self, gap_s: float) -> None:
+        """Whatever stopped this process for so long (a frozen container) has stopped the worker, too."""
+        if gap_s < FROZEN_S:
+            return
+        logger.info("This process stood still for %.0f s; the worker is given as long.", gap_s)
+        self._beat_at_s = min(self._beat_at_s + gap_s, time.monotonic())
+        self._asked_at_s += gap_s
+        if self._stop_by_s is not None:
+            self._stop_by_s += gap_s
 
     def _heard(self, message: Up) -> None:
         now_s, timings = time.monotonic(), self._timings

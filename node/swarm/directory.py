@@ -67,10 +67,10 @@ class PeerRecord(BaseModel):
     version: str = Field("", max_length=40)
     protocol: int = PROTOCOL_VERSION
     phase: Phase = Phase.STARTING
-    round: int = Field(-1, ge=-1)
+    round: int = Field(-1, ge=-1, lt=2**63)
     head: Hex64
     state_digest: str = Field("", max_length=64)
-    swarm_tokens: int = Field(0, ge=0)
+    swarm_tokens: int = Field(0, ge=0, lt=2**63)
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
     compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     """Of its last complete round."""

@@ -88,9 +88,13 @@ def available_memory_bytes() -> float:
     return min(free, float(limit - used + cached))
 
 
-def describe(device: torch.device) -> DeviceInfo:
-    """Its figures now; None for what cannot be known. Of a CPU: the machine's load, this process's memory."""
-    return _describe_gpu(device) if device.type == "cuda" else _describe_cpu()
+def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
+    """Its figures now; None for what cannot be known. Of a CPU: the machine's load, this process's memory.
+
+    `own`: this process computes on it. Another rank's GPU is asked through its driver alone: CUDA would take some
+    hundred MB of it for a context.
+    """
+    return _describe_gpu(device, own=own) if device.type == "cuda" else _describe_cpu()
 
 
 def _why_no_gpu() -> str:
@@ -132,15 +136,13 @@ def _describe_cpu() -> DeviceInfo:
     )
 
 
-def _describe_gpu(device: torch.device) -> DeviceInfo:
-    free_bytes, size_bytes = torch.cuda.mem_get_info(device)
-    return DeviceInfo(
-        kind="cuda",
-        name=torch.cuda.get_device_name(device),
-        memory_used_bytes=size_bytes - free_bytes,
-        memory_size_bytes=size_bytes,
-        **_nvml_figures(device),
-    )
+def _describe_gpu(device: torch.device, *, own: bool) -> DeviceInfo:
+    properties = torch.cuda.get_device_properties(device)
+    figures: dict[str, Any] = {"memory_size_bytes": properties.total_memory, **_nvml_figures(device)}
+    if own:
+        free_bytes, size_bytes = torch.cuda.mem_get_info(device)
+        figures |= {"memory_used_bytes": size_bytes - free_bytes, "memory_size_bytes": size_bytes}
+    return DeviceInfo(kind="cuda", name=properties.name, **figures)
 
 
 def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
@@ -167,6 +169,7 @@ def _nvml_figures(device: torch.device) -> dict[str, float]:
     except nvml.NVMLError:
         return {}
     readings: dict[str, Callable[[], float]] = {
+        "memory_used_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
         "utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
         "temperature_celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from node.errors import RoundFailed
-from node.status import Outcome, RoundRecord
+from node.status import Outcome, RoundRecord, Stage
 from node.swarm.chain import Tip
 from node.swarm.rounds import Committed
 from node.worker.expected import expected_utilization
@@ -16,6 +17,21 @@ from node.worker.session import Session
 from node.worker.teller import Teller
 
 logger = logging.getLogger(__name__)
+
+
+def stages_of(stage_s: Mapping[str, float], *, blocked_s: float, apply_s: float) -> dict[str, tuple[float, float]]:
+    """Seconds by stage: all, and those in which the trainer stood still.
+
+    It stands still at the end of what it waits for, so `blocked_s` are the last seconds of the stages. `apply_s` is its
+    own part of the last one.
+    """
+    found = {}
+    for stage in reversed([stage for stage in Stage if stage in stage_s]):
+        stood_s = min(blocked_s, stage_s[stage])
+        blocked_s -= stood_s
+        own_s = apply_s if stage is Stage.APPLY else 0.0
+        found[stage.value] = (stage_s[stage] + own_s, stood_s + own_s)
+    return found
 
 
 class Books:
@@ -31,10 +47,9 @@ class Books:
         names = {row.peer_id: row.name for row in view.rows}
         moved = self._traffic_since(sum(view.sent_bytes.values()), sum(view.received_bytes.values()))
         record = record_of(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
-        for stage, seconds in done.stage_s.items():
+        for stage, (seconds, stood_s) in stages_of(done.stage_s, blocked_s=blocked_s, apply_s=apply_s).items():
             ledger.durations[f"sync.{stage}"].append(seconds)
-            if blocked_s:
-                ledger.durations[f"blocked.{stage}"].append(seconds)
+            ledger.durations[f"blocked.{stage}"].append(stood_s)
         attempted = done.offered and record.outcome is not Outcome.ALONE
         included = done.included and attempted
         ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())

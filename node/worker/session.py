@@ -132,6 +132,7 @@ class Opening:
         self._folder = config.node.data_dir
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep, room=room)
         self._invite = parse_invite(start.join) if start.join else None
+        self._faults = faults_from(os.environ)
 
     def open(self) -> Session:
         """Raises NodeError with the mend, or whatever `check` raises."""
@@ -222,9 +223,9 @@ class Opening:
         draft = Manifest(
             run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
         )
-        tip = tip_of(state, draft.hash, None, rules_of(draft), time.monotonic())
+        tip = self.beside(lambda: tip_of(state, draft.hash, None, rules_of(draft), time.monotonic()))
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
-        self._store.save(initial_checkpoint(manifest, tip))
+        self.beside(lambda: self._store.save(initial_checkpoint(manifest, tip)))
         self._keep_manifest(manifest.canonical())
         logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
         return manifest
@@ -255,7 +256,7 @@ class Opening:
 
     def _resume(self, manifest: Manifest) -> tuple[Checkpoint, Tip] | None:
         """Where this node was when it last saved; None where it has to begin with a download."""
-        checkpoint = self._store.newest()
+        checkpoint = self.beside(self._load_newest)
         if checkpoint is None:
             return None
         if checkpoint.manifest_hash != manifest.hash:
@@ -266,7 +267,8 @@ class Opening:
         state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
         try:
             proof, line = load_proof(checkpoint), load_line(checkpoint)
-            tip = tip_of(state, checkpoint.head, proof, rules_of(manifest), time.monotonic(), line)
+            head, rules = checkpoint.head, rules_of(manifest)
+            tip = self.beside(lambda: tip_of(state, head, proof, rules, time.monotonic(), line))
         except PeerError as exc:
             logger.warning("The checkpoint of round %d is not used: %s.", checkpoint.round, exc)
             return None
@@ -275,6 +277,10 @@ class Opening:
         if checkpoint.round >= 0:
             logger.info("Going on from the checkpoint of round %d.", checkpoint.round)
         return checkpoint, tip
+
+    def _load_newest(self) -> Checkpoint | None:
+        self._faults.meet("load", -1)
+        return self._store.newest()
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
         """The swarm's state, however long it takes until somebody serves one; none of those to `avoid`."""
@@ -347,7 +353,7 @@ class Opening:
                 port_mapping=config.swarm.port_mapping,
             ),
             bootstrap=(*config.swarm.bootstrap, *(self._invite.addresses if self._invite else ())),
-            faults=faults_from(os.environ),
+            faults=self._faults,
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
             is_relay=self._start.mode == "relay",

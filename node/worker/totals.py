@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.files import write_whole
+from node.link import TOTALS_FILE
 from node.swarm.member import View
 from node.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
-FILE = "totals.json"
 EVERY_S = 5.0
 
 
@@ -25,7 +25,7 @@ class Totals:
     """One writer: the main thread. `view` and `clock` as the ledger has them."""
 
     def __init__(self, folder: Path, ledger: Ledger, view: Callable[[], View], clock: Callable[[], float]) -> None:
-        self._file, self._ledger, self._view, self._clock = folder / FILE, ledger, view, clock
+        self._file, self._ledger, self._view, self._clock = folder / TOTALS_FILE, ledger, view, clock
         self._kept_at_s = clock()
         self._is_written = True
 

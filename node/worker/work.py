@@ -108,6 +108,7 @@ class Work:
             pass  # Asked and obeyed: what had to be saved is saved.
         finally:
             self._totals.keep()
+            self._teller.tell(now=True)  # The last round may be newer than the last report.
             stop = self._channel.stop
             session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
         return "stopped", self._end_reason
@@ -147,7 +148,12 @@ class Work:
         return True
 
     def _devices(self) -> tuple[DeviceInfo, ...]:
-        return (describe(self._chosen.device),) if self._chosen is not None else ()
+        """Of all ranks, this one's first; a CPU is one, however many share it."""
+        if self._chosen is None:
+            return ()
+        device = self._chosen.device
+        others = range(1, self._config.devices.ranks) if device.type == "cuda" else ()
+        return (describe(device), *(describe(torch.device("cuda", rank), own=False) for rank in others))
 
     # training
 

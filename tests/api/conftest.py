@@ -23,7 +23,7 @@ from node.choices import CHANGEABLE, over, read_patch
 from node.config import Config
 from node.daemon.board import Board
 from node.daemon.recorder import Clocks, Recorder
-from node.status import NodeInfo, Phase, PhaseState, Status
+from node.status import Counters, NodeInfo, Phase, PhaseState, Status
 
 TOKEN = "t" * 43
 BASE = "http://127.0.0.1:8080"
@@ -65,7 +65,9 @@ class StillNode:
 @pytest.fixture
 def still_node(tmp_path: Path) -> Iterator[StillNode]:
     node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
-    node.metrics = Metrics(Build("1.2", "abc", "2.13", "1.1"), node.view, space=lambda: Space({"cache": 3}, 1, 4))
+    node.metrics = Metrics(
+        Build("1.2", "abc", "2.13", "1.1"), node.view, space=lambda: Space({"cache": 3}, 1, 4), known=Counters()
+    )
     node.keys = Keys(TOKEN, time.monotonic)
     node.past = Recorder(tmp_path / "history", Clocks(time.time, time.monotonic), trains=True)
     node.past.totals = node.metrics.totals

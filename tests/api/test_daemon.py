@@ -15,6 +15,7 @@ import pytest
 
 from node.config import Config
 from node.daemon.server import bind
+from node.daemon.shift import FROZEN_S
 from node.daemon.supervisor import run
 from node.errors import DataFolderError, UsageError
 from tests.api.daemon import Daemon, alive, wait_for
@@ -119,6 +120,31 @@ def test_worker_without_heartbeat_is_replaced_though_it_talks(tmp_path: Path) ->
     with Daemon(tmp_path, "silent", grace_s=1.0, stale_s=0.5, hung_s=1.0, **QUICK) as daemon:
         first = daemon.ready().worker_pid()
         daemon.worker_pid(other_than=first)
+
+
+def test_workers_that_never_beat_are_an_error_however_long_each_was_waited_for(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "silent", grace_s=0.6, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
+        reason = daemon.ready().until_phase("error", "worker_crashes")["reason"]
+        assert "crashed 5 times in a row" in reason and "no heartbeat" in reason
+
+
+def test_a_node_that_was_frozen_goes_on_with_its_worker(tmp_path: Path) -> None:
+    """As by `docker pause`: both processes stand still, and the clock does not."""
+    with Daemon(tmp_path, grace_s=0.5, hung_s=2.0, **QUICK) as daemon:
+        daemon.ready().until_phase("training")
+        worker, supervisor = daemon.worker_pid(), daemon.process.pid
+        time.sleep(1)
+        for pid in (supervisor, worker):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(FROZEN_S + 1.5)
+        os.kill(supervisor, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
+        time.sleep(1)
+        assert daemon.worker_pid() == worker and alive(worker)
+        # It is not forgiven for ever.
+        os.kill(worker, signal.SIGSTOP)
+        daemon.worker_pid(other_than=worker)
 
 
 def test_deaf_worker_is_killed_at_leave(tmp_path: Path) -> None:

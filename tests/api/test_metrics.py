@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.api.metrics import Build, Metrics
+from node.api.seam import Space
 from node.status import (
     FAILURE_REASONS,
     REACHABILITIES,
@@ -22,6 +24,7 @@ from node.status import (
     Phase,
     PhaseState,
     Report,
+    RunInfo,
     Stage,
 )
 from tests.api.conftest import StillNode
@@ -175,6 +178,31 @@ def test_counters_never_fall_and_count_nothing_twice(still_node: StillNode) -> N
     assert told(Phase.TRAINING, 0) == (180, 9)
     assert told(Phase.TRAINING, 7) == (187, 9)
     assert told(Phase.TRAINING, 3) == (187, 9)
+
+
+def test_a_restart_of_the_node_is_no_increase(still_node: StillNode) -> None:
+    """From the first scrape on the totals of before are there; the first worker tells them once more."""
+    known = Counters(inner_steps=1000, tokens_processed=64_000, last_sync_at_s=5.0)
+    still_node.metrics = Metrics(Build("1.2"), still_node.view, space=lambda: Space({}, 1, 4), known=known)
+
+    def told() -> tuple[float, ...]:
+        _, samples = scrape(still_node)
+        names = ("inner_steps_total", "tokens_processed_total", "last_sync_timestamp_seconds")
+        return tuple(samples[(name, ())] for name in names)
+
+    assert told() == (1000, 64_000, 5)
+    still_node.metrics.worker_started()
+    for phase, counters in ((Phase.STARTING, Counters()), (Phase.TRAINING, known)):
+        still_node.metrics.told(Report(state=PhaseState(phase=phase), counters=counters))
+        assert told() == (1000, 64_000, 5)
+    still_node.metrics.told(Report(state=PhaseState(phase=Phase.TRAINING), counters=Counters(inner_steps=1001)))
+    assert told()[0] == 1001
+
+
+def test_tokens_of_the_swarm_are_unknown_before_they_are_known(still_node: StillNode) -> None:
+    assert math.isnan(scrape(still_node)[1][("swarm_tokens", ())])
+    still_node.board.told(Report(run=RunInfo(swarm_tokens=0, state_digest="ab")))
+    assert scrape(still_node)[1][("swarm_tokens", ())] == 0
 
 
 def test_unknown_reasons_join_the_general_one(still_node: StillNode) -> None:

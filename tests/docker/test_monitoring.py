@@ -97,7 +97,9 @@ def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
 
 
 def metrics_of(board: Board) -> Metrics:
-    return Metrics(Build("0"), lambda: board.view(alive=True), space=lambda: Space({"cache": 3}, 10, 40))
+    return Metrics(
+        Build("0"), lambda: board.view(alive=True), space=lambda: Space({"cache": 3}, 10, 40), known=Counters()
+    )
 
 
 def page_with_gpu(board: Board, metrics: Metrics) -> str:

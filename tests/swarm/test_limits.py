@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
@@ -67,9 +68,10 @@ class DiskWatch:
 
     def used(self) -> int:
         total = 0
-        for path in self.folder.rglob("*"):
-            with suppress(OSError):
-                total += path.lstat().st_size if path.is_file() else 0
+        for root, _, names in os.walk(self.folder):  # `rglob` stumbles over a folder that goes while it looks.
+            for name in names:
+                with suppress(OSError):
+                    total += Path(root, name).lstat().st_size
         return total
 
     def _look(self) -> None:

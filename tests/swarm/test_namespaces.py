@@ -24,7 +24,7 @@ LONG_S = 90.0
 """For what takes several rounds on a busy machine."""
 DEATH_S = 10.0
 WINDOW_S = 10.0
-MINUTE_S = 60.0
+MEASURED_S = 30.0
 SETTLE_S = 4.0
 """What was on its way when a limit changed still passes at the old one."""
 MEET_S = 15.0
@@ -242,13 +242,13 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: Network,
             time.sleep(SETTLE_S)
 
         sent, received = (lambda: network.sent_bytes(hosts[0])), (lambda: network.received_bytes(hosts[0]))
-        holds("upload_mbit_s", sent, 5.0, MINUTE_S)
+        holds("upload_mbit_s", sent, 5.0, MEASURED_S)
         change(upload_mbit_s=3.0)
         holds("upload_mbit_s", sent, 3.0, 2 * WINDOW_S)
         change(upload_mbit_s=0.0, download_mbit_s=4.0)
         holds("download_mbit_s", received, 4.0, 3 * WINDOW_S)
         change(download_mbit_s=None)
-        freed, _ = most_mbit_s(sent, 1.5 * WINDOW_S)
+        freed, _ = most_mbit_s(sent, WINDOW_S + 1)
         assert freed > 1.2 * 5.0, f"{freed:.2f} Mbit/s without a limit"
         assert nodes[0].find("worker").pid == worker, "no restart was needed"
         assert members == {3}, "heartbeats must pass"

@@ -1,7 +1,8 @@
-"""A disk that takes longer for the last state than an end usually has: the node waits for it, and says so."""
+"""A slow disk is no worker that hangs: neither while the last state is written, nor while it is read again."""
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 from node.daemon.shift import Timings
 from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, checkpoint_round, tiny
+from tests.swarm.impatient import PROGRAM, TIMINGS
 
 SAVE_S = Timings().stop_s + 3
+HUNG_S = 5.0
 
 
 @pytest.mark.timeout(240)
@@ -30,3 +33,19 @@ def test_the_last_state_is_saved_however_long_it_takes(tmp_path: Path) -> None:
         assert checkpoint_round(newest) >= before["run"]["round"]
         assert tokens >= before["training"]["tokens_total"]
         assert "is killed" not in node.said() and node.processes() == []
+
+
+@pytest.mark.timeout(240)
+def test_a_state_is_read_again_however_long_it_takes(tmp_path: Path) -> None:
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
+        node = swarm.found()
+        node.until_round(2, PATIENCE * START_S)
+        node.running.send_signal(signal.SIGTERM)
+        assert node.wait_end(PATIENCE * Timings().stop_s) == 0
+        saved = checkpoint_round(node.checkpoints()[0])
+        node.program = PROGRAM
+        timings = json.dumps({"grace_s": HUNG_S, "stale_s": HUNG_S, "hung_s": HUNG_S})
+        node.start(env={"DILOCO_FAULTS": f"load@*=stall:{3 * HUNG_S}", TIMINGS: timings})
+        node.until_round(saved + 1, PATIENCE * START_S)
+        assert f"Going on from the checkpoint of round {saved}" in node.said()
+        assert "Injected fault at load" in node.said() and "hung" not in node.said()

@@ -112,6 +112,25 @@ def test_a_pause_after_a_round_is_none_yet(tmp_path: Path) -> None:
     assert made(tmp_path, clock).after_round == 7
 
 
+def test_a_pause_after_a_round_leaves_a_resume_against_the_hours_as_it_is(tmp_path: Path) -> None:
+    clock = Clock(NOON)
+    pauser = made(tmp_path, clock, active=NIGHTS)
+    pauser.resume()
+    pauser.pause(PauseOrder(after_round=7))
+    assert pauser.verdict().by == ""
+    pauser = made(tmp_path, clock, active=NIGHTS)
+    assert (pauser.verdict().by, pauser.after_round) == ("", 7)
+    clock.now = NIGHT
+    assert (pauser.verdict().by, pauser.after_round) == ("", 7), "the hours have begun: only the round is still to come"
+    clock.add(hours=12)
+    assert (pauser.verdict().by, pauser.after_round) == ("schedule", 7)
+    pauser.resume()
+    assert (pauser.verdict().by, pauser.after_round) == ("", None), "`resume` takes back all that was to come"
+    pauser.pause(PauseOrder(after_round=8))
+    pauser.follow(ScheduleConfig(timezone="UTC", active=("mon 20:00-21:00",)))
+    assert (pauser.verdict().by, pauser.after_round) == ("schedule", 8)
+
+
 def test_on_battery_at_once_and_back_only_when_steady(tmp_path: Path) -> None:
     clock = Clock(NOON)
     pauser = made(tmp_path, clock)

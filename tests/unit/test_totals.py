@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from node.link import TOTALS_FILE
 from node.status import Outcome
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.member import View
     from node.worker.ledger import Ledger
-    from node.worker.totals import EVERY_S, FILE, Totals
+    from node.worker.totals import EVERY_S, Totals
 
 
 class Clock:
@@ -63,15 +64,15 @@ def test_it_is_kept_now_and_then(tmp_path: Path) -> None:
     ledger, totals = made(tmp_path, clock)
     work(ledger, clock, 1)
     totals.keep_if_due()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / TOTALS_FILE).exists()
     clock.now_s = EVERY_S
     totals.keep_if_due()
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / TOTALS_FILE).exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"{}", b'{"counters": {"tokens_processed": -1}}', b"\xff"])
 def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE).write_bytes(damage)
+    (tmp_path / TOTALS_FILE).write_bytes(damage)
     ledger, totals = made(tmp_path, Clock())
     totals.load()
     assert ledger.tokens == ledger.rounds_joined == 0
