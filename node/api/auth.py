@@ -13,7 +13,6 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -157,7 +156,7 @@ class Guard:
         foreign = Refusal(403, "Requests that change something must come from this node's own page.")
         if site is not None and site != "same-origin":
             return foreign
-        if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+        if origin is not None and not _is_at(origin, headers["host"]):
             return foreign
         if site is not None or origin is not None:
             return None
@@ -197,16 +196,26 @@ def host_name(host: str) -> str:
 
 
 def session_key(headers: Headers, cookie_name: str) -> str | None:
-    try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(cookie_name)
-    except CookieError:
-        return None
-    return cookie.value if cookie is not None else None
+    """The value of the cookie, as it stands; of several the last, for browsers name those of longer paths first.
+
+    `http.cookies` does not do: it stops at the first cookie of some other program that it dislikes, and unquoting a
+    hostile one (starlette's parser does that too) takes it a second.
+    """
+    pairs = (pair.partition("=") for header in headers.getlist("cookie") for pair in header.split(";"))
+    fitting = [value.strip() for name, _, value in pairs if name.strip() == cookie_name]
+    return fitting[-1] if fitting else None
 
 
 def bearer(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
+
+
+def _is_at(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # a bracket that nobody closes, say: the origin of no page
+        return False
 
 
 def _on_loopback(scope: Scope, headers: Headers) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
 from node.api.app import build_app
-from node.api.auth import BODY_BYTES_MAX, FAILURES_MAX, SECURITY_HEADERS, SESSIONS_MAX, Keys, host_name
+from node.api.auth import BODY_BYTES_MAX, FAILURES_MAX, SECURITY_HEADERS, SESSIONS_MAX, Keys, host_name, session_key
 from node.api.metrics import Build
 from node.api.routes import Served
 from tests.api.conftest import BASE, TOKEN, ClientMaker, StillNode
@@ -92,6 +94,8 @@ def test_every_unsafe_route_refuses_foreign_origins(client: ClientMaker, still_n
         {"Sec-Fetch-Site": "same-site"},
         {"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"},
         {"Cookie": "a=b"},
+        {"Origin": "http://["},
+        {"Origin": "http://127.0.0.1:8080]"},
     ]
 
     async def main() -> None:
@@ -173,6 +177,43 @@ def test_session_from_token_to_farewell(client: ClientMaker, still_node: StillNo
             assert (await http.get("/api/v1/status", headers=browser)).status_code == 401
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        b'a={"b":1}', b"flag", b"a=x y", b"version=2", b"a=\xfc", b"\xfc=1", b'a="x', b"a=b=c", b"=", b"", b"a=,[]@",
+        b"expires=Thu, 01 Jan 1970",
+    ],
+)  # fmt: skip
+def test_cookies_of_other_programs_on_this_host_lock_nobody_out(
+    client: ClientMaker, still_node: StillNode, others: bytes
+) -> None:
+    keys = still_node.keys
+    own = f"{keys.cookie_name}={keys.open_session()}".encode()
+
+    async def main() -> None:
+        for sent in (
+            [others + b"; " + own],
+            [own + b"; " + others],
+            [others + b";" + own],
+            [others, own],
+            [own, others],
+        ):
+            async with client(token=None) as http:
+                answer = await http.get("/api/v1/status", headers=[(b"Cookie", one) for one in sent])
+                assert answer.status_code == 200, sent
+
+    asyncio.run(main())
+
+
+def test_of_two_sessions_the_one_for_the_whole_host_counts_and_a_hostile_cookie_costs_no_time() -> None:
+    assert session_key(Headers({"cookie": "own=of a path; other=x; own=ours"}), "own") == "ours"
+    assert session_key(Headers({"cookie": "other=own; owner=1; own"}), "own") == ""
+    assert session_key(Headers({}), "own") is None
+    began_s = time.process_time()
+    assert session_key(Headers({"cookie": 'a="' + "\\" * 16_000 + '"; own=ours'}), "own") == "ours"
+    assert time.process_time() - began_s < 0.05
 
 
 def test_sessions_end_and_are_bounded() -> None:

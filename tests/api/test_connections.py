@@ -1,0 +1,228 @@
+"""Connections that anybody may open: silent ones end, those beyond the cap are closed, the rest is served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import select
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+
+from node.daemon.server import CONNECTIONS_MAX, FILES, GRACE_S, HEAD_S, Tls, bind, load_tls, make_server, url_of
+from tests.api.conftest import TOKEN, StillNode
+from tests.api.daemon import PATIENCE_S, ROOT, Daemon, wait_for
+from tests.api.test_tls import make_certificate
+
+SHORT_S = 1.0
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Served:
+    """A real server on a free port, and callers of it."""
+
+    def __init__(self, sock: socket.socket, tls: Tls | None) -> None:
+        self.url = url_of(sock, tls=tls is not None)
+        self.address: tuple[str, int] = sock.getsockname()[:2]
+        self.trusting = ssl.create_default_context(cadata=tls.certificate) if tls else None
+        if self.trusting:
+            self.trusting.check_hostname = False
+        self.opened: list[asyncio.StreamWriter] = []
+        self.failures: list[dict[str, Any]] = []
+
+    async def open(self, sends: bytes = b"", *, tcp_only: bool = False) -> Pair:
+        reader, writer = await asyncio.open_connection(*self.address, ssl=None if tcp_only else self.trusting)
+        self.opened.append(writer)
+        writer.write(sends)
+        return reader, writer
+
+    async def hang_up(self) -> None:
+        for writer in self.opened:
+            writer.transport.abort()
+        await asyncio.sleep(0.05)
+
+    def http(self) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        verify = self.trusting or False
+        return httpx.AsyncClient(base_url=self.url, verify=verify, headers=headers, trust_env=False, timeout=PATIENCE_S)
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, tls: Tls | None, *, most: int = 64, head_s: float = SHORT_S) -> AsyncIterator[Served]:
+    """What it should end within is twice the grace: silent connections may be open then."""
+    with bind("127.0.0.1", 0, connections_max=most) as sock:
+        server = make_server(app, tls, head_s=head_s)
+        running = asyncio.create_task(server.serve(sockets=[sock]))
+        served = Served(sock, tls)
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: served.failures.append(context))
+        try:
+            yield served
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(running, 2 * GRACE_S)
+            await served.hang_up()
+    assert served.failures == []
+
+
+@pytest.fixture(params=["http", "https"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> Tls | None:
+    if request.param == "http":
+        return None
+    cert, key = make_certificate(tmp_path)
+    return load_tls(str(cert), str(key))
+
+
+def asking(path: str, verb: str = "GET", more: str = "") -> bytes:
+    return f"{verb} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n{more}\r\n".encode()
+
+
+async def answer(pair: Pair) -> int:
+    """The status code of an answer that is read to its end."""
+    head = await asyncio.wait_for(pair[0].readuntil(b"\r\n\r\n"), PATIENCE_S)
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    await asyncio.wait_for(pair[0].readexactly(length), PATIENCE_S)
+    return int(head.split()[1])
+
+
+async def ended_at(pair: Pair) -> float:
+    """When the other side closed."""
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(pair[0].read(), PATIENCE_S) == b""
+    return time.monotonic()
+
+
+async def drip(pair: Pair) -> None:
+    """More often than any wait for silence could bear, and never a whole head."""
+    while True:
+        pair[1].write(b"x")
+        await asyncio.sleep(SHORT_S / 4)
+
+
+def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> None:
+    async def main() -> None:
+        async with serving(app, tls) as served:
+            refused = asking("/livez", "POST", "Origin: http://evil.example\r\nContent-Length: 9999\r\n")
+            began_at = time.monotonic()
+            silent = {
+                "nothing": await served.open(),
+                "nothing, not even TLS": await served.open(tcp_only=True),
+                "half a head": await served.open(b"GET / HT"),
+                "a head that drips": await served.open(b"GET /"),
+                "half a head after an answer": await served.open(asking("/livez")),
+                "a body that drips after its refusal": await served.open(refused),
+            }
+            assert await answer(silent["half a head after an answer"]) == 200
+            silent["half a head after an answer"][1].write(b"GET / HT")
+            assert await answer(silent["a body that drips after its refusal"]) == 403
+            dripping = [asyncio.create_task(drip(pair)) for name, pair in silent.items() if "drips" in name]
+            ends = await asyncio.gather(*map(ended_at, silent.values()))
+            for one in dripping:
+                one.cancel()
+            seconds = {name: end - began_at for name, end in zip(silent, ends, strict=True)}
+            assert min(seconds.values()) >= SHORT_S and max(seconds.values()) < SHORT_S + 3, seconds
+
+    asyncio.run(main())
+
+
+def test_streams_uploads_and_used_connections_outlive_the_wait(
+    app: ASGIApp, tls: Tls | None, still_node: StillNode
+) -> None:
+    async def upload(pair: Pair) -> int:
+        for byte in b'{"for_s": 9}':
+            pair[1].write(bytes([byte]))
+            await asyncio.sleep(SHORT_S / 4)
+        return await answer(pair)
+
+    async def main() -> None:
+        async with serving(app, tls) as served, served.http() as http, http.stream("GET", "/api/v1/events") as stream:
+            lines = stream.aiter_lines()
+            assert (await anext(lines)).startswith("retry")
+            more = "Content-Type: application/json\r\nContent-Length: 12\r\n"
+            uploading = asyncio.create_task(upload(await served.open(asking("/api/v1/actions/pause", "POST", more))))
+            used = await served.open()
+            for _ in range(8):
+                used[1].write(asking("/api/v1/version"))
+                assert await answer(used) == 200
+                await asyncio.sleep(SHORT_S / 4)
+            assert await uploading == 202
+            still_node.board.configured("anew", {})
+            while not (await anext(lines)).startswith("data"):
+                pass
+            still_node.board.close()
+
+    asyncio.run(main())
+
+
+def test_beyond_the_cap_connections_are_closed_at_once(
+    app: ASGIApp, tls: Tls | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with serving(app, tls, most=8, head_s=PATIENCE_S) as served, served.http() as http:
+            silent = [await served.open(tcp_only=True) for _ in range(7)]
+            for _ in range(20):
+                assert (await http.get("/livez")).status_code == 200
+            beyond = [await served.open(tcp_only=True) for _ in range(30)]
+            await asyncio.wait_for(asyncio.gather(*map(ended_at, beyond)), PATIENCE_S / 4)
+            assert (await http.get("/livez")).status_code == 200
+            for _, writer in silent[:3]:
+                writer.transport.abort()
+            await asyncio.sleep(0.1)
+            for _ in range(20):
+                async with served.http() as another:
+                    assert (await another.get("/livez")).status_code == 200
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert len([text for text in caplog.messages if "8 connections open" in text]) == 1
+
+
+def test_a_node_answers_its_owner_beside_as_many_silent_ones_as_it_takes_and_is_free_of_them_soon(
+    tmp_path: Path,
+) -> None:
+    with Daemon(tmp_path) as daemon, ExitStack() as opened:
+        daemon.ready().until_phase("training")
+        url = httpx.URL(json.loads((tmp_path / "api.json").read_text())["url"])
+        silent = [socket.create_connection((url.host, url.port or 0)) for _ in range(CONNECTIONS_MAX + 50)]
+        for one in silent:
+            opened.enter_context(one)
+        assert daemon.status()["phase"] == "training"
+        wait_for(lambda: len(select.select(silent, [], [], 0)[0]) >= 50, HEAD_S / 2)
+
+        def newcomer() -> bool:
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+            return False
+
+        assert not newcomer()
+        wait_for(lambda: len(select.select(silent, [], [], 0)[0]) == len(silent))
+        assert newcomer()
+        assert daemon.terminate()[0] == 0
+
+
+FILES_CODE = """
+import resource
+from node.daemon.server import bind
+bind("127.0.0.1", 0).close()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "then"), [(256, 4096, 4096), (256, 20000, FILES), (9000, 20000, 9000)])
+def test_as_many_files_as_are_allowed_and_no_more_than_children_bear(soft: int, hard: int, then: int) -> None:
+    if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+        pytest.skip("this machine allows fewer files")
+    limits = f"ulimit -S -n {soft} && ulimit -H -n {hard} && exec {sys.executable} -c '{FILES_CODE}'"
+    done = subprocess.run(["bash", "-c", limits], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == [str(then), str(hard)], done.stderr
