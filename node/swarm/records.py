@@ -225,6 +225,8 @@ def split_hashes(text: str) -> list[bytes]:
         raw = bytes.fromhex(text)
     except ValueError as exc:
         raise PeerError("chunk hashes are not readable") from exc
+    if raw.hex() != text:
+        raise PeerError("chunk hashes are not written as members write them")
     return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
 
 

@@ -18,7 +18,7 @@ from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
 from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.reduce import chunk_hash
-from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of
+from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
 SOON_S = 10.0
@@ -305,6 +305,33 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tupl
     )
     outcome = Outcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
     return sign(node.seat.identity, outcome), b"".join(hashes)
+
+
+def joined(leader: Node, member: Node) -> None:
+    """The member offers, and asks this leader of the first attempt to lead it."""
+    offer_all([member], 0)
+    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(leader.rounds._attempts.values())))
+
+
+@pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
+def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, what: str) -> None:
+    """Else every leader to come would have to propose it again, and the run would stand still for ever."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    bad, victim, other = nodes
+    parent = bad.tip.head
+    joined(bad, victim)
+    outcome, hashes = lone_outcome(bad, parent, 1.0, round_=7 if what == "another number" else 0)
+    text = hashes.hex() if what == "another number" else hashes.hex(" ")
+    proposal = Message({"parent": parent, "attempt": 0, "hashes": text}, [outcome.model_dump_json().encode()])
+    with pytest.raises(PeerError):
+        _call(bad, victim, "propose", proposal)
+    claim = [0, outcome.model_dump(), text]
+    join = {"attempt": 1, "join": forged_join(bad, parent).model_dump()}
+    with pytest.raises(PeerError):
+        _call(bad, victim, "join", Message(join | {"accepted": claim}))
+    done = round_of(nodes, 0)
+    assert done[0].tip.round == 0 and done[0].tip.head != outcome.hash
+    assert other.peer_id in done[0].outcome.included
 
 
 def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
