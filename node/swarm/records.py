@@ -155,6 +155,8 @@ def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
         raw = bytes.fromhex(signature)
     except ValueError:
         return False
+    if raw.hex() != signature:
+        return False  # A proof holds no other spelling.
     return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
 
 
