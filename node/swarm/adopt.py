@@ -52,8 +52,7 @@ class Adoption:
                 if outcome.round > rounds.next_round:
                     rounds.behind.set()
                 return False
-            if outcome.round != rounds.next_round:
-                raise PeerError(f"an outcome calls round {rounds.next_round} round {outcome.round}")
+            self.check_number(outcome)
             if not self._is_supported(proof):
                 raise PeerError("most members of the last round know nothing of a result", code="unsupported")
             self.witness(proof.outcome, outcome)
@@ -74,6 +73,11 @@ class Adoption:
             if rounds.faults.corrupts("apply", tip.round, rounds.mishaps.role):
                 tip.state.anchor[0] += 1.0
             return True
+
+    def check_number(self, outcome: Outcome) -> None:
+        """What follows this node's tip must be the next round. Raises PeerError."""
+        if outcome.round != self._rounds.next_round:
+            raise PeerError(f"an outcome calls round {self._rounds.next_round} round {outcome.round}")
 
     def _is_supported(self, proof: Proof) -> bool:
         """Whether a proof speaks for the members of the last round, or nobody contradicts it."""

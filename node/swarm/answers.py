@@ -102,9 +102,9 @@ class Answers:
         if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
-        attempt.joins[caller] = document
         if proposal := message.header.get("accepted"):
             attempt.proposals.append(self._read_accepted(proposal, join.parent))
+        attempt.joins[caller] = document
         if attempt.leading is None:
             attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
         return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
@@ -198,12 +198,14 @@ class Answers:
         return Message({"accept": self._rounds.mishaps.vote(vote)})
 
     def _check_outcome(self, document: Document, hashes: str, parent: str) -> tuple[Outcome, dict[str, Join]]:
+        """All that adoption asks of an outcome but its mean: what is accepted must be proposed for ever after."""
         bounds = self._rounds.rules.bounds
         outcome = read(document, Outcome)
         joins = check_outcome(outcome, bounds)
         check_hashes(outcome, split_hashes(hashes), bounds)
         if outcome.plan.parent != parent:
             raise PeerError("an outcome is for another round")
+        self._rounds.adoption.check_number(outcome)
         if not self._rounds.adoption.witness(document, outcome):
             raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
         return outcome, joins

@@ -88,3 +88,13 @@ class Attempt:
 def raise_failure(attempt: Attempt) -> None:
     if attempt.failure is not None:
         raise RoundFailed(str(attempt.failure), code=attempt.failure.code) from attempt.failure
+
+
+async def first(events: Sequence[asyncio.Event], timeout_s: float) -> None:
+    """Wait for the first of these events, or for the time to pass."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

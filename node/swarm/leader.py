@@ -49,8 +49,12 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
             # Who joined since may bring an outcome that it has accepted: that one goes first.
             accepted = _newest(attempt.proposals) or fresh
         proof = await _ratify(rounds, attempt, accepted)
-    except (RoundFailed, PeerError) as exc:
-        await _tell_failure(rounds, attempt, exc)
+    except SwarmError as exc:
+        _give_up(rounds, attempt, exc)
+        return
+    except Exception as exc:  # the root of a leader's task: an attempt that nobody ends keeps all others waiting
+        logger.exception("Leading an attempt failed.")
+        _give_up(rounds, attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
         return
     await _commit(rounds, proof)
 
@@ -283,10 +287,13 @@ async def _commit(rounds: Rounds, proof: Proof) -> None:
     await rounds.adopt(proof)
 
 
-async def _tell_failure(rounds: Rounds, attempt: Attempt, error: SwarmError) -> None:
+def _give_up(rounds: Rounds, attempt: Attempt, error: SwarmError) -> None:
+    """Tell everybody who has joined, and go on to the next attempt."""
     message = Message(_key(attempt) | {"reason": str(error), "code": error.code})
     for peer in attempt.joins:
-        rounds.spawn(rounds.wire.call(peer, "failed", message, timeout_s=CALL_S))
+        if peer != rounds.me:
+            rounds.spawn(rounds.wire.call(peer, "failed", message, timeout_s=CALL_S))
+    rounds.give_up(attempt, error)
 
 
 async def _ask_all(

@@ -155,6 +155,8 @@ def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
         raw = bytes.fromhex(signature)
     except ValueError:
         return False
+    if raw.hex() != signature:
+        return False  # A proof holds no other spelling.
     return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
 
 
@@ -225,6 +227,8 @@ def split_hashes(text: str) -> list[bytes]:
         raw = bytes.fromhex(text)
     except ValueError as exc:
         raise PeerError("chunk hashes are not readable") from exc
+    if raw.hex() != text:
+        raise PeerError("chunk hashes are not written as members write them")
     return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
 
 

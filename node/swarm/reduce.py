@@ -144,7 +144,7 @@ class Bench:
 def misdeclared(norm: float, squares: Sequence[float]) -> bool:
     """Whether these sums of squares are not those of a vector with this norm."""
     total = sum(squares)
-    return not math.isfinite(total) or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
+    return not 0 <= total < math.inf or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
 
 
 def exceeds(mean: Tensor, bound: float, stretch_ratio: float) -> bool:

@@ -12,29 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
 from node.swarm.adopt import Adoption
-from node.swarm.answers import Answers
-from node.swarm.attempt import Accepted, Attempt, Contribution, raise_failure
+from node.swarm.answers import MAX_AHEAD, Answers
+from node.swarm.attempt import Accepted, Attempt, Contribution, first, raise_failure
 from node.swarm.base import Message, Wire
 from node.swarm.calls import while_live
 from node.swarm.chain import Chain, Outer, Tip
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
-from node.swarm.records import (
-    Bounds,
-    Document,
-    Join,
-    Outcome,
-    Plan,
-    Proof,
-    parse,
-)
+from node.swarm.records import Bounds, Document, Join, Outcome, Plan, Proof, parse
 from node.swarm.reduce import Grid
 from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, Quorum, leader_of
 from node.swarm.results import Results
@@ -180,13 +172,11 @@ class Rounds:
             try:
                 await self._attend(attempt, mine)
             except (RoundFailed, PeerError) as exc:
-                attempt.fail(exc)
-                attempt.stop()
+                self.give_up(attempt, exc)
                 failures += 1
                 self.wronged |= exc.code in ("rejected", "bad_norm")
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
                 self._deliver(RoundFailed(str(exc), code=exc.code))
-                self.number = max(self.number, attempt.number + 1)
                 self.enter_stage("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
@@ -216,14 +206,14 @@ class Rounds:
             strange = 0 if status == "wait" else strange + 1
             if strange > 20:
                 raise RoundFailed("no leader could be agreed on", code="leader_lost")
-            await _first((attempt.planned, attempt.ended), REJOIN_S if status == "wait" else BACK_OFF_S)
+            await first((attempt.planned, attempt.ended), REJOIN_S if status == "wait" else BACK_OFF_S)
         deadline_s = self.clock() + 3 * self.rules.bulk_s
         while not attempt.ended.is_set() and self.chain.tip.head == mine.parent:
             if attempt.leader and not self.directory.is_member(attempt.leader):
                 raise RoundFailed(f"the leader {attempt.leader[-6:]} is gone", code="leader_lost")
             if self.clock() > deadline_s:
                 raise RoundFailed("the attempt took too long", code="timeout")
-            await _first((attempt.ended,), 0.5)
+            await first((attempt.ended,), 0.5)
         raise_failure(attempt)
 
     def _patience_s(self) -> float:
@@ -251,9 +241,15 @@ class Rounds:
         if status == "ahead":
             await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
         elif status == "stale":
-            self.number = max(self.number, int(reply.header.get("attempt", 0)))
-            raise RoundFailed("a later attempt is under way", code="round_failed")
+            self._follow(attempt, reply.header.get("attempt"))
         return status
+
+    def _follow(self, attempt: Attempt, later: object) -> NoReturn:
+        """Go to the attempt that a leader says is under way, or some way towards it: nobody can use up the numbers."""
+        if not isinstance(later, int) or later <= attempt.number:
+            raise RoundFailed("the leader names no later attempt", code="leader_lost")
+        self.number = max(self.number, min(later, attempt.number + MAX_AHEAD))
+        raise RoundFailed("a later attempt is under way", code="round_failed")
 
     def waiting(self) -> tuple[str, str]:
         """What this node's current attempt waits for: one sentence, one word."""
@@ -305,6 +301,13 @@ class Rounds:
                     old.fail(RoundFailed("a later attempt is under way"))
                     old.stop()
         return self._attempt(number)
+
+    def give_up(self, attempt: Attempt, error: SwarmError) -> None:
+        """This attempt comes to nothing; the next one has another leader."""
+        attempt.fail(error)
+        attempt.stop()
+        if attempt.parent == self.chain.tip.head:
+            self.number = max(self.number, attempt.number + 1)
 
     def _key(self, attempt: Attempt) -> dict[str, Any]:
         return {"parent": attempt.parent, "attempt": attempt.number}
@@ -382,13 +385,3 @@ class Rounds:
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-
-
-async def _first(events: Sequence[asyncio.Event], timeout_s: float) -> None:
-    """Wait for the first of these events, or for the time to pass."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -14,11 +14,13 @@ import torch
 
 from node.errors import PeerError
 from node.status import Channel
+from node.swarm import leader
+from node.swarm.answers import MAX_AHEAD
 from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
 from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.reduce import chunk_hash
-from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of
+from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
 SOON_S = 10.0
@@ -163,6 +165,70 @@ def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swa
     assert all(d.included for d in done)
 
 
+ODD_REPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "sums of squares below nothing": ("average", lambda reply: {"squares": [-1e30] * len(reply["squares"])}),
+    "sums of squares beyond all numbers": ("average", lambda reply: {"squares": [math.inf] * len(reply["squares"])}),
+    "a vote in capitals": ("propose", lambda reply: {"accept": reply["accept"].upper()}),
+    "a vote with a gap": ("propose", lambda reply: {"accept": f"{reply['accept']} "}),
+}
+
+
+@pytest.mark.parametrize("what", ODD_REPLIES)
+def test_a_member_that_answers_its_leader_almost_rightly_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+    verb, change = ODD_REPLIES[what]
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    *honest, bad = nodes
+    rightly = bad.seat.wire._services[verb].handler  # type: ignore[attr-defined]
+
+    async def answer_oddly(caller: str, message: Message) -> Message:
+        header = (await rightly(caller, message)).header
+        return Message(header | change(header))
+
+    bad.seat.wire.serve({verb: Service(answer_oddly, Channel.REDUCE, 2**22)})
+    offer_all(nodes, 0)
+    assert_same([node.committed(SOON_S) for node in honest])
+
+
+@pytest.mark.parametrize("said", ["abc", None, math.inf, [], -1, 0, 2**31, 2**63])
+def test_a_leader_that_tells_of_an_attempt_that_cannot_be_stops_nobody(swarm: Swarm, said: Any) -> None:
+    bad, *honest = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+
+    async def answer_badly(caller: str, message: Message) -> Message:
+        return Message({"status": "stale", "attempt": said})
+
+    bad.seat.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    offer_all(honest, 0)
+    done = [node.committed(2 * SOON_S) for node in honest]
+    assert_same(done)
+    assert done[0].outcome.plan.attempt < 2 * MAX_AHEAD
+
+
+def test_one_that_was_led_far_ahead_is_found_again(swarm: Swarm) -> None:
+    """Whoever hears of its attempt goes towards it by as many numbers as may be at once."""
+    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    nodes[0].rounds.number = 3 * MAX_AHEAD + 1
+    done = round_of(nodes, 0)
+    assert done[0].outcome.plan.attempt > 3 * MAX_AHEAD
+
+
+def test_a_leader_that_stumbles_tells_the_others_and_another_one_leads(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    rightly, stumbled = leader.chunk_owners, []
+
+    def stumble(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
+        if not stumbled:
+            stumbled.append(chunks)
+            raise ZeroDivisionError
+        return rightly(chunks, capacities)
+
+    monkeypatch.setattr(leader, "chunk_owners", stumble)
+    done = round_of(nodes, 0, SOON_S)
+    assert done[0].outcome.plan.attempt == 1
+    assert all(node.failures for node in nodes), "everybody has been told"
+
+
 @pytest.mark.parametrize("verb", ["attempt", "collect", "join"])
 def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
@@ -270,19 +336,19 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
 def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp32", min_peers=1)
     nodes = swarm.nodes(3, rules)
-    leader, victim, _ = in_leader_order(nodes)
-    parent = leader.tip.head
+    first, victim, _ = in_leader_order(nodes)
+    parent = first.tip.head
     offer_all([victim], 0)
     votes = []
     for value in (1.0, 2.0):
-        outcome, hashes = lone_outcome(leader, parent, value)
+        outcome, hashes = lone_outcome(first, parent, value)
         header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
         message = Message(header, [outcome.model_dump_json().encode()])
         if not votes:
-            votes.append(_call(leader, victim, "propose", message))
+            votes.append(_call(first, victim, "propose", message))
             continue
         with pytest.raises(PeerError) as caught:
-            _call(leader, victim, "propose", message)
+            _call(first, victim, "propose", message)
         assert caught.value.code == "equivocation"
 
 
@@ -305,6 +371,33 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tupl
     )
     outcome = Outcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
     return sign(node.seat.identity, outcome), b"".join(hashes)
+
+
+def joined(first: Node, member: Node) -> None:
+    """The member offers, and asks the leader of the first attempt to lead it."""
+    offer_all([member], 0)
+    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
+
+
+@pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
+def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, what: str) -> None:
+    """Else every leader to come would have to propose it again, and the run would stand still for ever."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    bad, victim, other = nodes
+    parent = bad.tip.head
+    joined(bad, victim)
+    outcome, hashes = lone_outcome(bad, parent, 1.0, round_=7 if what == "another number" else 0)
+    text = hashes.hex() if what == "another number" else hashes.hex(" ")
+    proposal = Message({"parent": parent, "attempt": 0, "hashes": text}, [outcome.model_dump_json().encode()])
+    with pytest.raises(PeerError):
+        _call(bad, victim, "propose", proposal)
+    claim = [0, outcome.model_dump(), text]
+    join = {"attempt": 1, "join": forged_join(bad, parent).model_dump()}
+    with pytest.raises(PeerError):
+        _call(bad, victim, "join", Message(join | {"accepted": claim}))
+    done = round_of(nodes, 0)
+    assert done[0].tip.round == 0 and done[0].tip.head != outcome.hash
+    assert other.peer_id in done[0].outcome.included
 
 
 def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
