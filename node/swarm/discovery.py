@@ -15,6 +15,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from node.errors import PeerError
 from node.files import write_whole
+from node.swarm.addresses import addresses_of, read_address
 from node.swarm.directory import PURPOSE, Directory, Gossip, Signed
 from node.swarm.identity import verify
 from node.swarm.p2p import P2PWire
@@ -112,7 +113,7 @@ class Discovery:
     async def _dial_known(self) -> None:
         by_peer: dict[str, list[str]] = {}
         for address in [*self._bootstrap, *self._read_cache()]:
-            by_peer.setdefault(address.rsplit("/p2p/", 1)[1], []).append(address)
+            by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
@@ -147,7 +148,7 @@ class Discovery:
         """Hand the addresses that peers tell to the wire, and remember them for the next start."""
         self._tell_wire()
         others = [record for record in self._directory.live()[1:] if record.inbound]
-        addresses = [address for record in others for address in record.addresses if address.endswith(record.peer_id)]
+        addresses = [address for record in others for address in addresses_of(record.peer_id, record.addresses)]
         if addresses:
             self._write_cache(addresses)
 
@@ -157,13 +158,13 @@ class Discovery:
 
     def _read_cache(self) -> list[str]:
         try:
-            known = json.loads(self._cache.read_text())["addresses"]
+            known = list(json.loads(self._cache.read_text())["addresses"])
         except FileNotFoundError:
             return []
         except (OSError, ValueError, LookupError, TypeError) as exc:
             logger.warning("%s is not readable and is ignored: %s", self._cache, exc)
             return []
-        return [a for a in known if isinstance(a, str) and "/p2p/" in a]
+        return [address for address in known if isinstance(address, str) and read_address(address)]
 
     def _write_cache(self, addresses: Sequence[str]) -> None:
         """The newest first, older ones kept behind them up to MAX_CACHED."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from node.errors import PeerError, SwarmError, UsageError
 from node.quota import Room, any_room
 from node.status import Channel, PeerRow, Phase
+from node.swarm.addresses import addresses_of
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
 from node.swarm.catchup import CatchUp, Loss
@@ -266,7 +267,7 @@ class Member:
         """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
         others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
         others = others[: INVITED - bool(own)]
-        return (*own, *(a for r in others for a in r.addresses if a.endswith(r.peer_id)))[:16]
+        return (*own, *(a for r in others for a in addresses_of(r.peer_id, r.addresses)))[:16]
 
     async def close(self, phase: Phase) -> None:
         """Say goodbye as `phase`, and let go. Bounded to a few seconds."""

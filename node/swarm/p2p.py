@@ -19,12 +19,12 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import MAX_REPLY_BYTES, STALL_S, Busy, Message, Service, Traffic, answer, late
+from node.swarm.addresses import addresses_of, read_address
+from node.swarm.base import MAX_REPLY_BYTES, STALL_S, Busy, Message, Service, Traffic, answer, late, plain
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
 from node.swarm.streams import linger, read_message, write_message
@@ -102,7 +102,7 @@ class P2PWire:
             await asyncio.gather(sending, return_exceptions=True)
             writer.close()
         if status != "ok":
-            raise PeerError(str(reply.header.get("error", "refused"))[:300], code=status[:40])
+            raise PeerError(plain(reply.header.get("error", "refused"), 300), code=plain(status, 40))
         return reply
 
     # answering
@@ -149,7 +149,7 @@ class P2PWire:
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
         """Remember where a peer says it listens; used when libp2p does not know the way. `inbound`: can be dialed."""
-        self._addresses[peer_id] = tuple(addresses)
+        self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
     async def _ensure_connected(self, peer_id: str) -> None:
@@ -159,20 +159,21 @@ class P2PWire:
             return
         if peer_id in self._connected or peer_id not in self._addresses:
             return
-        await self.connect([address for address in self._addresses[peer_id] if address.endswith(peer_id)])
+        await self.connect(self._addresses[peer_id])
         self._connected.add(peer_id)
 
     async def connect(self, addresses: Sequence[str]) -> str:
         """Dial one peer at all its addresses. Returns its id; raises PeerError."""
-        if not addresses:
-            raise PeerError("a peer tells no address", code="unreachable")
-        peer_id = addresses[0].rsplit("/p2p/", 1)[1]
-        maddrs = [Multiaddr(address.rsplit("/p2p/", 1)[0]) for address in addresses]
+        found = [one for one in map(read_address, addresses) if one is not None]
+        if not found:
+            what = f"{plain(addresses[0], 100)} is no address of a peer" if addresses else "a peer tells no address"
+            raise PeerError(what, code="unreachable")
+        peer_id = found[0][0]
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.connect(PeerID.from_base58(peer_id), maddrs)
+                await self._client.connect(PeerID.from_base58(peer_id), [where for _, where in found])
         except (*_FOREIGN, ValueError) as exc:
-            raise PeerError(f"no answer at {addresses[0]}", code="unreachable") from exc
+            raise PeerError(f"no answer at {plain(addresses[0], 200)}", code="unreachable") from exc
         return peer_id
 
     async def addresses(self) -> list[str]:
