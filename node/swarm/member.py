@@ -25,10 +25,11 @@ from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Chain, Tip
-from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
+from node.swarm.directory import MEMBER_PHASES, Directory, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.download import Download
 from node.swarm.faults import Faults, spoil_blobs
+from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire

@@ -11,8 +11,9 @@ import pytest
 from node.errors import PeerError
 from node.status import Phase
 from node.swarm.base import Message
-from node.swarm.directory import Directory, Gossip, PeerRecord, sign_record
+from node.swarm.directory import Directory, PeerRecord, sign_record
 from node.swarm.discovery import Discovery
+from node.swarm.gossip import Gossip
 from tests.contract.harness import Ether, Seat, Swarm
 
 RUN = "ab" * 32

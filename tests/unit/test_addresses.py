@@ -78,4 +78,5 @@ def test_what_a_peer_says_is_one_short_line_without_controls() -> None:
     said = "no\r\n2026-11-22 ERROR \x1b[2Jall is lost\x00\x7f\x9b1m\u2028\u2029\u202egnp.exe\u2066\u200f"
     assert plain(said, 300) == "no  2026-11-22 ERROR  [2Jall is lost   1m   gnp.exe  "
     assert plain("äß 日本 👍", 300) == "äß 日本 👍"
-    assert plain(["x"], 3) == "['x" and plain(None, 9) == "None" and plain("x" * 1000, 300) == "x" * 300
+    assert plain("x" * 1000, 300) == "x" * 300 and plain("\ud800", 9) == " "
+    assert plain(["x"], 9) == plain(None, 9) == plain(float("inf"), 9) == ""
