@@ -7,6 +7,7 @@ suite runs against both, and everything above them is one code. A third transpor
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,17 +57,30 @@ class Service:
     """Answers to one caller at once, until they are sent; further ones are refused. None: any number."""
 
 
+STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What code stumbles over in a message that a peer has made up: a wrong type, a field too few, a number too large."""
+
+
 async def answer(service: Service, caller: str, message: Message) -> Message:
     """Run a handler on a peer's message. Whatever the message makes it stumble over is the peer's fault."""
     try:
         return await service.handler(caller, message)
-    except (ValueError, TypeError, LookupError) as exc:
+    except STUMBLES as exc:
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
     except SwarmError:
         raise
     except Exception as exc:  # the root of every answer: one that fails must not end who asks, or who serves
         logger.exception("An answer failed.")
         raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls (C0, C1), separators of lines and paragraphs, what turns the direction of writing, halves of characters."""
+
+
+def plain(text: object, most: int) -> str:
+    """What a peer says, fit for a log and a page: on one line, and nothing that moves the cursor. Empty if no text."""
+    return _UNPRINTABLE.sub(" ", text[:most]) if isinstance(text, str) else ""
 
 
 def late(peer_id: str, verb: str, timeout_s: float) -> PeerError:
@@ -132,8 +146,12 @@ class Busy:
 
 
 def pack_header(verb: str, message: Message) -> bytes:
+    """Raises PeerError for what cannot travel, such as a number too large that a peer has led up to."""
     sizes = [len(blob) for blob in message.blobs]
-    return bytes(msgpack.packb([verb, message.header, sizes]))
+    try:
+        return bytes(msgpack.packb([verb, message.header, sizes]))
+    except STUMBLES as exc:
+        raise PeerError(f"a message {verb!r} cannot be sent ({exc})", code="internal") from exc
 
 
 def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:

@@ -13,9 +13,11 @@ from pathlib import Path
 import msgpack
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
-from node.errors import PeerError
+from node.errors import SwarmError
 from node.files import write_whole
-from node.swarm.directory import PURPOSE, Directory, Gossip, Signed
+from node.swarm.addresses import addresses_of, read_address
+from node.swarm.directory import PURPOSE, Directory, Signed
+from node.swarm.gossip import Gossip
 from node.swarm.identity import verify
 from node.swarm.p2p import P2PWire
 
@@ -34,11 +36,23 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
 
     def validate(self, record: DHTRecord) -> bool:
         try:
-            subkey = msgpack.unpackb(record.subkey)
-            body, signature = msgpack.unpackb(msgpack.unpackb(record.value))
-            return isinstance(subkey, str) and verify(subkey, PURPOSE, body, signature)
+            peer_id, signed = msgpack.unpackb(record.subkey), read_stored(msgpack.unpackb(record.value))
         except (ValueError, TypeError, msgpack.UnpackException):
             return False
+        return (
+            isinstance(peer_id, str) and signed is not None and verify(peer_id, PURPOSE, signed.body, signed.signature)
+        )
+
+
+def read_stored(value: bytes) -> Signed | None:
+    """A peer record as the DHT keeps it; None for anything else."""
+    try:
+        match msgpack.unpackb(value):
+            case [bytes(body), bytes(signature)]:
+                return Signed(body, signature)
+    except (ValueError, TypeError, msgpack.UnpackException) as exc:
+        logger.debug("the DHT holds what is no peer record: %r", exc)
+    return None
 
 
 class Discovery:
@@ -112,7 +126,7 @@ class Discovery:
     async def _dial_known(self) -> None:
         by_peer: dict[str, list[str]] = {}
         for address in [*self._bootstrap, *self._read_cache()]:
-            by_peer.setdefault(address.rsplit("/p2p/", 1)[1], []).append(address)
+            by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
@@ -121,7 +135,7 @@ class Discovery:
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
         try:
             await self._wire.connect(addresses)
-        except PeerError as exc:
+        except SwarmError as exc:
             self.last_problem = str(exc)
             return False
         self._wire.learn(peer_id, addresses)
@@ -140,14 +154,14 @@ class Discovery:
         await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
         found = await self._wire.dht_lookup(self._key)
         # Nobody knows how old these are: of peers that gossip has told of, it knows better.
-        strangers = [value for peer_id, value in found.items() if self._directory.find(peer_id) is None]
-        self._directory.merge(Signed(*msgpack.unpackb(value)[:2]) for value in strangers)
+        strangers = [read_stored(value) for peer_id, value in found.items() if self._directory.find(peer_id) is None]
+        self._directory.merge(signed for signed in strangers if signed is not None)
 
     def _learn(self) -> None:
         """Hand the addresses that peers tell to the wire, and remember them for the next start."""
         self._tell_wire()
         others = [record for record in self._directory.live()[1:] if record.inbound]
-        addresses = [address for record in others for address in record.addresses if address.endswith(record.peer_id)]
+        addresses = [address for record in others for address in addresses_of(record.peer_id, record.addresses)]
         if addresses:
             self._write_cache(addresses)
 
@@ -157,13 +171,13 @@ class Discovery:
 
     def _read_cache(self) -> list[str]:
         try:
-            known = json.loads(self._cache.read_text())["addresses"]
+            known = list(json.loads(self._cache.read_text())["addresses"])
         except FileNotFoundError:
             return []
         except (OSError, ValueError, LookupError, TypeError) as exc:
             logger.warning("%s is not readable and is ignored: %s", self._cache, exc)
             return []
-        return [a for a in known if isinstance(a, str) and "/p2p/" in a]
+        return [address for address in known if isinstance(address, str) and read_address(address)]
 
     def _write_cache(self, addresses: Sequence[str]) -> None:
         """The newest first, older ones kept behind them up to MAX_CACHED."""

@@ -23,6 +23,8 @@ _PRIVATE_HEADER = b"\x08\x01\x12\x40"
 _PUBLIC_HEADER = b"\x08\x01\x12\x20"
 _ID_HEADER = b"\x00\x24" + _PUBLIC_HEADER
 """Identity multihash of the 36 bytes of a protobuf PublicKey."""
+SIGNATURE_BYTES = 64
+"""Of Ed25519."""
 
 
 @dataclass(frozen=True, slots=True)

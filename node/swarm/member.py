@@ -20,14 +20,16 @@ from typing import Any, Literal
 from node.errors import PeerError, SwarmError, UsageError
 from node.quota import Room, any_room
 from node.status import Channel, PeerRow, Phase
+from node.swarm.addresses import addresses_of
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Chain, Tip
-from node.swarm.directory import MEMBER_PHASES, Directory, Gossip, PeerRecord
+from node.swarm.directory import MEMBER_PHASES, Directory, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.download import Download
 from node.swarm.faults import Faults, spoil_blobs
+from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
@@ -266,7 +268,7 @@ class Member:
         """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
         others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
         others = others[: INVITED - bool(own)]
-        return (*own, *(a for r in others for a in r.addresses if a.endswith(r.peer_id)))[:16]
+        return (*own, *(a for r in others for a in addresses_of(r.peer_id, r.addresses)))[:16]
 
     async def close(self, phase: Phase) -> None:
         """Say goodbye as `phase`, and let go. Bounded to a few seconds."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from node.diloco.digest import HASH_BYTES, leaf_bounds, root_digest
 from node.errors import PeerError
-from node.swarm.base import MAX_REPLY_BYTES, Message, Wire
+from node.swarm.base import MAX_REPLY_BYTES, STUMBLES, Message, Wire
 from node.swarm.directory import Directory
 from node.swarm.records import Join, Proof, parse
 from node.swarm.rounds import Rules
@@ -129,7 +129,7 @@ class Offers:
         try:
             snapshot = read_offer(reply, target)
             included = await asyncio.to_thread(included_at, snapshot.head, snapshot.round, snapshot.proof, self._rules)
-        except (PeerError, ValueError, LookupError, TypeError) as exc:
+        except (PeerError, *STUMBLES) as exc:
             self._wire.traffic.reject(exc if isinstance(exc, PeerError) else PeerError("a wrong form"))
             logger.warning("Peer %s offers a state that is none: %s.", peer[-6:], exc)
             return None
@@ -142,21 +142,21 @@ class Offers:
         except PeerError as exc:
             logger.debug("Peer %s does not vouch: %s", peer[-6:], exc)
             return
-        offer.told[peer] = str(reply.header.get("digest", ""))
+        digest = reply.header.get("digest")
+        offer.told[peer] = digest if isinstance(digest, str) else ""
         if reply.header.get("serves") == snapshot.digest:
             offer.servers.add(peer)
 
 
 def read_offer(reply: Message, target: Target) -> Snapshot:
-    """Raises PeerError, ValueError, LookupError or TypeError."""
+    """Raises PeerError, or one of `STUMBLES`."""
     joined, proof = reply.blobs
     leaves = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
-    header: dict[str, Any] = dict(reply.header)
+    fields = {"round": int, "head": str, "tokens": int, "digest": str}
+    if not all(type(reply.header.get(name)) is kind for name, kind in fields.items()):
+        raise PeerError("a state's description has the wrong form")
     snapshot = Snapshot(
-        round=int(header["round"]),
-        head=str(header["head"]),
-        tokens=int(header["tokens"]),
-        digest=str(header["digest"]),
+        **{name: reply.header[name] for name in fields},
         leaves=leaves,
         proof=parse(Proof, proof) if proof else None,
     )

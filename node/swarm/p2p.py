@@ -18,13 +18,25 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils.multiaddr import Multiaddr
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.base import MAX_REPLY_BYTES, STALL_S, Busy, Message, Service, Traffic, answer, late
+from node.swarm.addresses import addresses_of, read_address
+from node.swarm.base import (
+    MAX_REPLY_BYTES,
+    STALL_S,
+    STUMBLES,
+    Busy,
+    Message,
+    Service,
+    Traffic,
+    answer,
+    late,
+    pack_header,
+    plain,
+)
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
 from node.swarm.streams import linger, read_message, write_message
@@ -75,6 +87,8 @@ class P2PWire:
         except _FOREIGN as exc:
             self._connected.discard(peer_id)
             raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
+        except STUMBLES as exc:
+            raise PeerError(f"peer {peer_id[-6:]} does not keep to the protocol ({verb})") from exc
 
     async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
         self._limit(verb)
@@ -85,12 +99,13 @@ class P2PWire:
             raise late(self.peer_id, verb, timeout_s) from exc
 
     async def _call_remote(self, peer_id: str, verb: str, message: Message, max_reply_bytes: int) -> Message:
+        header = pack_header(verb, message)
         await self._ensure_connected(peer_id)
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
         service = self._services.get(verb)
         channel = service.channel if service else Channel.DHT
         # Beside the reading: a peer may refuse, and hang up, before it has read it all.
-        sending = asyncio.create_task(write_message(writer, verb, message, self.up))
+        sending = asyncio.create_task(write_message(writer, header, message.blobs, self.up))
         try:
             status, reply, size = await read_message(reader, lambda _: max_reply_bytes, self.down)
             self.traffic.received_bytes[channel] += size
@@ -102,7 +117,7 @@ class P2PWire:
             await asyncio.gather(sending, return_exceptions=True)
             writer.close()
         if status != "ok":
-            raise PeerError(str(reply.header.get("error", "refused"))[:300], code=status[:40])
+            raise PeerError(plain(reply.header.get("error"), 300) or "refused", code=plain(status, 40))
         return reply
 
     # answering
@@ -121,13 +136,14 @@ class P2PWire:
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
                 held.enter_context(self._busy.answering(verb, service, caller))
-                status, reply = "ok", await answer(service, caller, message)
+                reply = await answer(service, caller, message)
+                header, blobs = pack_header("ok", reply), reply.blobs
             except SwarmError as exc:
                 self.traffic.reject(exc)
                 logger.debug("refused %s: %s", caller[-6:], exc)
-                status, reply = exc.code, Message({"error": str(exc)})
+                header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
             # Not `+= await`: that reads the total before it waits, and loses what other streams add meanwhile.
-            sent_bytes = await write_message(writer, status, reply, self.up)
+            sent_bytes = await write_message(writer, header, blobs, self.up)
             self.traffic.sent_bytes[channel] += sent_bytes
             held.close()
             await linger(reader)
@@ -149,7 +165,7 @@ class P2PWire:
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
         """Remember where a peer says it listens; used when libp2p does not know the way. `inbound`: can be dialed."""
-        self._addresses[peer_id] = tuple(addresses)
+        self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
     async def _ensure_connected(self, peer_id: str) -> None:
@@ -159,20 +175,21 @@ class P2PWire:
             return
         if peer_id in self._connected or peer_id not in self._addresses:
             return
-        await self.connect([address for address in self._addresses[peer_id] if address.endswith(peer_id)])
+        await self.connect(self._addresses[peer_id])
         self._connected.add(peer_id)
 
     async def connect(self, addresses: Sequence[str]) -> str:
         """Dial one peer at all its addresses. Returns its id; raises PeerError."""
-        if not addresses:
-            raise PeerError("a peer tells no address", code="unreachable")
-        peer_id = addresses[0].rsplit("/p2p/", 1)[1]
-        maddrs = [Multiaddr(address.rsplit("/p2p/", 1)[0]) for address in addresses]
+        found = [one for one in map(read_address, addresses) if one is not None]
+        if not found:
+            what = f"{plain(addresses[0], 100)} is no address of a peer" if addresses else "a peer tells no address"
+            raise PeerError(what, code="unreachable")
+        peer_id = found[0][0]
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.connect(PeerID.from_base58(peer_id), maddrs)
+                await self._client.connect(PeerID.from_base58(peer_id), [where for _, where in found])
         except (*_FOREIGN, ValueError) as exc:
-            raise PeerError(f"no answer at {addresses[0]}", code="unreachable") from exc
+            raise PeerError(f"no answer at {plain(addresses[0], 200)}", code="unreachable") from exc
         return peer_id
 
     async def addresses(self) -> list[str]:
@@ -190,7 +207,7 @@ class P2PWire:
         missing = [peer_id for peer_id in peer_ids if peer_id not in there and peer_id in self._addresses]
         self._connected.difference_update(missing)
         for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
-            if error is not None and not isinstance(error, PeerError):
+            if error is not None and not isinstance(error, (PeerError, *_FOREIGN)):
                 raise error
 
     async def drop(self, peer_id: str) -> None:
@@ -238,7 +255,8 @@ class P2PWire:
     async def _dht_call(self, work: Awaitable[Any]) -> Any:
         try:
             return await asyncio.wait_for(work, DHT_TIMEOUT_S)
-        except _FOREIGN as exc:
+        except (*_FOREIGN, *STUMBLES, P2PHandlerError, AssertionError) as exc:
+            # hivemind reads what peers answer, and asserts that it fits.
             logger.debug("the DHT did not answer: %r", exc)
             return None
 

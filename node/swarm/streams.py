@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from node.errors import PeerError
-from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, pack_header, unpack_header
+from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, unpack_header
 from node.swarm.pace import Pace
 
 PIECE_BYTES = 256 * 1024
@@ -38,14 +38,17 @@ class _Patience:
             self._left_s -= self._clock() - began_s
 
 
-async def write_message(writer: asyncio.StreamWriter, verb: str, message: Message, pace: Pace) -> int:
-    """Send one message; returns its bytes. TimeoutError for a peer that takes nothing, or all of it too slowly."""
-    header = pack_header(verb, message)
+async def write_message(writer: asyncio.StreamWriter, header: bytes, blobs: Sequence[bytes], pace: Pace) -> int:
+    """Send one message, its header packed; returns its bytes.
+
+    TimeoutError for a peer that takes nothing, or all of it too slowly.
+    """
+    blob_bytes = sum(map(len, blobs))
     writer.write(len(header).to_bytes(4, "big") + header)
     await pace.take(len(header), wait=False)
     step = PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES
-    patience = _Patience(message.blob_bytes)
-    for blob in message.blobs:
+    patience = _Patience(blob_bytes)
+    for blob in blobs:
         view = memoryview(blob)
         for start in range(0, len(view), step):
             piece = view[start : start + step]
@@ -53,7 +56,7 @@ async def write_message(writer: asyncio.StreamWriter, verb: str, message: Messag
             writer.write(piece)
             await patience.wait(writer.drain())
     await patience.wait(writer.drain())
-    return 4 + len(header) + message.blob_bytes
+    return 4 + len(header) + blob_bytes
 
 
 async def read_message(

@@ -1,6 +1,6 @@
 """The gossip's rule alone, in virtual time, for more peers than this machine can run: how much is told, who is missed.
 
-Peers beat once a second and pull from `fanout` others what is newer than what they know, as `directory` does; no
+Peers beat once a second and pull from `fanout` others what is newer than what they know, as `gossip` does; no
 signatures, no losses, no load. After a while some are killed. Times are seconds of the model.
 """
 
@@ -11,7 +11,8 @@ import heapq
 import random
 from dataclasses import dataclass
 
-from node.swarm.directory import DEAD_S, LARGE, PULSE_S, RELAYED_S, fanout
+from node.swarm.directory import DEAD_S, RELAYED_S
+from node.swarm.gossip import LARGE, PULSE_S, fanout
 
 RECORD_BYTES, WANTED_BYTES = 800, 27
 """Of a signed record with an address and a digest, and of its place in a question."""

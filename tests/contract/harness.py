@@ -26,14 +26,15 @@ from node.diloco.fragments import elements, strided
 from node.diloco.outer import OuterState, genesis
 from node.errors import RoundFailed
 from node.status import Phase
-from node.swarm import catchup, directory, leader, rendezvous, rounds
+from node.swarm import catchup, gossip, leader, rendezvous, rounds
 from node.swarm.attempt import Contribution
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Traffic, Wire
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Chain, Outer, Tip, tip_at
-from node.swarm.directory import Directory, Gossip, PeerRecord
+from node.swarm.directory import Directory, PeerRecord
 from node.swarm.faults import Fault, Faults, Role, StageName
+from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
 from node.swarm.local import LocalHub, LocalWire
 from node.swarm.reduce import grids_of
@@ -68,7 +69,7 @@ class Trap(Faults):
 
 def quicken(set_attribute: Callable[[object, str, object], None]) -> None:
     """Faster than in life, to save the tests' time; after how long a peer counts as dead stays as it is."""
-    set_attribute(directory, "PULSE_S", 0.25)
+    set_attribute(gossip, "PULSE_S", 0.25)
     set_attribute(catchup, "LOOK_S", 0.25)
     set_attribute(rounds, "REJOIN_S", 0.25)
     set_attribute(leader, "TELL_S", 0.25)

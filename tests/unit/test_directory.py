@@ -16,15 +16,14 @@ from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, Message, pack_header, u
 from node.swarm.directory import (
     DEAD_S,
     FORGOTTEN_S,
-    MAX_GOSSIP_BYTES,
     MAX_KNOWN,
     RELAYED_S,
     Directory,
-    Gossip,
     PeerRecord,
     Signed,
     sign_record,
 )
+from node.swarm.gossip import MAX_GOSSIP_BYTES, Gossip
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.local import LocalHub, LocalWire
 

@@ -1,0 +1,82 @@
+"""Addresses that peers tell: read where they are right, dropped where they are not, whatever they are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from node.swarm.addresses import addresses_of, read_address
+from node.swarm.base import plain
+from node.swarm.identity import new_identity
+
+PEER, RELAY = new_identity().peer_id, new_identity().peer_id
+RIGHT = [
+    f"/ip4/1.2.3.4/tcp/31337/p2p/{PEER}",
+    f"/ip6/::1/udp/7/quic/p2p/{PEER}",
+    f"/dns4/example.org/tcp/1/p2p/{PEER}",
+    f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}/p2p-circuit/p2p/{PEER}",
+]
+WRONG = [
+    f"/x{PEER}",
+    f"/garbage/p2p/{PEER}",
+    f"/p2p/{PEER}",
+    f"/ip4/1.2.3.4/tcp/99999999/p2p/{PEER}",
+    f"/ip4/1.2.3/tcp/1/p2p/{PEER}",
+    f"/ip4/1.2.3.4/tcp/1/p2p/{PEER} ",
+    f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}\n",
+    "/ip4/1.2.3.4/tcp/1/p2p/",
+    "/ip4/1.2.3.4/tcp/1/p2p/0OIl",
+    "/ip4/1.2.3.4/tcp/1/p2p/é",
+    "/",
+    "",
+]
+
+
+@pytest.mark.parametrize("address", RIGHT)
+def test_an_address_is_a_place_and_a_peer(address: str) -> None:
+    found = read_address(address)
+    assert found is not None and found[0] == PEER
+    assert f"{found[1]}/p2p/{PEER}" == address
+
+
+@pytest.mark.parametrize("address", WRONG)
+def test_what_is_no_address_is_none(address: str) -> None:
+    assert read_address(address) is None
+
+
+def test_of_what_a_peer_tells_its_own_right_addresses_count() -> None:
+    assert addresses_of(PEER, [*WRONG, *RIGHT, f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}"]) == tuple(RIGHT)
+
+
+def test_no_mixture_of_parts_makes_it_fail() -> None:
+    rng = random.Random(1)
+    parts = [
+        "ip4",
+        "ip6",
+        "tcp",
+        "p2p",
+        "dns4",
+        "onion3",
+        "unix",
+        "p2p-circuit",
+        "1.2.3.4",
+        "::1",
+        "80",
+        "-1",
+        "",
+        PEER,
+    ]
+    parts += ["x", "é", "fe80::1%e", "timaq4ygg2iegci7:80", "\x00", "9" * 60]
+    for _ in range(20_000):
+        read_address(
+            "/" + "/".join(rng.choice(parts) for _ in range(rng.randint(0, 6))) + rng.choice(["", f"/p2p/{PEER}"])
+        )
+
+
+def test_what_a_peer_says_is_one_short_line_without_controls() -> None:
+    said = "no\r\n2026-11-22 ERROR \x1b[2Jall is lost\x00\x7f\x9b1m\u2028\u2029\u202egnp.exe\u2066\u200f"
+    assert plain(said, 300) == "no  2026-11-22 ERROR  [2Jall is lost   1m   gnp.exe  "
+    assert plain("äß 日本 👍", 300) == "äß 日本 👍"
+    assert plain("x" * 1000, 300) == "x" * 300 and plain("\ud800", 9) == " "
+    assert plain(["x"], 9) == plain(None, 9) == plain(float("inf"), 9) == ""
