@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from node.swarm.base import Message, Service, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory, PeerRecord
 from node.swarm.line import LINE_ROUNDS, Link, abreast, heads_of, prevails, read_line, since
+from node.swarm.offers import prevailing
 from node.swarm.records import Proof, parse
 from node.swarm.rounds import Rounds
 from node.swarm.state import SERVING_PHASES
@@ -41,7 +41,7 @@ class Loss:
     reason: str
     code: Why
     avoid: frozenset[str]
-    """Heads and digests of states that do not lead there."""
+    """Heads of states that do not lead there. Empty where the votes decide: they do so again when a state is sought."""
     dropped: tuple[Link, ...] = ()
     """Rounds of this node's line that do not hold."""
 
@@ -69,7 +69,7 @@ class CatchUp:
             tip = self._rounds.chain.tip
             if outvoted(self._directory.live(), tip):
                 reason = "most others have another state after the same rounds"
-                self._on_lost(Loss(reason, "outvoted", frozenset({tip.digest})))
+                self._on_lost(Loss(reason, "outvoted", frozenset()))
                 await asyncio.sleep(LOOK_S)
             ahead = self._ahead()
             if ahead and not await self.replay(ahead):
@@ -198,19 +198,15 @@ def _tell_fork(theirs: Sequence[Link], mine: Sequence[Link]) -> str:
 
 
 def outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
-    """Whether another state after the same head has more signed tokens behind it; a tie goes to the smaller digest.
+    """Whether another state after the same head prevails, by the rule by which a joiner chooses (`offers.prevailing`).
 
-    The first record is this node's own. Who did not contribute to the newest record has the weight of one token. Live
-    peers whose word is not here yet may still side with this node: right after a commit, the first to be heard of may
-    be the damaged one.
+    The first record is this node's own. Live contributors whose word is not here yet are taken to side with this node:
+    right after a commit, the first to be heard of may be the damaged one.
     """
-    votes: dict[str, int] = defaultdict(int)
-    silent = 0
+    told: dict[str, str] = {}
     for record in records:
-        weight = tip.last_weights.get(record.peer_id, 1)
         if record.head == tip.head and record.state_digest:
-            votes[record.state_digest] += weight
+            told[record.peer_id] = record.state_digest
         elif record.peer_id in tip.last_weights:
-            silent += weight
-    best = min(votes, key=lambda digest: (-votes[digest], digest), default=tip.digest)
-    return best != tip.digest and (not silent or votes[best] > votes[tip.digest] + silent)
+            told[record.peer_id] = tip.digest
+    return prevailing(tip.last_weights, told) not in ("", tip.digest)

@@ -61,10 +61,12 @@ class Download:
         folder: Path,
         rng: random.Random,
         room: Room = any_room,
+        digest_at: Callable[[str], str | None] = lambda _: None,
     ) -> None:
+        """`digest_at`: this node's own word about a head, where it comes from a state that did not hold."""
         self._room = room
         self._wire, self._directory, self._rules, self._folder, self._rng = wire, directory, rules, folder, rng
-        self._offers = Offers(wire, directory, rules, rng)
+        self._offers = Offers(wire, directory, rules, rng, digest_at)
         self._banned: set[str] = set()
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
@@ -74,7 +76,7 @@ class Download:
         """
         offers = await self._offers.find(target, begun(self._folder), self._banned)
         if not offers:
-            raise TransferFailed("No peer serves a state yet.")
+            raise TransferFailed("No peer serves a state yet, or none that the others share.")
         forget(self._folder, keep=[offer.snapshot.digest for offer in offers[:MAX_TRIES]])
         problem = None
         for offer in offers[:MAX_TRIES]:

@@ -180,7 +180,8 @@ class Member:
     async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """One try. Raises TransferFailed, or MachineError where the disk does not take it."""
         if self._download is None:
-            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng, self.options.room)
+            room, digest_at = self.options.room, self._digest_at
+            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng, room, digest_at)
         return await self._download.run(target, on_progress)
 
     def serve_state(self, source: StateSource) -> None:

@@ -19,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _FOLDER = re.compile(r"(?P<replaced>replaced-)?round-(?P<round>-?\d+)")
 _TEMPORARY = ".writing-"
 _REPLACED = "replaced-"
 _DAMAGED = "damaged-"
+_ASIDE = "aside-"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
@@ -136,9 +138,21 @@ class CheckpointStore:
                     self._set_aside(path, exc)
         return None
 
-    def clear(self) -> None:
-        """Remove all: what they hold leads nowhere."""
+    def put_aside(self) -> None:
+        """What they hold leads nowhere: no start goes on from it. Kept until `drop_aside`, should others be wrong.
+
+        Only the newest, as they are large; where one is aside already that stays instead: it was this node's own.
+        """
         for path in self._candidates():
+            if any(self._folder.glob(f"{_ASIDE}*")):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.rename(path.with_name(f"{_ASIDE}{path.name}"))
+
+    def drop_aside(self) -> None:
+        """What has come in their place holds."""
+        for path in self._folder.glob(f"{_ASIDE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def pin(self, round: int) -> None:

@@ -239,7 +239,7 @@ class Work:
             self._teller.tell_round(record)
         session.checkpoint = None
         session.tip = self._opening.download(session.swarm, session.manifest, session.rules, loss.avoid)
-        session.store.clear()  # A restart must not go on from what does not hold.
+        session.store.put_aside()  # A restart must not go on from what does not hold.
         session.swarm.restart_at(session.tip)
 
     def _see_off(self, session: Session, tip: Tip) -> None:
@@ -256,6 +256,8 @@ class Work:
 
     def _after_round(self) -> None:
         self._totals.keep()
+        if self._trainer is not None:
+            self._trainer.session.store.drop_aside()
         stop = self._channel.stop
         self._round_over = stop is not None and stop.how == "drain"
         self._check()

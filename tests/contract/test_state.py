@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from node.swarm.download import Download
 from node.swarm.offers import Target
 from node.swarm.partial import forget
 from node.swarm.results import KEPT_ROUNDS
-from node.swarm.state import Snapshot, StateServer
+from node.swarm.state import Snapshot, StateServer, tip_of
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = LEAF_ELEMENTS + 1000
@@ -81,7 +82,8 @@ def download(node: Node) -> Tip:
 def new_download(node: Node) -> Download:
     folder = node.seat.folder / "cache"
     forget(folder)
-    return Download(node.seat.wire, node.directory, node.rules, folder, random.Random(0))
+    rng, digest_at = random.Random(0), node.chain.digest_at
+    return Download(node.seat.wire, node.directory, node.rules, folder, rng, digest_at=digest_at)
 
 
 def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
@@ -151,6 +153,30 @@ def test_without_a_server_the_download_fails_with_a_sentence(swarm: Swarm) -> No
     serve(nodes[0], Memory(nodes[0].tip, damage="leaves"))
     with pytest.raises(TransferFailed, match="parts of the state"):
         download(late)
+
+
+@pytest.mark.parametrize("nudge", [0.5, -0.5])
+def test_the_state_of_one_heavy_liar_is_taken_by_nobody_though_all_others_seek_one(swarm: Swarm, nudge: float) -> None:
+    """It has signed 64 times as much as they, and is the only one whose phase says that it serves a state."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    *honest, liar = nodes
+    for node in nodes:
+        node.offer(torch.ones(PARAMETERS), tokens=6400 if node is liar else 100)
+    assert_same([node.committed() for node in nodes])
+    true = honest[0].tip
+    state = replace(true.state, anchor=true.state.anchor + nudge)
+    serve(liar, Memory(tip_of(state, true.head, true.proof, liar.rules, 0.0)))
+    for node in honest:
+        node.directory.say(phase=Phase.DOWNLOADING)
+    late = joiner(swarm, nodes)
+    for node in honest:
+        StateServer(node.seat.wire, Memory(None), node.chain.digest_at)
+    with pytest.raises(TransferFailed, match="none that the others share"):
+        download(late)
+    for node in honest:
+        StateServer(node.seat.wire, Memory(node.tip), node.chain.digest_at)
+    for node in (late, *honest):
+        assert download(node).digest == true.digest
 
 
 def test_a_state_whose_proof_is_of_another_head_is_refused(swarm: Swarm) -> None:

@@ -189,6 +189,25 @@ def test_only_one_damaged_one_stays_on_the_disk(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 1
 
 
+def test_what_leads_nowhere_is_out_of_use_and_its_newest_is_kept_until_something_else_holds(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for round in (11, 12):
+        store.save(checkpoint(round))
+    store.put_aside()
+    assert names(tmp_path) == ["aside-round-00000012"]
+    assert store.newest() is None and store.rounds() == [] and store.outer_file(12) is None
+    store.save(checkpoint(8))  # What the others had; it leads nowhere, either.
+    store.put_aside()
+    store.save(checkpoint(9))
+    assert names(tmp_path) == ["aside-round-00000012", "round-00000009"]
+    (tmp_path / "aside-round-00000012").rename(tmp_path / "round-00000012")
+    assert same(store.newest(), checkpoint(12)), "as it was"
+    store.put_aside()
+    store.drop_aside()
+    store.put_aside()
+    assert names(tmp_path) == []
+
+
 def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / ".writing-round-00000011").mkdir()
     (tmp_path / ".writing-round-00000011" / OUTER).write_bytes(b"half")

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from node.swarm.offers import Offer, weigh
-from node.swarm.records import Join
+import pytest
+
+from node.swarm.offers import Offer, prevailing, weigh
 from node.swarm.state import Snapshot
 
 HEAD, TRUE, FALSE = "aa" * 32, "bb" * 32, "cc" * 32
 
 
-def join(tokens: int) -> Join:
-    return Join(run="dd" * 32, parent="ee" * 32, tokens=tokens, step_s=1.0, norm=1.0)
-
-
 def offer(digest: str, included: dict[str, int], told: dict[str, str]) -> Offer:
-    snapshot = Snapshot(7, HEAD, 1000, digest, [], None)
-    return Offer(snapshot, {peer: join(tokens) for peer, tokens in included.items()}, set(), told)
+    return Offer(Snapshot(7, HEAD, 1000, digest, [], None), included, set(), told)
 
 
 def test_weights_are_signed_tokens_and_one_for_all_others() -> None:
-    included = {"a": join(300), "b": join(200), "gone": join(900)}
+    included = {"a": 300, "b": 200, "gone": 900}
     assert weigh(included, ["a", "b", "new"]) == {"a": 201, "b": 200, "new": 1}
     assert weigh(included, ["a"]) == {"a": 1}
     assert weigh({}, ["a", "b"]) == {"a": 1, "b": 1} and weigh({}, []) == {}
@@ -49,3 +45,17 @@ def test_peers_that_do_not_know_the_head_are_no_votes_against_it() -> None:
     assert not one.is_backed and not one.is_outvoted
     assert offer(TRUE, {}, {"a": TRUE}).is_backed, "the only one there is"
     assert not offer(TRUE, {}, {}).is_outvoted
+
+
+@pytest.mark.parametrize("false", ["00" * 32, "ff" * 32], ids=["smaller", "greater"])
+def test_one_against_several_prevails_nowhere(false: str) -> None:
+    told = {"a": TRUE, "b": TRUE, "c": "", "liar": false}
+    tokens = {"a": 100, "b": 100, "c": 100, "liar": 6400}
+    assert prevailing(tokens, told) == TRUE
+    assert offer(false, tokens, told).is_outvoted and not offer(TRUE, tokens, told).is_outvoted
+
+
+def test_of_two_the_smaller_digest_prevails_and_of_none_no_digest() -> None:
+    assert prevailing({"a": 100, "b": 6400}, {"a": TRUE, "b": FALSE}) == TRUE
+    assert prevailing({"a": 6400, "b": 100}, {"a": FALSE, "b": TRUE, "c": ""}) == TRUE
+    assert prevailing({}, {"c": ""}) == prevailing({}, {}) == ""

@@ -42,7 +42,21 @@ def test_outvoted_only_by_more_than_may_still_speak(others: list[tuple[str, str,
     assert outvoted([record("a", TIP.digest), *(record(*other) for other in others)], tip) is lost
 
 
-def test_the_heavier_of_two_decides_and_a_tie_goes_to_the_smaller_digest() -> None:
-    pair = [record("a", TIP.digest), record("b", OTHER)]
-    for weights, lost in (((100, 99), False), ((99, 100), True), ((100, 100), True)):
-        assert outvoted(pair, replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))) is lost
+@pytest.mark.parametrize("digest", [OTHER, "f" * 64])
+@pytest.mark.parametrize("honest", [2, 10])
+def test_one_contributor_outvotes_no_two_that_agree_however_much_it_signs(honest: int, digest: str) -> None:
+    """64 rounds' worth of tokens, which one contribution may weigh, against one each."""
+    names = [f"honest {i}" for i in range(honest)]
+    tip = replace(TIP, last_weights=dict.fromkeys(names, 100) | {"liar": 6400})
+    records = [*(record(name, TIP.digest) for name in names), record("liar", digest)]
+    assert not outvoted(records, tip)
+    elsewhere = [record(name, "", head="cd" * 32) for name in names[1:]]
+    assert not outvoted([records[0], *elsewhere, records[-1]], tip), "its friends have not told yet"
+    assert outvoted([records[-1], *records[:-1]], replace(tip, digest=digest)), "so it is the liar who has to go"
+
+
+def test_of_two_the_smaller_digest_decides_whatever_they_sign() -> None:
+    for weights in ((100, 1), (1, 100), (100, 100)):
+        tip = replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))
+        assert outvoted([record("a", TIP.digest), record("b", OTHER)], tip)
+        assert not outvoted([record("a", TIP.digest), record("b", "f" * 64)], tip)
