@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from node.errors import PeerError, RoundFailed
-from node.status import Channel
+from node.status import FAILURE_REASONS, Channel
 from node.swarm import leader
 from node.swarm.adopt import EVICT_S
 from node.swarm.attempt import Accepted, Attempt
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service, plain
 from node.swarm.records import (
     Document,
     Join,
@@ -77,9 +77,9 @@ class Answers:
         return number
 
     def _led(self, caller: str, message: Message) -> Attempt:
-        """The attempt, if the caller is its leader."""
+        """The attempt, if the caller leads it: whose plan this node has taken, else whom it has asked to."""
         attempt = self._keyed(caller, message)
-        if attempt.leader and attempt.leader != caller:
+        if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")
         return attempt
 
@@ -216,8 +216,8 @@ class Answers:
 
     async def _on_failed(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
-        reason, code = str(message.header.get("reason"))[:200], str(message.header.get("code"))[:40]
-        attempt.fail(RoundFailed(reason, code=code))
+        reason, code = plain(message.header.get("reason"), 200), message.header.get("code")
+        attempt.fail(RoundFailed(reason, code=code if code in FAILURE_REASONS else "round_failed"))
         return Message()
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:

@@ -45,6 +45,8 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: list[Accepted] = field(default_factory=list)
     plan: Plan | None = None
+    asked: set[str] = field(default_factory=set)
+    """Whom this node has asked to lead; one, unless members came or went meanwhile."""
     leader: str = ""
     weights: Mapping[str, Join] = field(default_factory=dict)
     bench: Bench | None = None
@@ -55,6 +57,7 @@ class Attempt:
     sending: asyncio.Future[None] | None = None
     waiting_reason: str = ""
     waiting_code: str = ""
+    """One of `rendezvous.WAITING_CODES`, or empty."""
 
     def fail(self, error: NodeError) -> None:
         """End this attempt, once; whoever waits on it is woken."""

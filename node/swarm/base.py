@@ -7,6 +7,7 @@ suite runs against both, and everything above them is one code. A third transpor
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,15 @@ async def answer(service: Service, caller: str, message: Message) -> Message:
     except Exception as exc:  # the root of every answer: one that fails must not end who asks, or who serves
         logger.exception("An answer failed.")
         raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls (C0, C1), separators of lines and paragraphs, what turns the direction of writing, halves of characters."""
+
+
+def plain(text: object, most: int) -> str:
+    """What a peer says, fit for a log and a page: on one line, and nothing that moves the cursor. Empty if no text."""
+    return _UNPRINTABLE.sub(" ", text[:most]) if isinstance(text, str) else ""
 
 
 def late(peer_id: str, verb: str, timeout_s: float) -> PeerError:

@@ -107,6 +107,12 @@ def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
     return node.seat.do(node.seat.wire.call(peer.peer_id, verb, message, timeout_s=5))
 
 
+def joined(first: Node, member: Node) -> None:
+    """The member offers, and asks the leader of the first attempt to lead it."""
+    offer_all([member], 0)
+    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
+
+
 RUBBISH: dict[str, Sequence[Message]] = {
     "join": [
         Message(),
@@ -245,6 +251,54 @@ def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm
     round_of(nodes, 0, SOON_S)
 
 
+# who may end an attempt
+
+
+def test_only_its_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
+    """The number of an attempt is known to all; who has not been asked to lead it neither leads nor ends it."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
+    first, other, bad = nodes
+    for node in (first, other):
+        joined(first, node)
+    parent = bad.tip.head
+    joins = [first.rounds._attempts[0].joins[node.peer_id] for node in (first, other)]
+    joins = sorted([*joins, forged_join(bad, parent)], key=lambda join: join.signer)
+    reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.grids[0].bounds)
+    plan = Plan(run=bad.rules.run, parent=parent, attempt=0, joins=tuple(joins), reducers=reducers, owners=owners)
+    document = sign(bad.seat.identity, plan).model_dump_json().encode()
+    for peer in (first, other):
+        for verb, header in (("failed", {"reason": "enough", "code": "rejected"}), ("collect", {}), ("plan", {})):
+            with pytest.raises(PeerError, match="another leader"):
+                _call(bad, peer, verb, Message({"parent": parent, "attempt": 0} | header, [document]))
+    offer_all([bad], 0)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert done[0].outcome.plan.attempt == 0
+    assert not first.failures and not other.failures
+
+
+def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad, victim, other = nodes
+    nasty = "one\x1b[2J\ntwo\u2028\u202ethree\x9b" + "x" * 500
+
+    async def answer_badly(caller: str, message: Message) -> Message:
+        return Message({"status": "wait", "reason": nasty, "code": "made up"})
+
+    bad.seat.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    offer_all([victim], 0)
+    wait_until(lambda: victim.rounds.waiting()[0] != "")
+    reason, code = victim.rounds.waiting()
+    assert reason.startswith("one [2J two  three x") and len(reason) == 200 and reason.isprintable()
+    assert code == ""
+    header = {"parent": victim.tip.head, "attempt": 0, "reason": nasty, "code": "made up"}
+    _call(bad, victim, "failed", Message(header))
+    offer_all([other], 0)
+    assert_same([victim.committed(), other.committed()])
+    assert victim.failures[0].code == "round_failed" and str(victim.failures[0]) == reason
+    assert not victim.rounds.wronged
+
+
 # proofs
 
 
@@ -338,7 +392,7 @@ def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Sw
     nodes = swarm.nodes(3, rules)
     first, victim, _ = in_leader_order(nodes)
     parent = first.tip.head
-    offer_all([victim], 0)
+    joined(first, victim)
     votes = []
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(first, parent, value)
@@ -371,12 +425,6 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tupl
     )
     outcome = Outcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
     return sign(node.seat.identity, outcome), b"".join(hashes)
-
-
-def joined(first: Node, member: Node) -> None:
-    """The member offers, and asks the leader of the first attempt to lead it."""
-    offer_all([member], 0)
-    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
 
 
 @pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
