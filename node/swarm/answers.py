@@ -102,15 +102,15 @@ class Answers:
         if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
-        if proposal := message.header.get("accepted"):
-            attempt.proposals.append(self._read_accepted(proposal, join.parent))
+        if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
+            attempt.proposals[caller] = self._read_accepted(claim, join.parent)
         attempt.joins[caller] = document
         if attempt.leading is None:
             attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
         return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
 
-    def _read_accepted(self, proposal: Any, parent: str) -> Accepted:
-        number, document, hashes = proposal
+    def _read_accepted(self, claim: Any, parent: str) -> Accepted:
+        number, document, hashes = claim
         accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
         self._check_outcome(accepted.outcome, accepted.hashes, parent)
         return accepted
@@ -133,7 +133,7 @@ class Answers:
             raise PeerError("a plan does not hold this node's join")
         if attempt.planned.is_set():
             return Message()
-        attempt.plan, attempt.leader, attempt.weights = plan, caller, joins
+        attempt.leader, attempt.weights = caller, joins
         owned = plan.chunks_of(self._rounds.me)
         if self._rounds.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}

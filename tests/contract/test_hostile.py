@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.errors import PeerError
+from node.errors import PeerError, SwarmError
 from node.status import Channel
 from node.swarm import leader
 from node.swarm.answers import MAX_AHEAD
@@ -459,3 +459,48 @@ def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
         send_commit(bad, peer, proof)
     round_of(honest, 0)
     assert all(node.tip.head != outcome.hash for node in honest)
+
+
+def test_a_failed_attempt_keeps_nothing_of_what_it_was_given(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
+    *honest, bad = nodes
+    rightly, given = bad.seat.wire._services["average"].handler, 0  # type: ignore[attr-defined]
+
+    async def refuse_at_first(caller: str, message: Message) -> Message:
+        nonlocal given
+        given += 1
+        if given <= 3:
+            raise PeerError("no")
+        return await rightly(caller, message)  # type: ignore[no-any-return]
+
+    bad.seat.wire.serve({"average": Service(refuse_at_first, Channel.REDUCE)})
+    kept: list[bool] = []
+    for node in honest:
+        node.rounds.give_up = _noting(kept, node.rounds.give_up)  # type: ignore[method-assign]
+    done = round_of(nodes, 0)
+    assert done[0].outcome.plan.attempt >= 3
+    assert kept and not any(kept)
+
+
+def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., None]:
+    """Whether an attempt that had a plan, and so contributions, holds any of it once it is given up."""
+
+    def noted(attempt: Attempt, error: SwarmError) -> None:
+        give_up(attempt, error)
+        if attempt.planned.is_set():
+            kept.append(bool(attempt.bench or attempt.joins or attempt.proposals))
+
+    return noted
+
+
+def test_a_member_that_goes_on_telling_what_it_has_accepted_is_heard_once(swarm: Swarm) -> None:
+    first, second, member = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    for node in (first, member):
+        node.stop()
+    parent = member.tip.head
+    outcome, hashes = lone_outcome(member, parent, 1.0)
+    header = {"attempt": 1, "join": forged_join(member, parent).model_dump()}
+    header["accepted"] = [0, outcome.model_dump(), hashes.hex()]
+    for _ in range(5):
+        assert _call(member, second, "join", Message(header)).header["status"] == "wait"
+    assert len(second.rounds._attempts[1].proposals) == 1
