@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from node.errors import PeerError, RoundFailed
-from node.status import Channel
+from node.status import FAILURE_REASONS, Channel
 from node.swarm import leader
 from node.swarm.adopt import EVICT_S
 from node.swarm.attempt import Accepted, Attempt
-from node.swarm.base import MAX_HEADER_BYTES, Message, Service
+from node.swarm.base import MAX_HEADER_BYTES, Message, Service, plain
 from node.swarm.records import (
     Document,
     Join,
@@ -77,9 +77,9 @@ class Answers:
         return number
 
     def _led(self, caller: str, message: Message) -> Attempt:
-        """The attempt, if the caller is its leader."""
+        """The attempt, if the caller leads it: whose plan this node has taken, else whom it has asked to."""
         attempt = self._keyed(caller, message)
-        if attempt.leader and attempt.leader != caller:
+        if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")
         return attempt
 
@@ -102,15 +102,15 @@ class Answers:
         if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
-        if proposal := message.header.get("accepted"):
-            attempt.proposals.append(self._read_accepted(proposal, join.parent))
+        if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
+            attempt.proposals[caller] = self._read_accepted(claim, join.parent)
         attempt.joins[caller] = document
         if attempt.leading is None:
             attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
         return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
 
-    def _read_accepted(self, proposal: Any, parent: str) -> Accepted:
-        number, document, hashes = proposal
+    def _read_accepted(self, claim: Any, parent: str) -> Accepted:
+        number, document, hashes = claim
         accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
         self._check_outcome(accepted.outcome, accepted.hashes, parent)
         return accepted
@@ -133,7 +133,7 @@ class Answers:
             raise PeerError("a plan does not hold this node's join")
         if attempt.planned.is_set():
             return Message()
-        attempt.plan, attempt.leader, attempt.weights = plan, caller, joins
+        attempt.leader, attempt.weights = caller, joins
         owned = plan.chunks_of(self._rounds.me)
         if self._rounds.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}
@@ -216,8 +216,8 @@ class Answers:
 
     async def _on_failed(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
-        reason, code = str(message.header.get("reason"))[:200], str(message.header.get("code"))[:40]
-        attempt.fail(RoundFailed(reason, code=code))
+        reason, code = plain(message.header.get("reason"), 200), message.header.get("code")
+        attempt.fail(RoundFailed(reason, code=code if code in FAILURE_REASONS else "round_failed"))
         return Message()
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.errors import NodeError, PeerError, RoundFailed
-from node.swarm.records import Document, Join, Plan
+from node.swarm.records import Document, Join
 from node.swarm.reduce import Bench
 
 
@@ -43,8 +43,10 @@ class Attempt:
     parent: str
     number: int
     joins: dict[str, Document] = field(default_factory=dict)
-    proposals: list[Accepted] = field(default_factory=list)
-    plan: Plan | None = None
+    proposals: dict[str, Accepted] = field(default_factory=dict)
+    """What members have accepted before, by who says so."""
+    asked: set[str] = field(default_factory=set)
+    """Whom this node has asked to lead; one, unless members came or went meanwhile."""
     leader: str = ""
     weights: Mapping[str, Join] = field(default_factory=dict)
     bench: Bench | None = None
@@ -55,6 +57,7 @@ class Attempt:
     sending: asyncio.Future[None] | None = None
     waiting_reason: str = ""
     waiting_code: str = ""
+    """One of `rendezvous.WAITING_CODES`, or empty."""
 
     def fail(self, error: NodeError) -> None:
         """End this attempt, once; whoever waits on it is woken."""
@@ -67,11 +70,12 @@ class Attempt:
         self.ended.set()
 
     def stop(self) -> None:
-        """Drop what still runs for this attempt."""
+        """Drop what still runs for this attempt, and all that has come for it: the next one is given it anew."""
         current = asyncio.current_task()
         for task in (self.leading, self.sending):
             if task is not None and task is not current:
                 task.cancel()
+        self.joins, self.proposals, self.weights, self.bench = {}, {}, {}, None
 
     async def bench_ready(self, timeout_s: float) -> Bench:
         """The reducer's bench; contributions may come before the plan does."""

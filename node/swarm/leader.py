@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -127,8 +127,8 @@ def _overtaken(rounds: Rounds) -> bool:
     )
 
 
-def _newest(proposals: Sequence[Accepted]) -> Accepted | None:
-    return max(proposals, key=lambda accepted: accepted.attempt, default=None)
+def _newest(proposals: Mapping[str, Accepted]) -> Accepted | None:
+    return max(proposals.values(), key=lambda accepted: accepted.attempt, default=None)
 
 
 async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:

@@ -20,6 +20,9 @@ SLOWEST_HALVINGS = 10
 STEPS_PATIENCE_RATIO = 3.0
 """Under `steps`, a round waits for a live member that is slow for at most so many usual rounds."""
 
+WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
+"""What a leader may say that it waits for."""
+
 
 def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
     """The peers in the order in which they lead the attempts of the round after `parent`."""

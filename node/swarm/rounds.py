@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
+from node.status import FAILURE_REASONS
 from node.swarm.adopt import Adoption
 from node.swarm.answers import MAX_AHEAD, Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, first, raise_failure
-from node.swarm.base import Message, Wire
+from node.swarm.base import Message, Wire, plain
 from node.swarm.calls import while_live
 from node.swarm.chain import Chain, Outer, Tip
 from node.swarm.directory import Directory
@@ -28,7 +29,7 @@ from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
 from node.swarm.records import Bounds, Document, Join, Outcome, Plan, Proof, parse
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, Quorum, leader_of
+from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -176,7 +177,7 @@ class Rounds:
                 failures += 1
                 self.wronged |= exc.code in ("rejected", "bad_norm")
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
-                self._deliver(RoundFailed(str(exc), code=exc.code))
+                self._deliver(RoundFailed(str(exc), code=exc.code if exc.code in FAILURE_REASONS else "round_failed"))
                 self.enter_stage("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
@@ -200,6 +201,7 @@ class Rounds:
             if self._enough_members() and self.clock() > patient_until_s:
                 raise RoundFailed("the leader closes no group", code="leader_lost")
             target = leader_of(mine.parent, self.directory.leaders(), attempt.number)
+            attempt.asked.add(target)
             status = await self._join(attempt, target, join)
             if status == "ahead" or attempt.ended.is_set():
                 break
@@ -236,8 +238,9 @@ class Rounds:
                 self.directory.suspect(target)
             raise RoundFailed(f"the leader {target[-6:]} does not answer", code="leader_lost") from exc
         status = str(reply.header.get("status"))
-        attempt.waiting_reason = str(reply.header.get("reason", ""))[:200]
-        attempt.waiting_code = str(reply.header.get("code", ""))[:40]
+        code = reply.header.get("code")
+        attempt.waiting_reason = plain(reply.header.get("reason"), 200)
+        attempt.waiting_code = code if code in WAITING_CODES else ""
         if status == "ahead":
             await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
         elif status == "stale":

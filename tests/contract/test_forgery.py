@@ -19,7 +19,7 @@ from node.swarm.directory import sign_record
 from node.swarm.faults import parse_faults
 from node.swarm.records import Plan, Proof, accept, sign
 from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
-from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, lone_outcome
+from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, joined, lone_outcome
 
 
 def test_a_norm_a_hundred_times_too_long_is_bounded_by_clipping(swarm: Swarm) -> None:
@@ -102,13 +102,13 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     """In a join of its own: above the cap. In another's join: the signature does not hold. In a record: see below."""
     rules = replace(swarm.rules(PARAMETERS, "fp16", min_peers=2), max_tokens=1000)
     nodes = swarm.nodes(3, rules)
-    *honest, bad = nodes
+    bad, *honest = nodes
     for peer in honest:
         header = {"attempt": 0, "join": forged_join(bad, bad.tip.head, 1001).model_dump()}
         with pytest.raises(PeerError) as caught:
             _call(bad, peer, "join", Message(header))
         assert caught.value.code == "bad_weight"
-    offer_all(honest, 0)
+    joined(bad, honest[0])
     join = forged_join(honest[1], bad.tip.head, 100)
     more = join.model_copy(update={"text": join.text.replace(":100,", ":900,")})
     plan = Plan(run=rules.run, parent=bad.tip.head, attempt=0, joins=(more,), reducers=(more.signer,), owners=(0,) * 13)
@@ -117,6 +117,7 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
         _call(bad, honest[0], "plan", Message({"parent": bad.tip.head, "attempt": 0}, [document]))
     assert caught.value.code == "bad_signature"
     bad.leave()
+    offer_all(honest[1:], 0)
     assert_same([node.committed() for node in honest])
 
 
@@ -146,7 +147,7 @@ def test_one_that_signs_two_outcomes_for_one_attempt_is_out(swarm: Swarm) -> Non
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = in_leader_order(nodes)
     parent = bad.tip.head
-    offer_all([victim], 0)
+    joined(bad, victim)
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(bad, parent, value)
         message = Message(
@@ -168,7 +169,7 @@ async def _is_member(node: Node, peer: Node) -> bool:
 def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     first, second, victim = in_leader_order(nodes)
-    offer_all([victim], 0)
+    joined(first, victim)
     votes = []
     for leader in (first, second):
         outcome, hashes = lone_outcome(leader, leader.tip.head, 1.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.errors import PeerError
+from node.errors import PeerError, SwarmError
 from node.status import Channel
 from node.swarm import leader
 from node.swarm.answers import MAX_AHEAD
@@ -105,6 +105,12 @@ def _ones() -> torch.Tensor:
 
 def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
     return node.seat.do(node.seat.wire.call(peer.peer_id, verb, message, timeout_s=5))
+
+
+def joined(first: Node, member: Node) -> None:
+    """The member offers, and asks the leader of the first attempt to lead it."""
+    offer_all([member], 0)
+    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
 
 
 RUBBISH: dict[str, Sequence[Message]] = {
@@ -245,6 +251,54 @@ def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm
     round_of(nodes, 0, SOON_S)
 
 
+# who may end an attempt
+
+
+def test_only_its_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
+    """The number of an attempt is known to all; who has not been asked to lead it neither leads nor ends it."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
+    first, other, bad = nodes
+    for node in (first, other):
+        joined(first, node)
+    parent = bad.tip.head
+    joins = [first.rounds._attempts[0].joins[node.peer_id] for node in (first, other)]
+    joins = sorted([*joins, forged_join(bad, parent)], key=lambda join: join.signer)
+    reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.grids[0].bounds)
+    plan = Plan(run=bad.rules.run, parent=parent, attempt=0, joins=tuple(joins), reducers=reducers, owners=owners)
+    document = sign(bad.seat.identity, plan).model_dump_json().encode()
+    for peer in (first, other):
+        for verb, header in (("failed", {"reason": "enough", "code": "rejected"}), ("collect", {}), ("plan", {})):
+            with pytest.raises(PeerError, match="another leader"):
+                _call(bad, peer, verb, Message({"parent": parent, "attempt": 0} | header, [document]))
+    offer_all([bad], 0)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert done[0].outcome.plan.attempt == 0
+    assert not first.failures and not other.failures
+
+
+def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad, victim, other = nodes
+    nasty = "one\x1b[2J\ntwo\u2028\u202ethree\x9b" + "x" * 500
+
+    async def answer_badly(caller: str, message: Message) -> Message:
+        return Message({"status": "wait", "reason": nasty, "code": "made up"})
+
+    bad.seat.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    offer_all([victim], 0)
+    wait_until(lambda: victim.rounds.waiting()[0] != "")
+    reason, code = victim.rounds.waiting()
+    assert reason.startswith("one [2J two  three x") and len(reason) == 200 and reason.isprintable()
+    assert code == ""
+    header = {"parent": victim.tip.head, "attempt": 0, "reason": nasty, "code": "made up"}
+    _call(bad, victim, "failed", Message(header))
+    offer_all([other], 0)
+    assert_same([victim.committed(), other.committed()])
+    assert victim.failures[0].code == "round_failed" and str(victim.failures[0]) == reason
+    assert not victim.rounds.wronged
+
+
 # proofs
 
 
@@ -338,7 +392,7 @@ def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Sw
     nodes = swarm.nodes(3, rules)
     first, victim, _ = in_leader_order(nodes)
     parent = first.tip.head
-    offer_all([victim], 0)
+    joined(first, victim)
     votes = []
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(first, parent, value)
@@ -373,12 +427,6 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tupl
     return sign(node.seat.identity, outcome), b"".join(hashes)
 
 
-def joined(first: Node, member: Node) -> None:
-    """The member offers, and asks the leader of the first attempt to lead it."""
-    offer_all([member], 0)
-    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
-
-
 @pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
 def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, what: str) -> None:
     """Else every leader to come would have to propose it again, and the run would stand still for ever."""
@@ -411,3 +459,48 @@ def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
         send_commit(bad, peer, proof)
     round_of(honest, 0)
     assert all(node.tip.head != outcome.hash for node in honest)
+
+
+def test_a_failed_attempt_keeps_nothing_of_what_it_was_given(swarm: Swarm) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
+    *honest, bad = nodes
+    rightly, given = bad.seat.wire._services["average"].handler, 0  # type: ignore[attr-defined]
+
+    async def refuse_at_first(caller: str, message: Message) -> Message:
+        nonlocal given
+        given += 1
+        if given <= 3:
+            raise PeerError("no")
+        return await rightly(caller, message)  # type: ignore[no-any-return]
+
+    bad.seat.wire.serve({"average": Service(refuse_at_first, Channel.REDUCE)})
+    kept: list[bool] = []
+    for node in honest:
+        node.rounds.give_up = _noting(kept, node.rounds.give_up)  # type: ignore[method-assign]
+    done = round_of(nodes, 0)
+    assert done[0].outcome.plan.attempt >= 3
+    assert kept and not any(kept)
+
+
+def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., None]:
+    """Whether an attempt that had a plan, and so contributions, holds any of it once it is given up."""
+
+    def noted(attempt: Attempt, error: SwarmError) -> None:
+        give_up(attempt, error)
+        if attempt.planned.is_set():
+            kept.append(bool(attempt.bench or attempt.joins or attempt.proposals))
+
+    return noted
+
+
+def test_a_member_that_goes_on_telling_what_it_has_accepted_is_heard_once(swarm: Swarm) -> None:
+    first, second, member = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    for node in (first, member):
+        node.stop()
+    parent = member.tip.head
+    outcome, hashes = lone_outcome(member, parent, 1.0)
+    header = {"attempt": 1, "join": forged_join(member, parent).model_dump()}
+    header["accepted"] = [0, outcome.model_dump(), hashes.hex()]
+    for _ in range(5):
+        assert _call(member, second, "join", Message(header)).header["status"] == "wait"
+    assert len(second.rounds._attempts[1].proposals) == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from node.swarm.rendezvous import (
     FASTEST_BYTES_S,
     GRACE_S,
+    WAITING_CODES,
     Gathering,
     Quorum,
     Verdict,
@@ -99,6 +100,7 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
 )
 def test_the_table_of_cases(verdict: Verdict, close: bool, quorum: bool, code: str) -> None:
     assert (verdict.close, verdict.has_quorum, verdict.code) == (close, quorum, code)
+    assert code in WAITING_CODES
     assert verdict.reason.endswith(".")
     assert re.match(r"(1 of 1 member is|1 of \d+ members is|[02-9] of \d+ members are) ready", verdict.reason)
 
