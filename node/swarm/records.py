@@ -21,6 +21,7 @@ PeerId = Annotated[str, StringConstraints(max_length=64)]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 MAX_MEMBERS = 1024
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
 
 
 class Content(BaseModel):
@@ -47,8 +48,10 @@ class Join(Content):
     run: Hex64
     parent: Hex64
     tokens: int = Field(ge=1, lt=2**48)
-    step_s: float = Field(gt=0, lt=1e6)
+    step_s: float = Field(ge=LEAST_STEP_S, le=MOST_STEP_S)
     """Its seconds per inner step."""
+    round_s: float | None = Field(None, ge=LEAST_STEP_S)
+    """T_r of the round that it is in, which all members know: the next one's follows from it. None in the first."""
     norm: float = Field(ge=0, lt=1e19)
     """L2 norm of what it sends, as decoded. All clip by these, so that all get the same mean."""
     reduces: bool = True
