@@ -247,6 +247,24 @@ def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm
     round_of(nodes, 0, SOON_S)
 
 
+def test_a_join_that_is_padded_stops_no_round(swarm: Swarm) -> None:
+    """White space, that all members would have to pass on in what they have accepted: more than a header may have."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[1]
+
+    def join(identity: Identity, content: Join) -> Document:
+        text = content.model_dump_json() + "\n" * 300_000
+        signature = identity.sign("diloco join", text.encode()).hex()
+        return Document(signer=identity.peer_id, text=text, signature=signature)
+
+    bad.rounds.mishaps.join = join  # type: ignore[method-assign]
+    for round_ in range(2):
+        done = round_of(nodes, round_)
+        assert set(done[0].outcome.included) == {node.peer_id for node in nodes} - {bad.peer_id}
+        proof = done[0].tip.proof
+        assert proof is not None and len(proof.model_dump_json()) < 10_000
+
+
 # the length of the round
 
 
