@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median_low
 from typing import Literal
 
 
@@ -32,21 +33,23 @@ def swarm_tokens_at(anchor_tokens: int, progress: float, last_round_tokens: int)
     return anchor_tokens + int(min(1.0, max(0.0, progress)) * last_round_tokens)
 
 
-def round_seconds(step_seconds: Sequence[float], weights: Sequence[int], inner_steps: int) -> float:
-    """T_r, seconds: H x the weighted median of the members' seconds per inner step.
+MOST_CHANGE = 4.0
+"""By which factor a round may be longer, or shorter, than the one before."""
 
-    The median is the lower one: the shortest time at which half of the weight is reached. ValueError without members.
+
+def round_seconds(step_seconds: Sequence[float], inner_steps: int, before_s: float | None = None) -> float:
+    """T_r, seconds: H x the median of the members' seconds per inner step, within MOST_CHANGE of the round before.
+
+    By heads, not by tokens: both are self-declared, and one member may sign for as many tokens as 64 others. It is the
+    lower median, so one of two can make rounds shorter, but not longer. `before_s`: None where no round's length was
+    known before. ValueError without members.
     """
-    if not step_seconds or len(step_seconds) != len(weights):
-        raise ValueError(f"{len(step_seconds)} step times and {len(weights)} weights do not make a median.")
-    if min(weights) < 1 or not all(math.isfinite(s) and s > 0 for s in step_seconds):
-        raise ValueError("Step times must be finite and above 0, weights at least 1.")
-    total, below = sum(weights), 0
-    for seconds, weight in sorted(zip(step_seconds, weights, strict=True)):
-        below += weight
-        if 2 * below >= total:
-            return inner_steps * seconds
-    raise AssertionError("the weights below the largest time are all weights")
+    if not step_seconds or not all(math.isfinite(s) and s > 0 for s in step_seconds):
+        raise ValueError(f"{len(step_seconds)} step times do not make a median: they must be finite and above 0.")
+    round_s = inner_steps * median_low(step_seconds)
+    if before_s is None:
+        return round_s
+    return min(max(round_s, before_s / MOST_CHANGE), before_s * MOST_CHANGE)
 
 
 TRANSFER_SHARE = 0.8
@@ -55,17 +58,15 @@ PUBLISHED_LR = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """Best outer learning rates by contributors (2503.09799)."""
 
 
-def fitting_steps(
-    step_seconds: Sequence[float], weights: Sequence[int], transfer_seconds: Sequence[float], *, least: int, most: int
-) -> int:
+def fitting_steps(step_seconds: Sequence[float], transfer_seconds: Sequence[float], *, least: int, most: int) -> int:
     """H of the next round: so many inner steps that the slowest member's transfer fits beside them.
 
     ceil(max(transfer) / (TRANSFER_SHARE x typical step)), from `least` to `most`. All take the numbers from one signed
     record, so all come to the same H. Who overstates its transfer makes rounds longer, up to `most`.
     """
-    typical_s = round_seconds(step_seconds, weights, 1)
-    needed = math.ceil(max(transfer_seconds) / (TRANSFER_SHARE * typical_s))
-    return min(max(least, needed), most)
+    typical_s = round_seconds(step_seconds, 1)
+    needed = min(max(transfer_seconds) / (TRANSFER_SHARE * typical_s), most)  # The quotient may be infinite.
+    return min(max(least, math.ceil(needed)), most)
 
 
 def published_outer_lr(contributors: float) -> float:

@@ -92,7 +92,12 @@ class Adoption:
     async def mean_of(
         self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
     ) -> tuple[list[bytes], Tensor]:
-        """All chunks of a result, and the mean, fp32 [P_f]. PeerError where it is longer than its inputs allow."""
+        """All chunks of a result, and the mean, fp32 [P_f]. PeerError where it is longer than its inputs allow.
+
+        Or where these say something false of the round: its length is not in the state, and the next one's follows.
+        """
+        if any(join.round_s != self._rounds.chain.tip.round_s for join in included.values()):
+            raise PeerError("a join names another length of the round")
         chunks = await self._rounds.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
             grid = self._rounds.rules.grid_at(outcome.round)

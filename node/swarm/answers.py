@@ -95,6 +95,8 @@ class Answers:
                 self._rounds.behind.set()
                 return Message({"status": "behind"})
             return Message({"status": "ahead"}, [proof.model_dump_json().encode()])
+        if join.round_s != self._rounds.chain.tip.round_s:
+            raise PeerError("a join names another length of the round")
         number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number})

@@ -29,6 +29,8 @@ CALL_S = 5.0
 LINE_S = 20.0
 """For an answer of 4 MiB at 2 Mbit/s."""
 LOOK_S = 1.0
+PROOFS_BYTES = 2**20
+"""Of one answer: what 2 Mbit/s bring within CALL_S. Who needs more asks again."""
 
 
 Why = Literal["outvoted", "fork", "far_behind"]
@@ -100,16 +102,14 @@ class CatchUp:
         for record in ahead:
             tip = self._rounds.chain.tip
             try:
-                reply = await self._wire.call(record.peer_id, "proofs", Message({"after": tip.head}), timeout_s=CALL_S)
-                if reply.header.get("status") == "unknown":
-                    astray.append(record)  # Another may know the way: a peer that came back keeps few rounds.
-                    continue
-                for blob in reply.blobs:
-                    await self._rounds.adopt(parse(Proof, blob))
+                reply = await self._follow(record.peer_id)
             except SwarmError as exc:
                 logger.info("Peer %s does not help to catch up: %s", record.peer_id[-6:], exc)
                 continue
             moved = self._rounds.chain.tip is not tip
+            if reply.header.get("status") == "unknown" and not moved:
+                astray.append(record)  # Another may know the way: a peer that came back keeps few rounds.
+                continue
             if moved:
                 logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
             if reply.header.get("head") == self._rounds.chain.tip.head:
@@ -121,6 +121,16 @@ class CatchUp:
             if self._rounds.chain.tip.head != asked_at.head or await self._try_to_weigh(record):
                 break
         return led
+
+    async def _follow(self, peer_id: str) -> Message:
+        """Adopt what this peer has committed since, until an answer leads to its head, or no further. Returns it."""
+        while True:
+            before = self._rounds.chain.tip.head
+            reply = await self._wire.call(peer_id, "proofs", Message({"after": before}), timeout_s=CALL_S)
+            for blob in reply.blobs:
+                await self._rounds.adopt(parse(Proof, blob))
+            if self._rounds.chain.tip.head in (before, reply.header.get("head")):
+                return reply
 
     async def _try_to_weigh(self, record: PeerRecord) -> bool:
         try:
@@ -173,13 +183,18 @@ class CatchUp:
             self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - age_s)
 
     async def _on_proofs(self, caller: str, message: Message) -> Message:
-        """Status: ok, or unknown where this node cannot lead from there to its own head."""
+        """The next rounds. Status: ok, or unknown where this node cannot lead from there to its own head."""
         tip = self._rounds.chain.tip
         after = str(message.header.get("after"))
         proofs = self._rounds.chain.proofs_after(after)
         header: dict[str, Any] = {"status": "ok" if proofs or after == tip.head else "unknown"}
         header |= {"head": tip.head, "age_s": float(self._rounds.clock() - tip.anchor_at_s)}
-        return Message(header, [proof.model_dump_json().encode() for proof in proofs])
+        blobs: list[bytes] = []
+        for blob in (proof.model_dump_json().encode() for proof in proofs):
+            if blobs and sum(map(len, blobs)) + len(blob) > PROOFS_BYTES:
+                break
+            blobs.append(blob)
+        return Message(header, blobs)
 
     async def _on_line(self, caller: str, message: Message) -> Message:
         """This node's rounds after the newest of the caller's heads that is in its line; all, if none is."""

@@ -44,8 +44,8 @@ class Outer:
         """Inner steps of the round after a record with these contributors."""
         if not self.most_inner_steps or not joins:
             return self.inner_steps
-        steps, weights, transfers = zip(*((j.step_s, j.tokens, j.transfer_s) for j in joins), strict=True)
-        return fitting_steps(steps, weights, transfers, least=self.inner_steps, most=self.most_inner_steps)
+        steps, transfers = [j.step_s for j in joins], [j.transfer_s for j in joins]
+        return fitting_steps(steps, transfers, least=self.inner_steps, most=self.most_inner_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Tip:
     last_weights: Mapping[str, int]
     """Tokens of the contributors to the newest record; empty before the first."""
     round_s: float | None
-    """T_r of the next round, from the step times that the contributors signed; None before the first record."""
+    """T_r of the next round, from what the contributors signed, and nothing else; None before the first record."""
     inner_steps: int
     """H of the next round."""
     last_round_tokens: int | None
@@ -105,7 +105,8 @@ def tip_at(
 
 
 def _round_s(joins: Sequence[Join], inner_steps: int) -> float | None:
-    return round_seconds([j.step_s for j in joins], [j.tokens for j in joins], inner_steps) if joins else None
+    """All of them say the same of the round before: else no member would have accepted their record."""
+    return round_seconds([j.step_s for j in joins], inner_steps, joins[0].round_s) if joins else None
 
 
 def next_tip(

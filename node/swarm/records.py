@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -21,19 +21,24 @@ PeerId = Annotated[str, StringConstraints(max_length=64)]
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 MAX_MEMBERS = 1024
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
+MOST_PADDING = 2.0
+"""By how much a text may be longer than what it says, as this node would write it."""
 
 
 class Content(BaseModel):
     """Base of what comes from peers: closed, frozen, bounded."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    longest: ClassVar[int] = 4 * 2**20
+    """Characters of its text."""
 
 
 class Document(Content):
     """Text, who signed it, and the signature over purpose and text."""
 
     signer: PeerId
-    text: str = Field(max_length=4 * 2**20)
+    text: str = Field(max_length=Content.longest)
     signature: Signature
 
     @property
@@ -44,11 +49,15 @@ class Document(Content):
 class Join(Content):
     """A member is ready: what it contributes to the round after `parent`."""
 
+    longest: ClassVar[int] = 512
+    """All fields at their longest are 403. What a group signs is in each record, and has to fit into a header."""
     run: Hex64
     parent: Hex64
     tokens: int = Field(ge=1, lt=2**48)
-    step_s: float = Field(gt=0, lt=1e6)
+    step_s: float = Field(ge=LEAST_STEP_S, le=MOST_STEP_S)
     """Its seconds per inner step."""
+    round_s: float | None = Field(None, ge=LEAST_STEP_S)
+    """T_r of the round that it is in, which all members know: the next one's follows from it. None in the first."""
     norm: float = Field(ge=0, lt=1e19)
     """L2 norm of what it sends, as decoded. All clip by these, so that all get the same mean."""
     reduces: bool = True
@@ -98,7 +107,7 @@ class Proof(Content):
     attempt: int = Field(ge=0, lt=2**31)
     """The attempt that ratified it; later than the outcome's own where a leader died in between."""
     group: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
-    accepts: dict[PeerId, Signature]
+    accepts: dict[PeerId, Signature] = Field(max_length=MAX_MEMBERS)
     hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
     """The chunk hashes behind `results`, hex, concatenated."""
 
@@ -128,10 +137,19 @@ def sign(identity: Identity, content: Content) -> Document:
 
 
 def read(document: Document, kind: type[Model]) -> Model:
-    """Check the signature, then the form. Raises PeerError."""
+    """Check the length, the signature, then the form. Raises PeerError.
+
+    JSON can say the same at any length, with white space, keys twice, or digits: what is kept and passed on may not.
+    """
+    name = kind.__name__.lower()
+    if len(document.text) > kind.longest:
+        raise PeerError(f"a {name} is longer than any can be", code="bad_size")
     if not verify(document.signer, _purpose(kind), document.text.encode(), bytes.fromhex(document.signature)):
-        raise PeerError(f"a {kind.__name__.lower()} has a wrong signature", code="bad_signature")
-    return parse(kind, document.text)
+        raise PeerError(f"a {name} has a wrong signature", code="bad_signature")
+    content = parse(kind, document.text)
+    if len(document.text) > MOST_PADDING * len(content.model_dump_json()):
+        raise PeerError(f"a {name} is longer than what it says", code="bad_size")
+    return content
 
 
 def parse(kind: type[Model], text: str | bytes) -> Model:

@@ -27,7 +27,7 @@ from node.swarm.chain import Chain, Outer, Tip
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
-from node.swarm.records import Bounds, Document, Join, Outcome, Plan, Proof, parse
+from node.swarm.records import LEAST_STEP_S, MOST_STEP_S, Bounds, Document, Join, Outcome, Plan, Proof, parse
 from node.swarm.reduce import Grid
 from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
 from node.swarm.results import Results
@@ -188,7 +188,8 @@ class Rounds:
             run=self.rules.run,
             parent=mine.parent,
             tokens=mine.tokens,
-            step_s=mine.step_s,
+            step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
+            round_s=self.chain.tip.round_s,
             norm=mine.norm,
             reduces=self.directory.me.inbound,
             upload_bytes_s=self.uplink.bytes_s,

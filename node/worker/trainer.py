@@ -238,7 +238,8 @@ class Trainer:
             self.local.spoil(spoilt)
         fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
         parent, swarm, evaluated = self.tip.head, self.session.swarm, self._evaluation.newest
-        step_s = self.local.step_s or self.tip.round_s or 1.0
+        usual_s = self.tip.round_s / self.tip.inner_steps if self.tip.round_s else 1.0
+        step_s = self.local.step_s or usual_s
         tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
         sent = self.local.replica.take(ranges, on_host=False)
         if not are_numbers(sent):

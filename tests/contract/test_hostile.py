@@ -6,6 +6,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from node.swarm import leader
 from node.swarm.answers import MAX_AHEAD
 from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
+from node.swarm.identity import Identity
 from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
 from node.swarm.reduce import chunk_hash
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
@@ -299,12 +301,84 @@ def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
     assert not victim.rounds.wronged
 
 
+def test_a_join_that_is_padded_stops_no_round(swarm: Swarm) -> None:
+    """White space, that all members would have to pass on in what they have accepted: more than a header may have."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[1]
+
+    def join(identity: Identity, content: Join) -> Document:
+        text = content.model_dump_json() + "\n" * 300_000
+        signature = identity.sign("diloco join", text.encode()).hex()
+        return Document(signer=identity.peer_id, text=text, signature=signature)
+
+    bad.rounds.mishaps.join = join  # type: ignore[method-assign]
+    for round_ in range(2):
+        done = round_of(nodes, round_)
+        assert set(done[0].outcome.included) == {node.peer_id for node in nodes} - {bad.peer_id}
+        proof = done[0].tip.proof
+        assert proof is not None and len(proof.model_dump_json()) < 10_000
+
+
+# the length of the round
+
+
+@pytest.mark.parametrize("step_s", [5e-324, 9e5])
+def test_one_member_that_signs_most_tokens_sets_no_length_of_the_round(swarm: Swarm, step_s: float) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad = nodes[1]
+    for node in nodes:
+        node.offer(_ones(), *((6400, step_s) if node is bad else (100, 0.02)))
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert [d.tip.round_s for d in done] == [pytest.approx(10 * 0.02)] * 3
+
+
+@pytest.mark.parametrize("round_s", [None, 1e-6, 1e6])
+def test_who_names_another_length_of_the_round_is_left_out(swarm: Swarm, round_s: float | None) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    bad = nodes[1]
+    true = bad.rounds.mishaps.join
+
+    def join(identity: Identity, content: Join) -> Document:
+        return true(identity, content.model_copy(update={"round_s": round_s}))
+
+    bad.rounds.mishaps.join = join  # type: ignore[method-assign]
+    offer_all(nodes, 1)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert set(done[0].outcome.included) == {node.peer_id for node in nodes} - {bad.peer_id}
+
+
+def test_an_outcome_of_those_that_name_another_length_of_the_round_is_not_accepted(swarm: Swarm) -> None:
+    """A leader in league with those that it includes."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    bad, victim, _ = in_leader_order(nodes)
+    parent, true_s = bad.tip.head, bad.tip.round_s
+    for round_s in (1e6, true_s):
+        bad.chain.tip = replace(bad.tip, round_s=round_s)
+        outcome, hashes = lone_outcome(bad, parent, 1.0, 1)
+        header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
+        message = Message(header, [outcome.model_dump_json().encode()])
+        if round_s != true_s:
+            with pytest.raises(PeerError, match="another length"):
+                _call(bad, victim, "propose", message)
+            victim.seat.do(_forgive(victim))
+        else:
+            _call(bad, victim, "propose", message)
+
+
+async def _forgive(node: Node) -> None:
+    node.rounds.adoption.clear()
+
+
 # proofs
 
 
 def forged_join(node: Node, parent: str, tokens: int = 100) -> Document:
-    join = Join(run=node.rules.run, parent=parent, tokens=tokens, step_s=0.01, norm=1e6)
-    return sign(node.seat.identity, join)
+    fields = {"run": node.rules.run, "parent": parent, "tokens": tokens, "round_s": node.tip.round_s}
+    return sign(node.seat.identity, Join(**fields, step_s=0.01, norm=1e6))
 
 
 def send_commit(node: Node, peer: Node, proof: Proof) -> None:

@@ -15,6 +15,7 @@ from node.diloco.digest import LEAF_ELEMENTS, leaf_bounds
 from node.diloco.outer import OuterState
 from node.errors import TransferFailed
 from node.status import Channel, Phase
+from node.swarm import catchup
 from node.swarm import download as download_module
 from node.swarm.base import Message, Service
 from node.swarm.chain import Tip
@@ -225,6 +226,25 @@ def test_a_peer_that_keeps_no_rounds_does_not_hide_one_that_does(swarm: Swarm) -
     assert late.seat.do(replay())
     assert (late.tip.head, late.tip.digest) == (knowing.tip.head, knowing.tip.digest)
     assert not late.lost.is_set()
+
+
+def test_rounds_that_fit_into_no_one_answer_are_replayed_one_answer_after_the_other(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catchup, "PROOFS_BYTES", 10_000, raising=False)
+    nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
+    for round_ in range(KEPT_ROUNDS):
+        round_of(nodes, round_)
+    late = joiner(swarm, nodes)
+    ask = late.seat.wire.call(nodes[0].peer_id, "proofs", Message({"after": swarm.run}), timeout_s=5)
+    reply = late.seat.do(ask)
+    assert 1 < len(reply.blobs) < KEPT_ROUNDS and reply.blob_bytes <= 10_000
+    late.seat.do(late.catch_up.align())
+    assert (late.tip.head, late.tip.digest) == (nodes[0].tip.head, nodes[0].tip.digest)
+    monkeypatch.setattr(catchup, "PROOFS_BYTES", 1)
+    slow = joiner(swarm, nodes)
+    slow.seat.do(slow.catch_up.align())
+    assert slow.tip.head == nodes[0].tip.head, "one at least is in each answer"
 
 
 def test_a_node_that_missed_more_rounds_than_are_kept_is_told(swarm: Swarm) -> None:

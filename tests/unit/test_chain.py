@@ -12,7 +12,18 @@ from node.diloco.digest import state_digest
 from node.diloco.outer import genesis, outer_step
 from node.swarm.chain import Chain, Outer, Tip, next_tip, tip_at
 from node.swarm.identity import new_identity
-from node.swarm.records import Join, Outcome, Plan, Proof, accept, parse, results_root, sign
+from node.swarm.records import (
+    LEAST_STEP_S,
+    MOST_STEP_S,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    accept,
+    parse,
+    results_root,
+    sign,
+)
 from node.swarm.results import KEPT_ROUNDS, ResultStore
 
 P, RUN = 100, "ab" * 32
@@ -88,8 +99,19 @@ def test_the_next_tip_follows_from_mean_and_joins() -> None:
     assert new.digest == state_digest(expected) != tip.digest
     assert new.last_weights == {A.peer_id: 100, B.peer_id: 300} and new.last_round_tokens == 400
     assert [(link.parent, link.head, link.round, link.tokens) for link in new.line] == [(RUN, new.head, 0, 400)]
-    assert new.round_s == pytest.approx(50 * 0.2), "inner steps times the weighted median of the step times"
+    assert new.round_s == pytest.approx(50 * 0.1), "inner steps times the lower median of the step times"
     assert torch.equal(tip.state.anchor, torch.linspace(-1, 1, P)), "the old state is left as it was"
+
+
+@pytest.mark.parametrize("step_s", [LEAST_STEP_S, MOST_STEP_S])
+def test_a_members_step_time_moves_the_rounds_length_by_a_factor_of_four_at_most(step_s: float) -> None:
+    before, tip = step(first()), step(first())
+    assert before.round_s == pytest.approx(5.0)
+    joins = {A.peer_id: join(2**40, step_s, tip.head).model_copy(update={"round_s": tip.round_s})}
+    proof = proof_after(tip.head, 1)
+    tip = take(tip, torch.ones(P), proof, joins, 7.0)
+    assert tip.round_s == pytest.approx(20.0 if step_s > 1 else 1.25)
+    assert tip.round_s == tip_at(tip.state, tip.head, proof, OUTER, joins, 9.0).round_s, "without the tip before"
 
 
 def test_proofs_lead_from_any_kept_head_to_the_tip(tmp_path: Path) -> None:

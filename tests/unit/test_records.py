@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from node.errors import PeerError
 from node.swarm.identity import Identity, new_identity
 from node.swarm.records import (
     Bounds,
+    Content,
     Document,
     Join,
     Outcome,
@@ -114,6 +116,10 @@ def test_a_document_counts_for_its_signer_kind_and_text_only() -> None:
         {"tokens": 0},
         {"tokens": 2**48},
         {"step_s": 0},
+        {"step_s": 1e-7},
+        {"step_s": 5e-324},
+        {"step_s": 86_401.0},
+        {"round_s": 0},
         {"step_s": float("nan")},
         {"step_s": float("inf")},
         {"norm": float("nan")},
@@ -129,6 +135,45 @@ def test_a_join_out_of_bounds_is_refused_though_it_is_signed(fields: dict[str, A
     text = content.model_dump_json() if "admin" not in fields else content.model_dump_json()[:-1] + ',"admin":true}'
     signature = A.sign("diloco join", text.encode()).hex()
     refused(lambda: read(Document(signer=A.peer_id, text=text, signature=signature), Join), "join is not valid")
+
+
+def signed(kind: type[Content], text: str) -> Document:
+    signature = A.sign(f"diloco {kind.__name__.lower()}", text.encode()).hex()
+    return Document(signer=A.peer_id, text=text, signature=signature)
+
+
+def test_a_join_with_all_fields_at_their_longest_fits() -> None:
+    fields = dict.fromkeys(("norm", "upload_bytes_s", "transfer_s", "evaluation_loss"), 1.2345678901234567e-305)
+    fields |= {"step_s": 86_399.99999999999, "round_s": 1.2345678901234567e305}
+    full = Join(run=RUN, parent=PARENT, tokens=2**48 - 1, reduces=False, **fields)
+    assert len(full.model_dump_json()) <= 403 < Join.longest
+    assert read(sign(A, full), Join) == full
+
+
+@pytest.mark.parametrize("padding", ["\n" * 600_000, " " * 300])
+def test_a_padded_join_is_refused_wherever_it_comes_from(padding: str) -> None:
+    padded = signed(Join, join(A).text + padding)
+    assert refused(lambda: read(padded, Join), "longer than any") == "bad_size"
+    candidate = plan(joins=(padded, join(C)), reducers=(C.peer_id,), owners=(0,) * CHUNKS)
+    assert refused(lambda: checked(candidate), "longer than any") == "bad_size"
+    document = sign(A, outcome(plan=candidate, included=(A.peer_id, C.peer_id)))
+    assert refused(lambda: weighed(read(document, Outcome)), "longer than any") == "bad_size"
+    assert refused(lambda: proven(proof(document)), "longer than any") == "bad_size"
+    assert refused(lambda: check_light(proof(document), BOUNDS), "longer than any") == "bad_size"
+
+
+@pytest.mark.parametrize("content", [plan(), outcome()], ids=["plan", "outcome"])
+def test_what_a_leader_signs_is_no_longer_than_what_it_says(content: Content) -> None:
+    kind, text = type(content), content.model_dump_json()
+    first_key = text[1 : text.index(",") + 1]
+    for padded in (text + 2 * len(text) * " ", "{" + first_key * 1000 + text[1:]):
+        assert refused(partial(read, signed(kind, padded), kind), "longer than what") == "bad_size"
+    assert read(signed(kind, text + " "), kind) == content
+
+
+def test_a_proof_has_no_more_votes_than_members() -> None:
+    text = proof().model_copy(update={"accepts": {str(i): "00" * 64 for i in range(1025)}}).model_dump_json()
+    refused(lambda: parse(Proof, text), "not valid")
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", '"x"', "\ud800".encode("utf-8", "surrogatepass")])
