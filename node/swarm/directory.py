@@ -251,6 +251,10 @@ class Directory:
         entry = self._entries.get(peer_id)
         return entry.record if entry else None
 
+    def knows(self, peer_id: str) -> bool:
+        """Whether it has told of itself as a peer of this run."""
+        return self.find(peer_id) is not None
+
     def own(self) -> Signed:
         return sign_record(self.identity, self.me)
 

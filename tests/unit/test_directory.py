@@ -12,7 +12,7 @@ import pytest
 from node.errors import PeerError
 from node.status import Phase
 from node.swarm import directory as rules
-from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, Message, pack_header, unpack_header
+from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, pack_header, unpack_header
 from node.swarm.directory import (
     DEAD_S,
     FORGOTTEN_S,
@@ -23,7 +23,7 @@ from node.swarm.directory import (
     Signed,
     sign_record,
 )
-from node.swarm.gossip import MAX_GOSSIP_BYTES, Gossip
+from node.swarm.gossip import MAX_RECORD_BYTES, Gossip
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.local import LocalHub, LocalWire
 
@@ -366,7 +366,7 @@ def test_the_news_of_a_thousand_peers_fits_into_one_message() -> None:
         swarm_tokens=2**60,
         version="v" * 40,
     )
-    assert 1000 * len(long.body) < MAX_GOSSIP_BYTES
+    assert 1000 * len(long.body) < MAX_REPLY_BYTES and len(long.body) < MAX_RECORD_BYTES
     assert MAX_BLOBS > 1000
     assert 1000 * (len(msgpack.packb(long.signature)) + 5) < MAX_HEADER_BYTES
 
