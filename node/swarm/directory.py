@@ -258,15 +258,19 @@ class Directory:
     def own(self) -> Signed:
         return sign_record(self.identity, self.me)
 
-    def fresh(self, wanted: Mapping[str, int] | None = None) -> list[Signed]:
-        """What is worth passing on to somebody who gave this `wanted`. Own record first."""
+    def fresh(self, wanted: Mapping[str, int] | None = None, asker: str = "") -> list[Signed]:
+        """What is worth passing on to somebody who gave this `wanted`. Own record first.
+
+        The asker's own last one however old: a node whose wall clock was set back must learn which number to pass.
+        """
         now, wanted = self._clock(), wanted or {}
-        young = [
-            replace(entry.signed, age_s=now - entry.heard_at_s)
+        news = [
+            replace(entry.signed, age_s=min(DEAD_S, now - entry.heard_at_s))
             for peer_id, entry in self._entries.items()
-            if now - entry.heard_at_s < RELAYED_S and entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+            if entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+            and (now - entry.heard_at_s < RELAYED_S or peer_id == asker)
         ]
-        return [self.own(), *young]
+        return [self.own(), *news]
 
     def wanted(self) -> dict[str, int]:
         """The end of a peer's id to the number from which on its record would be news; others' from 0."""

@@ -84,7 +84,7 @@ class Gossip:
             return Message()
         if not isinstance(wanted, dict) or not all(isinstance(number, int) for number in wanted.values()):
             raise PeerError("a gossip message has the wrong form")
-        return _pack(self._directory.fresh(wanted), {})
+        return _pack(self._directory.fresh(wanted, caller), {})
 
 
 def fanout(others: int) -> int:

@@ -326,6 +326,37 @@ def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+@pytest.mark.parametrize("silent_s", [0.5, RELAYED_S + 1, DEAD_S + 1, FORGOTTEN_S - 60])
+def test_a_node_that_comes_back_with_its_clock_set_back_is_soon_live_again(silent_s: float) -> None:
+    async def main() -> None:
+        hub, clock = LocalHub(), Clock()
+        other = Directory(YOU, record(YOU), clock)
+        Gossip(LocalWire(hub, YOU.peer_id), other, random.Random(0))
+        other.merge([signed(ME, 1_000_000, phase=Phase.STOPPED)])
+        clock.now_s += silent_s
+        again = Directory(ME, record(ME, 400_000), clock)
+        gossip = Gossip(LocalWire(hub, ME.peer_id), again, random.Random(0))
+        assert await gossip.exchange(YOU.peer_id)
+        assert again.me.number == 1_000_000
+        again.pulse()
+        assert await gossip.exchange(YOU.peer_id)
+        assert live_ids(other) == {ME.peer_id, YOU.peer_id}
+        assert other.find(ME.peer_id) == again.me
+        assert len(other.fresh(again.wanted(), ME.peer_id)) == 1, "no echo of what is known"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_others_are_not_told_of_the_long_silent() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 7)])
+    clock.now_s += RELAYED_S + 1
+    assert len(table.fresh({}, THIRD.peer_id)) == len(table.fresh()) == 1
+    (_, echo) = table.fresh({}, YOU.peer_id)
+    assert echo.open(RUN).number == 7 and echo.age_s == RELAYED_S + 1
+
+
 def test_a_question_about_the_fullest_table_fits_into_a_header() -> None:
     wanted = {f"{number:016d}": 2**62 for number in range(MAX_KNOWN + 1)}
     unpacked = unpack_header(pack_header("gossip", Message({"wanted": wanted})), lambda _: 0)
