@@ -22,6 +22,8 @@ from node.status import REJECT_REASONS, Channel
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
+MAX_DEPTH = 8
+"""Of a header. msgpack reads deeper than Python can print, or compare."""
 MAX_BLOBS = 4096
 MAX_REPLY_BYTES = 8 * 2**20
 """Longest reply body that is read where the caller names no other bound."""
@@ -65,7 +67,7 @@ class Service:
     """Who may call, by peer id; nobody else's body is read."""
 
 
-STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError)
 """What code stumbles over in a message that a peer has made up: a wrong type, a field too few, a number too large."""
 
 
@@ -185,8 +187,15 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
         raise PeerError("a message is not readable") from exc
     if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
         raise PeerError("a message has the wrong form")
+    if _is_deeper(header, MAX_DEPTH):
+        raise PeerError("a message is nested too deep")
     if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PeerError("a message has blobs of impossible size", code="bad_size")
     if sum(sizes) > max_bytes(verb):
         raise PeerError(f"a message {verb!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
     return verb, header, sizes
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(depth == 0 or _is_deeper(one, depth - 1) for one in inner)
