@@ -148,7 +148,7 @@ class Busy:
 
         def enter(verb: str) -> int:
             if verb not in services:
-                raise PeerError(f"this node does not answer {verb!r}")
+                raise PeerError(f"this node does not answer {verb[:40]!r}")
             held.enter_context(self._answering(verb, services[verb], caller))
             return services[verb].max_request_bytes
 
@@ -192,7 +192,7 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
     if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PeerError("a message has blobs of impossible size", code="bad_size")
     if sum(sizes) > max_bytes(verb):
-        raise PeerError(f"a message {verb!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
+        raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
     return verb, header, sizes
 
 

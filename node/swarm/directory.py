@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from node.errors import PeerError
 from node.manifest import PROTOCOL_VERSION
 from node.status import PeerRow, Phase
+from node.swarm.base import plain
 from node.swarm.identity import Identity, verify
 
 logger = logging.getLogger(__name__)
@@ -297,13 +298,13 @@ class Directory:
             PeerRow(
                 peer_id=r.peer_id,
                 short_id=r.peer_id[-6:],
-                name=r.name or r.peer_id[-6:],
+                name=plain(r.name, 64).strip() or r.peer_id[-6:],
                 phase=RELAYING if r.is_relay else r.phase,
                 round=r.round,
                 tokens_per_second=r.tokens_per_second,
                 transport=r.transport,
-                version=r.version,
-                state_digest=r.state_digest,
+                version=plain(r.version, 40),
+                state_digest=plain(r.state_digest, 64),
                 last_seen_s=round(now - heard.get(r.peer_id, now), 1),
                 this_node=r.peer_id == self.me.peer_id,
                 compute_utilization_ratio=r.compute_utilization_ratio,

@@ -304,6 +304,15 @@ def test_rows_are_for_people() -> None:
     assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
 
 
+def test_what_peers_call_themselves_is_plain_text() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, 1, name="\x1b[31mAda\n\u202e", version="1\r\n2", state_digest="\x00")])
+    table.merge([signed(THIRD, 1, name="\n\u2028")])
+    named = {row.peer_id: (row.name, row.version, row.state_digest) for row in table.rows()}
+    assert named[YOU.peer_id] == ("[31mAda", "1  2", " ")
+    assert named[THIRD.peer_id][0] == THIRD.peer_id[-6:]
+
+
 def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
     async def main() -> None:
         hub, clock = LocalHub(), Clock()
