@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
 
 CALL_S = 5.0
+MAX_AT_ONCE = 4
+"""Bodies of one kind by one peer: those of attempts that were given up may still be on their way."""
 MAX_AHEAD = 1000
 """Attempts that a peer may be ahead; so nobody can use up the numbers."""
 
@@ -52,15 +54,16 @@ class Answers:
     def services(self) -> dict[str, Service]:
         bulk = self._rounds.rules.round_bytes + MAX_HEADER_BYTES
         small = partial(Service, channel=Channel.REDUCE)
+        large = partial(small, admits=self._rounds.directory.knows, per_caller=MAX_AT_ONCE)
         return {
             "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
             "attempt": small(self._on_attempt),
-            "plan": small(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
-            "contribute": small(self._on_contribute, max_request_bytes=bulk),
+            "plan": large(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "contribute": large(self._on_contribute, max_request_bytes=bulk),
             "collect": small(self._on_collect),
             "average": small(self._on_average),
-            "propose": small(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
-            "commit": small(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
+            "propose": large(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
+            "commit": large(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
             "failed": small(self._on_failed),
             "fetch": small(self._on_fetch),
         }

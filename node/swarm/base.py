@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,9 +22,13 @@ from node.status import REJECT_REASONS, Channel
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
+MAX_DEPTH = 8
+"""Of a header. msgpack reads deeper than Python can print, or compare."""
 MAX_BLOBS = 4096
 MAX_REPLY_BYTES = 8 * 2**20
 """Longest reply body that is read where the caller names no other bound."""
+CALLS_AT_ONCE = 8
+"""Of one verb, by one caller, where the service names no other bound: each holds a question or an answer in memory."""
 STALL_S = 10.0
 """A stream on which nothing moves for this long is dead."""
 
@@ -45,6 +49,10 @@ Handler = Callable[[str, Message], Awaitable[Message]]
 """(authenticated peer id of the caller, request) to reply. SwarmError refuses; the caller gets its sentence."""
 
 
+def everybody(_caller: str) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """One verb that a node answers."""
@@ -53,11 +61,13 @@ class Service:
     channel: Channel
     max_request_bytes: int = MAX_HEADER_BYTES
     """Longest request body; a longer one is refused before it is read."""
-    per_caller: int | None = None
-    """Answers to one caller at once, until they are sent; further ones are refused. None: any number."""
+    per_caller: int = CALLS_AT_ONCE
+    """Calls of one caller at once, from its header until the answer is sent; further ones are refused unread."""
+    admits: Callable[[str], bool] = everybody
+    """Who may call, by peer id; nobody else's body is read."""
 
 
-STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError)
 """What code stumbles over in a message that a peer has made up: a wrong type, a field too few, a number too large."""
 
 
@@ -125,16 +135,31 @@ class Wire(Protocol):
 
 
 class Busy:
-    """How many answers each caller is being given, by verb."""
+    """How many calls of each caller are being answered, by verb."""
 
     def __init__(self) -> None:
         self._running: Counter[tuple[str, str]] = Counter()
 
+    def door(self, services: Mapping[str, Service], caller: str, held: ExitStack) -> Callable[[str], int]:
+        """What stands between a header and its body: how long a body may be, or PeerError.
+
+        `held` keeps the caller's place until it is closed.
+        """
+
+        def enter(verb: str) -> int:
+            if verb not in services:
+                raise PeerError(f"this node does not answer {verb[:40]!r}")
+            held.enter_context(self._answering(verb, services[verb], caller))
+            return services[verb].max_request_bytes
+
+        return enter
+
     @contextmanager
-    def answering(self, verb: str, service: Service, caller: str) -> Iterator[None]:
-        """Raises PeerError where this caller has as many already as the service allows."""
+    def _answering(self, verb: str, service: Service, caller: str) -> Iterator[None]:
         key = (verb, caller)
-        if service.per_caller is not None and self._running[key] >= service.per_caller:
+        if not service.admits(caller):
+            raise PeerError(f"this node takes no {verb!r} from a peer that it does not know", code="stranger")
+        if self._running[key] >= service.per_caller:
             raise PeerError(f"too many calls of {verb!r} at once", code="busy")
         self._running[key] += 1
         try:
@@ -162,8 +187,15 @@ def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, di
         raise PeerError("a message is not readable") from exc
     if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
         raise PeerError("a message has the wrong form")
+    if _is_deeper(header, MAX_DEPTH):
+        raise PeerError("a message is nested too deep")
     if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PeerError("a message has blobs of impossible size", code="bad_size")
     if sum(sizes) > max_bytes(verb):
-        raise PeerError(f"a message {verb!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
+        raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
     return verb, header, sizes
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(depth == 0 or _is_deeper(one, depth - 1) for one in inner)

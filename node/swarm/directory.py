@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from node.errors import PeerError
 from node.manifest import PROTOCOL_VERSION
 from node.status import PeerRow, Phase
+from node.swarm.base import plain
 from node.swarm.identity import Identity, verify
 
 logger = logging.getLogger(__name__)
@@ -251,18 +252,26 @@ class Directory:
         entry = self._entries.get(peer_id)
         return entry.record if entry else None
 
+    def knows(self, peer_id: str) -> bool:
+        """Whether it has told of itself as a peer of this run."""
+        return self.find(peer_id) is not None
+
     def own(self) -> Signed:
         return sign_record(self.identity, self.me)
 
-    def fresh(self, wanted: Mapping[str, int] | None = None) -> list[Signed]:
-        """What is worth passing on to somebody who gave this `wanted`. Own record first."""
+    def fresh(self, wanted: Mapping[str, int] | None = None, asker: str = "") -> list[Signed]:
+        """What is worth passing on to somebody who gave this `wanted`. Own record first.
+
+        The asker's own last one however old: a node whose wall clock was set back must learn which number to pass.
+        """
         now, wanted = self._clock(), wanted or {}
-        young = [
-            replace(entry.signed, age_s=now - entry.heard_at_s)
+        news = [
+            replace(entry.signed, age_s=min(DEAD_S, now - entry.heard_at_s))
             for peer_id, entry in self._entries.items()
-            if now - entry.heard_at_s < RELAYED_S and entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+            if entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+            and (now - entry.heard_at_s < RELAYED_S or peer_id == asker)
         ]
-        return [self.own(), *young]
+        return [self.own(), *news]
 
     def wanted(self) -> dict[str, int]:
         """The end of a peer's id to the number from which on its record would be news; others' from 0."""
@@ -289,13 +298,13 @@ class Directory:
             PeerRow(
                 peer_id=r.peer_id,
                 short_id=r.peer_id[-6:],
-                name=r.name or r.peer_id[-6:],
+                name=plain(r.name, 64).strip() or r.peer_id[-6:],
                 phase=RELAYING if r.is_relay else r.phase,
                 round=r.round,
                 tokens_per_second=r.tokens_per_second,
                 transport=r.transport,
-                version=r.version,
-                state_digest=r.state_digest,
+                version=plain(r.version, 40),
+                state_digest=plain(r.state_digest, 64),
                 last_seen_s=round(now - heard.get(r.peer_id, now), 1),
                 this_node=r.peer_id == self.me.peer_id,
                 compute_utilization_ratio=r.compute_utilization_ratio,

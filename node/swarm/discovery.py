@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgpack
+from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import SwarmError
 from node.files import write_whole
@@ -28,20 +30,37 @@ LONELY_S = 1.0
 CALM_S = 15.0
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
+MAX_STORED_BYTES = 4096
+"""One record in the DHT; most have 1 kB."""
 MAX_CACHED = 64
 
 
+def dht_key(run: str) -> str:
+    """Where the DHT keeps the records of a run's peers."""
+    return f"{run}/peers"
+
+
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """The DHT stores only peer records, each under the peer id that signed it."""
+    """The DHT stores only the peer records of one run, each under the peer id that signed it, and none for long.
+
+    hivemind's storage has no bounds of its own.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._key = DHTID.generate(dht_key(run)).to_bytes()
 
     def validate(self, record: DHTRecord) -> bool:
+        if record.key != self._key or len(record.value) > MAX_STORED_BYTES or len(record.subkey) > MAX_STORED_BYTES:
+            return False
+        if not record.expiration_time < get_dht_time() + 2 * RECORD_LIFE_S:
+            return False
         try:
             peer_id, signed = msgpack.unpackb(record.subkey), read_stored(msgpack.unpackb(record.value))
         except (ValueError, TypeError, msgpack.UnpackException):
             return False
-        return (
-            isinstance(peer_id, str) and signed is not None and verify(peer_id, PURPOSE, signed.body, signed.signature)
-        )
+        if not isinstance(peer_id, str) or signed is None:
+            return False
+        return verify(peer_id, PURPOSE, signed.body, signed.signature)
 
 
 def read_stored(value: bytes) -> Signed | None:
@@ -72,7 +91,7 @@ class Discovery:
         self._bootstrap = list(bootstrap)
         self._cache = cache
         self._rng = rng
-        self._key = f"{directory.me.run}/peers"
+        self._key = dht_key(directory.me.run)
         self.last_problem = ""
         self.is_reached = False
         """Whether others are known to reach this node's port."""

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 PULSE_S = 1.0
 LARGE = 256
 """Other peers from which on each tells its news half as often."""
-MAX_GOSSIP_BYTES = 8 * 2**20
-"""A record is about 1 kB, and a message holds those of all live peers."""
+MAX_RECORD_BYTES = 64 * 2**10
+"""Body of a question: who asks tells of nobody but itself. The answer holds the records of all live peers."""
 
 
 class Gossip:
@@ -32,7 +32,7 @@ class Gossip:
 
     def __init__(self, wire: Wire, directory: Directory, rng: random.Random) -> None:
         self._wire, self._directory, self._rng = wire, directory, rng
-        wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_GOSSIP_BYTES)})
+        wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_RECORD_BYTES)})
 
     async def run(self) -> None:
         """Pulse for ever; in a large swarm every other time, since the news of all would be much."""
@@ -84,7 +84,7 @@ class Gossip:
             return Message()
         if not isinstance(wanted, dict) or not all(isinstance(number, int) for number in wanted.values()):
             raise PeerError("a gossip message has the wrong form")
-        return _pack(self._directory.fresh(wanted), {})
+        return _pack(self._directory.fresh(wanted, caller), {})
 
 
 def fanout(others: int) -> int:

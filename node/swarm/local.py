@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from node.errors import PeerError, SwarmError
@@ -128,11 +129,11 @@ class LocalWire:
         try:
             if len(request) > MAX_HEADER_BYTES:
                 raise PeerError("a header is longer than allowed", code="bad_size")
-            verb, header, sizes = unpack_header(request, self._limit)
-            service = self._services[verb]
-            if caller != self.peer_id:
-                self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
-            with self._busy.answering(verb, service, caller):
+            with ExitStack() as held:
+                verb, header, sizes = unpack_header(request, self._busy.door(self._services, caller, held))
+                service = self._services[verb]
+                if caller != self.peer_id:
+                    self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
                 reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
             self.traffic.reject(exc)
@@ -140,11 +141,6 @@ class LocalWire:
         if caller != self.peer_id:
             self.traffic.sent_bytes[service.channel] += len(pack_header("", reply)) + reply.blob_bytes
         return reply
-
-    def _limit(self, verb: str) -> int:
-        if verb not in self._services:
-            raise PeerError(f"this node does not answer {verb!r}")
-        return self._services[verb].max_request_bytes
 
     async def close(self) -> None:
         self._hub.leave(self.peer_id)

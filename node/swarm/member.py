@@ -287,11 +287,11 @@ async def _open_wire(options: MemberOptions) -> P2PWire:
     file = options.data_dir / "cache" / "port"
     listen = same_as_before(options.daemon.listen, file)
     try:
-        wire = await open_wire(replace(options.daemon, listen=listen), SignedRecordValidator())
+        wire = await open_wire(replace(options.daemon, listen=listen), SignedRecordValidator(options.run))
     except UsageError:
         if listen == tuple(options.daemon.listen):
             raise
-        wire = await open_wire(options.daemon, SignedRecordValidator())
+        wire = await open_wire(options.daemon, SignedRecordValidator(options.run))
     if not options.daemon.private and (port := tcp_port(await wire.addresses())):
         remember(port, file)
     return wire

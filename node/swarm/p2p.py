@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 PROTOCOL = "/diloco/1"
 CONNECT_TIMEOUT_S = 5.0
 DHT_TIMEOUT_S = 10.0
+STREAMS_PER_CALLER = 64
+"""Each holds a header in memory, whatever it asks for."""
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -67,7 +69,8 @@ class P2PWire:
         self._closed_to_dials: set[str] = set()
         """Peers without an inbound port: called over the connection that they have opened, or not at all."""
         self._busy = Busy()
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._streams: dict[asyncio.Task[Any], str] = {}
+        """Every call that is being answered, and whose it is."""
 
     # calling
 
@@ -91,10 +94,11 @@ class P2PWire:
             raise PeerError(f"peer {peer_id[-6:]} does not keep to the protocol ({verb})") from exc
 
     async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
-        self._limit(verb)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await answer(self._services[verb], self.peer_id, message)
+            with ExitStack() as held:
+                self._busy.door(self._services, self.peer_id, held)(verb)
+                async with asyncio.timeout(timeout_s):
+                    return await answer(self._services[verb], self.peer_id, message)
         except TimeoutError as exc:
             raise late(self.peer_id, verb, timeout_s) from exc
 
@@ -125,17 +129,19 @@ class P2PWire:
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._streams.add(task)
         caller = info.peer_id.to_base58()
+        self._streams[task] = caller
         channel = Channel.DHT
         held = ExitStack()
         try:
             try:
-                verb, message, size = await read_message(reader, self._limit, self.down, STALL_S)
+                if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
+                    raise PeerError("too many calls at once", code="busy")
+                door = self._busy.door(self._services, caller, held)
+                verb, message, size = await read_message(reader, door, self.down, STALL_S)
                 service = self._services[verb]
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
-                held.enter_context(self._busy.answering(verb, service, caller))
                 reply = await answer(service, caller, message)
                 header, blobs = pack_header("ok", reply), reply.blobs
             except SwarmError as exc:
@@ -153,13 +159,8 @@ class P2PWire:
             logger.debug("a stream of %s ends with this wire", caller[-6:])
         finally:
             held.close()
-            self._streams.discard(task)
+            del self._streams[task]
             writer.close()
-
-    def _limit(self, verb: str) -> int:
-        if verb not in self._services:
-            raise PeerError(f"this node does not answer {verb!r}")
-        return self._services[verb].max_request_bytes
 
     # finding each other
 

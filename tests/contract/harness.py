@@ -51,6 +51,8 @@ with warnings.catch_warnings():
 T = TypeVar("T")
 Transport = Literal["local", "p2p"]
 WAIT_S = 30.0
+DHT_RUN = "ab" * 32
+"""The run whose records the seats' DHT keeps: seats outlive the tests, and their runs."""
 OUTER = Outer(lr=0.7, momentum=0.9, inner_steps=10)
 
 
@@ -98,7 +100,7 @@ class Seat:
         if self._transport == "local":
             return LocalWire(self._hub, self.peer_id)
         options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",), relay=False)
-        return await open_wire(options, SignedRecordValidator())
+        return await open_wire(options, SignedRecordValidator(DHT_RUN))
 
     def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
         """Run a coroutine on this seat's loop, and wait for it."""

@@ -28,7 +28,7 @@ def pair(swarm: Swarm, **services: Any) -> tuple[Seat, Seat]:
     """A caller, and one that answers `echo` and these."""
     caller, server = swarm.acquainted(2)
     offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
-    server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES), **offered})
+    server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES, per_caller=50), **offered})
     return caller, server
 
 
@@ -153,10 +153,24 @@ GARBAGE = {
     "a key that is a list": msgpack.packb(["echo", {1: 2}, []]),
     "sizes below zero": msgpack.packb(["echo", {}, [-1]]),
     "sizes that are text": msgpack.packb(["echo", {}, ["1"]]),
+    "nested too deep": b"\x93\xa4echo\x81\xa1a" + b"\x91" * 1000 + b"\xc0" + b"\x90",
     "too many blobs": msgpack.packb(["echo", {}, [0] * 5000]),
     "a body of exabytes": msgpack.packb(["echo", {}, [2**60]]),
     "nothing": b"",
 }
+
+
+async def open_stream(caller: Seat, server: Seat) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Over libp2p, for what our own side would never send."""
+    from hivemind.p2p import PeerID
+
+    from node.swarm.p2p import PROTOCOL
+
+    wire: Any = caller.wire
+    await wire._ensure_connected(server.peer_id)
+    peer = PeerID.from_base58(server.peer_id)
+    _, reader, writer = await wire._p2p.call_binary_stream_handler(peer, PROTOCOL)
+    return reader, writer
 
 
 def send_header(caller: Seat, server: Seat, data: bytes) -> None:
@@ -168,14 +182,7 @@ def send_header(caller: Seat, server: Seat, data: bytes) -> None:
             with pytest.raises(PeerError):
                 await asyncio.wrap_future(future)
             return
-        from hivemind.p2p import PeerID
-
-        from node.swarm.p2p import PROTOCOL
-
-        wire: Any = caller.wire
-        await wire._ensure_connected(server.peer_id)
-        peer = PeerID.from_base58(server.peer_id)
-        _, reader, writer = await wire._p2p.call_binary_stream_handler(peer, PROTOCOL)
+        reader, writer = await open_stream(caller, server)
         writer.write(len(data).to_bytes(4, "big") + data)
         await writer.drain()
         answer = await asyncio.wait_for(reader.read(4096), 10)
@@ -279,3 +286,67 @@ def test_one_caller_is_not_given_more_answers_at_once_than_a_service_allows(swar
         call.result(20)
     wait_until(lambda: not server.wire._busy._running)  # type: ignore[attr-defined]
     assert not ask(caller, server.peer_id, "slow").blobs
+
+
+def test_the_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
+    caller, server = pair(swarm)
+    (friend,) = swarm.seats(1)
+    friend.learn(server.peer_id, server.addresses())
+    friends = {friend.peer_id}
+    server.wire.serve({"bulk": Service(echo, Channel.REDUCE, LIMIT_BYTES, admits=friends.__contains__)})
+    body = Message(blobs=[bytes(LIMIT_BYTES)])
+    assert refusal(caller, server.peer_id, "bulk", body) == "stranger"
+    assert server.wire.traffic.received_bytes[Channel.REDUCE] == 0
+    assert not any(server.wire.traffic.rejected.values()), "it may be a friend whose news is still on its way"
+    assert ask(friend, server.peer_id, "bulk", body).blobs
+    assert ask(caller, server.peer_id, "echo").header
+
+
+def test_a_call_counts_from_its_header_on(swarm: Swarm) -> None:
+    """Who announces bodies, and sends them slowly or never, must not fill the memory with them."""
+    if swarm.transport == "local":
+        pytest.skip("there a message comes whole")
+    caller, server = pair(swarm)
+    (other,) = swarm.seats(1)
+    other.learn(server.peer_id, server.addresses())
+    server.wire.serve({"bulk": Service(echo, Channel.REDUCE, LIMIT_BYTES, per_caller=1)})
+
+    async def begin() -> asyncio.StreamWriter:
+        _, writer = await open_stream(caller, server)
+        header = msgpack.packb(["bulk", {}, [LIMIT_BYTES]])
+        writer.write(len(header).to_bytes(4, "big") + header + bytes(1000))
+        await writer.drain()
+        return writer
+
+    begun = caller.do(begin())
+    wait_until(lambda: bool(server.wire._busy._running))  # type: ignore[attr-defined]
+    assert refusal(caller, server.peer_id, "bulk", Message(blobs=[bytes(LIMIT_BYTES)])) == "busy"
+    assert ask(other, server.peer_id, "bulk").header["caller"] == other.peer_id
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    caller.loop.call_soon_threadsafe(begun.close)
+    wait_until(lambda: not server.wire._busy._running)  # type: ignore[attr-defined]
+    assert ask(caller, server.peer_id, "bulk").header["caller"] == caller.peer_id
+
+
+def test_one_caller_has_so_many_streams_and_no_more(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    if swarm.transport == "local":
+        pytest.skip("there are no streams")
+    from node.swarm import p2p
+
+    monkeypatch.setattr(p2p, "STREAMS_PER_CALLER", 3)
+    caller, server = pair(swarm)
+    (other,) = swarm.seats(1)
+    other.learn(server.peer_id, server.addresses())
+
+    async def open_some() -> list[asyncio.StreamWriter]:
+        return [(await open_stream(caller, server))[1] for _ in range(3)]
+
+    opened = caller.do(open_some())
+    streams = server.wire._streams  # type: ignore[attr-defined]
+    wait_until(lambda: len(streams) == 3)
+    assert refusal(caller, server.peer_id, "echo") == "busy"
+    assert ask(other, server.peer_id, "echo").header["caller"] == other.peer_id
+    for writer in opened:
+        caller.loop.call_soon_threadsafe(writer.close)
+    wait_until(lambda: not streams)
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
 from node.errors import PeerError
 from node.status import Phase
 from node.swarm.base import Message
-from node.swarm.directory import Directory, PeerRecord, sign_record
-from node.swarm.discovery import Discovery
+from node.swarm.directory import PURPOSE, Directory, PeerRecord, sign_record
+from node.swarm.discovery import RECORD_LIFE_S, Discovery, dht_key
 from node.swarm.gossip import Gossip
-from tests.contract.harness import Ether, Seat, Swarm
+from node.swarm.identity import new_identity
+from tests.contract.harness import DHT_RUN, Ether, Seat, Swarm
 
-RUN = "ab" * 32
+RUN = DHT_RUN
+Changes = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +96,67 @@ def test_bad_addresses_are_neither_kept_nor_invited_nor_the_end_of_the_search(sw
     assert json.loads(cache.read_text())["addresses"] == bad, "nothing was written"
     seat.do(hear([*bad, *other.addresses()]))
     assert sorted(json.loads(cache.read_text())["addresses"]) == sorted(other.addresses())
+
+
+def test_what_the_cache_of_peers_says_may_be_anything(swarm: Swarm, tmp_path: Path) -> None:
+    cache = tmp_path / "peers.json"
+    finder = Finder(swarm.seats(1)[0], cache)
+    for text in ("", "[]", '{"addresses": 5}', '{"addresses": [1, null, "/", ["x"]]}', '{"addresses": {"/p2p/": 1}}'):
+        cache.write_text(text)
+        assert not finder.meet(), text
+
+
+# hivemind's DHT
+
+BAD_ENTRIES: dict[str, Changes] = {
+    "of another run": lambda good: good | {"key": dht_key("cd" * 32)},
+    "under any key": lambda good: good | {"key": "x" * 100},
+    "kept for long": lambda good: good | {"expires_at": time.time() + 3 * RECORD_LIFE_S},
+    "kept for ever": lambda good: good | {"expires_at": float("inf")},
+    "never in time": lambda good: good | {"expires_at": float("nan")},
+    "of another's": lambda good: good | {"subkey": new_identity().peer_id},
+    "of nobody": lambda good: good | {"subkey": 5},
+    "too long": lambda good: good | {"parts": sign_parts(good, b" " * 4000)},
+    "no parts": lambda good: good | {"parts": good["parts"][:1]},
+    "a map of two": lambda good: good | {"parts": {good["parts"][0]: 0, good["parts"][1]: 0}},
+    "text for bytes": lambda good: good | {"parts": [good["parts"][0].decode(), good["parts"][1]]},
+    "unsigned": lambda good: good | {"parts": [good["parts"][0], bytes(64)]},
+}
+
+
+def sign_parts(good: dict[str, Any], more: bytes) -> list[bytes]:
+    body = good["parts"][0] + more
+    return [body, good["identity"].sign(PURPOSE, body)]
+
+
+def test_the_dht_keeps_the_records_of_its_run_and_nothing_else(swarm: Swarm, tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    keeper, teller = swarm.acquainted(2)
+    wire: Any = teller.wire
+    signed = sign_record(teller.identity, record(teller, number=7, addresses=tuple(teller.addresses())))
+    good = {
+        "key": dht_key(RUN),
+        "subkey": teller.peer_id,
+        "expires_at": time.time() + RECORD_LIFE_S,
+        "parts": [signed.body, signed.signature],
+        "identity": teller.identity,
+    }
+
+    async def store(entry: dict[str, Any]) -> bool:
+        assert await wire.dht_meet(keeper.peer_id)
+        key, value = DHTID.generate(source=entry["key"]), msgpack.packb(msgpack.packb(entry["parts"]))
+        peer = PeerID.from_base58(keeper.peer_id)
+        stored = await wire._dht.protocol.call_store(peer, [key], [value], entry["expires_at"], [entry["subkey"]])
+        assert stored is not None, "the keeper answers"
+        return bool(stored[0])
+
+    for what, change in BAD_ENTRIES.items():
+        assert not teller.do(store(change(good))), what
+    assert not keeper.wire._dht.protocol.storage.data  # type: ignore[attr-defined]
+    assert teller.do(store(good))
+    finder = Finder(keeper, tmp_path / "peers.json")
+    keeper.do(finder.discovery._use_dht())
+    found = finder.directory.find(teller.peer_id)
+    assert found is not None and found.number == 7

@@ -12,7 +12,7 @@ import pytest
 from node.errors import PeerError
 from node.status import Phase
 from node.swarm import directory as rules
-from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, Message, pack_header, unpack_header
+from node.swarm.base import MAX_BLOBS, MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, pack_header, unpack_header
 from node.swarm.directory import (
     DEAD_S,
     FORGOTTEN_S,
@@ -23,7 +23,7 @@ from node.swarm.directory import (
     Signed,
     sign_record,
 )
-from node.swarm.gossip import MAX_GOSSIP_BYTES, Gossip
+from node.swarm.gossip import MAX_RECORD_BYTES, Gossip
 from node.swarm.identity import Identity, new_identity, verify
 from node.swarm.local import LocalHub, LocalWire
 
@@ -304,6 +304,15 @@ def test_rows_are_for_people() -> None:
     assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
 
 
+def test_what_peers_call_themselves_is_plain_text() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU, 1, name="\x1b[31mAda\n\u202e", version="1\r\n2", state_digest="\x00")])
+    table.merge([signed(THIRD, 1, name="\n\u2028")])
+    named = {row.peer_id: (row.name, row.version, row.state_digest) for row in table.rows()}
+    assert named[YOU.peer_id] == ("[31mAda", "1  2", " ")
+    assert named[THIRD.peer_id][0] == THIRD.peer_id[-6:]
+
+
 def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
     async def main() -> None:
         hub, clock = LocalHub(), Clock()
@@ -324,6 +333,37 @@ def test_gossip_brings_news_through_a_third_and_a_goodbye_at_once() -> None:
         assert THIRD.peer_id not in live_ids(tables[ME]), "a failed call is suspicion"
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("silent_s", [0.5, RELAYED_S + 1, DEAD_S + 1, FORGOTTEN_S - 60])
+def test_a_node_that_comes_back_with_its_clock_set_back_is_soon_live_again(silent_s: float) -> None:
+    async def main() -> None:
+        hub, clock = LocalHub(), Clock()
+        other = Directory(YOU, record(YOU), clock)
+        Gossip(LocalWire(hub, YOU.peer_id), other, random.Random(0))
+        other.merge([signed(ME, 1_000_000, phase=Phase.STOPPED)])
+        clock.now_s += silent_s
+        again = Directory(ME, record(ME, 400_000), clock)
+        gossip = Gossip(LocalWire(hub, ME.peer_id), again, random.Random(0))
+        assert await gossip.exchange(YOU.peer_id)
+        assert again.me.number == 1_000_000
+        again.pulse()
+        assert await gossip.exchange(YOU.peer_id)
+        assert live_ids(other) == {ME.peer_id, YOU.peer_id}
+        assert other.find(ME.peer_id) == again.me
+        assert len(other.fresh(again.wanted(), ME.peer_id)) == 1, "no echo of what is known"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_others_are_not_told_of_the_long_silent() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.merge([signed(YOU, 7)])
+    clock.now_s += RELAYED_S + 1
+    assert len(table.fresh({}, THIRD.peer_id)) == len(table.fresh()) == 1
+    (_, echo) = table.fresh({}, YOU.peer_id)
+    assert echo.open(RUN).number == 7 and echo.age_s == RELAYED_S + 1
 
 
 def test_a_question_about_the_fullest_table_fits_into_a_header() -> None:
@@ -366,7 +406,7 @@ def test_the_news_of_a_thousand_peers_fits_into_one_message() -> None:
         swarm_tokens=2**60,
         version="v" * 40,
     )
-    assert 1000 * len(long.body) < MAX_GOSSIP_BYTES
+    assert 1000 * len(long.body) < MAX_REPLY_BYTES and len(long.body) < MAX_RECORD_BYTES
     assert MAX_BLOBS > 1000
     assert 1000 * (len(msgpack.packb(long.signature)) + 5) < MAX_HEADER_BYTES
 
