@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 
-from node.swarm.addresses import addresses_of, read_address
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.addresses import addresses_of, read_address
 from node.swarm.base import plain
 from node.swarm.identity import new_identity
 
