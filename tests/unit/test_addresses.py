@@ -36,14 +36,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("address", RIGHT)
+@pytest.mark.parametrize("address", RIGHT, ids=range(len(RIGHT)))
 def test_an_address_is_a_place_and_a_peer(address: str) -> None:
     found = read_address(address)
     assert found is not None and found[0] == PEER
     assert f"{found[1]}/p2p/{PEER}" == address
 
 
-@pytest.mark.parametrize("address", WRONG)
+@pytest.mark.parametrize("address", WRONG, ids=range(len(WRONG)))
 def test_what_is_no_address_is_none(address: str) -> None:
     assert read_address(address) is None
 
