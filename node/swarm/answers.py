@@ -23,6 +23,7 @@ from node.swarm.records import (
     Plan,
     Proof,
     accept,
+    accepted_by,
     check_hashes,
     check_join,
     check_outcome,
@@ -108,16 +109,21 @@ class Answers:
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
-            attempt.proposals[caller] = self._read_accepted(claim, join.parent)
+            attempt.proposals[caller] = self._read_accepted(claim, caller, attempt)
         attempt.joins[caller] = document
         if attempt.leading is None:
             attempt.leading = self._rounds.spawn(leader.lead(self._rounds, attempt))
         return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
 
-    def _read_accepted(self, claim: Any, parent: str) -> Accepted:
-        number, document, hashes = claim
-        accepted = Accepted(int(number), Document.model_validate(document), str(hashes))
-        self._check_outcome(accepted.outcome, accepted.hashes, parent)
+    def _read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> Accepted:
+        """What a member has accepted in an earlier attempt, as its own vote shows. Raises PeerError."""
+        number, document, hashes, vote = claim
+        accepted = Accepted(self._checked_number(number), Document.model_validate(document), str(hashes), str(vote))
+        if accepted.attempt >= attempt.number:
+            raise PeerError("a member claims to have accepted an outcome before its time")
+        if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
+            raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
+        self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
         return accepted
 
     async def _on_attempt(self, caller: str, message: Message) -> Message:
@@ -190,7 +196,7 @@ class Answers:
         await self._rounds.mishaps.at("commit")
         document = Document.model_validate_json(message.blobs[0])
         hashes = str(message.header.get("hashes"))
-        outcome, joins = self._check_outcome(document, hashes, self._rounds.chain.tip.head)
+        outcome, joins = self._check_outcome(document, hashes, self._rounds.chain.tip.head, attempt.number)
         await self._rounds.adoption.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
         if attempt.number != self._rounds.number or attempt.parent != self._rounds.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
@@ -198,18 +204,25 @@ class Answers:
         if before is not None and before.attempt == attempt.number and before.outcome.hash != document.hash:
             self._rounds.directory.evict(caller, EVICT_S)
             raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
-        self._rounds.accepted = Accepted(attempt.number, document, hashes)
         vote = accept(self._rounds.directory.identity, document.hash, attempt.number)
+        self._rounds.accepted = Accepted(attempt.number, document, hashes, vote)
         return Message({"accept": self._rounds.mishaps.vote(vote)})
 
-    def _check_outcome(self, document: Document, hashes: str, parent: str) -> tuple[Outcome, dict[str, Join]]:
-        """All that adoption asks of an outcome but its mean: what is accepted must be proposed for ever after."""
+    def _check_outcome(
+        self, document: Document, hashes: str, parent: str, number: int
+    ) -> tuple[Outcome, dict[str, Join]]:
+        """All that adoption asks of an outcome but its mean: what is accepted must be proposed for ever after.
+
+        `number`: the attempt in which it is accepted; its own may be an earlier one.
+        """
         bounds = self._rounds.rules.bounds
         outcome = read(document, Outcome)
         joins = check_outcome(outcome, bounds)
         check_hashes(outcome, split_hashes(hashes), bounds)
         if outcome.plan.parent != parent:
             raise PeerError("an outcome is for another round")
+        if outcome.plan.attempt > number:
+            raise PeerError("an outcome is of a later attempt than the one that accepts it")
         self._rounds.adoption.check_number(outcome)
         if not self._rounds.adoption.witness(document, outcome):
             raise PeerError("a member signed two outcomes for one attempt", code="equivocation")

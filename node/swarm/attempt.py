@@ -29,11 +29,13 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An outcome that this node has accepted, with all its chunks, but does not know to be committed."""
+    """An outcome that a member has accepted, with all its chunks, but does not know to be committed."""
 
     attempt: int
     outcome: Document
     hashes: str
+    vote: str = ""
+    """The member's; a fresh outcome has none yet."""
 
 
 @dataclass(slots=True)

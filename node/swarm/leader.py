@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,19 @@ from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.attempt import Accepted, Attempt
 from node.swarm.base import Message
 from node.swarm.calls import while_live
-from node.swarm.records import HASH_BYTES, Join, Outcome, Plan, Proof, accepted_by, parse, results_root, sign
+from node.swarm.records import (
+    HASH_BYTES,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    accepted_by,
+    included_joins,
+    parse,
+    results_root,
+    sign,
+    split_hashes,
+)
 from node.swarm.reduce import misdeclared
 from node.swarm.rendezvous import Gathering, capacities, chunk_owners, judge
 
@@ -41,13 +53,14 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
     """Bring the attempt to commit, or tell everybody why not."""
     try:
         await _gather(rounds, attempt)
-        accepted = _newest(attempt.proposals)
+        doubted: set[str] = set()
+        accepted = await _claimed(rounds, attempt, doubted)
         if accepted is None:
             plan = await _plan(rounds, attempt)
             included = await _collect(rounds, attempt, plan)
             fresh = await _average(rounds, attempt, plan, included)
             # Who joined since may bring an outcome that it has accepted: that one goes first.
-            accepted = _newest(attempt.proposals) or fresh
+            accepted = await _claimed(rounds, attempt, doubted) or fresh
         proof = await _ratify(rounds, attempt, accepted)
     except SwarmError as exc:
         _give_up(rounds, attempt, exc)
@@ -127,8 +140,24 @@ def _overtaken(rounds: Rounds) -> bool:
     )
 
 
-def _newest(proposals: Mapping[str, Accepted]) -> Accepted | None:
-    return max(proposals.values(), key=lambda accepted: accepted.attempt, default=None)
+async def _claimed(rounds: Rounds, attempt: Attempt, doubted: set[str]) -> Accepted | None:
+    """The newest outcome that a member has accepted: it may be committed, unknown to all that are here.
+
+    Whoever has accepted one holds its chunks, and has seen their mean within its bound. Where that is not so it is
+    nobody's result: to propose it would fail, in this attempt and in all that follow. `doubted`: the heads of those.
+    """
+    for claim in sorted(attempt.proposals.values(), key=lambda claim: claim.attempt, reverse=True):
+        outcome = parse(Outcome, claim.outcome.text)
+        joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
+        if claim.outcome.hash not in doubted:
+            try:
+                await rounds.adoption.mean_of(outcome, included_joins(outcome, joins), split_hashes(claim.hashes))
+            except SwarmError as exc:
+                logger.warning("What a member says to have accepted cannot be adopted: %s", exc)
+                doubted.add(claim.outcome.hash)
+            else:
+                return claim
+    return None
 
 
 async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:

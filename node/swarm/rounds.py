@@ -229,8 +229,8 @@ class Rounds:
     async def _join(self, attempt: Attempt, target: str, join: Document) -> str:
         """Tell the leader that this node is ready. Returns what it says; raises PeerError where it is gone."""
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump()}
-        if self.accepted is not None:
-            header["accepted"] = [self.accepted.attempt, self.accepted.outcome.model_dump(), self.accepted.hashes]
+        if (known := self.accepted) is not None and known.attempt < attempt.number:
+            header["accepted"] = [known.attempt, known.outcome.model_dump(), known.hashes, known.vote]
         try:
             call = self.wire.call(target, "join", Message(header), timeout_s=CALL_S)
             reply = await while_live(self.directory, target, call)

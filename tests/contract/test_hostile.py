@@ -480,7 +480,7 @@ def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Sw
         assert caught.value.code == "equivocation"
 
 
-def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tuple[Document, bytes]:
+def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt: int = 0) -> tuple[Document, bytes]:
     """An outcome that this node makes up all by itself, its chunks in its results; document and hashes."""
     chunks = node.encode(_ones() * value)
     hashes = [chunk_hash(chunk) for chunk in chunks]
@@ -492,7 +492,7 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0) -> tupl
     plan = Plan(
         run=node.rules.run,
         parent=parent,
-        attempt=0,
+        attempt=attempt,
         joins=(forged_join(node, parent),),
         reducers=(node.peer_id,),
         owners=(0,) * len(chunks),
@@ -513,7 +513,7 @@ def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, 
     proposal = Message({"parent": parent, "attempt": 0, "hashes": text}, [outcome.model_dump_json().encode()])
     with pytest.raises(PeerError):
         _call(bad, victim, "propose", proposal)
-    claim = [0, outcome.model_dump(), text]
+    claim = [0, outcome.model_dump(), text, accept(bad.seat.identity, outcome.hash, 0)]
     join = {"attempt": 1, "join": forged_join(bad, parent).model_dump()}
     with pytest.raises(PeerError):
         _call(bad, victim, "join", Message(join | {"accepted": claim}))
@@ -565,16 +565,3 @@ def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., Non
             kept.append(bool(attempt.bench or attempt.joins or attempt.proposals))
 
     return noted
-
-
-def test_a_member_that_goes_on_telling_what_it_has_accepted_is_heard_once(swarm: Swarm) -> None:
-    first, second, member = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
-    for node in (first, member):
-        node.stop()
-    parent = member.tip.head
-    outcome, hashes = lone_outcome(member, parent, 1.0)
-    header = {"attempt": 1, "join": forged_join(member, parent).model_dump()}
-    header["accepted"] = [0, outcome.model_dump(), hashes.hex()]
-    for _ in range(5):
-        assert _call(member, second, "join", Message(header)).header["status"] == "wait"
-    assert len(second.rounds._attempts[1].proposals) == 1
