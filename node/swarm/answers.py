@@ -207,7 +207,7 @@ class Answers:
         check_hashes(outcome, split_hashes(hashes), bounds)
         if outcome.plan.parent != parent:
             raise PeerError("an outcome is for another round")
-        self._rounds.adoption.check_number(outcome)
+        self._rounds.adoption.check_round(outcome, joins)
         if not self._rounds.adoption.witness(document, outcome):
             raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
         return outcome, joins
