@@ -52,7 +52,7 @@ class Adoption:
                 if outcome.round > rounds.next_round:
                     rounds.behind.set()
                 return False
-            self.check_number(outcome)
+            self.check_round(outcome, joins)
             if not self._is_supported(proof):
                 raise PeerError("most members of the last round know nothing of a result", code="unsupported")
             self.witness(proof.outcome, outcome)
@@ -74,10 +74,15 @@ class Adoption:
                 tip.state.anchor[0] += 1.0
             return True
 
-    def check_number(self, outcome: Outcome) -> None:
-        """What follows this node's tip must be the next round. Raises PeerError."""
+    def check_round(self, outcome: Outcome, joins: Mapping[str, Join]) -> None:
+        """What follows this node's tip must be the next round, and as long as it was. Raises PeerError.
+
+        The next one's length follows from what these joins say of this one's.
+        """
         if outcome.round != self._rounds.next_round:
             raise PeerError(f"an outcome calls round {self._rounds.next_round} round {outcome.round}")
+        if any(join.round_s != self._rounds.chain.tip.round_s for join in joins.values()):
+            raise PeerError("a join names another length of the round")
 
     def _is_supported(self, proof: Proof) -> bool:
         """Whether a proof speaks for the members of the last round, or nobody contradicts it."""
@@ -92,12 +97,7 @@ class Adoption:
     async def mean_of(
         self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
     ) -> tuple[list[bytes], Tensor]:
-        """All chunks of a result, and the mean, fp32 [P_f]. PeerError where it is longer than its inputs allow.
-
-        Or where these say something false of the round: its length is not in the state, and the next one's follows.
-        """
-        if any(join.round_s != self._rounds.chain.tip.round_s for join in included.values()):
-            raise PeerError("a join names another length of the round")
+        """All chunks of a result, and the mean, fp32 [P_f]. PeerError where it is longer than its inputs allow."""
         chunks = await self._rounds.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
             grid = self._rounds.rules.grid_at(outcome.round)

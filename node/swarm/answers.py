@@ -223,7 +223,7 @@ class Answers:
             raise PeerError("an outcome is for another round")
         if outcome.plan.attempt > number:
             raise PeerError("an outcome is of a later attempt than the one that accepts it")
-        self._rounds.adoption.check_number(outcome)
+        self._rounds.adoption.check_round(outcome, joins)
         if not self._rounds.adoption.witness(document, outcome):
             raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
         return outcome, joins

@@ -364,13 +364,8 @@ def test_an_outcome_of_those_that_name_another_length_of_the_round_is_not_accept
         if round_s != true_s:
             with pytest.raises(PeerError, match="another length"):
                 _call(bad, victim, "propose", message)
-            victim.seat.do(_forgive(victim))
         else:
             _call(bad, victim, "propose", message)
-
-
-async def _forgive(node: Node) -> None:
-    node.rounds.adoption.clear()
 
 
 # proofs
