@@ -355,6 +355,7 @@ def test_an_outcome_of_those_that_name_another_length_of_the_round_is_not_accept
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     round_of(nodes, 0)
     bad, victim, _ = in_leader_order(nodes)
+    joined(bad, victim)
     parent, true_s = bad.tip.head, bad.tip.round_s
     for round_s in (1e6, true_s):
         bad.chain.tip = replace(bad.tip, round_s=round_s)
