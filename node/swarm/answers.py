@@ -103,7 +103,7 @@ class Answers:
             raise PeerError("a join names another length of the round")
         number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
-            return Message({"status": "stale", "attempt": self._rounds.number})
+            return Message({"status": "stale", "attempt": self._rounds.number} | self._rounds.why_over(number))
         leaders = self._rounds.directory.leaders()
         if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
             return Message({"status": "elsewhere"})

@@ -245,15 +245,22 @@ class Rounds:
         if status == "ahead":
             await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
         elif status == "stale":
-            self._follow(attempt, reply.header.get("attempt"))
+            raise_failure(attempt)  # It knows itself why.
+            self._follow(attempt, reply.header.get("attempt"), code)
         return status
 
-    def _follow(self, attempt: Attempt, later: object) -> NoReturn:
+    def _follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
         """Go to the attempt that a leader says is under way, or some way towards it: nobody can use up the numbers."""
         if not isinstance(later, int) or later <= attempt.number:
             raise RoundFailed("the leader names no later attempt", code="leader_lost")
         self.number = max(self.number, min(later, attempt.number + MAX_AHEAD))
-        raise RoundFailed("a later attempt is under way", code="round_failed")
+        why = attempt.waiting_reason or "a later attempt is under way"
+        raise RoundFailed(why, code=str(code) if code in FAILURE_REASONS else "round_failed")
+
+    def why_over(self, number: int) -> dict[str, str]:
+        """Why this node has given up an attempt, for whoever still asks for it; empty where it does not know."""
+        failure = attempt.failure if (attempt := self._attempts.get(number)) else None
+        return {"reason": str(failure), "code": failure.code} if failure is not None else {}
 
     def waiting(self) -> tuple[str, str]:
         """What this node's current attempt waits for: one sentence, one word."""

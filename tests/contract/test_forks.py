@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from node.errors import TransferFailed
 from node.status import Phase
 from node.swarm.offers import Target
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
@@ -35,7 +36,15 @@ def rejoin(node: Node, source: Node) -> None:
     """What a trainer does when it is told that its line does not hold."""
     assert node.lost.wait(15) and node.loss is not None
     target = Target(PARAMETERS, node.loss.avoid)
-    restart_at(node, node.seat.do(new_download(node).run(target, lambda ratio: None)))
+    deadline_s = time.monotonic() + 15
+    while True:
+        try:
+            tip = node.seat.do(new_download(node).run(target, lambda ratio: None))
+            break
+        except TransferFailed:  # Its source has not heard of it yet, say: a trainer tries on, too.
+            assert time.monotonic() < deadline_s, "nobody serves a state"
+            time.sleep(0.5)
+    restart_at(node, tip)
     node.directory.say(phase=Phase.TRAINING)
 
 
