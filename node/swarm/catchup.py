@@ -215,13 +215,13 @@ def _tell_fork(theirs: Sequence[Link], mine: Sequence[Link]) -> str:
 def outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
     """Whether another state after the same head prevails, by the rule by which a joiner chooses (`offers.prevailing`).
 
-    The first record is this node's own. Live contributors whose word is not here yet are taken to side with this node:
-    right after a commit, the first to be heard of may be the damaged one.
+    The first record is this node's own; of the others only those that contributed to the newest record are heard, as a
+    stranger can say anything for nothing. Whose word is not here yet is taken to side with this node: right after a
+    commit, the first to be heard of may be the damaged one.
     """
-    told: dict[str, str] = {}
-    for record in records:
-        if record.head == tip.head and record.state_digest:
-            told[record.peer_id] = record.state_digest
-        elif record.peer_id in tip.last_weights:
-            told[record.peer_id] = tip.digest
+    own, *others = records
+    told = {own.peer_id: tip.digest}
+    for record in others:
+        if record.peer_id in tip.last_weights:
+            told[record.peer_id] = (record.head == tip.head and record.state_digest) or tip.digest
     return prevailing(tip.last_weights, told) not in ("", tip.digest)

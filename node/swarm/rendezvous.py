@@ -17,8 +17,10 @@ GRACE_RATIO = 0.1
 FASTEST_BYTES_S = 125e6
 """1 Gbit/s: whoever claims more gets no more."""
 SLOWEST_HALVINGS = 10
-STEPS_PATIENCE_RATIO = 3.0
-"""Under `steps`, a round waits for a live member that is slow for at most so many usual rounds."""
+PATIENCE_RATIO, PATIENCE_S = 3.0, 30.0
+"""A round waits for at most so many usual rounds, and so long: under `steps` for a live member that is slow, under
+`time` for the quorum, which one that has signed much may withhold. Not before the first record, when nothing else keeps
+two groups apart."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """What a leader may say that it waits for."""
@@ -115,10 +117,11 @@ def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
         return Verdict(False, False, f"{count}; more than half of the last round's are needed.", "waiting_for_peers")
     if not waited_for:
         return Verdict(True, True, f"{count}.", "complete")
+    late = now_s - seen.opened_at_s > PATIENCE_RATIO * (seen.round_s or 0.0) + PATIENCE_S
     if rule.policy == "steps":
-        patience_s = STEPS_PATIENCE_RATIO * (seen.round_s or 0.0) + 30.0
-        late = now_s - seen.opened_at_s > patience_s
         return Verdict(late, True, f"{count}.", "late" if late else "waiting_for_slow")
+    if late and seen.last_weights:
+        return Verdict(True, True, f"{count}; the others have had their time.", "late")
     if not _holds_quorum(rule, seen):
         return Verdict(False, False, f"{count}; that is less than the quorum.", "waiting_for_quorum")
     grace_s = max(GRACE_S, GRACE_RATIO * (seen.round_s or 0.0))

@@ -29,7 +29,7 @@ from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
 from node.swarm.records import LEAST_STEP_S, MOST_STEP_S, Bounds, Document, Join, Outcome, Plan, Proof, parse
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import STEPS_PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
+from node.swarm.rendezvous import PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -221,7 +221,7 @@ class Rounds:
 
     def _patience_s(self) -> float:
         """Longer than any rule keeps a group open: a leader that takes more time is none."""
-        return LEADER_PATIENCE_S + STEPS_PATIENCE_RATIO * (self.chain.tip.round_s or 0.0)
+        return LEADER_PATIENCE_S + PATIENCE_RATIO * (self.chain.tip.round_s or 0.0)
 
     def _enough_members(self) -> bool:
         return len(self.directory.members()) >= self.rules.quorum.min_peers

@@ -55,6 +55,14 @@ def test_one_contributor_outvotes_no_two_that_agree_however_much_it_signs(honest
     assert outvoted([records[-1], *records[:-1]], replace(tip, digest=digest)), "so it is the liar who has to go"
 
 
+def test_strangers_outvote_nobody() -> None:
+    """However many: whoever trains alone would be at the mercy of a few keys, which cost nothing."""
+    tip = replace(TIP, last_weights={"a": 100})
+    strangers = [record(f"stranger {i}", OTHER) for i in range(300)]
+    assert not outvoted([record("a", TIP.digest), *strangers], tip)
+    assert not outvoted([record("a", TIP.digest), *strangers], TIP), "nobody has contributed yet"
+
+
 def test_of_two_the_smaller_digest_decides_whatever_they_sign() -> None:
     for weights in ((100, 1), (1, 100), (100, 100)):
         tip = replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))

@@ -76,7 +76,10 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(TIME, "ab", "ab", EQUAL), True, True, "complete"),
         (at(TIME, "ae", "abe", {"b": 1, "c": 1}, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
         # quorum by weight, of the live
-        (at(TIME, "bcd", "abcd", ONE_HEAVY, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_quorum"),
+        (at(TIME, "bcd", "abcd", ONE_HEAVY, now_s=59), False, False, "waiting_for_quorum"),
+        # which one that has signed much withholds for three rounds and half a minute, and no longer
+        (at(TIME, "bcd", "abcd", ONE_HEAVY, now_s=61), True, True, "late"),
+        (at(TIME, "bc", "abcd", ONE_HEAVY, now_s=1e9), False, False, "waiting_for_peers"),
         (at(TIME, "abc", "abcd", ONE_HEAVY), False, True, "grace"),
         (at(TIME, "bcd", "bcd", ONE_HEAVY), True, True, "complete"),
         # a newcomer weighs as the mean of the known
@@ -96,6 +99,7 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         # the first round: nobody has a weight yet, all count alike
         (at(TIME, "ab", "abcd"), False, True, "grace"),
         (at(TIME, "ab", "abcde"), False, False, "waiting_for_quorum"),
+        (at(TIME, "ab", "abcde", now_s=1e9), False, False, "waiting_for_quorum"),
     ],
 )
 def test_the_table_of_cases(verdict: Verdict, close: bool, quorum: bool, code: str) -> None:
