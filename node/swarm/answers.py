@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from node.errors import PeerError, RoundFailed
-from node.status import FAILURE_REASONS, Channel
+from node.status import Channel
 from node.swarm import leader
 from node.swarm.adopt import EVICT_S
-from node.swarm.attempt import Accepted, Attempt
+from node.swarm.attempt import Accepted, Attempt, known_code
 from node.swarm.base import MAX_HEADER_BYTES, Message, Service, plain
 from node.swarm.records import (
     Document,
@@ -234,8 +234,8 @@ class Answers:
 
     async def _on_failed(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
-        reason, code = plain(message.header.get("reason"), 200), message.header.get("code")
-        attempt.fail(RoundFailed(reason, code=code if code in FAILURE_REASONS else "round_failed"))
+        reason, code = plain(message.header.get("reason"), 200), known_code(message.header.get("code"))
+        attempt.fail(RoundFailed(reason, code=code))
         return Message()
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.errors import NodeError, PeerError, RoundFailed
+from node.status import FAILURE_REASONS
 from node.swarm.records import Document, Join
 from node.swarm.reduce import Bench
 
@@ -89,6 +90,11 @@ class Attempt:
         if self.bench is None:
             raise PeerError("this node reduces nothing in that attempt")
         return self.bench
+
+
+def known_code(code: object) -> str:
+    """Why a round failed, in one of our words: what a peer says may be anything, and all codes are counted."""
+    return str(code) if code in FAILURE_REASONS else RoundFailed.code
 
 
 def raise_failure(attempt: Attempt) -> None:

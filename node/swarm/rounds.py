@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
-from node.status import FAILURE_REASONS
 from node.swarm.adopt import Adoption
 from node.swarm.answers import MAX_AHEAD, Answers
-from node.swarm.attempt import Accepted, Attempt, Contribution, first, raise_failure
+from node.swarm.attempt import Accepted, Attempt, Contribution, first, known_code, raise_failure
 from node.swarm.base import Message, Wire, plain
 from node.swarm.calls import while_live
 from node.swarm.chain import Chain, Outer, Tip
@@ -177,7 +176,7 @@ class Rounds:
                 failures += 1
                 self.wronged |= exc.code in ("rejected", "bad_norm")
                 logger.info("Round %d, attempt %d failed: %s", self.next_round, attempt.number, exc)
-                self._deliver(RoundFailed(str(exc), code=exc.code if exc.code in FAILURE_REASONS else "round_failed"))
+                self._deliver(RoundFailed(str(exc), code=known_code(exc.code)))
                 self.enter_stage("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
@@ -255,7 +254,7 @@ class Rounds:
             raise RoundFailed("the leader names no later attempt", code="leader_lost")
         self.number = max(self.number, min(later, attempt.number + MAX_AHEAD))
         why = attempt.waiting_reason or "a later attempt is under way"
-        raise RoundFailed(why, code=str(code) if code in FAILURE_REASONS else "round_failed")
+        raise RoundFailed(why, code=known_code(code))
 
     def why_over(self, number: int) -> dict[str, str]:
         """Why this node has given up an attempt, for whoever still asks for it; empty where it does not know."""

@@ -23,6 +23,8 @@ MIN_NAME = 16
 """Characters of a head or digest by which a state may be asked for."""
 LEAVES_AT_ONCE = 8
 """To one caller, until they are sent; they are held in memory meanwhile."""
+VOUCHES_AT_ONCE = 64
+"""By one caller, who asks for each state that it is offered; an answer is two digests."""
 YIELD_S = 10.0
 """A leaf waits at most so long for a round that needs the uplink."""
 LOOK_S = 0.1
@@ -104,7 +106,7 @@ class StateServer:
             {
                 "state": Service(self._on_state, Channel.STATE, per_caller=LEAVES_AT_ONCE),
                 "leaf": Service(self._on_leaf, Channel.STATE, per_caller=LEAVES_AT_ONCE),
-                "vouch": Service(self._on_vouch, Channel.STATE),
+                "vouch": Service(self._on_vouch, Channel.STATE, per_caller=VOUCHES_AT_ONCE),
             }
         )
 

@@ -20,7 +20,7 @@ from node.swarm import download as download_module
 from node.swarm.base import Message, Service
 from node.swarm.chain import Tip
 from node.swarm.download import Download
-from node.swarm.offers import Target
+from node.swarm.offers import MAX_ASKED, Target
 from node.swarm.partial import forget
 from node.swarm.results import KEPT_ROUNDS
 from node.swarm.state import Snapshot, StateServer, tip_of
@@ -118,6 +118,26 @@ def test_a_state_comes_from_two_servers_at_once(swarm: Swarm) -> None:
     assert tip.round_s == nodes[0].tip.round_s and tip.last_round_tokens == nodes[0].tip.last_round_tokens
     assert sorted(sources[0].served + sources[1].served) == [0, 1, 2, 3]
     assert sources[0].served and sources[1].served
+
+
+def test_whoever_is_offered_many_states_hears_of_all_of_them(swarm: Swarm) -> None:
+    """One question for each of them, at once; a voice that is refused is a vote less."""
+    asker, asked = after_one_round(swarm)
+    true = asked.tip
+
+    class Slow(Memory):
+        def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+            time.sleep(0.1)
+            return super().find(name, hold=hold)
+
+    serve(asked, Slow(true))
+
+    async def ask() -> list[Message]:
+        question = Message({"head": true.head})
+        calls = [asker.seat.wire.call(asked.peer_id, "vouch", question, timeout_s=20) for _ in range(4 * MAX_ASKED)]
+        return await asyncio.gather(*calls)
+
+    assert [reply.header["digest"] for reply in asker.seat.do(ask())] == 4 * MAX_ASKED * [true.digest]
 
 
 def test_a_server_that_sends_wrong_bytes_is_dropped(swarm: Swarm) -> None:
