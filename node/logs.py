@@ -16,8 +16,10 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.text import Text
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""All but tab and line feed, and what changes the direction of text."""
+CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""C0 and C1 but for tab and line feed, separators of lines, what turns the direction of writing, halves of characters.
+As they stand in a regular expression's set."""
+_CONTROL = re.compile(f"[{CONTROLS}]")
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
 
@@ -74,7 +76,7 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         phase, number = getattr(record, "phase", ""), getattr(record, "round", None)
         where = [part for part in (phase, f"round {number}" if number is not None else "") if part]
-        said = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], record.message).replace("\n", "\n    ")
+        said = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message).replace("\n", "\n    ")
         message = f"[{', '.join(where)}] {said}" if where else said
         return self._fmt % (record.__dict__ | {"message": message}) if self._fmt else message
 

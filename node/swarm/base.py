@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgpack
 
 from node.errors import PeerError, SwarmError
+from node.logs import CONTROLS
 from node.status import REJECT_REASONS, Channel
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ async def answer(service: Service, caller: str, message: Message) -> Message:
         raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
 
 
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls (C0, C1), separators of lines and paragraphs, what turns the direction of writing, halves of characters."""
+_UNPRINTABLE = re.compile(f"[\t\n{CONTROLS}]")
 
 
 def plain(text: object, most: int) -> str:

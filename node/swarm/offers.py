@@ -94,7 +94,7 @@ class Offers:
         directory: Directory,
         rules: Rules,
         rng: random.Random,
-        digest_at: Callable[[str], str | None] = lambda _: None,
+        digest_at: Callable[[str], str | None],
     ) -> None:
         self._wire, self._directory, self._rules, self._rng = wire, directory, rules, rng
         self._digest_at = digest_at

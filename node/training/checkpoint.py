@@ -19,7 +19,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -147,8 +146,10 @@ class CheckpointStore:
             if any(self._folder.glob(f"{_ASIDE}*")):
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                with suppress(OSError):
+                try:
                     path.rename(path.with_name(f"{_ASIDE}{path.name}"))
+                except OSError:  # Better gone than gone on from.
+                    shutil.rmtree(path, ignore_errors=True)
 
     def drop_aside(self) -> None:
         """What has come in their place holds."""

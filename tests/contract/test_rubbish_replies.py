@@ -138,7 +138,7 @@ def test_catching_up_goes_on(swarm: Swarm, verb: str) -> None:
 def test_a_joiner_that_is_offered_rubbish_has_no_offer(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16"))
     joiner, bad = nodes
-    offers = Offers(joiner.seat.wire, joiner.directory, joiner.rules, random.Random(1))
+    offers = Offers(joiner.seat.wire, joiner.directory, joiner.rules, random.Random(1), lambda _: None)
     leaves = [bytes(HASH_BYTES)] * 2
     good = {"round": -1, "head": joiner.rules.run, "tokens": 0, "digest": root_digest(-1, 0, PARAMETERS, leaves)}
     assert read_offer(Message(good, [b"".join(leaves), b""]), Target(PARAMETERS)).round == -1
