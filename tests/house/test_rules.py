@@ -1,4 +1,4 @@
-"""The house's rules that no linter knows: sizes, layers at run time, names promised, words that must not appear."""
+"""Rules of this repository that no linter checks: layers at run time, names promised, words that must not appear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from node import errors
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "node").rglob("*.py"))
-MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
 
@@ -35,11 +34,10 @@ def test_import_contracts() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_module_is_small_and_says_what_it_knows(path: Path) -> None:
+def test_module_has_a_docstring_and_short_functions(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MAX_MODULE_LINES
     tree = ast.parse(text)
-    assert ast.get_docstring(tree), "a module opens by saying what it knows and what it does not"
+    assert ast.get_docstring(tree), "a module starts with a docstring"
     for item in ast.walk(tree):
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (item.end_lineno or item.lineno) - item.lineno + 1
