@@ -22,7 +22,8 @@ from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
 
 NORM_TOLERANCE = 1e-3
-"""Relative; sums in fp32 are off by less than 1e-4. What a mean's own encoding adds is the codec's to say."""
+"""Relative. `square_norm` is good to 1e-12; the rest is for peers whose version sums in fp32, which is off by up to
+5e-4. What a mean's own encoding adds is the codec's `stretch_ratio`."""
 TINY_NORM = 1e-12
 
 

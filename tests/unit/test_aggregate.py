@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -121,7 +123,24 @@ def test_scales_of_one_change_no_bit() -> None:
     assert torch.equal(weighted_mean(vectors, weights, [1.0] * 3), weighted_mean(vectors, weights))
 
 
-def test_the_sum_of_squares_of_a_long_vector_is_good_to_1e_5() -> None:
-    x = torch.randn(5_000_000, generator=torch.Generator().manual_seed(3)) * 1e-3
-    assert square_norm(x) == pytest.approx(x.double().square().sum().item(), rel=1e-5)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("values", ["random", "equal"])
+def test_the_sum_of_squares_of_a_long_vector_is_good_to_1e_12(values: str, threads: int) -> None:
+    n = 5_000_000
+    random = torch.randn(n, generator=torch.Generator().manual_seed(3)) * 1e-3
+    x = random if values == "random" else torch.full((n,), 1e-4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = square_norm(x)
+    finally:
+        torch.set_num_threads(before)
+    assert found == pytest.approx(math.fsum(np.square(x.numpy(), dtype=np.float64)), rel=1e-12)
+
+
+def test_the_sum_of_squares_of_nothing_is_0_and_beyond_fp32_infinite() -> None:
     assert square_norm(torch.empty(0)) == 0
+    assert square_norm(torch.tensor([3.0, 4.0])) == 25
+    assert square_norm(torch.tensor([1e19])) == pytest.approx(1e38, rel=1e-6)
+    assert square_norm(torch.tensor([1e19, 1e19, 1e19, 1e19])) == math.inf
+    assert square_norm(torch.tensor([3e38])) == math.inf
