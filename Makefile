@@ -33,12 +33,13 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-docker lint dashboard swarm wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-all test-docker lint dashboard swarm wheel image sbom bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           a node on the built-in preset"
 	@echo "make run JOIN=INVITE NAME=second   another one beside it"
-	@echo "make test                          all tests that need no GPU"
+	@echo "make test                          what a contributor runs before a commit"
+	@echo "make test-all                      everything that needs no GPU: what CI runs; today the same as make test"
 	@echo "make lint                          style, types, imports"
 	@echo "make dashboard                     the page that nodes serve, built into node/api/static"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
@@ -80,7 +81,9 @@ run: $(SET_UP) $(DASHBOARD)
 # What measures time needs the machine to itself.
 ALONE := tests/swarm/test_load.py tests/swarm/test_stopwatch.py
 
-test: lint $(DASHBOARD)
+test: test-all
+
+test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
 	@$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(ALONE))
 	@$(BIN)/python -m pytest $(ALONE)
