@@ -194,7 +194,14 @@ class Keeper:
         self._unsaved = ""
         self._changed.clear()
         try:
-            await self._shift.start(Start(mode=mode, config=config.model_dump(mode="json"), join=self._join))
+            await self._shift.start(
+                Start(
+                    mode=mode,
+                    config=config.model_dump(mode="json"),
+                    join=self._join,
+                    listen_is_default=self._tuner.is_default("swarm.listen"),
+                )
+            )
         except OSError as exc:
             return Fate(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
         self.metrics.worker_started()

@@ -25,6 +25,7 @@ from node.choices import (
 from node.config import Config
 from node.daemon.folder import DataFolder
 from node.files import write_whole
+from node.settings import DEFAULT
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class Tuner:
     def has_choices_for_worker(self) -> bool:
         """Whether something chosen may be what a worker cannot do."""
         return any(key.startswith(("devices.", "limits.", "checkpoint.")) for key in self._choices)
+
+    def is_default(self, key: str) -> bool:
+        """Whether nobody has set this key, so that the node may choose another value."""
+        return key not in self._choices and self._origins.get(key) == DEFAULT
 
     def describe(self) -> Configured:
         pending = differing(self._worker, self.config) if self._worker is not None else ()
