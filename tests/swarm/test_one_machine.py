@@ -121,8 +121,9 @@ def test_nodes_started_by_the_plain_line_all_train(
             assert node.said().count(notices(node)["listen_port"]) == 1, "said once in the log"
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["held", "shared"])
-@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "::", "::1"])
+@pytest.mark.parametrize(
+    ("host", "shared"), [("0.0.0.0", False), ("0.0.0.0", True), ("127.0.0.1", True), ("::", False)]
+)
 def test_a_default_port_that_another_program_holds_is_left_to_it(
     namespace: str, tmp_path: Path, host: str, shared: bool
 ) -> None:
