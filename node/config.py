@@ -100,7 +100,7 @@ class SwarmConfig(Section):
     """Further bootstrap peers, beside those of the invite: HOST:PORT, [IPv6]:PORT or multiaddresses."""
     listen: Annotated[tuple[str, ...], AfterValidator(_listen)] = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
     """Multiaddresses to listen on, IP over TCP; port 0 takes any free one, an empty list listens on nothing. Where
-    nobody set this key and port 31337 is taken, the node takes the next free port and keeps it."""
+    nobody set this key, or a port in `announce`, and 31337 is taken, the node takes the next free port and keeps it."""
     announce: Annotated[tuple[str, ...], AfterValidator(_announce)] = ()
     """Addresses to tell others instead of those found, for port forwarding: HOST:PORT, [IPv6]:PORT, multiaddresses, or
     HOST alone; without a port, or with port 0, it is the port that the node listens on."""
@@ -108,6 +108,11 @@ class SwarmConfig(Section):
     """Whether this node may relay for members without an inbound port."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP)."""
+
+    @property
+    def announces_port(self) -> bool:
+        """Whether `announce` names a port: then a router or firewall leads to the port that is listened on."""
+        return any(parse(address).port for address in self.announce)
 
     @model_validator(mode="after")
     def _announced_is_listened_on(self) -> SwarmConfig:

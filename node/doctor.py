@@ -187,8 +187,9 @@ def _ports(patient: Patient) -> Iterator[Finding]:
     except UsageError as exc:
         yield Finding("fault", "ports", f"api.port: {exc}")
     try:
-        listen, is_default = [parse(address) for address in config.swarm.listen], patient.is_default("swarm.listen")
-        with choose(listen, PortFile(cache / LISTEN_PORT_FILE), is_default=is_default) as reserved:
+        listen = [parse(address) for address in config.swarm.listen]
+        may_move = patient.is_default("swarm.listen") and not config.swarm.announces_port
+        with choose(listen, PortFile(cache / LISTEN_PORT_FILE), may_move=may_move) as reserved:
             if not reserved.addresses:
                 yield Finding("warn", "ports", "swarm.listen is empty: nobody can call this node.")
             wanted = {address.host: address.port for address in listen}

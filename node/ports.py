@@ -175,12 +175,12 @@ def candidates(wanted: int, remembered: int) -> Iterable[int]:
     return dict.fromkeys([*([remembered] if remembered else []), *range(wanted, last), 0])
 
 
-def choose(listen: Sequence[Multiaddress], file: PortFile, *, is_default: bool) -> Reservation:
+def choose(listen: Sequence[Multiaddress], file: PortFile, *, may_move: bool) -> Reservation:
     """Reserve the addresses to listen on. Raises MachineError.
 
-    `is_default`: nobody chose them, so another port will do, too. Port 0 is the one of last time if that is still free.
+    `may_move`: nobody chose their port, so another one will do, too. Port 0 is the one of last time while that is free.
     """
-    wanted = listen[0].port if is_default and listen else 0
+    wanted = listen[0].port if may_move and listen else 0
     movable = [address.port == wanted for address in listen]
     if not any(movable):
         return reserve(listen)

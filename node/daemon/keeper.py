@@ -199,7 +199,7 @@ class Keeper:
                     mode=mode,
                     config=config.model_dump(mode="json"),
                     join=self._join,
-                    listen_is_default=self._tuner.is_default("swarm.listen"),
+                    may_move_port=self._tuner.may_move_port,
                 )
             )
         except OSError as exc:

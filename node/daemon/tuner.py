@@ -56,9 +56,10 @@ class Tuner:
         """Whether something chosen may be what a worker cannot do."""
         return any(key.startswith(("devices.", "limits.", "checkpoint.")) for key in self._choices)
 
-    def is_default(self, key: str) -> bool:
-        """Whether nobody has set this key, so that the node may choose another value."""
-        return key not in self._choices and self._origins.get(key) == DEFAULT
+    @property
+    def may_move_port(self) -> bool:
+        """Whether another port to listen on will do, as nobody has chosen the default one."""
+        return self._origins.get("swarm.listen") == DEFAULT and not self.config.swarm.announces_port
 
     def describe(self) -> Configured:
         pending = differing(self._worker, self.config) if self._worker is not None else ()

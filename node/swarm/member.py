@@ -66,8 +66,8 @@ class MemberOptions:
     upload_mbit_s: float = 0.0
     """Limits of the volunteer; 0: none."""
     download_mbit_s: float = 0.0
-    listen_is_default: bool = False
-    """Nobody chose the listen addresses: where their port is taken, the next free one is used."""
+    may_move_port: bool = False
+    """Nobody chose the port to listen on: where it is taken, the next free one is used."""
     is_relay: bool = False
     """It never trains."""
     room: Room = any_room
@@ -294,7 +294,7 @@ async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
     listen = [parse(address) for address in options.daemon.listen]
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
-        reserved = await asyncio.to_thread(choose, listen, file, is_default=options.listen_is_default)
+        reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
         daemon = replace(
             options.daemon,
             listen=tuple(map(str, reserved.addresses)),

@@ -358,7 +358,7 @@ class Opening:
             faults=self._faults,
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
-            listen_is_default=self._start.listen_is_default,
+            may_move_port=self._start.may_move_port,
             is_relay=self._start.mode == "relay",
             room=self._room,
         )

@@ -148,10 +148,19 @@ def test_the_port_that_was_taken_is_kept(namespace: str, tmp_path: Path) -> None
         assert listening_ports(founder) == both(PORT + 1)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["held", "shared"])
-def test_a_named_port_that_is_taken_ends_with_the_remedy(namespace: str, tmp_path: Path, shared: bool) -> None:
+@pytest.mark.parametrize(
+    ("flag", "shared"),
+    [
+        (f"--swarm.listen=/ip4/0.0.0.0/tcp/{PORT}", False),
+        (f"--swarm.listen=/ip4/0.0.0.0/tcp/{PORT}", True),
+        (f"--swarm.announce=203.0.113.7:{PORT}", True),
+    ],
+)
+def test_a_named_port_that_is_taken_ends_with_the_remedy(
+    namespace: str, tmp_path: Path, flag: str, shared: bool
+) -> None:
     with held(namespace, "0.0.0.0", PORT, shared=shared), Swarm(tmp_path) as swarm:
-        founder = plain(swarm, namespace, "founder").start(f"--swarm.listen=/ip4/0.0.0.0/tcp/{PORT}")
+        founder = plain(swarm, namespace, "founder").start(flag)
         assert founder.wait_end(START_S) == 3
         assert "port_in_use" in founder.said()
         assert (

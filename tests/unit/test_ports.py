@@ -75,31 +75,31 @@ def test_a_reservation_keeps_other_nodes_off_until_it_ends(free_port: int) -> No
 
 def test_a_default_port_that_is_taken_is_followed_by_the_next_one(tmp_path: Path, free_port: int) -> None:
     file = PortFile(tmp_path / "cache" / "port")
-    with reserve(at(free_port)), choose(at(free_port), file, is_default=True) as chosen:
+    with reserve(at(free_port)), choose(at(free_port), file, may_move=True) as chosen:
         assert chosen.wanted == free_port < chosen.chosen == chosen.port
         file.remember(chosen.wanted, chosen.chosen)
         with pytest.raises(MachineError):
-            choose(at(free_port), file, is_default=False)
-    with choose(at(free_port), file, is_default=True) as again:
+            choose(at(free_port), file, may_move=False)
+    with choose(at(free_port), file, may_move=True) as again:
         assert again.port == chosen.chosen, "kept, although the default one is free again"
 
 
 def test_all_families_get_one_port(tmp_path: Path, free_port: int) -> None:
-    with choose(at(0, "127.0.0.1", "127.0.0.2"), PortFile(tmp_path / "port"), is_default=False) as chosen:
+    with choose(at(0, "127.0.0.1", "127.0.0.2"), PortFile(tmp_path / "port"), may_move=False) as chosen:
         assert len({address.port for address in chosen.addresses}) == 1 and chosen.port > 0
     with ExitStack() as stack:
         held(stack, "127.0.0.2", free_port, shared=False)
         both = at(free_port, "127.0.0.1", "127.0.0.2")
-        with choose(both, PortFile(tmp_path / "port"), is_default=True) as moved:
+        with choose(both, PortFile(tmp_path / "port"), may_move=True) as moved:
             assert [address.port for address in moved.addresses] == [moved.port] * 2 and moved.port != free_port
 
 
 def test_any_port_is_the_one_of_last_time_while_that_is_free(tmp_path: Path, free_port: int) -> None:
     file = PortFile(tmp_path / "port")
     file.remember(0, free_port)
-    with choose(at(0), file, is_default=False) as chosen:
+    with choose(at(0), file, may_move=False) as chosen:
         assert chosen.port == free_port
-    with reserve(at(free_port)), choose(at(0), file, is_default=False) as other:
+    with reserve(at(free_port)), choose(at(0), file, may_move=False) as other:
         assert other.port not in (0, free_port)
 
 
@@ -123,7 +123,7 @@ def test_candidates_end_with_any_port() -> None:
 
 
 def test_nothing_to_listen_on_is_a_choice(tmp_path: Path) -> None:
-    with choose([], PortFile(tmp_path / "port"), is_default=False) as chosen:
+    with choose([], PortFile(tmp_path / "port"), may_move=False) as chosen:
         assert (chosen.addresses, chosen.port) == ((), 0)
 
 

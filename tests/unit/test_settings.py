@@ -114,6 +114,12 @@ def test_a_malformed_address_is_refused_with_the_remedy(key: str, value: str, re
     assert f"swarm.{key} = " in said and remedy in said and said.endswith(".")
 
 
+def test_an_announced_port_is_one_that_somebody_chose() -> None:
+    assert loaded(flags=["--swarm.announce=1.2.3.4:5"]).config.swarm.announces_port
+    assert not loaded(flags=["--swarm.announce=1.2.3.4"]).config.swarm.announces_port
+    assert not loaded().config.swarm.announces_port
+
+
 def test_announcing_needs_something_to_listen_on() -> None:
     assert "leave announce empty" in complaint(flags=["--swarm.listen=", "--swarm.announce=1.2.3.4"])
 
