@@ -72,12 +72,9 @@ dashboard: $(DASHBOARD)
 $(DASHBOARD): $(NODE_MODULES) $(DASHBOARD_SOURCES)
 	@cd dashboard && npm run --silent build -- --logLevel warn
 
-# A joiner gets free ports, so that it runs beside the founder; every NAME has its own data folder.
-ifneq ($(JOIN),)
-run: FLAGS = --join $(JOIN) --api.port 0 --swarm.listen /ip4/0.0.0.0/tcp/0
-endif
+# Every NAME has its own data folder.
 run: $(SET_UP) $(DASHBOARD)
-	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(FLAGS) $(ARGS)
+	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(if $(JOIN),--join $(JOIN)) $(ARGS)
 
 # What measures time needs the machine to itself.
 ALONE := tests/swarm/test_load.py tests/swarm/test_stopwatch.py

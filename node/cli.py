@@ -318,7 +318,8 @@ def _doctor(call: Call) -> int:
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
         raise UsageError(f"{call.data_dir} belongs to another run: give this invite a --data-dir of its own.")
     is_running = Client(call.data_dir).is_there()
-    patient = doctor.Patient(with_choices(call.loaded).config, manifest, invite, call.args.members, is_running)
+    loaded = with_choices(call.loaded)
+    patient = doctor.Patient(loaded.config, manifest, invite, call.args.members, is_running, loaded.origins)
     if manifest is None and invite is not None:
         print("The run is not known before the first `run --join`: what follows is for this configuration's own.")
     findings = []

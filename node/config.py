@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from node.manifest import RunConfig, Section
+from node.multiaddress import parse, parse_plain
 from node.quota import LEAST_BYTES, quota_bytes
 from node.schedule import Hours, check_zone, hours, parse_window, whole_windows
 
@@ -59,19 +61,64 @@ class DevicesConfig(Section):
     """Make the logits for a part of the tokens at a time; `auto`: where all of them would take over 1 GB."""
 
 
+def _bootstrap(texts: tuple[str, ...]) -> tuple[str, ...]:
+    addresses = [parse_plain(text) for text in texts]
+    for address in addresses:
+        if not address.port or address.is_wildcard:
+            raise ValueError(f"'{address}' is no address that can be called: name the peer's own address and port")
+    return tuple(map(str, addresses))
+
+
+def _listen(texts: tuple[str, ...]) -> tuple[str, ...]:
+    addresses = [parse(text) for text in texts]
+    for address in addresses:
+        if address.transport != "tcp" or address.is_name or address.peer_id:
+            raise ValueError(
+                f"'{address}' is nothing to listen on: write an IP address of this machine and a TCP port, such as "
+                "/ip4/0.0.0.0/tcp/31337"
+            )
+    everywhere = {(address.host_type, address.port) for address in addresses if address.is_wildcard}
+    for address in addresses:
+        if address.port and not address.is_wildcard and (address.host_type, address.port) in everywhere:
+            raise ValueError(f"'{address}' is listened on with the wildcard address already: leave it out")
+    return tuple(dict.fromkeys(map(str, addresses)))
+
+
+def _announce(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The peer id is left out, as it is this node's own."""
+    addresses = [replace(parse_plain(text, bare_port=0), peer_id="") for text in texts]
+    for address in addresses:
+        if address.is_wildcard:
+            raise ValueError(f"'{address}' is no address that others can call: name the one that they see")
+    return tuple(map(str, addresses))
+
+
 class SwarmConfig(Section):
     """How the node meets the others."""
 
-    bootstrap: tuple[str, ...] = ()
-    """Multiaddresses of further bootstrap peers, beside those of the invite."""
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/31337",)
-    """Multiaddresses to listen on; port 0 takes any free one."""
-    announce: tuple[str, ...] = ()
-    """Multiaddresses to tell others instead of those found; for port forwarding."""
+    bootstrap: Annotated[tuple[str, ...], AfterValidator(_bootstrap)] = ()
+    """Further bootstrap peers, beside those of the invite: HOST:PORT, [IPv6]:PORT or multiaddresses."""
+    listen: Annotated[tuple[str, ...], AfterValidator(_listen)] = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
+    """Multiaddresses to listen on, IP over TCP; port 0 takes any free one, an empty list listens on nothing. Where
+    nobody set this key, or a port in `announce`, and 31337 is taken, the node takes the next free port and keeps it."""
+    announce: Annotated[tuple[str, ...], AfterValidator(_announce)] = ()
+    """Addresses to tell others instead of those found, for port forwarding: HOST:PORT, [IPv6]:PORT, multiaddresses, or
+    HOST alone; without a port, or with port 0, it is the port that the node listens on."""
     relay: bool = True
-    """Use and offer circuit relays, for nodes without an inbound port."""
+    """Whether this node may relay for members without an inbound port."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP)."""
+
+    @property
+    def announces_port(self) -> bool:
+        """Whether `announce` names a port: then a router or firewall leads to the port that is listened on."""
+        return any(parse(address).port for address in self.announce)
+
+    @model_validator(mode="after")
+    def _announced_is_listened_on(self) -> SwarmConfig:
+        if self.announce and not self.listen:
+            raise ValueError("announce needs an address in listen: set listen, or leave announce empty")
+        return self
 
 
 class ApiConfig(Section):

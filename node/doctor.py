@@ -9,7 +9,7 @@ import ctypes
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,11 +19,15 @@ import torch
 
 from node.config import Config, DevicesConfig
 from node.daemon.probes import idle_seconds, on_battery
+from node.daemon.server import bind_api
 from node.diloco.codec import make_codec
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from node.diloco.outer import pseudo_gradient
-from node.errors import MachineError
+from node.errors import MachineError, UsageError
 from node.manifest import Invite, Manifest, RunConfig
+from node.multiaddress import parse
+from node.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
+from node.settings import DEFAULT
 from node.training.device import Chosen, choose_device
 from node.training.fit import GB, needs_of, settle_execution, shape_execution, shortages
 from node.training.inner import InnerLoop
@@ -64,6 +68,11 @@ class Patient:
     members: int
     is_running: bool
     """A node runs on this data folder just now."""
+    origins: Mapping[str, str]
+    """Where each configured key came from."""
+
+    def is_default(self, key: str) -> bool:
+        return self.origins.get(key) == DEFAULT
 
     @property
     def run(self) -> RunConfig:
@@ -166,47 +175,51 @@ def _schedule(config: Config) -> Iterator[Finding]:
 
 
 def _ports(patient: Patient) -> Iterator[Finding]:
+    """By the rules that `run` goes by."""
     if patient.is_running:
         yield Finding("ok", "ports", "In use by the node that runs on this data folder.")
         return
-    wanted = [("api.port", patient.config.api.host, patient.config.api.port)]
-    for address in patient.config.swarm.listen:
-        if (place := tcp_place(address)) is not None:
-            wanted.append(("swarm.listen", *place))
-    for key, host, port in wanted:
-        yield _port(key, host, port)
-
-
-def _port(key: str, host: str, port: int) -> Finding:
-    if port == 0:
-        return Finding("ok", "ports", f"{key}: any free one.")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    config, cache = patient.config, patient.config.node.data_dir / "cache"
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-    except OSError as exc:
-        return Finding("fault", "ports", f"{key}: {host} port {port} cannot be bound ({exc.strerror}): choose another.")
-    return Finding("ok", "ports", f"{key}: {port} on {host} is free.")
+        file = PortFile(cache / API_PORT_FILE)
+        with bind_api(config.api, file, is_default=patient.is_default("api.port"), keep=False) as sock:
+            yield _port("api.port", config.api.port, sock.getsockname()[1])
+    except UsageError as exc:
+        yield Finding("fault", "ports", f"api.port: {exc}")
+    try:
+        listen = [parse(address) for address in config.swarm.listen]
+        may_move = patient.is_default("swarm.listen") and not config.swarm.announces_port
+        with choose(listen, PortFile(cache / LISTEN_PORT_FILE), may_move=may_move) as reserved:
+            if not reserved.addresses:
+                yield Finding("warn", "ports", "swarm.listen is empty: nobody can call this node.")
+            wanted = {address.host: address.port for address in listen}
+            for address in reserved.addresses:
+                yield _port(f"swarm.listen on {address.host}", wanted[address.host], address.port)
+    except MachineError as exc:
+        yield Finding("fault", "ports", f"swarm.listen: {exc}")
 
 
-def tcp_place(address: str) -> tuple[str, int] | None:
-    """Host and port of a multiaddress over TCP; None for others."""
-    parts = address.strip("/").split("/")
-    if len(parts) < 4 or parts[0] not in ("ip4", "ip6", "dns", "dns4", "dns6") or parts[2] != "tcp":
-        return None
-    return (parts[1], int(parts[3])) if parts[3].isdigit() else None
+def _port(key: str, wanted: int, port: int) -> Finding:
+    if wanted == 0:
+        return Finding("ok", "ports", f"{key}: any free one.")
+    if wanted != port:
+        return Finding("ok", "ports", f"{key}: {wanted} is in use by another program; the node takes {port}.")
+    return Finding("ok", "ports", f"{key}: {port} is free.")
 
 
 def _bootstrap(patient: Patient) -> Iterator[Finding]:
     addresses = [*patient.config.swarm.bootstrap, *(patient.invite.addresses if patient.invite else ())]
     answered, places = 0, set()
-    for address in addresses:
-        if (place := tcp_place(address)) is not None:
-            places.add(place)
+    for text in addresses:
+        try:
+            address = parse(text)
+        except ValueError as exc:
+            yield Finding("warn", "bootstrap", f"{exc}: not tried.")
+            continue
+        if address.transport == "tcp":
+            places.add((address.host, address.port))
         else:
-            text = f"{address} is no multiaddress over TCP, such as /ip4/203.0.113.7/tcp/31337: not tried."
-            yield Finding("warn", "bootstrap", text)
+            yield Finding("warn", "bootstrap", f"{text} is not TCP: not tried.")
     for place in sorted(places):
         try:
             with socket.create_connection(place, timeout=DIAL_S):

@@ -28,6 +28,8 @@ class Start(Value):
     """`node.config.Config.model_dump(mode="json")`."""
     join: str | None = None
     """An invite; None founds a run, or goes on with the run of the data folder."""
+    may_move_port: bool = False
+    """Nobody chose the port in `swarm.listen`: where it is taken, the next free one is used."""
 
 
 class Stop(Value):

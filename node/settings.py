@@ -29,6 +29,9 @@ from node.sources import (
     preset_names,
 )
 
+DEFAULT = "default"
+"""The origin of a value that nobody has set."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -50,7 +53,7 @@ def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str])
         if setting.key == PRESET_KEY:
             preset = _preset(_checked(setting), beside=file if setting.source == "file" else None)
     values: dict[str, Any] = {}
-    origins = dict.fromkeys(known_keys(), "default")
+    origins = dict.fromkeys(known_keys(), DEFAULT)
     for setting in [*from_preset(preset), *chosen]:
         values[setting.key] = _checked(setting)
         origins[setting.key] = setting.origin
@@ -74,7 +77,7 @@ def check_value(key: str, value: Any) -> Any:
     """A known key's value in its own type. Raises ValueError, which says what is allowed: `it should be ...`."""
     known = known_keys()[key]
     if known.is_list and isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        value = [part.strip() for part in value.split(",") if part.strip() not in ("", "[]")]
     try:
         checked = known.adapter.validate_python(value)
     except ValidationError as exc:

@@ -194,7 +194,14 @@ class Keeper:
         self._unsaved = ""
         self._changed.clear()
         try:
-            await self._shift.start(Start(mode=mode, config=config.model_dump(mode="json"), join=self._join))
+            await self._shift.start(
+                Start(
+                    mode=mode,
+                    config=config.model_dump(mode="json"),
+                    join=self._join,
+                    may_move_port=self._tuner.may_move_port,
+                )
+            )
         except OSError as exc:
             return Fate(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
         self.metrics.worker_started()

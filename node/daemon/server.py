@@ -22,7 +22,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from node.config import ApiConfig
 from node.errors import UsageError
+from node.ports import IN_USE, PortFile, candidates
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +132,32 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
         sock.close()
         if exc.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.",
-                code="port_in_use",
+                f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.", code=IN_USE
             ) from exc
         raise UsageError(
             f"The API cannot listen on {host} port {port} ({exc.strerror}): set --api.host and --api.port."
         ) from exc
     return sock
+
+
+def bind_api(api: ApiConfig, file: PortFile, *, is_default: bool, keep: bool = True) -> socket.socket:
+    """As `bind`. Where nobody chose the port (`is_default`): that of last time, the default, or the next free one.
+
+    `keep`: remember it for the next start.
+    """
+    if not is_default:
+        return bind(api.host, api.port)
+    for candidate in candidates(api.port, file.recall(api.port)):
+        try:
+            sock = bind(api.host, candidate)
+        except UsageError as exc:
+            if exc.code != IN_USE or not candidate:
+                raise
+        else:
+            if keep:
+                file.remember(api.port, int(sock.getsockname()[1]))
+            return sock
+    raise AssertionError("the last candidate is any port")
 
 
 def _raise_files() -> int:

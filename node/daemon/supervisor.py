@@ -38,13 +38,15 @@ from node.daemon.notices import NO_TLS, no_tls
 from node.daemon.pauses import Pauser, now_utc
 from node.daemon.probes import Probes, usual_probes
 from node.daemon.recorder import Clocks, Recorder
-from node.daemon.server import GRACE_S, Tls, bind, load_tls, make_server, url_of
+from node.daemon.server import GRACE_S, Tls, bind_api, load_tls, make_server, url_of
 from node.daemon.shift import Timings
 from node.daemon.tuner import Tuner
 from node.daemon.wants import Mode
 from node.errors import NodeError
 from node.logs import Stamp, set_level
+from node.ports import API_PORT_FILE, PortFile, moved_notice
 from node.revision import revision
+from node.settings import DEFAULT
 from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
 
 logger = logging.getLogger(__name__)
@@ -76,14 +78,23 @@ def run(
 ) -> int:
     """Be a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
 
-    Raises UsageError (exit code 2) where data folder or port cannot be had. `on_status` hears every change; `api.json`
+    Raises UsageError (exit code 2) where data folder or port cannot be had; where nobody chose the API's port, the next
+    free one is taken. `on_status` hears every change; `api.json`
     and `api-token` are in the data folder before its first call. Only for the main thread: it takes SIGTERM and SIGINT.
     """
-    with DataFolder.open(config.node.data_dir) as folder, bind(config.api.host, config.api.port) as sock:
+    parts = parts or Parts()
+    with (
+        DataFolder.open(config.node.data_dir) as folder,
+        bind_api(
+            config.api,
+            PortFile(folder.path / "cache" / API_PORT_FILE),
+            is_default=parts.origins.get("api.port") == DEFAULT,
+        ) as sock,
+    ):
         node = config.node.model_copy(update={"data_dir": folder.path})
         config = config.model_copy(update={"node": node})
         tls = load_tls(config.api.tls_cert, config.api.tls_key)
-        return asyncio.run(_serve(config, folder, (sock, tls), (mode, join), on_status, parts or Parts()))
+        return asyncio.run(_serve(config, folder, (sock, tls), (mode, join), on_status, parts))
 
 
 async def _serve(
@@ -129,6 +140,7 @@ async def _serve(
             folder.write_address(url, tls.certificate if tls else "")
             board.notice(NO_TLS, no_tls(config.api))
             logger.info("The API listens on %s", url)
+            _tell_port(board, config.api.port, sock.getsockname()[1])
             beside = (keeper.watch(), disk.keep(), probe(keeper, parts.probes))
             return await _until_end(keeper, board, server, sock, beside)
         finally:
@@ -215,6 +227,14 @@ async def probe(keeper: Keeper, probes: Probes) -> None:
 def _tell(board: Board, code: str, text: str) -> None:
     """An empty text: it is over."""
     board.notice(code, Notice(code=code, text=text) if text else None)
+
+
+def _tell_port(board: Board, wanted: int, port: int) -> None:
+    if wanted in (0, port):
+        return
+    text = moved_notice("api.port", wanted, port)
+    logger.info("%s", text)
+    board.notice("api_port", Notice(code="api_port", level="info", text=text))
 
 
 def _build() -> Build:

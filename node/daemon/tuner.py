@@ -25,6 +25,7 @@ from node.choices import (
 from node.config import Config
 from node.daemon.folder import DataFolder
 from node.files import write_whole
+from node.settings import DEFAULT
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ class Tuner:
     def has_choices_for_worker(self) -> bool:
         """Whether something chosen may be what a worker cannot do."""
         return any(key.startswith(("devices.", "limits.", "checkpoint.")) for key in self._choices)
+
+    @property
+    def may_move_port(self) -> bool:
+        """Whether another port to listen on will do, as nobody has chosen the default one."""
+        return self._origins.get("swarm.listen") == DEFAULT and not self.config.swarm.announces_port
 
     def describe(self) -> Configured:
         pending = differing(self._worker, self.config) if self._worker is not None else ()

@@ -98,7 +98,7 @@ class Discovery:
         self.strangers: frozenset[str] = frozenset()
         """Peers that answered the last dial, but not as peers of this run."""
         self.unreached: frozenset[str] = frozenset()
-        """Peers that did not answer the last dial."""
+        """Peers that did not answer the last dial; of those with an unknown id, the address."""
 
     async def run(self) -> None:
         """Look for others for ever: eagerly while alone, calmly in company."""
@@ -144,12 +144,28 @@ class Discovery:
 
     async def _dial_known(self) -> None:
         by_peer: dict[str, list[str]] = {}
-        for address in [*self._bootstrap, *self._read_cache()]:
+        named, silent = await self._name_bootstrap()
+        for address in [*named, *self._read_cache()]:
             by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
+        self.unreached |= silent
         self.strangers = frozenset(p for p in by_peer if p not in self.unreached and self._directory.find(p) is None)
+
+    async def _name_bootstrap(self) -> tuple[list[str], frozenset[str]]:
+        """The bootstrap addresses, with the peer id where a person wrote none; and those where nobody answered."""
+        named, silent = [], []
+        for address in self._bootstrap:
+            if "/p2p/" in address:
+                named.append(address)
+                continue
+            try:
+                named.append(f"{address}/p2p/{await self._wire.ask_peer_id(address)}")
+            except SwarmError as exc:
+                self.last_problem = str(exc)
+                silent.append(address)
+        return named, frozenset(silent)
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
         try:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from node.errors import PeerError, SwarmError, UsageError
+from node.errors import MachineError, PeerError, SwarmError
+from node.multiaddress import parse
+from node.ports import IN_USE, LISTEN_PORT_FILE, PortFile, choose, moved_notice
 from node.quota import Room, any_room
 from node.status import Channel, PeerRow, Phase
 from node.swarm.addresses import addresses_of
@@ -34,7 +36,6 @@ from node.swarm.identity import load_identity
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
-from node.swarm.ports import remember, same_as_before
 from node.swarm.reachability import Reachability, tcp_port
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Deliver, Rounds, Rules
@@ -46,6 +47,8 @@ VIEW_S = 0.5
 CALL_S = 5.0
 INVITED = 4
 """Peers that an invite names."""
+LISTEN_TRIES = 3
+"""Another program may take a port between the moment it was found free and the one at which p2pd binds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class MemberOptions:
     upload_mbit_s: float = 0.0
     """Limits of the volunteer; 0: none."""
     download_mbit_s: float = 0.0
+    may_move_port: bool = False
+    """Nobody chose the port to listen on: where it is taken, the next free one is used."""
     is_relay: bool = False
     """It never trains."""
     room: Room = any_room
@@ -98,6 +103,8 @@ class Member:
     """One node in the swarm. Made by `start_member`; `close` ends everything it started."""
 
     def __init__(self, options: MemberOptions, wire: P2PWire, directory: Directory) -> None:
+        self.port_notice = ""
+        """What the owner should know of the port that was taken; empty where there is nothing to say."""
         self.options, self.wire, self.directory = options, wire, directory
         self.view = View(peer_id=wire.peer_id)
         self._rng = random.Random(wire.peer_id)  # noqa: S311 - whom to gossip with is no secret
@@ -282,25 +289,42 @@ class Member:
         await self.wire.close()
 
 
-async def _open_wire(options: MemberOptions) -> P2PWire:
-    """On the port of last time, if none is asked for and that one is still free."""
-    file = options.data_dir / "cache" / "port"
-    listen = same_as_before(options.daemon.listen, file)
-    try:
-        wire = await open_wire(replace(options.daemon, listen=listen), SignedRecordValidator(options.run))
-    except UsageError:
-        if listen == tuple(options.daemon.listen):
-            raise
-        wire = await open_wire(options.daemon, SignedRecordValidator(options.run))
-    if not options.daemon.private and (port := tcp_port(await wire.addresses())):
-        remember(port, file)
-    return wire
+async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
+    """The wire, and what the owner should know of its port. Raises MachineError, where it has none, or SwarmError."""
+    listen = [parse(address) for address in options.daemon.listen]
+    file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
+    for tries_left in reversed(range(LISTEN_TRIES)):
+        reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
+        daemon = replace(
+            options.daemon,
+            listen=tuple(map(str, reserved.addresses)),
+            announce=_announced(options.daemon.announce, reserved.port),
+        )
+        try:
+            with reserved:
+                wire = await open_wire(daemon, SignedRecordValidator(options.run))
+        except MachineError as exc:
+            if exc.code != IN_USE or not reserved.chosen or not tries_left:
+                raise
+        else:
+            if not reserved.chosen:
+                return wire, ""
+            await asyncio.to_thread(file.remember, reserved.wanted, reserved.chosen)
+            moved = reserved.wanted not in (0, reserved.chosen)
+            return wire, moved_notice("swarm.listen", reserved.wanted, reserved.chosen) if moved else ""
+    raise AssertionError("the last try returns or raises")
+
+
+def _announced(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """Port 0 stands for the port that is listened on."""
+    parsed = [parse(address) for address in addresses]
+    return tuple(str(address.at_port(address.port or port)) for address in parsed)
 
 
 async def start_member(options: MemberOptions) -> Member:
-    """Open the wire and start to look for others. Raises UsageError or SwarmError."""
+    """Open the wire and start to look for others. Raises MachineError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
-    wire = await _open_wire(options)
+    wire, port_notice = await _open_wire(options)
     wire.up.limit(options.upload_mbit_s)
     wire.down.limit(options.download_mbit_s)
     record = PeerRecord(
@@ -316,6 +340,7 @@ async def start_member(options: MemberOptions) -> Member:
     )
     clock = AwakeClock(asyncio.get_running_loop().time)
     member = Member(options, wire, Directory(identity, record, clock, clock.drowsy))
+    member.port_notice = port_notice
     member.run(
         member.gossip.run(),
         member.discovery.run(),

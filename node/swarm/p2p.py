@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
@@ -37,6 +39,7 @@ from node.swarm.base import (
     pack_header,
     plain,
 )
+from node.swarm.identity import new_identity
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
 from node.swarm.streams import linger, read_message, write_message
@@ -48,6 +51,7 @@ CONNECT_TIMEOUT_S = 5.0
 DHT_TIMEOUT_S = 10.0
 STREAMS_PER_CALLER = 64
 """Each holds a header in memory, whatever it asks for."""
+_RIGHT_PEER_ID = re.compile(r"peer id mismatch: .*remote key matches (\w+)")
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -193,9 +197,24 @@ class P2PWire:
             raise PeerError(f"no answer at {plain(addresses[0], 200)}", code="unreachable") from exc
         return peer_id
 
+    async def ask_peer_id(self, address: str) -> str:
+        """The id of the peer at an address that names none. Raises PeerError.
+
+        libp2p dials no unknown peer, but where it is given a wrong id, its error names the right one.
+        """
+        wrong = PeerID.from_base58(new_identity().peer_id)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._client.connect(wrong, [Multiaddr(address)])
+        except (*_FOREIGN, ValueError) as exc:
+            if found := _RIGHT_PEER_ID.search(str(exc)):
+                return found[1]
+            raise PeerError(f"no answer at {plain(address, 200)}", code="unreachable") from exc
+        raise PeerError(f"no peer answers at {plain(address, 200)}", code="unreachable")
+
     async def addresses(self) -> list[str]:
-        """Where this node can be reached, each ending in /p2p/PEER_ID."""
-        maddrs = await self._p2p.get_visible_maddrs(latest=True)
+        """Where this node listens, each ending in /p2p/PEER_ID; nothing for a node that listens on nothing."""
+        _, maddrs = await self._client.identify()  # hivemind's own call fails where there is none
         return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
 
     async def hold(self, peer_ids: Sequence[str]) -> None:
@@ -284,7 +303,7 @@ def _hear_out(client: Any) -> None:
 
 
 async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P2PWire:
-    """Start p2pd, attach hivemind to it, and answer. Raises UsageError or SwarmError."""
+    """Start p2pd, attach hivemind to it, and answer. Raises MachineError or SwarmError."""
     daemon = await start_daemon(options)
     try:
         # hivemind's own sockets go where the next start of this node looks for what a killed one left.

@@ -7,8 +7,10 @@ however it dies (PR_SET_PDEATHSIG). hivemind then attaches to it (`P2P.replicate
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from pathlib import Path
 
 from hivemind.utils.multiaddr import Multiaddr
 
-from node.errors import SwarmError, UsageError
+from node.errors import MachineError, SwarmError
+from node.multiaddress import parse
+from node.ports import refusal
 from node.swarm.sockets import SocketFolder, open_sockets
 
 logger = logging.getLogger(__name__)
@@ -34,18 +38,29 @@ os.execv(sys.argv[1], sys.argv[1:])
 """PR_SET_PDEATHSIG (1), SIGKILL (9), then become p2pd. Bound to the *thread* that starts it: the swarm's own."""
 
 
+NO_SHARED_PORTS = {"LIBP2P_TCP_REUSEPORT": "false"}
+"""Else libp2p binds its port with SO_REUSEPORT, and two nodes get one port, each with a part of the other's callers."""
+WARNS_OF_LISTENING = {"GOLOG_LOG_LEVEL": "error,swarm2=warn"}
+"""p2pd starts when it can listen on one of its addresses; of the others it warns."""
+_REFUSED = "listening failed"
+_REFUSALS = {
+    "address already in use": errno.EADDRINUSE,
+    "cannot assign requested address": errno.EADDRNOTAVAIL,
+    "address family not supported by protocol": errno.EAFNOSUPPORT,
+    "permission denied": errno.EACCES,
+}
+"""What Go calls these errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """What of p2pd can be set. Addresses are libp2p multiaddresses."""
+    """What of p2pd can be set. Addresses are libp2p multiaddresses. It relays for nobody and asks nobody to relay."""
 
     identity_file: Path
     listen: Sequence[str]
+    """Empty: listen on nothing."""
     announce: Sequence[str] = ()
-    relay: bool = True
     port_mapping: bool = False
-    private: bool = False
-    """Behave as if behind NAT, whatever AutoNAT finds: listen on nothing, be reached through relays."""
-    trusted_relays: Sequence[str] = ()
 
     def arguments(self) -> list[str]:
         arguments = [
@@ -54,19 +69,14 @@ class DaemonOptions:
             "-b=0",
             "-tls=1",
             "-connManager=1",
-            "-autonat=1",
-            f"-relay={int(self.relay)}",
-            f"-autoRelay={int(self.relay and bool(self.trusted_relays))}",
+            "-autonat=0",
+            "-relay=0",
+            "-relayService=0",
             f"-natPortMap={int(self.port_mapping)}",
         ]
-        if self.private:
-            arguments += ["-noListenAddrs", "-forceReachabilityPrivate"]
-        else:
-            arguments.append("-hostAddrs=" + ",".join(self.listen))
+        arguments.append("-hostAddrs=" + ",".join(self.listen) if self.listen else "-noListenAddrs")
         if self.announce:
             arguments.append("-announceAddrs=" + ",".join(self.announce))
-        if self.trusted_relays:
-            arguments.append("-trustedRelays=" + ",".join(self.trusted_relays))
         return arguments
 
 
@@ -114,7 +124,8 @@ class Daemon:
 
 
 async def start_daemon(options: DaemonOptions) -> Daemon:
-    """Start p2pd and wait until it answers. Raises UsageError where the port is taken, SwarmError otherwise."""
+    """Start p2pd and wait until it answers. Raises MachineError where it cannot listen on one of the addresses,
+    SwarmError otherwise."""
     sockets = open_sockets(options.identity_file.parent)
     control = Multiaddr(f"/unix{sockets.path}/control")
     with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
@@ -123,38 +134,49 @@ async def start_daemon(options: DaemonOptions) -> Daemon:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env=WARNS_OF_LISTENING | os.environ | NO_SHARED_PORTS,
         )
     daemon = Daemon(process, control, sockets)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            await _wait_ready(process, options)
+            await _wait_ready(process)
     except TimeoutError as exc:
         await daemon.stop()
         raise SwarmError(f"libp2p's daemon did not start within {START_TIMEOUT_S:.0f} s.") from exc
-    except (UsageError, SwarmError):
+    except (MachineError, SwarmError):
         await daemon.stop()
         raise
     daemon._reader = asyncio.create_task(daemon._follow())
     return daemon
 
 
-async def _wait_ready(process: asyncio.subprocess.Process, options: DaemonOptions) -> None:
+async def _wait_ready(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
     said: list[str] = []
     while raw := await process.stdout.readline():
         line = raw.decode(errors="replace").strip()
         said.append(line)
         logger.debug("p2pd: %s", line)
+        if (error := read_refusal(line)) is not None:
+            raise error
         if line.startswith("Peer ID:"):
             return
-    text = " ".join(said)
-    if "address already in use" in text or "failed to listen" in text:
-        raise UsageError(
-            f"Cannot listen on {', '.join(options.listen)}: another program has the port; "
-            "choose another with --swarm.listen /ip4/0.0.0.0/tcp/0.",
-            code="port_in_use",
-        )
     raise SwarmError(f"libp2p's daemon did not start: {_last_words(said)}")
+
+
+def read_refusal(line: str) -> MachineError | None:
+    """Why p2pd cannot listen on one of its addresses, where this line of its log says so."""
+    _, said, what = line.partition(_REFUSED)
+    if not said:
+        return None
+    try:
+        told = json.loads(what)
+        address, why = parse(told["on"]), str(told["error"])
+    except (ValueError, KeyError, TypeError):
+        return MachineError(
+            f"libp2p's daemon cannot listen: {what.strip()}; change swarm.listen.", code="cannot_listen"
+        )
+    return refusal(next((number for text, number in _REFUSALS.items() if text in why), None), address)
 
 
 def _last_words(said: Sequence[str]) -> str:

@@ -64,6 +64,11 @@ class SwarmThread:
         return self._member.view if self._member else View()
 
     @property
+    def port_notice(self) -> str:
+        """What the owner should know of the port that this node listens on, if anything."""
+        return self._member.port_notice if self._member else ""
+
+    @property
     def is_open(self) -> bool:
         return self._member is not None
 

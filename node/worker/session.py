@@ -148,6 +148,9 @@ class Opening:
         swarm = SwarmThread(self._member_options(run))
         self._teller.swarm = swarm
         swarm.open()
+        if swarm.port_notice:
+            logger.info("%s", swarm.port_notice)
+            self._teller.notice("listen_port", swarm.port_notice, level="info")
         try:
             return self._enter(swarm, manifest, saved)
         except BaseException:
@@ -349,13 +352,13 @@ class Opening:
                 identity_file=key,
                 listen=config.swarm.listen,
                 announce=config.swarm.announce,
-                relay=config.swarm.relay,
                 port_mapping=config.swarm.port_mapping,
             ),
             bootstrap=(*config.swarm.bootstrap, *(self._invite.addresses if self._invite else ())),
             faults=self._faults,
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
+            may_move_port=self._start.may_move_port,
             is_relay=self._start.mode == "relay",
             room=self._room,
         )

@@ -65,7 +65,7 @@ class Peer:
                 data_dir=folder,
                 name=f"peer-{self.rank}",
                 version="0",
-                daemon=DaemonOptions(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"], relay=False),
+                daemon=DaemonOptions(folder / "identity.key", ["/ip4/127.0.0.1/tcp/0"]),
                 bootstrap=arguments.bootstrap,
             )
         )

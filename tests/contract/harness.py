@@ -99,7 +99,7 @@ class Seat:
     async def _open(self) -> Wire:
         if self._transport == "local":
             return LocalWire(self._hub, self.peer_id)
-        options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",), relay=False)
+        options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",))
         return await open_wire(options, SignedRecordValidator(DHT_RUN))
 
     def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:

@@ -86,5 +86,9 @@ def test_the_presets_the_interface_names_are_there() -> None:
 
 def test_configuration_survives_json() -> None:
     """As it travels to the worker."""
-    config = load(file=None, environ={}, flags=["--swarm.bootstrap", "/ip4/1.2.3.4/tcp/1/p2p/Qm"]).config
+    config = load(
+        file=None,
+        environ={},
+        flags=["--swarm.bootstrap", "1.2.3.4:1"],
+    ).config
     assert Config.model_validate(json.loads(config.model_dump_json())) == config

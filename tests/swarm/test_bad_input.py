@@ -64,6 +64,9 @@ def ended(node: Node, code: int) -> str:
         ("--limits.cpu_treads=1", "limits.cpu_threads"),
         ("--run.round.inner_steps=many", "run.round.inner_steps = 'many' from the flag"),
         ("--run.outer.lr=-1", "should be greater than 0"),
+        ("--swarm.listen=foo", "such as /ip4/"),
+        ("--swarm.announce=foo", "HOST:PORT"),
+        ("--swarm.bootstrap=foo", "HOST:PORT"),
     ],
 )
 def test_unknown_key_or_mistyped_value(tmp_path: Path, flag: str, mend: str) -> None:
@@ -114,7 +117,7 @@ def test_api_port_in_use(tmp_path: Path) -> None:
 def test_listen_port_in_use(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = swarm.found(f"--swarm.listen=/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
-        assert "--swarm.listen" in ended(node, 2)
+        assert "--swarm.listen" in ended(node, 3)
 
 
 def test_data_folder_in_use(founder: Node) -> None:

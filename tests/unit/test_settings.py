@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from node.config import Config
 from node.errors import ConfigError
 from node.settings import Loaded, load, value_of
 from node.sources import known_keys, nearest
@@ -79,7 +80,48 @@ def test_lists_come_as_lists_or_between_commas(tmp_path: Path) -> None:
     assert loaded(file).config.swarm.announce == both[:1]
     assert loaded(environ={"DILOCO_SWARM__LISTEN": " , ".join(both)}).config.swarm.listen == both
     assert loaded(flags=["--swarm.listen", ",".join(both)]).config.swarm.listen == both
-    assert loaded(file, flags=["--swarm.listen="]).config.swarm.listen == ()
+    assert loaded(file, flags=["--swarm.listen=", "--swarm.announce="]).config.swarm.listen == ()
+    assert loaded(flags=["--swarm.listen", "[]"]).config.swarm.listen == ()
+
+
+def test_plain_addresses_become_multiaddresses() -> None:
+    swarm = loaded(
+        flags=["--swarm.bootstrap=peer:1,[::1]:2", "--swarm.announce=1.2.3.4,example.org:5,2001:db8::1"]
+    ).config.swarm
+    assert swarm.bootstrap == ("/dns4/peer/tcp/1", "/ip6/::1/tcp/2")
+    assert swarm.announce == ("/ip4/1.2.3.4/tcp/0", "/dns4/example.org/tcp/5", "/ip6/2001:db8::1/tcp/0")
+    assert Config.model_validate({"swarm": swarm.model_dump()}).swarm == swarm
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("listen", "foo", "write one such as /ip4/"),
+        ("listen", "0.0.0.0:31337", "write one such as /ip4/"),
+        ("listen", "/ip4/0.0.0.0/udp/31337/quic-v1", "a TCP port, such as /ip4/"),
+        ("listen", "/dns4/example.org/tcp/1", "an IP address of this machine"),
+        ("listen", "/ip4/0.0.0.0/tcp/1,/ip4/127.0.0.1/tcp/1", "leave it out"),
+        ("announce", "foo", "write HOST, HOST:PORT or a multiaddress"),
+        ("announce", "0.0.0.0:5", "name the one that they see"),
+        ("bootstrap", "foo", "write HOST:PORT or a multiaddress"),
+        ("bootstrap", "1.2.3.4", "write HOST:PORT or a multiaddress"),
+        ("bootstrap", "1.2.3.4:0", "name the peer's own address and port"),
+        ("bootstrap", "/ip4/1.2.3.4/tcp/1/p2p/Qm", "copy the whole address again"),
+    ],
+)
+def test_a_malformed_address_is_refused_with_the_remedy(key: str, value: str, remedy: str) -> None:
+    said = complaint(flags=[f"--swarm.{key}={value}"])
+    assert f"swarm.{key} = " in said and remedy in said and said.endswith(".")
+
+
+def test_an_announced_port_is_one_that_somebody_chose() -> None:
+    assert loaded(flags=["--swarm.announce=1.2.3.4:5"]).config.swarm.announces_port
+    assert not loaded(flags=["--swarm.announce=1.2.3.4"]).config.swarm.announces_port
+    assert not loaded().config.swarm.announces_port
+
+
+def test_announcing_needs_something_to_listen_on() -> None:
+    assert "leave announce empty" in complaint(flags=["--swarm.listen=", "--swarm.announce=1.2.3.4"])
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("1", True), ("no", False)])

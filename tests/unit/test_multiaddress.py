@@ -1,0 +1,93 @@
+"""Multiaddresses: the forms that are read, and the sentence for those that are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from node.multiaddress import parse, parse_plain
+
+ED25519 = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
+RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/ip4/1.2.3.4/tcp/31337",
+        f"/ip4/1.2.3.4/tcp/0/p2p/{ED25519}",
+        f"/ip6/2001:db8::1/tcp/1/p2p/{RSA}",
+        "/ip6/::/tcp/65535",
+        "/dns4/example.org/udp/443/quic-v1",
+        "/dns6/example.org/udp/443",
+        "/dns/peer/tcp/1",
+    ],
+)
+def test_a_multiaddress_is_read_and_written_alike(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("foo", "is no multiaddress"),
+        ("", "is no multiaddress"),
+        ("/", "is no multiaddress"),
+        ("/ip4/1.2.3.4", "is no multiaddress"),
+        ("/ip4/1.2.3.4/tcp", "is no multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/", "is no multiaddress"),
+        ("/ip4/1.2.3.4/sctp/1", "is no multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/quic-v1", "is no multiaddress"),
+        ("/ip4/1.2.3.4/tcp/1/ws", "is no multiaddress"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{RSA}/p2p-circuit", "is no multiaddress"),
+        ("/unix/tmp/x", "is no multiaddress"),
+        ("/ip4/1.2.3/tcp/1", "is no IPv4 address"),
+        ("/ip4/01.2.3.4/tcp/1", "is no IPv4 address"),
+        ("/ip6/1.2.3.4/tcp/1", "is no IPv6 address"),
+        ("/ip6/fe80::1%eth0/tcp/1", "is no host"),
+        ("/dns4/-x.org/tcp/1", "is no host"),
+        ("/dns4/a..org/tcp/1", "is no host"),
+        ("/ip4/1.2.3.4/tcp/65536", "is no port"),
+        ("/ip4/1.2.3.4/tcp/-1", "is no port"),
+        ("/ip4/1.2.3.4/tcp/٣", "is no port"),
+        ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "is no peer id"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519[:-1]}", "is no peer id"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519}" + "1" * 9999, "is no peer id"),
+    ],
+)
+def test_anything_else_is_refused_with_the_reason(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("203.0.113.7:4001", "/ip4/203.0.113.7/tcp/4001"),
+        ("[2001:db8::1]:4001", "/ip6/2001:db8::1/tcp/4001"),
+        ("example.org:4001", "/dns4/example.org/tcp/4001"),
+        ("peer:4001", "/dns4/peer/tcp/4001"),
+        ("/dns6/example.org/tcp/1", "/dns6/example.org/tcp/1"),
+    ],
+)
+def test_host_and_port_are_read_as_a_multiaddress(text: str, read: str) -> None:
+    assert str(parse_plain(text)) == str(parse_plain(text, bare_port=5)) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("203.0.113.7", "/ip4/203.0.113.7/tcp/5"),
+        ("2001:db8::1", "/ip6/2001:db8::1/tcp/5"),
+        ("example.org", "/dns4/example.org/tcp/5"),
+    ],
+)
+def test_a_host_alone_is_read_only_where_a_port_is_known(text: str, read: str) -> None:
+    assert str(parse_plain(text, bare_port=5)) == read
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_plain(text)
+
+
+@pytest.mark.parametrize("text", ["foo", "", "1.2.3", "1.2.3:4", "[::1]", "[::1:5", "::1]:5", "host:", ":5", "a b:5"])
+def test_what_is_no_host_and_port_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no "):
+        parse_plain(text, bare_port=5)

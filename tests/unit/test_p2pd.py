@@ -1,0 +1,82 @@
+"""libp2p's daemon: how it is started, and what it refuses by itself, where nobody has probed its port before."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from node.errors import MachineError
+from node.swarm.identity import load_identity
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # hivemind's own
+    from node.swarm.member import _announced
+    from node.swarm.p2pd import DaemonOptions, start_daemon
+
+LIMIT_S = 60.0
+
+
+def options(folder: Path, *listen: str) -> DaemonOptions:
+    folder.mkdir()
+    load_identity(folder / "identity.key")
+    return DaemonOptions(folder / "identity.key", listen)
+
+
+def start(first: DaemonOptions, *others: DaemonOptions) -> None:
+    """All at once; ends them in any case."""
+
+    async def live(chosen: Sequence[DaemonOptions]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            daemon = await start_daemon(chosen[0])
+            try:
+                if chosen[1:]:
+                    await live(chosen[1:])
+            finally:
+                await daemon.stop()
+
+    asyncio.run(live([first, *others]))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_it_relays_for_nobody(tmp_path: Path) -> None:
+    arguments = options(tmp_path / "a", "/ip4/127.0.0.1/tcp/0").arguments()
+    assert {"-relay=0", "-relayService=0", "-autonat=0"} <= set(arguments)
+    assert not any("autoRelay" in argument or "trustedRelays" in argument for argument in arguments)
+
+
+def test_a_second_daemon_on_the_same_port_is_refused(tmp_path: Path) -> None:
+    address = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    with pytest.raises(MachineError) as caught:
+        start(options(tmp_path / "a", address), options(tmp_path / "b", address))
+    assert caught.value.code == "port_in_use"
+
+
+def test_one_taken_address_of_several_is_refused(tmp_path: Path) -> None:
+    taken, free = (f"/ip4/127.0.0.1/tcp/{free_port()}" for _ in range(2))
+    with pytest.raises(MachineError) as caught:
+        start(options(tmp_path / "a", taken), options(tmp_path / "b", free, taken))
+    assert caught.value.code == "port_in_use" and taken.rpartition("/")[2] in str(caught.value)
+
+
+def test_an_address_of_another_machine_is_refused_as_that(tmp_path: Path) -> None:
+    with pytest.raises(MachineError) as caught:
+        start(options(tmp_path / "a", "/ip4/203.0.113.7/tcp/4001"))
+    assert caught.value.code == "no_such_address"
+
+
+def test_it_may_listen_on_nothing(tmp_path: Path) -> None:
+    start(options(tmp_path / "a"))
+
+
+def test_an_announced_address_without_a_port_gets_the_one_that_is_listened_on() -> None:
+    given = ("/ip4/203.0.113.7/tcp/0", "/dns4/example.org/tcp/443")
+    assert _announced(given, 31338) == ("/ip4/203.0.113.7/tcp/31338", "/dns4/example.org/tcp/443")
