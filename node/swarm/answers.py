@@ -105,7 +105,8 @@ class Answers:
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number} | self._rounds.why_over(number))
         leaders = self._rounds.directory.leaders()
-        if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
+        leads = self._rounds.me in leaders and leader_of(join.parent, leaders, number) == self._rounds.me
+        if not leads and self._rounds.release(number, caller):
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:

@@ -30,7 +30,7 @@ from node.swarm.records import (
     split_hashes,
 )
 from node.swarm.reduce import misdeclared
-from node.swarm.rendezvous import Gathering, capacities, chunk_owners, judge
+from node.swarm.rendezvous import Gathering, capacities, chunk_owners, is_quorum, judge, overdue
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
@@ -81,8 +81,11 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
         now_s = rounds.clock()
         seen = Gathering(
             ready=_tokens(rounds, attempt),
-            live=_waitable(rounds, now_s),
+            live=_waitable(rounds, attempt, now_s),
             last_weights=tip.last_weights,
+            joined=attempt.joins.keys(),
+            living=_living(rounds),
+            is_overdue=_is_overdue(rounds),
             opened_at_s=opened_at_s,
             quorum_at_s=quorum_at_s,
             round_s=tip.round_s,
@@ -94,6 +97,7 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
             rounds.behind.set()
             attempt.waiting_reason, attempt.waiting_code = "Another member is further: fetching its rounds.", "behind"
         if verdict.close and not overtaken:
+            attempt.closed = True
             return
         if quorum_at_s is None and verdict.has_quorum:
             quorum_at_s = now_s
@@ -122,13 +126,23 @@ def _tokens(rounds: Rounds, attempt: Attempt) -> dict[str, int]:
     return {peer: join.tokens for peer, join in joins.items() if peer not in rounds.shunned}
 
 
-def _waitable(rounds: Rounds, now_s: float) -> list[str]:
-    """Live members, less those that are in another round: they come back by themselves."""
+def _waitable(rounds: Rounds, attempt: Attempt, now_s: float) -> list[str]:
+    """Live members, less those in another round, who come back by themselves, and those who joined and are shunned."""
     tip = rounds.chain.tip
     # One that has just slept through the others' news does not know yet where they are.
     settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S and not rounds.directory.drowsy()
     members = rounds.directory.members()
-    return [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+    here = [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+    return [peer for peer in here if peer not in rounds.shunned or peer not in attempt.joins]
+
+
+def _living(rounds: Rounds) -> set[str]:
+    return {record.peer_id for record in rounds.directory.members()}
+
+
+def _is_overdue(rounds: Rounds) -> bool:
+    tip = rounds.chain.tip
+    return overdue(rounds.clock() - tip.anchor_at_s, tip.round_s)
 
 
 def _overtaken(rounds: Rounds) -> bool:
@@ -254,34 +268,58 @@ def _values(kind: type[V], said: object, count: int) -> list[V] | None:
 
 
 async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof:
-    """Propose to the group; committed once more than half of it holds the whole result."""
-    live = {record.peer_id for record in rounds.directory.members()}
-    group = sorted(set(attempt.joins) & live)
+    """Propose to all that have joined or join meanwhile; committed once a quorum of them holds the whole result.
+
+    A member that joins after the group was closed belongs to the group once it has accepted, so that its vote counts
+    and its silence does not.
+    """
+    group = set(attempt.joins) & _living(rounds)
     if len(group) < rounds.rules.quorum.min_peers:
         raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
     proposal = rounds.mishaps.spoil("commit", [accepted.outcome.model_dump_json().encode()])
     message = Message(_key(attempt) | {"hashes": accepted.hashes}, proposal)
     timeout_s = rounds.rules.bulk_s
-    calls = {asyncio.create_task(_propose(rounds, peer, message, timeout_s)) for peer in group}
+    asked: set[str] = set()
+    calls: set[asyncio.Task[tuple[str, str]]] = set()
     accepts: dict[str, str] = {}
-    pending, wait_s = calls, timeout_s
+    until_s = rounds.clock() + timeout_s
     try:
-        while pending and wait_s > 0:
-            since_s = rounds.clock()
-            done, pending = await asyncio.wait(pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            for peer, vote in (call.result() for call in done):
+        while rounds.clock() < until_s:
+            for peer in sorted((set(attempt.joins) & _living(rounds)) - asked):
+                asked.add(peer)
+                calls.add(asyncio.create_task(_propose(rounds, peer, message, timeout_s)))
+            for peer, vote in await _finished(calls):
                 if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
                     accepts[peer] = vote
-            wait_s -= rounds.clock() - since_s
-            if _is_ratified(rounds, group, accepts):
-                wait_s = min(wait_s, MORE_VOTES_S)
+            ratified = _is_ratified(rounds, group, accepts)
+            if ratified:
+                until_s = min(until_s, rounds.clock() + MORE_VOTES_S)
+            if not calls and (ratified or not _is_majority(accepts, group)):
+                break
     finally:
-        _let_go(rounds, pending)
-    if not _is_ratified(rounds, group, accepts):
+        _let_go(rounds, calls)
+    if not _is_majority(accepts, group):
         raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
+    if not _is_ratified(rounds, group, accepts):
+        raise RoundFailed("too few of the last round's members have accepted the result so far", code="timeout")
+    group |= accepts.keys()
     return Proof(
-        outcome=accepted.outcome, attempt=attempt.number, group=tuple(group), accepts=accepts, hashes=accepted.hashes
+        outcome=accepted.outcome,
+        attempt=attempt.number,
+        group=tuple(sorted(group)),
+        accepts=accepts,
+        hashes=accepted.hashes,
     )
+
+
+async def _finished(calls: set[asyncio.Task[V]]) -> list[V]:
+    """Take out of `calls` what has ended, after LOOK_S at most."""
+    if not calls:
+        await asyncio.sleep(LOOK_S)
+        return []
+    done, _ = await asyncio.wait(calls, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    calls -= done
+    return [call.result() for call in done]
 
 
 async def _propose(rounds: Rounds, peer: str, message: Message, timeout_s: float) -> tuple[str, str]:
@@ -294,10 +332,16 @@ async def _propose(rounds: Rounds, peer: str, message: Message, timeout_s: float
     return peer, str(reply.header.get("accept"))
 
 
-def _is_ratified(rounds: Rounds, group: Sequence[str], accepts: Collection[str]) -> bool:
-    """By more than half of the group, and of the last contributors in it: others will ask for those."""
-    last = [peer for peer in group if peer in rounds.chain.tip.last_weights]
-    return 2 * len(accepts) > len(group) and (not last or 2 * sum(peer in accepts for peer in last) > len(last))
+def _is_majority(accepts: Collection[str], group: Collection[str]) -> bool:
+    """More than half of the group, and of those that joined later only such as have accepted."""
+    return 2 * len(accepts) > len(set(group).union(accepts))
+
+
+def _is_ratified(rounds: Rounds, group: Collection[str], accepts: Collection[str]) -> bool:
+    """By a majority of the group, and by a quorum of the last record's contributors, in the group or not."""
+    last = rounds.chain.tip.last_weights
+    quorum = is_quorum(accepts, last, _living(rounds), is_overdue=_is_overdue(rounds))
+    return _is_majority(accepts, group) and quorum
 
 
 def _let_go(rounds: Rounds, calls: Iterable[asyncio.Task[Any]]) -> None:

@@ -20,7 +20,7 @@ SLOWEST_HALVINGS = 10
 PATIENCE_RATIO, PATIENCE_S = 3.0, 30.0
 """A round waits for at most so many usual rounds, and so long: under `steps` for a live member that is slow, under
 `time` for the quorum, which one that has signed much may withhold. Not before the first record, when nothing else keeps
-two groups apart."""
+two groups apart. A round that is older than this by one usual round is overdue."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """What a leader may say that it waits for."""
@@ -90,6 +90,12 @@ class Gathering:
     """Members that are there, ready or not."""
     last_weights: Mapping[str, int]
     """Tokens of the contributors to the last record; empty before the first."""
+    joined: Collection[str]
+    """Members that have joined this leader's attempt, whether or not the leader plans with them."""
+    living: Collection[str]
+    """All live members, whichever round they are in."""
+    is_overdue: bool
+    """Whether the round has lasted so long that the dead do not count any more (`is_quorum`)."""
     opened_at_s: float
     """When the first member became ready."""
     quorum_at_s: float | None
@@ -130,19 +136,47 @@ def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
 
 
 def _holds_majority(seen: Gathering) -> bool:
-    """More than half (by count) of the last record's contributors that still live: two groups cannot both have it."""
-    live = set(seen.live)
-    voters = [peer for peer in seen.last_weights if peer in live]
-    return not voters or 2 * sum(peer in seen.ready for peer in voters) > len(voters)
+    return is_quorum(seen.joined, seen.last_weights, seen.living, is_overdue=seen.is_overdue)
+
+
+def is_quorum(members: Collection[str], last: Collection[str], living: Collection[str], *, is_overdue: bool) -> bool:
+    """Whether these members decide for the contributors to the last record. Groups and votes both need a quorum.
+
+    A quorum is more than half of all contributors, dead or alive, or all that live. Any two quorums share a member, so
+    one of them knows what the other has accepted (Lamport, "Paxos Made Simple", 2001). That holds whatever each leader
+    believes about who lives, as long as it does not take half of the contributors for dead.
+
+    Once the round is overdue, more than half of the living contributors is enough, so that one member that is alive but
+    takes no part does not stop the others after half of them have left.
+
+    Args:
+        last: contributors to the last record; empty before the first, when any members are a quorum.
+        living: live members, also those that have moved on to a later round: they can join no other group.
+    """
+    alive = set(last).intersection(living)
+    present = len(alive.intersection(members))
+    if 2 * len(set(last).intersection(members)) > len(last) or present == len(alive):
+        return True
+    return is_overdue and 2 * present > len(alive)
+
+
+def overdue(age_s: float, round_s: float | None) -> bool:
+    """Whether a round that began so long ago has kept all of the others waiting for too long."""
+    return age_s > (1 + PATIENCE_RATIO) * (round_s or 0.0) + PATIENCE_S
 
 
 def supported(votes: Collection[str], last: Collection[str], stands: Mapping[str, bool]) -> bool:
-    """Whether a committed outcome speaks for the contributors to the last record, as far as they live.
+    """Whether a committed outcome speaks for the contributors to the last record.
 
-    `stands`: live members, and whether they still stand where this node does. More than half of the living contributors
-    among the voters is support. Without it, an outcome is refused only while more than half of them still stand here:
-    they would have to know. So nobody commits for the others behind their backs, and a survivor is believed.
+    The votes of more than half of all contributors are enough, whoever lives. So are those of more than half of the
+    contributors that live. Without either, an outcome is refused while more than half of the living contributors are
+    still at this node's head, because they would have to know of it. A survivor that went on alone is believed.
+
+    Args:
+        stands: live members, and whether they are still at this node's head.
     """
+    if 2 * sum(peer in votes for peer in last) > len(last):
+        return True
     living = [peer for peer in last if peer in stands]
     if 2 * sum(peer in votes for peer in living) > len(living):
         return True

@@ -200,9 +200,10 @@ class Rounds:
         while not attempt.planned.is_set():
             if self._enough_members() and self.clock() > patient_until_s:
                 raise RoundFailed("the leader closes no group", code="leader_lost")
-            target = leader_of(mine.parent, self.directory.leaders(), attempt.number)
+            target = attempt.joined or leader_of(mine.parent, self.directory.leaders(), attempt.number)
             attempt.asked.add(target)
             status = await self._join(attempt, target, join)
+            attempt.joined = target if status == "wait" else ""
             if status == "ahead" or attempt.ended.is_set():
                 break
             strange = 0 if status == "wait" else strange + 1
@@ -311,6 +312,19 @@ class Rounds:
                     old.fail(RoundFailed("a later attempt is under way"))
                     old.stop()
         return self._attempt(number)
+
+    def release(self, number: int, peer: str) -> bool:
+        """Let a member that has joined this node's attempt join another leader; False once the group is closed.
+
+        A member joins one leader an attempt, so only one leader has the majority that a proposal needs.
+        """
+        attempt = self._attempts.get(number)
+        if attempt is None or peer not in attempt.joins:
+            return True
+        if not attempt.closed:
+            del attempt.joins[peer]
+            attempt.proposals.pop(peer, None)
+        return not attempt.closed
 
     def give_up(self, attempt: Attempt, error: SwarmError) -> None:
         """This attempt comes to nothing; the next one has another leader."""

@@ -22,9 +22,11 @@ from node.swarm.rendezvous import (
     Verdict,
     capacities,
     chunk_owners,
+    is_quorum,
     judge,
     leader_of,
     leader_order,
+    overdue,
     supported,
 )
 
@@ -41,12 +43,20 @@ def at(
     now_s: float = 0.0,
     quorum_at_s: float | None = None,
     round_s: float | None = 10.0,
+    elsewhere: str = "",
+    is_overdue: bool = False,
 ) -> Verdict:
-    """The verdict at `now_s` seconds after the first became ready. Peers are letters."""
+    """The verdict at `now_s` seconds after the first became ready. Peers are letters.
+
+    `elsewhere`: members that live and have moved on to a later round.
+    """
     seen = Gathering(
         ready=dict.fromkeys(ready, 1),
         live=list(live),
         last_weights=last or {},
+        joined=ready,
+        living=live + elsewhere,
+        is_overdue=is_overdue,
         opened_at_s=0.0,
         quorum_at_s=quorum_at_s,
         round_s=round_s,
@@ -69,12 +79,18 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         # everybody is there: at once, whatever the weights
         (at(TIME, "abcd", "abcd", EQUAL), True, True, "complete"),
         (at(STEPS, "abcd", "abcd", ONE_HEAVY), True, True, "complete"),
-        # majority by count of the last contributors that live
+        # a quorum of the last contributors, by count
         (at(TIME, "ab", "abcd", EQUAL, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
         (at(TIME, "abc", "abcd", EQUAL), False, True, "grace"),
-        (at(TIME, "ab", "abc", EQUAL), False, True, "grace"),
+        (at(TIME, "ab", "abc", EQUAL, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
+        (at(TIME, "ab", "abc", EQUAL, is_overdue=True), False, True, "grace"),
+        (at(TIME, "abc", "abc", EQUAL), True, True, "complete"),
         (at(TIME, "ab", "ab", EQUAL), True, True, "complete"),
         (at(TIME, "ae", "abe", {"b": 1, "c": 1}, now_s=1e9, quorum_at_s=0), False, False, "waiting_for_peers"),
+        # those that have moved on are not available, so those left behind are no majority among themselves
+        (at(TIME, "cd", "cd", EQUAL, elsewhere="ab", now_s=1e9), False, False, "waiting_for_peers"),
+        (at(TIME, "cd", "cd", EQUAL, elsewhere="ab", is_overdue=True), False, False, "waiting_for_peers"),
+        (at(TIME, "cd", "cd", EQUAL, elsewhere="b", is_overdue=True), True, True, "complete"),
         # quorum by weight, of the live
         (at(TIME, "bcd", "abcd", ONE_HEAVY, now_s=59), False, False, "waiting_for_quorum"),
         # which one that has signed much withholds for three rounds and half a minute, and no longer
@@ -129,6 +145,41 @@ def test_two_disjoint_groups_never_both_close(
     ]
     if live & last.keys():
         assert not all(closes)
+
+
+LETTERS = st.sets(st.sampled_from("abcdefgh"))
+
+
+@given(LETTERS.filter(bool), LETTERS, LETTERS, LETTERS, LETTERS)
+def test_any_two_quorums_share_a_member_unless_half_are_taken_for_dead(
+    last: set[str], one: set[str], one_lives: set[str], other: set[str], other_lives: set[str]
+) -> None:
+    """Whatever two leaders believe about who lives."""
+    quorums = [
+        is_quorum(members, last, living, is_overdue=False)
+        for members, living in ((one, one_lives), (other, other_lives))
+    ]
+    most_live = all(2 * len(last & living) > len(last) for living in (one_lives, other_lives))
+    if most_live and all(quorums):
+        assert last & one & other
+
+
+@given(LETTERS, LETTERS, LETTERS)
+def test_all_that_live_are_a_quorum_and_share_a_member_with_a_quorum_of_which_one_lives(
+    last: set[str], quorum: set[str], living: set[str]
+) -> None:
+    assert is_quorum(living, last, living, is_overdue=False)
+    if 2 * len(last & quorum) > len(last) and last & quorum & living:
+        assert not is_quorum(living - quorum, last, living, is_overdue=False)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "round_s", "expected"), [(29, None, False), (31, None, True), (69, 10, False), (71, 10, True)]
+)
+def test_a_round_is_overdue_after_four_usual_rounds_and_half_a_minute(
+    age_s: float, round_s: float | None, expected: bool
+) -> None:
+    assert overdue(age_s, round_s) is expected
 
 
 @given(st.sets(st.text(max_size=8), min_size=1, max_size=20), st.text(max_size=64), st.integers(0, 100))
@@ -194,7 +245,7 @@ class Crowd:
         now_s = opened_at_s
         while True:
             ready = {peer: int(1000 * self.speed[peer]) for peer in live if ready_at_s[peer] <= now_s}
-            seen = Gathering(ready, list(live), self.last, opened_at_s, quorum_at_s, round_s)
+            seen = Gathering(ready, list(live), self.last, ready, live, False, opened_at_s, quorum_at_s, round_s)
             verdict = judge(TIME, seen, now_s)
             if verdict.close:
                 self.last = ready
@@ -261,6 +312,7 @@ def test_noise_between_equal_machines_leaves_their_shares_equal(declared: list[f
     ("votes", "last", "here", "moved", "expected"),
     [
         ("ab", "abc", "abc", "", True),  # more than half of the last contributors
+        ("abc", "abcde", "de", "", True),  # the same, and none of them lives any more
         ("a", "abc", "abc", "", False),  # they would have to know
         ("a", "ab", "b", "a", True),  # two members, and one went on: nobody contradicts it
         ("a", "abc", "ac", "b", False),

@@ -1,0 +1,155 @@
+"""One outcome for each round without a partition: slow lines, late members, crashes, and more than one leader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from node.swarm import directory, rendezvous
+from node.swarm.base import Message
+from tests.contract.harness import Node, Swarm, in_leader_order, offer_all, round_of, wait_until
+
+PARAMETERS = 50_000
+"""Thirteen chunks, so that every member reduces some."""
+SLOW_S = 4.0
+"""Seconds that a call for result chunks takes on a slow line."""
+DEAD_S = 4.0
+HANG_S = 7.0
+SOON_S = 25.0
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, node: Node, delay_s: float = SLOW_S) -> None:
+    """Give this node a slow downlink: each call for result chunks takes so long."""
+    promptly = node.seat.wire.call
+
+    async def call(peer_id: str, verb: str, message: Message, **options: Any) -> Message:
+        if verb == "fetch" and peer_id != node.peer_id:
+            await asyncio.sleep(delay_s)
+        return await promptly(peer_id, verb, message, **options)
+
+    monkeypatch.setattr(node.seat.wire, "call", call)
+
+
+def adopted(nodes: Sequence[Node], round_: int) -> set[str]:
+    """Heads after this round, of all nodes that have come so far."""
+    tips = [node.tip for node in nodes]
+    return {link.head for tip in tips for link in tip.line if link.round == round_}
+
+
+def commits_within(node: Node, round_: int, seconds: float) -> bool:
+    """Wait for this node's commit; False where it does not come in this time."""
+    with suppress(AssertionError):
+        wait_until(lambda: node.tip.round >= round_, seconds)
+    return node.tip.round >= round_
+
+
+@pytest.mark.parametrize("fault", ["none", "the leader crashes", "the leader hangs"])
+def test_members_that_are_late_and_members_on_slow_lines_commit_the_leaders_outcome(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Five of eight form a group, two of them on slow lines; the other three are ready soon after."""
+    monkeypatch.setattr(directory, "DEAD_S", DEAD_S)
+    nodes = swarm.nodes(8, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    leader, *others = in_leader_order(nodes)
+    slow, fast, late = others[:2], others[2:4], others[4:]
+    for node in slow:
+        slow_down(monkeypatch, node)
+    offer_all([leader, *slow, *fast], 1)
+    # Three of the five hold the result at once.
+    wait_until(lambda: all(node.tip.round == 1 or node.rounds.accepted for node in (leader, *fast)))
+    commits_within(leader, 1, 1.5)
+    time.sleep(0.3)
+    offer_all(late, 1)
+    if fault != "none":
+        wait_until(lambda: leader.tip.round == 1)
+        time.sleep(0.3)
+    if fault == "the leader crashes":
+        leader.vanish()
+    elif fault == "the leader hangs":
+        leader.seat.loop.call_soon_threadsafe(time.sleep, HANG_S)
+    wait_until(lambda: all(node.tip.round >= 1 for node in others), SOON_S)
+    if fault != "the leader crashes":
+        wait_until(lambda: leader.tip.round >= 1, SOON_S)
+    assert len(adopted(nodes, 1)) == 1
+    assert not any(node.lost.is_set() for node in nodes)
+    outcome = others[0].committed().outcome
+    assert set(outcome.included) == {node.peer_id for node in (leader, *slow, *fast)}
+
+
+def test_a_minority_on_slow_lines_does_not_keep_the_others(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    leader, *others = in_leader_order(nodes)
+    slow, fast = others[:2], [leader, *others[2:]]
+    for node in slow:
+        slow_down(monkeypatch, node, 2 * SLOW_S)
+    offer_all(nodes, 1)
+    wait_until(lambda: all(node.tip.round == 1 for node in fast), 2 * SLOW_S)
+    assert all(node.tip.round == 0 for node in slow), "the fast ones have waited for the slow ones"
+    wait_until(lambda: all(node.tip.round == 1 for node in slow), SOON_S)
+    assert len(adopted(nodes, 1)) == 1
+
+
+def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_round(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of seven die, the leader among them; one of the four that are left, all of whom must vote, is slow."""
+    nodes = swarm.nodes(7, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    leader, *others = in_leader_order(nodes)
+    dying, left = [leader, *others[4:]], others[:4]
+    for node in left:
+        slow_down(monkeypatch, node, SLOW_S / 4)
+    offer_all(nodes, 1)
+    wait_until(lambda: leader.rounds.accepted is not None)
+    accepted = leader.rounds.accepted
+    for node in dying:
+        node.vanish()
+    wait_until(lambda: all(node.tip.round == 1 for node in left), SOON_S)
+    assert len(adopted(left, 1)) == 1
+    if any(node.tip.round == 1 for node in dying):
+        assert accepted is not None and adopted(left, 1) == {accepted.outcome.hash}
+    round_of(left, 2)
+
+
+def test_one_that_takes_no_part_stops_the_others_only_until_the_round_is_overdue(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four leaves, one stays and is never ready: the other two are half of the last round's contributors."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    round_of(nodes, 0)
+    gone, silent, *ready = nodes
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1e6)
+    gone.leave()
+    offer_all(ready, 1)
+    assert not commits_within(ready[0], 1, 2.0)
+    assert ready[0].rounds.waiting()[1] == "waiting_for_peers"
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
+    wait_until(lambda: all(node.tip.round == 1 for node in (silent, *ready)), SOON_S)
+    assert len(adopted(nodes, 1)) == 1
+
+
+def test_a_member_joins_a_second_leader_only_when_the_first_lets_it_go(swarm: Swarm) -> None:
+    """Were one member's join good for two leaders of one attempt, both could propose an outcome of their own."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
+    first, second, member = nodes
+    offer_all([member], 0)
+    wait_until(lambda: member.rounds._attempt(0).joined == first.peer_id)
+
+    async def take_for_dead(node: Node) -> None:
+        node.directory.suspect(first.peer_id)
+
+    for node in (second, member):
+        node.seat.do(take_for_dead(node))
+    time.sleep(1.0)
+    assert not second.rounds._attempt(0).joins
+    assert member.peer_id in first.rounds._attempt(0).joins
+    first.directory.say(inbound=False)
+    wait_until(lambda: member.peer_id in second.rounds._attempt(0).joins)
+    assert not first.rounds._attempt(0).joins
