@@ -41,6 +41,7 @@ class DaemonOptions:
     identity_file: Path
     listen: Sequence[str]
     announce: Sequence[str] = ()
+    """For the peer record. p2pd is not told: it would leave out the addresses of the interfaces."""
     relay: bool = True
     port_mapping: bool = False
     private: bool = False
@@ -63,8 +64,6 @@ class DaemonOptions:
             arguments += ["-noListenAddrs", "-forceReachabilityPrivate"]
         else:
             arguments.append("-hostAddrs=" + ",".join(self.listen))
-        if self.announce:
-            arguments.append("-announceAddrs=" + ",".join(self.announce))
         if self.trusted_relays:
             arguments.append("-trustedRelays=" + ",".join(self.trusted_relays))
         return arguments
