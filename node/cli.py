@@ -276,10 +276,12 @@ def _act(call: Call) -> int:
 def _invite(call: Call) -> int:
     from node.client import Client
 
-    invite = Client(call.data_dir).status()["run"]["invite"]
-    if not invite:
+    run = Client(call.data_dir).status()["run"]
+    if not run["invite"]:
         raise UsageError("The node has no invite yet: it is still starting, ask again in a moment.", code="no_invite")
-    print(invite)
+    print(run["invite"])
+    if run.get("invite_note"):
+        print(f"diloco-node: {run['invite_note']}", file=sys.stderr)
     return 0
 
 

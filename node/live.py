@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from node.client import API_FILE, TOKEN_FILE
-from node.status import Phase, Status
+from node.status import Phase, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -37,7 +37,8 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if line else None
         self._pid = pid
         self._link_shown = False
-        self._invite_shown = False
+        self._invite_shown: str | None = None
+        """The note that was printed with the invite; None before that."""
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
@@ -53,11 +54,20 @@ class LiveView:
     def update(self, status: Status) -> None:
         """Take over a new status; cheap, and safe to call from the event loop."""
         self._show_link()
-        if status.run.invite and not self._invite_shown:
-            self._invite_shown = True
-            self._print(f"Invite: {status.run.invite}")
+        self._show_invite(status.run)
         if self._live is not None:
             self._live.update(render(status))
+
+    def _show_invite(self, run: RunInfo) -> None:
+        """Once, and again where it can be used from further away than before."""
+        if not run.invite or (self._invite_shown is not None and (run.invite_note or not self._invite_shown)):
+            return
+        if self._invite_shown:
+            self._print("Others have reached this run from outside. This invite works from everywhere:")
+        self._invite_shown = run.invite_note
+        self._print(f"Invite: {run.invite}")
+        if run.invite_note:
+            self._print(run.invite_note)
 
     def _show_link(self) -> None:
         if self._link_shown:
@@ -130,7 +140,7 @@ def describe(status: Status) -> str:
         ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
         ("loss", _losses(status)),
         ("next sync", "not known" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
-        ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {status.reachability}"),
+        ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {_reach(status)}"),
         ("given", f"{done.tokens_total:,} tokens, {done.rounds_joined} of {done.rounds_attempted} rounds joined"),
     ]
     if status.reachability != "direct" and status.reachability_reason:
@@ -144,6 +154,10 @@ def describe(status: Status) -> str:
 
 def _speed(status: Status) -> str:
     return f"{status.training.tokens_per_second:,.0f} tokens/s"
+
+
+def _reach(status: Status) -> str:
+    return "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability
 
 
 def _losses(status: Status) -> str:

@@ -148,6 +148,8 @@ class RunInfo(Value):
     """Of the run, as its manifest has it; empty until that is known."""
     manifest_hash: str = ""
     invite: str = ""
+    invite_note: str = ""
+    """One sentence, with the mend, where the invite can be used on this machine or network only; else empty."""
     round: int = -1
     """Last committed round; -1 before the first."""
     swarm_round: int = -1
@@ -306,7 +308,9 @@ class Report(Value):
     forecast_utilization_ratio: float | None = None
     """What the formula says of it, with the measured step time, line and members (`node.diloco.forecast`)."""
     reachability: str = "none"
-    """How others reach this node: `direct`, `relay` or `none`."""
+    """How others reach this node: `direct`, `relay` or `none`; also `none` until another peer has tried."""
+    reachability_code: str = ""
+    """One word: `reached`, `not_reached`, `not_tested`, `disputed` (those that tried do not agree) or `no_port`."""
     reachability_reason: str = ""
     """One sentence, with the mend."""
     devices: tuple[DeviceInfo, ...] = ()
@@ -332,6 +336,7 @@ class Status(Value):
     compute_utilization_ratio: float | None
     forecast_utilization_ratio: float | None = None
     reachability: str
+    reachability_code: str = ""
     reachability_reason: str = ""
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]

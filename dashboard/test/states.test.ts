@@ -34,6 +34,8 @@ test("what this page has never heard of still has a word", () => {
   expect(describe(null).word).toBe("Asking");
   expect(peerPhase("")).toBe("");
   expect(reach("direct")).not.toBe(reach("none"));
+  expect(reach("none", "not_tested")).toContain("Not tested yet");
+  expect(reach("none", "not_reached")).toBe(reach("none"));
 });
 
 const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;

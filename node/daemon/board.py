@@ -188,6 +188,7 @@ class Board:
             compute_utilization_ratio=report.compute_utilization_ratio,
             forecast_utilization_ratio=report.forecast_utilization_ratio,
             reachability=report.reachability,
+            reachability_code=report.reachability_code,
             reachability_reason=report.reachability_reason,
             devices=report.devices,
             limits=self._limits,

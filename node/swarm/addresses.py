@@ -1,4 +1,4 @@
-"""Where peers listen: libp2p multiaddresses that end in the peer's id. Hostile until read here. Knows no wire."""
+"""Addresses that peers tell: libp2p multiaddresses that end in the peer's id. Hostile until read here."""
 
 from __future__ import annotations
 

@@ -68,7 +68,19 @@ def load_identity(path: Path) -> Identity:
 
 def _from_key(key: Ed25519PrivateKey) -> Identity:
     public = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-    return Identity(key, base58.b58encode(_ID_HEADER + public).decode())
+    return Identity(key, peer_id_of_key(_PUBLIC_HEADER + public))
+
+
+def peer_id_of_key(public_key: bytes) -> str:
+    """The peer id (base58) of an Ed25519 public key in libp2p's protobuf, 36 bytes."""
+    return base58.b58encode(_ID_HEADER.removesuffix(_PUBLIC_HEADER) + public_key).decode()
+
+
+def read_public_key(public_key: bytes) -> bytes:
+    """The 32 bytes of an Ed25519 public key in libp2p's protobuf. Raises ValueError for anything else."""
+    if len(public_key) != 36 or not public_key.startswith(_PUBLIC_HEADER):
+        raise ValueError("no Ed25519 public key")
+    return public_key[len(_PUBLIC_HEADER) :]
 
 
 @lru_cache(maxsize=4096)

@@ -33,10 +33,12 @@ from node.swarm.download import Download
 from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
+from node.swarm.invitation import invite_note, invited, is_container, reach_of
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
-from node.swarm.reachability import Reachability, tcp_port
+from node.swarm.places import Here, Scope, place_of, read_interfaces, with_peer
+from node.swarm.reachability import Reachability, listen_ports
 from node.swarm.results import ResultStore
 from node.swarm.rounds import Deliver, Rounds, Rules
 from node.swarm.state import StateServer, StateSource
@@ -45,10 +47,12 @@ logger = logging.getLogger(__name__)
 
 VIEW_S = 0.5
 CALL_S = 5.0
-INVITED = 4
-"""Peers that an invite names."""
 LISTEN_TRIES = 3
 """Another program may take a port between the moment it was found free and the one at which p2pd binds it."""
+AROUND_S = 5.0
+"""Between two looks at this machine's interfaces and at where this node sees the others."""
+MAX_TOLD = 16
+"""Addresses in a peer record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,10 @@ class View:
     addresses: tuple[str, ...] = ()
     """Where others find the swarm: this node's own, or those of peers that can be called where it cannot."""
     reachability: str = "none"
+    reachability_code: str = ""
     reachability_reason: str = ""
+    invite_note: str = ""
+    """Where an invite with these addresses cannot be used, with the mend; empty where it works everywhere."""
     stage: str = "idle"
     waiting_reason: str = ""
     waiting_code: str = ""
@@ -113,9 +120,21 @@ class Member:
         self.discovery = Discovery(
             wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
         )
+        self._ports = listen_ports(directory.me.addresses)
         self.reachability = Reachability(
-            wire, directory, wire.seen_at, tcp_port(directory.me.addresses), changed=self._set_inbound, rng=self._rng
+            wire,
+            directory,
+            wire.seen,
+            self._ports,
+            changed=self._set_inbound,
+            rng=self._rng,
+            announced=_announced(options.daemon.announce, self._ports),
+            cache=self._cache / "addresses.json",
         )
+        self._in_container = is_container()
+        self._around_at_s = -AROUND_S
+        self._seen: Mapping[str, Sequence[str]] = {}
+        self._invite_note = ""
         self.rounds: Rounds | None = None
         self._catch_up: CatchUp | None = None
         self._download: Download | None = None
@@ -245,23 +264,28 @@ class Member:
             await asyncio.sleep(VIEW_S)
 
     async def _refresh(self) -> None:
-        addresses = tuple(await self.wire.addresses())
+        listening = tuple(await self.wire.addresses())
+        await self._look_around(listening)
+        told = self._told(listening)
         live = self.directory.live()
         reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
         inbound = self.directory.me.inbound
-        relayed = any("/p2p-circuit" in address for address in addresses)
+        relayed = any("/p2p-circuit" in address for address in listening)
         self.discovery.is_reached = self.reachability.is_inbound is True
         reached_through: Literal["direct", "relay"] = "relay" if relayed and not inbound else "direct"
-        self.directory.say(addresses=addresses[:16], transport=reached_through)
+        self.directory.say(addresses=told, transport=reached_through)
+        invite = self._invited(told if inbound else [a for a in listening if reach_of([a]) is not Scope.WIDE])
         self.view = View(
             peer_id=self.wire.peer_id,
             rows=tuple(self.directory.rows()),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
-            addresses=self._invited(addresses if inbound else ()),
-            reachability="direct" if inbound else "relay" if relayed else "none",
+            addresses=invite,
+            reachability="direct" if self.discovery.is_reached else "relay" if relayed and not inbound else "none",
+            reachability_code=self.reachability.code,
             reachability_reason=self.reachability.reason,
+            invite_note=self._note(invite),
             stage=self.rounds.stage if self.rounds else "idle",
             waiting_reason=reason,
             waiting_code=code,
@@ -272,11 +296,51 @@ class Member:
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 
-    def _invited(self, own: tuple[str, ...]) -> tuple[str, ...]:
+    async def _look_around(self, listening: Sequence[str]) -> None:
+        """Keep up with interfaces that come and go, and with where the peers are."""
+        now_s, is_alone = asyncio.get_running_loop().time(), len(self.directory.live()) == 1
+        if now_s - self._around_at_s < AROUND_S and (self._seen or is_alone):
+            return
+        self._around_at_s = now_s
+        places = [place for place in map(place_of, listening) if place is not None]
+        self.wire.here = Here(
+            interfaces=read_interfaces(),
+            listening=frozenset((place.host, place.port) for place in places),
+            outer=self.reachability.outer,
+        )
+        with suppress(PeerError):
+            self._seen = await self.wire.seen()
+
+    def _told(self, listening: Sequence[str]) -> tuple[str, ...]:
+        """What this node's record lists: addresses that others have dialed, that its owner announces, of interfaces.
+
+        Where it is called over one IP version only, its interfaces' addresses of the other lead nowhere.
+        """
+        known = self.reachability
+        closed = [version for version in self._ports if known.is_closed(version) and known.is_inbound]
+        interfaces = [a for a in listening if not a.startswith(tuple(f"/ip{version}/" for version in closed))]
+        addresses = [with_peer(a, self.wire.peer_id) for a in (*known.confirmed, *known.announced, *interfaces)]
+        return tuple(dict.fromkeys(addresses))[:MAX_TOLD]
+
+    def _invited(self, own: Sequence[str]) -> tuple[str, ...]:
         """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
         others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
-        others = others[: INVITED - bool(own)]
-        return (*own, *(a for r in others for a in addresses_of(r.peer_id, r.addresses)))[:16]
+        told = [r.model_copy(update={"addresses": addresses_of(r.peer_id, r.addresses)}) for r in others]
+        return invited(own, told, self._seen)
+
+    def _note(self, invite: Sequence[str]) -> str:
+        """Where the invite cannot be used. Said in the log when that changes."""
+        if self.options.bootstrap and not self._seen:
+            return self._invite_note  # The others, which an invite names, too, are not known yet.
+        port = next(iter(self._ports.values()), 0)
+        note = invite_note(invite, self.wire.here, port, in_container=self._in_container)
+        if note != self._invite_note:
+            before, self._invite_note = self._invite_note, note
+            if note:
+                logger.warning("%s", note)
+            elif before:
+                logger.info("Others have reached this run from outside: the invite works from everywhere now.")
+        return note
 
     async def close(self, phase: Phase) -> None:
         """Say goodbye as `phase`, and let go. Bounded to a few seconds."""
@@ -295,11 +359,7 @@ async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
         reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
-        daemon = replace(
-            options.daemon,
-            listen=tuple(map(str, reserved.addresses)),
-            announce=_announced(options.daemon.announce, reserved.port),
-        )
+        daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)))
         try:
             with reserved:
                 wire = await open_wire(daemon, SignedRecordValidator(options.run))
@@ -315,10 +375,13 @@ async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
     raise AssertionError("the last try returns or raises")
 
 
-def _announced(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str, ...]:
     """Port 0 stands for the port that is listened on."""
-    parsed = [parse(address) for address in addresses]
-    return tuple(str(address.at_port(address.port or port)) for address in parsed)
+    filled = []
+    for address in map(parse, addresses):
+        version = 6 if address.host_type in ("ip6", "dns6") else 4
+        filled.append(str(address.at_port(address.port or ports.get(version, 0) or ports.get(4, 0))))
+    return tuple(filled)
 
 
 async def start_member(options: MemberOptions) -> Member:

@@ -42,6 +42,7 @@ from node.swarm.base import (
 from node.swarm.identity import new_identity
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
+from node.swarm.places import Here, choose, describe_dial
 from node.swarm.streams import linger, read_message, write_message
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class P2PWire:
         """What bulk is sent and received at; no limit at first."""
         self.daemon = daemon
         self._p2p, self._client, self._dht = p2p, client, dht
+        self.here = Here()
+        """Decides which of a peer's addresses are dialed."""
         self._services: dict[str, Service] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._connected: set[str] = set()
@@ -184,17 +187,21 @@ class P2PWire:
         self._connected.add(peer_id)
 
     async def connect(self, addresses: Sequence[str]) -> str:
-        """Dial one peer at all its addresses. Returns its id; raises PeerError."""
-        found = [one for one in map(read_address, addresses) if one is not None]
-        if not found:
+        """Dial one peer, at those of its addresses that lead somewhere from here. Returns its id; raises PeerError."""
+        read = {address: found for address in addresses if (found := read_address(address)) is not None}
+        if not read:
             what = f"{plain(addresses[0], 100)} is no address of a peer" if addresses else "a peer tells no address"
             raise PeerError(what, code="unreachable")
-        peer_id = found[0][0]
+        peer_id = next(iter(read.values()))[0]
+        dialed, skipped = choose(list(read), self.here)
+        failure = PeerError(f"no answer at {plain(describe_dial(dialed, skipped), 300)}", code="unreachable")
+        if not dialed:
+            raise failure
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.connect(PeerID.from_base58(peer_id), [where for _, where in found])
+                await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
         except (*_FOREIGN, ValueError) as exc:
-            raise PeerError(f"no answer at {plain(addresses[0], 200)}", code="unreachable") from exc
+            raise failure from exc
         return peer_id
 
     async def ask_peer_id(self, address: str) -> str:
@@ -237,15 +244,20 @@ class P2PWire:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.disconnect(PeerID.from_base58(peer_id))
 
-    async def seen_at(self, peer_id: str) -> str:
-        """The IP address at which this node sees a peer; empty where it does so through a relay only, or not at all."""
+    async def seen(self) -> dict[str, tuple[str, ...]]:
+        """The IP addresses at which this node sees each peer that it is connected with directly. Raises PeerError."""
         try:
             infos = await self._client.list_peers()
         except _FOREIGN as exc:
             raise PeerError("libp2p's daemon does not tell its peers", code="internal") from exc
-        seen = [str(a) for info in infos if info.peer_id.to_base58() == peer_id for a in info.addrs]
-        direct = [address.split("/") for address in seen if "p2p-circuit" not in address]
-        return next((parts[2] for parts in direct if parts[1] in ("ip4", "ip6")), "")
+        seen: dict[str, tuple[str, ...]] = {}
+        for info in infos:
+            parts = [str(address).split("/") for address in info.addrs if "p2p-circuit" not in str(address)]
+            ips = tuple(part[2] for part in parts if part[1] in ("ip4", "ip6"))
+            if ips:
+                peer_id = info.peer_id.to_base58()
+                seen[peer_id] = (*seen.get(peer_id, ()), *ips)
+        return seen
 
     async def transports(self) -> dict[str, str]:
         """`direct` or `relay` for every peer libp2p is connected with."""

@@ -60,6 +60,7 @@ class DaemonOptions:
     listen: Sequence[str]
     """Empty: listen on nothing."""
     announce: Sequence[str] = ()
+    """For the peer record. p2pd is not told: it would leave out the addresses of the interfaces."""
     port_mapping: bool = False
 
     def arguments(self) -> list[str]:
@@ -75,8 +76,6 @@ class DaemonOptions:
             f"-natPortMap={int(self.port_mapping)}",
         ]
         arguments.append("-hostAddrs=" + ",".join(self.listen) if self.listen else "-noListenAddrs")
-        if self.announce:
-            arguments.append("-announceAddrs=" + ",".join(self.announce))
         return arguments
 
 

@@ -1,175 +1,509 @@
-"""Whether others can open a connection to this node: it asks some of them to try. Knows no round.
+"""Whether others can open a connection to this node, and at which addresses: it asks some of them to try.
 
-The asked peer opens a TCP connection to the address at which it sees the caller, and to nothing else, so nobody can be
-made to knock on a stranger's door; the caller names one port. Where somebody sees this node at a public address, only
-such peers count: a neighbour behind the same router reaches it, but the others do not.
+The asked peer dials the IP address at which it sees the caller, at the port that the caller names, and checks by a
+libp2p handshake that the caller answers there. It dials an address that the caller announces only where that leads to
+the same IP address, so nobody can be made to knock on a stranger's door. Knows no round.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from node.errors import PeerError
+from node.files import write_whole
 from node.status import Channel
 from node.swarm.base import Message, Service, Wire
 from node.swarm.directory import Directory
+from node.swarm.libp2p_tls import peer_at
+from node.swarm.places import IPAddress, Scope, direct_address, place_of, scope_of
+from node.swarm.resolve import resolve
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 3.0
-CALL_S = PROBE_S + 3.0
+PROBE_S = 4.0
+"""For one dial with its handshake."""
+RESOLVE_S = 2.0
+CALL_S = RESOLVE_S + PROBE_S + 2.0
 SPACING_S = 10.0
 """Between two probes for one caller; also between two times that this node asks."""
 RENEW_S = 180.0
 LOOK_S = 1.0
+SEEN_S = 15.0
+"""Between two questions at which address a peer sees this node: an address that changes is noticed within this time."""
 ASKED = 3
+"""Peers that are asked to dial, for each of IPv4 and IPv6."""
 NEEDED = 2
 """So many must have failed, where there are so many: one may have no way out itself."""
 MAX_PROBES = 8
 """For all callers, at the same time."""
+MAX_ANNOUNCED = 4
+MAX_CONFIRMED = 4
+"""Addresses of one IP version and scope."""
+MAX_SEEN = 16
+VERSIONS = (4, 6)
+WHY = {
+    "refused": "the connection is refused",
+    "timeout": "nothing answers",
+    "other_peer": "another node answers",
+    "not_libp2p": "another program answers",
+}
+"""Why a dial did not reach the caller, as peers tell and as people read it."""
+
+Dial = Callable[[str, int, float], Awaitable[str]]
+"""Which peer listens at an IP address and a TCP port, within so many seconds. Raises PeerError with a code of WHY."""
+Seen = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]
+"""The IP addresses at which this node sees each peer that it is connected with directly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one peer found."""
+class Finding:
+    """What one peer found at one IP address of this node."""
 
-    reached: bool
-    public: bool
-    """Whether it sees this node at a public address."""
+    seen: str
+    """The IP address at which it sees this node."""
+    tried: tuple[str, ...] = ()
+    """Multiaddresses without a peer id."""
+    reached: tuple[str, ...] = ()
+    """Those of them at which this node answered."""
+    why: str = ""
+    """A word of WHY, where it reached this node at none."""
+
+    @property
+    def version(self) -> int:
+        return ipaddress.ip_address(self.seen).version
+
+    @property
+    def scope(self) -> Scope:
+        return scope_of(ipaddress.ip_address(self.seen))
 
 
-def judge(answers: Sequence[Answer], askable: int) -> bool | None:
-    """Whether this node can be reached; None where the answers do not tell. `askable`: peers that could be asked."""
-    counting = [answer for answer in answers if answer.public] or answers
-    if any(answer.reached for answer in counting):
+def judge(findings: Sequence[Finding], askable: int) -> bool | None:
+    """Whether this node can be reached; None where the findings do not tell. One finding of each asked peer.
+
+    `askable`: peers that could be asked. Those that see this node at an address of the widest scope decide, as a
+    neighbour reaches what others do not. One peer that lies is outvoted by two.
+    """
+    widest = max((finding.scope for finding in findings), default=Scope.HOST)
+    reached = sum(bool(finding.reached) for finding in findings if finding.scope is widest)
+    failed = sum(not finding.reached for finding in findings if finding.scope is widest)
+    if reached > sum(not finding.reached for finding in findings):
         return True
-    return False if counting and len(counting) >= min(NEEDED, askable) else None
+    return False if failed > reached and failed >= min(NEEDED, askable) else None
+
+
+@dataclass(slots=True)
+class Family:
+    """What is known for one IP version."""
+
+    port: int
+    """TCP port that this node listens on; 0: none."""
+    verdict: bool | None = None
+    """Whether others can open a connection over it; None where nobody has tried, or those that tried do not agree."""
+    confirmed: dict[Scope, tuple[str, ...]] = field(default_factory=dict)
+    """Addresses at which others have reached this node, for each scope. Kept until others find something else."""
+    findings: tuple[Finding, ...] = ()
+    """Of those that were asked last."""
+    in_doubt: bool = False
+    """They were reached before, and were not the last time."""
+
+    def take(self, findings: Sequence[Finding], askable: int) -> None:
+        """Hold to what the asked peers found. A failure after a success counts the second time."""
+        verdict = judge(findings, askable)
+        self.findings = tuple(findings)
+        if verdict is False and self.verdict and not self.in_doubt:
+            self.in_doubt = True  # The asked ones may have been too busy.
+            return
+        if verdict is None and self.verdict is not None:
+            return
+        self.in_doubt = False
+        self.verdict = verdict
+        widest = max(finding.scope for finding in findings)
+        if verdict is False:
+            self.confirmed = {scope: kept for scope, kept in self.confirmed.items() if scope < widest}
+        elif verdict:
+            self._confirm(findings)
+
+    def _confirm(self, findings: Sequence[Finding]) -> None:
+        """Of each scope, the addresses that most of the asked peers name."""
+        for scope in Scope:
+            votes = Counter(address for one in findings if one.scope is scope for address in one.reached)
+            most = max(votes.values(), default=0)
+            if most:
+                named = [address for address, count in votes.items() if count == most]
+                self.confirmed[scope] = tuple(sorted(named)[:MAX_CONFIRMED])
+
+    @property
+    def addresses(self) -> list[str]:
+        """The confirmed ones, widest scope first."""
+        return [address for scope in sorted(self.confirmed, reverse=True) for address in self.confirmed[scope]]
 
 
 class Reachability:
-    """Asks, and answers who asks. `changed` is called with what holds from now on."""
+    """Asks, and answers who asks. `changed` is called with whether this node is callable, and when addresses change."""
 
     def __init__(
         self,
         wire: Wire,
         directory: Directory,
-        seen_at: Callable[[str], Awaitable[str]],
-        port: int,
+        seen: Seen,
+        ports: Mapping[int, int],
         *,
         changed: Callable[[bool], None],
         rng: random.Random,
+        announced: Sequence[str] = (),
+        cache: Path | None = None,
+        dial: Dial = peer_at,
     ) -> None:
-        """`seen_at`: the IP address of a connected peer, or nothing. `port`: TCP, 0 for a node that listens on none."""
-        self._wire, self._directory, self._seen_at, self._port = wire, directory, seen_at, port
-        self._changed, self._rng = changed, rng
+        """`ports`: the TCP port that this node listens on, by IP version; without an entry, none.
+
+        `announced`: multiaddresses that the user says others reach. `cache`: a file that keeps confirmed addresses.
+        """
+        self._wire, self._directory, self._seen, self._dial = wire, directory, seen, dial
+        self._changed, self._rng, self._cache = changed, rng, cache
+        self._announced = tuple(address.partition("/p2p/")[0] for address in announced)[:MAX_ANNOUNCED]
+        self._families = {version: Family(ports.get(version, 0)) for version in VERSIONS}
+        self._refuted: frozenset[str] = frozenset()
+        """Of the announced addresses, those that peers have dialed in vain."""
+        self._untested: frozenset[str] = frozenset()
+        """Of the announced addresses, those that the peers asked last did not dial."""
         self._answered_at_s: dict[str, float] = {}
         self._probes = asyncio.Semaphore(MAX_PROBES)
-        self.is_inbound: bool | None = None
-        """None before anybody was asked: then the node takes itself for reachable."""
-        self._in_doubt = False
-        wire.serve({"probe": Service(self._on_probe, Channel.DHT)})
+        self._asked_at_s = -RENEW_S
+        self._asked_for: set[str] = set()
+        self._seen_at_s = 0.0
+        self._known_ips: set[str] = set()
+        self._hurries = True
+        """Whether to ask again as soon as SPACING_S allows it."""
+        wire.serve({"probe": Service(self._on_probe, Channel.DHT), "seen": Service(self._on_seen, Channel.DHT)})
+
+    # what is known
+
+    @property
+    def is_inbound(self) -> bool | None:
+        """None before anybody has tried, or where those that tried do not agree: then it takes itself for callable."""
+        verdicts = [family.verdict for family in self._families.values()]
+        if True in verdicts or not self._listens:
+            return self._listens
+        return False if False in verdicts else None
+
+    @property
+    def _listens(self) -> bool:
+        return any(family.port for family in self._families.values())
+
+    @property
+    def confirmed(self) -> tuple[str, ...]:
+        """Multiaddresses without a peer id at which others have reached this node, now or before its last start."""
+        return tuple(a for version in VERSIONS for a in self._families[version].addresses)
+
+    @property
+    def announced(self) -> tuple[str, ...]:
+        """What the user announces, less what peers have dialed in vain."""
+        return tuple(address for address in self._announced if address not in self._refuted)
+
+    def is_closed(self, version: int) -> bool:
+        """Whether others have found that nobody reaches this node over an IP version."""
+        return self._families[version].verdict is False
+
+    @property
+    def code(self) -> str:
+        """One word for a program: `reached`, `not_reached`, `not_tested`, `disputed` or `no_port`."""
+        if not self._listens:
+            return "no_port"
+        if self.is_inbound is not None:
+            return "reached" if self.is_inbound else "not_reached"
+        return "disputed" if any(family.findings for family in self._families.values()) else "not_tested"
 
     @property
     def reason(self) -> str:
         """One sentence for a person, with the mend."""
-        if not self._port:
-            return "This node listens on no TCP port, so it reduces nothing; set swarm.listen."
-        if self.is_inbound is None:
-            return f"Taken for granted until a peer has been asked whether it reaches TCP port {self._port}."
-        if self.is_inbound:
-            return f"Other peers reach TCP port {self._port}."
-        return (
-            f"No inbound connection reached TCP port {self._port}: this node trains and contributes, but reduces "
-            "nothing; forward that port or set swarm.announce."
-        )
+        port = next((family.port for family in self._families.values() if family.port), 0)
+        text = {
+            "no_port": "This node listens on no TCP port, so it reduces nothing; set swarm.listen.",
+            "not_tested": "Not tested yet: no other peer has tried to connect.",
+            "disputed": f"Not tested yet: the peers that tried TCP port {port} do not agree ({self._counts(None)}).",
+            "reached": f"Other peers reach this node at {_places(self.confirmed)} ({self._counts(True)}).",
+            "not_reached": f"No inbound connection reached TCP port {port}{self._failure()}: this node trains and "
+            "contributes, but reduces nothing; forward that port or set swarm.announce.",
+        }[self.code]
+        if self._refuted:
+            text += f" Nobody reaches {_places(sorted(self._refuted))}, which swarm.announce names."
+        if self._untested and not self.is_inbound:
+            text += f" No peer could test {_places(sorted(self._untested))}: none sees this node at that address."
+        return text
+
+    def _counts(self, verdict: bool | None) -> str:
+        told = [one for family in self._families.values() if family.verdict is verdict for one in family.findings]
+        return f"{sum(bool(one.reached) for one in told)} of {len(told)} that tried"
+
+    def _failure(self) -> str:
+        told = [one for family in self._families.values() for one in family.findings if not one.reached]
+        places = {f"at {_places(one.tried[:1])} {WHY[one.why]}" for one in told if one.tried and one.why in WHY}
+        return f" ({', '.join(sorted(places))})" if places else ""
 
     # asking
 
     async def run(self) -> None:
-        """Ask now and then for ever: soon after other peers have come, and every RENEW_S."""
+        """Ask now and then for ever: as soon as others are there, when this node's address changes, every RENEW_S."""
+        await asyncio.to_thread(self._load)
         clock = asyncio.get_running_loop().time
-        asked_at_s, asked_for = clock() - RENEW_S, set[str]()
+        self._asked_at_s = clock() - RENEW_S
+        if not self._listens:
+            self._changed(False)
+            logger.warning("%s", self.reason)
         while True:
-            askable = {record.peer_id for record in self._directory.others() if record.inbound}
-            since_s = clock() - asked_at_s
-            changed = askable != asked_for or self.is_inbound is None or self._in_doubt
-            if not self._port:
-                self._decide(False)
-            elif askable and (since_s >= RENEW_S or (changed and since_s >= SPACING_S)):
-                asked_at_s, asked_for = clock(), askable
+            # One that cannot be called itself can dial all the same.
+            askable = {record.peer_id for record in self._directory.others()} if self._listens else set()
+            self._hurries = self._hurries or not askable  # Those that come then see a new address, perhaps.
+            if askable and self._is_due(clock() - self._asked_at_s, askable):
+                self._asked_at_s, self._asked_for, self._hurries = clock(), askable, False
                 await self.ask(sorted(askable))
-            elif not askable and since_s >= RENEW_S:
-                self._decide(None)  # Nobody is left who could tell.
+            elif askable and clock() - self._seen_at_s >= SEEN_S:
+                self._seen_at_s = clock()
+                await self._ask_seen(self._rng.choice(sorted(askable)))
             await asyncio.sleep(LOOK_S)
+
+    def _is_due(self, since_s: float, askable: set[str]) -> bool:
+        if since_s >= RENEW_S:
+            return True
+        doubts = self._hurries or self.is_inbound is None or any(f.in_doubt for f in self._families.values())
+        others_came = not self.is_inbound or len(self._asked_for) < ASKED
+        return since_s >= SPACING_S and (doubts or (others_came and askable != self._asked_for))
 
     async def ask(self, askable: Sequence[str]) -> None:
         """Ask some of these, and hold to what they find."""
-        chosen = self._rng.sample(askable, min(ASKED, len(askable)))
-        found = await asyncio.gather(*(self._ask(peer) for peer in chosen))
-        answers = [answer for answer in found if answer is not None]
-        verdict = judge(answers, len(askable))
-        if verdict is False and self.is_inbound and not self._in_doubt:
-            self._in_doubt = True  # Who asked may have been too busy: once more, before anybody acts on it.
-        elif verdict is not None:
-            self._decide(verdict)
+        seen = await self._seen_quietly()
+        by_version = {
+            version: self._over(version, askable, seen) for version in VERSIONS if self._families[version].port
+        }
+        chosen = {p for peers in by_version.values() for p in self._rng.sample(peers, min(ASKED, len(peers)))}
+        told = await asyncio.gather(*(self._ask(peer) for peer in sorted(chosen)))
+        before, addresses_before, reason = self.is_inbound, (self.confirmed, self.announced), self.code
+        for version, peers in by_version.items():
+            findings = [found[version] for found in told if version in found]
+            if findings:
+                self._families[version].take(findings, len(peers))
+        findings = [finding for found in told for finding in found.values()]
+        self._known_ips = {finding.seen for finding in findings}
+        self._refute(findings, len(askable))
+        if (self.confirmed, self.announced) != addresses_before:
+            await asyncio.to_thread(self._save)
+        if reason != self.code or (self.confirmed, self.announced) != addresses_before:
+            logger.log(
+                logging.WARNING if self.is_inbound is False or self._refuted else logging.INFO, "%s", self.reason
+            )
+        if (before is False) != (self.is_inbound is False):
+            self._changed(self.is_inbound is not False)
 
-    async def _ask(self, peer_id: str) -> Answer | None:
+    @staticmethod
+    def _over(version: int, askable: Sequence[str], seen: Mapping[str, Sequence[str]]) -> list[str]:
+        """Those of them that are connected over an IP version; for IPv4, where they are few, also the unconnected."""
+        versions = {peer: {ipaddress.ip_address(ip).version for ip in ips} for peer, ips in seen.items()}
+        connected = [peer for peer in askable if version in versions.get(peer, ())]
+        if version == 4 and len(connected) < ASKED:
+            connected += [peer for peer in askable if not versions.get(peer)]
+        return connected
+
+    async def _ask(self, peer_id: str) -> dict[int, Finding]:
+        """What one peer found, by IP version."""
+        ports = {str(version): family.port for version, family in self._families.items() if family.port}
+        question = Message({"ports": ports, "announced": list(self._announced)})
         try:
-            reply = await self._wire.call(peer_id, "probe", Message({"port": self._port}), timeout_s=CALL_S)
+            reply = await self._wire.call(peer_id, "probe", question, timeout_s=CALL_S)
         except PeerError as exc:
             logger.debug("%s does not tell whether it reaches this node: %s", peer_id[-6:], exc)
-            return None
-        return Answer(reply.header.get("reached") is True, reply.header.get("public") is True)
+            return {}
+        return self.read_answer(reply)
 
-    def _decide(self, verdict: bool | None) -> None:
-        self._in_doubt = False
-        if verdict == self.is_inbound:
+    def read_answer(self, reply: Message) -> dict[int, Finding]:
+        """The findings that a peer tells, by IP version; what it makes up is left out."""
+        told = reply.header.get("found")
+        found: dict[int, Finding] = {}
+        for one in told[: len(VERSIONS)] if isinstance(told, list) else []:
+            if not isinstance(one, dict) or (ip := _ip(one.get("seen"))) is None:
+                continue
+            version = ip.version
+            if not self._families[version].port or version in found:
+                continue
+            seen, why = str(ip), one.get("why")
+            possible = {direct_address(seen, self._families[version].port), *self._announced}
+            tried, reached = (_known(one.get(key), possible) for key in ("tried", "reached"))
+            found[version] = Finding(seen, tried, reached, why if isinstance(why, str) and why in WHY else "")
+        return found
+
+    def _refute(self, findings: Sequence[Finding], askable: int) -> None:
+        """Note which announced addresses most of those that dialed them did not reach this node at."""
+        refuted = set(self._refuted)
+        for address in self._announced:
+            tried = sum(address in finding.tried for finding in findings)
+            reached = sum(address in finding.reached for finding in findings)
+            if 2 * reached > tried:
+                refuted.discard(address)
+            elif tried and tried - reached >= min(NEEDED, askable):
+                refuted.add(address)
+        self._refuted = frozenset(refuted)
+        self._untested = frozenset(self._announced if findings else ()) - {a for one in findings for a in one.tried}
+
+    async def _ask_seen(self, peer_id: str) -> None:
+        """At which address does this peer see the node? A new one is tried at once."""
+        try:
+            reply = await self._wire.call(peer_id, "seen", Message(), timeout_s=CALL_S)
+        except PeerError as exc:
+            logger.debug("%s does not tell where it sees this node: %s", peer_id[-6:], exc)
             return
-        before, self.is_inbound = self.is_inbound, verdict
-        logger.log(logging.WARNING if verdict is False else logging.INFO, "%s", self.reason)
-        if (before is False) != (verdict is False):
-            self._changed(verdict is not False)
+        told = reply.header.get("seen")
+        ips = {str(ip) for ip in map(_ip, told[: len(VERSIONS)] if isinstance(told, list) else []) if ip is not None}
+        if self._asked_for and ips - self._known_ips and len(self._known_ips) < MAX_SEEN:
+            logger.debug("%s sees this node at a new address", peer_id[-6:])
+            self._known_ips |= ips
+            self._hurries = True
+
+    @property
+    def outer(self) -> frozenset[str]:
+        """IP addresses at which others see this node."""
+        return frozenset(self._known_ips)
+
+    async def _seen_quietly(self) -> Mapping[str, Sequence[str]]:
+        try:
+            return await self._seen()
+        except PeerError as exc:
+            logger.debug("it is not known which peers are connected: %s", exc)
+            return {}
 
     # answering
 
+    async def _on_seen(self, caller: str, _message: Message) -> Message:
+        return Message({"seen": list(widest_of(await self._where(caller)).values())})
+
+    async def _where(self, caller: str) -> Sequence[str]:
+        ips = (await self._seen()).get(caller, ())
+        if not ips:
+            raise PeerError("this node sees the caller only through a relay", code="not_seen")
+        return ips
+
     async def _on_probe(self, caller: str, message: Message) -> Message:
-        port = message.header.get("port")
-        if not isinstance(port, int) or not 0 < port < 65536:
-            raise PeerError("a probe names no port")
+        ports, announced = read_question(message)
         now_s = asyncio.get_running_loop().time()
         self._answered_at_s = {p: at_s for p, at_s in self._answered_at_s.items() if now_s - at_s < SPACING_S - 1.0}
         if caller in self._answered_at_s or self._probes.locked():
             raise PeerError("a probe comes too soon after another", code="too_soon")
         self._answered_at_s[caller] = now_s
-        host = await self._seen_at(caller)
-        if not host:
-            raise PeerError("this node sees the caller only through a relay", code="not_seen")
+        targets = {version: ip for version, ip in widest_of(await self._where(caller)).items() if version in ports}
         async with self._probes:
-            reached = await can_connect(host, port, PROBE_S)
-        return Message({"reached": reached, "public": ipaddress.ip_address(host).is_global})
+            leads_to = await _resolved(announced)
+            found = []
+            for version, ip in targets.items():
+                tried = {direct_address(ip, ports[version]): ports[version]}
+                tried |= {address: port for address, port in announced.items() if ip in leads_to[address]}
+                found.append(await self._try(caller, ip, tried))
+        return Message({"found": found})
+
+    async def _try(self, caller: str, ip: str, tried: Mapping[str, int]) -> dict[str, object]:
+        """Dial these ports at one IP address. Several addresses may mean the same port."""
+        ports = sorted(set(tried.values()))
+        answers = await asyncio.gather(*(self._find_out(caller, ip, port) for port in ports))
+        why = dict(zip(ports, answers, strict=True))
+        reached = [address for address, port in tried.items() if not why[port]]
+        first = next(iter(tried.values()))
+        return {"seen": ip, "tried": list(tried), "reached": reached, "why": "" if reached else why[first]}
+
+    async def _find_out(self, caller: str, ip: str, port: int) -> str:
+        """Empty where the caller answers there, else a word of WHY."""
+        try:
+            return "" if await self._dial(ip, port, PROBE_S) == caller else "other_peer"
+        except PeerError as exc:
+            return exc.code
+
+    # over restarts
+
+    def _load(self) -> None:
+        """Take the addresses of before the last start for true, where they name a port that still leads here."""
+        if self._cache is None:
+            return
+        try:
+            known = list(json.loads(self._cache.read_text())["confirmed"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError) as exc:
+            logger.warning("%s is not readable and is ignored: %s", self._cache, exc)
+            return
+        for address in known[: 2 * len(Scope) * MAX_CONFIRMED]:
+            place = place_of(address) if isinstance(address, str) else None
+            if place is None or place.ip is None:
+                continue
+            family = self._families[place.ip.version]
+            if family.port and (place.port == family.port or address in self._announced):
+                family.confirmed[place.scope] = (*family.confirmed.get(place.scope, ()), address)
+
+    def _save(self) -> None:
+        if self._cache is None:
+            return
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._cache, json.dumps({"confirmed": list(self.confirmed)}, indent=1), forced=False)
+        except OSError as exc:
+            logger.warning("Confirmed addresses could not be saved to %s: %s", self._cache, exc)
 
 
-def tcp_port(addresses: Sequence[str]) -> int:
-    """Of the first multiaddress that is no relay's; 0 where there is none."""
-    ports = [address.partition("/tcp/")[2].partition("/")[0] for address in addresses if "/p2p-circuit" not in address]
-    return next((int(port) for port in ports if port.isdecimal()), 0)
+def read_question(message: Message) -> tuple[dict[int, int], dict[str, int]]:
+    """Port by IP version, and port by announced address. Raises PeerError."""
+    ports, announced = message.header.get("ports"), message.header.get("announced")
+    if not isinstance(ports, dict) or not isinstance(announced, list) or len(announced) > MAX_ANNOUNCED:
+        raise PeerError("a probe has the wrong form")
+    if not ports or not all(key in ("4", "6") and _is_port(port) for key, port in ports.items()):
+        raise PeerError("a probe names no port")
+    places = {address: place_of(address) for address in announced if isinstance(address, str)}
+    return (
+        {int(version): port for version, port in ports.items()},
+        {address: place.port for address, place in places.items() if place is not None and "/p2p/" not in address},
+    )
 
 
-async def can_connect(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a TCP connection can be opened. It is closed at once."""
+def widest_of(ips: Sequence[str]) -> dict[int, str]:
+    """By IP version, the address of the widest scope."""
+    addresses = sorted(map(ipaddress.ip_address, ips), key=scope_of)
+    return {address.version: str(address) for address in addresses}
+
+
+def listen_ports(addresses: Collection[str]) -> dict[int, int]:
+    """TCP port by IP version, of the first direct address of each."""
+    ports: dict[int, int] = {}
+    for place in filter(None, map(place_of, addresses)):
+        if place.ip is not None:
+            ports.setdefault(place.ip.version, place.port)
+    return ports
+
+
+async def _resolved(announced: Collection[str]) -> dict[str, frozenset[str]]:
+    """The IP addresses that each address leads to."""
+    places = [place_of(address) for address in announced]
+    found = await asyncio.gather(*(resolve(place, RESOLVE_S) for place in places if place is not None))
+    return dict(zip(announced, found, strict=True))
+
+
+def _places(addresses: Collection[str]) -> str:
+    return ", ".join(str(place_of(address) or address) for address in addresses)
+
+
+def _ip(told: object) -> IPAddress | None:
     try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await writer.wait_closed()
-    return True
+        return ipaddress.ip_address(told) if isinstance(told, str) and "%" not in told else None
+    except ValueError:
+        return None
+
+
+def _known(told: object, possible: set[str]) -> tuple[str, ...]:
+    return (
+        tuple(dict.fromkeys(a for a in told if isinstance(a, str) and a in possible)) if isinstance(told, list) else ()
+    )
+
+
+def _is_port(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**16

@@ -108,7 +108,11 @@ class Teller:
             state=self.state,
             peer_id=view.peer_id,
             run=self.run.model_copy(
-                update={"swarm_round": max(view.swarm_round, self.run.round), "invite": self.invite(view.addresses)}
+                update={
+                    "swarm_round": max(view.swarm_round, self.run.round),
+                    "invite": self.invite(view.addresses),
+                    "invite_note": view.invite_note,
+                }
             ),
             training=self.training.model_copy(update={"tokens_total": self._ledger.tokens}),
             sync=self.sync.model_copy(update={"stage": view.stage}),
@@ -117,6 +121,7 @@ class Teller:
             compute_utilization_ratio=self._ledger.utilization_ratio,
             forecast_utilization_ratio=self._ledger.forecast_ratio,
             reachability=view.reachability,
+            reachability_code=view.reachability_code,
             reachability_reason=view.reachability_reason,
             devices=self._devices,
             contribution=self._ledger.contribution(counters),

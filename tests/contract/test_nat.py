@@ -11,7 +11,7 @@ from node.errors import PeerError
 from node.status import Channel
 from node.swarm.base import Message
 from node.swarm.directory import Directory, PeerRecord
-from node.swarm.reachability import Reachability, tcp_port
+from node.swarm.reachability import Reachability, listen_ports
 from tests.contract.harness import WAIT_S, Node, Seat, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 20_000
@@ -101,8 +101,13 @@ def reachability(seat: Seat, port: int) -> Reachability:
     async def make() -> Reachability:
         directory = Directory(seat.identity, record, lambda: 0.0)
         return Reachability(
-            seat.wire, directory, seat.wire.seen_at, port, changed=lambda _: None, rng=random.Random(0)  # type: ignore[attr-defined]
-        )  # fmt: skip
+            seat.wire,
+            directory,
+            seat.wire.seen,  # type: ignore[attr-defined]
+            {4: port},
+            changed=lambda _: None,
+            rng=random.Random(0),
+        )
 
     return seat.do(make())
 
@@ -111,14 +116,25 @@ def test_a_peer_tries_the_port_at_the_address_where_it_sees_the_caller(swarm: Sw
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     asker, asked = swarm.acquainted(2)
-    port = tcp_port(asker.addresses())
+    port = listen_ports(asker.addresses())[4]
     mine, _ = reachability(asker, port), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))
-    assert mine.is_inbound is True and str(port) in mine.reason
+    assert mine.is_inbound is True and mine.confirmed == (f"/ip4/127.0.0.1/tcp/{port}",)
 
+    question = Message({"ports": {"4": port}, "announced": []})
     with pytest.raises(PeerError) as caught:
-        asker.do(asker.wire.call(asked.peer_id, "probe", Message({"port": port}), timeout_s=WAIT_S))
+        asker.do(asker.wire.call(asked.peer_id, "probe", question, timeout_s=WAIT_S))
     assert caught.value.code == "too_soon"
+
+
+def test_another_node_at_the_same_address_does_not_make_it_reachable(swarm: Swarm) -> None:
+    if swarm.transport == "local":
+        pytest.skip("the local transport has no ports")
+    asker, asked, neighbour = swarm.acquainted(3)
+    mine, _ = reachability(asker, listen_ports(neighbour.addresses())[4]), reachability(asked, 1)
+    asker.do(mine.ask([asked.peer_id]))
+    assert mine.is_inbound is False and not mine.confirmed
+    assert "another node answers" in mine.reason
 
 
 def test_a_port_that_is_closed_is_told_so(swarm: Swarm) -> None:

@@ -159,21 +159,25 @@ def test_a_joiner_that_is_offered_rubbish_has_no_offer(swarm: Swarm) -> None:
 def test_one_that_asks_whether_it_is_reached_hears_nothing_from_rubbish(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16"))
     asker, bad = nodes
-    answers = [a for a in rubbish() if a.header.get("reached") is not True]
+    found = {"seen": "127.0.0.1", "tried": [], "reached": [], "why": "refused"}
+    told = [{"found": value} for value in VALUES.values()]
+    told += [{"found": [found | {key: value}]} for key in ("tried", "reached", "why") for value in VALUES.values()]
+    told += [{"found": [{"seen": value}]} for value in VALUES.values()]
+    answers = rubbish() + [Message(header) for header in told]
     answer_with(bad, "probe", answers)
 
     async def ask() -> bool | None:
-        async def seen_at(_peer: str) -> str:
-            return "127.0.0.1"
+        async def seen() -> dict[str, tuple[str, ...]]:
+            return {}
 
         asking = Reachability(
-            asker.seat.wire, asker.directory, seen_at, 1, changed=lambda _: None, rng=random.Random(1)
+            asker.seat.wire, asker.directory, seen, {4: 1}, changed=lambda _: None, rng=random.Random(1)
         )
         for _ in answers:
             await asking.ask([bad.peer_id])
         return asking.is_inbound
 
-    assert asker.seat.do(ask()) is False
+    assert asker.seat.do(ask()) is not True
 
 
 UNSENDABLE: dict[str, Callable[[], Any]] = {

@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from node import logs
-from node.live import LiveView, dashboard_link, render, short_duration
+from node.live import LiveView, dashboard_link, describe, render, short_duration
 from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
 
 
-def status(phase: Phase = Phase.TRAINING, *, invite: str = "", reason: str = "") -> Status:
+def status(phase: Phase = Phase.TRAINING, *, invite: str = "", note: str = "", reason: str = "") -> Status:
+    run = RunInfo(round=3, invite=invite, invite_note=note)
     return Status(
-        node=NodeInfo(), phase=phase, reason=reason, code="x", since="", run=RunInfo(round=3, invite=invite),
+        node=NodeInfo(), phase=phase, reason=reason, code="x", since="", run=run,
         training=TrainingInfo(loss=2.5, tokens_per_second=1234.0), sync=SyncInfo(progress_ratio=0.5, eta_s=65.0),
         peers=PeersInfo(training=2), compute_utilization_ratio=None, reachability="none", devices=(), limits={},
         contribution={},  # type: ignore[arg-type]
@@ -70,6 +71,26 @@ def test_link_and_invite_come_once_each_and_only_when_known(tmp_path: Path) -> N
             view.update(status(invite=long_invite))
     link = "http://127.0.0.1:5/#token=" + "T" * 43
     assert out.getvalue() == f"Dashboard: {link}\nInvite: {long_invite}\n"
+
+
+def test_an_invite_for_this_network_only_says_so_and_a_better_one_is_printed_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=40), tmp_path, line=False, pid=7) as view:
+        for _ in range(2):
+            view.update(status(invite="diloco1-near", note="Works only on this network."))
+        for _ in range(2):
+            view.update(status(invite="diloco1-far"))
+        view.update(status(invite="diloco1-near", note="Works only on this network."))
+        view.update(status(invite="diloco1-far"))
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["Invite: diloco1-near", "Works only on this network."]
+    assert len(lines) == 4 and "from everywhere" in lines[2] and lines[3] == "Invite: diloco1-far"
+
+
+@pytest.mark.parametrize(("code", "word"), [("not_tested", "not tested yet"), ("not_reached", "none")])
+def test_a_node_that_nobody_has_tried_to_reach_is_not_tested_yet(code: str, word: str) -> None:
+    told = status().model_copy(update={"reachability_code": code, "reachability_reason": "It is so."})
+    assert f"reachable: {word}" in describe(told) and "It is so." in describe(told)
 
 
 def test_the_link_of_an_earlier_process_is_not_ours(tmp_path: Path) -> None:

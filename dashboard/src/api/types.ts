@@ -67,6 +67,7 @@ export interface Status {
   run: {
     manifest_hash: string;
     invite: string;
+    invite_note?: string;
     round: number;
     swarm_round: number;
     swarm_tokens: number;
@@ -88,6 +89,7 @@ export interface Status {
   compute_utilization_ratio: number | null;
   forecast_utilization_ratio?: number | null;
   reachability: string;
+  reachability_code?: string;
   reachability_reason: string;
   devices: Device[];
   limits: Record<string, number | null>;

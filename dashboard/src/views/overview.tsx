@@ -90,7 +90,7 @@ function Reach({ status: now }: { status: Status }) {
       <div class="network">
         <div>
           <p class="plain" data-reach={now.reachability}>
-            <strong>{reach(now.reachability)}</strong>
+            <strong>{reach(now.reachability, now.reachability_code)}</strong>
           </p>
           {now.reachability_reason && (
             <p class="quiet">
@@ -115,6 +115,11 @@ function Reach({ status: now }: { status: Status }) {
             )
           )}
           {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
+          {now.run.invite_note && (
+            <p class="quiet" data-invite-note>
+              <Prose text={now.run.invite_note} />
+            </p>
+          )}
         </div>
       </div>
     </Section>

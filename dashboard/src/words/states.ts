@@ -105,6 +105,9 @@ const REACH: Record<string, string> = {
   none: "Nobody can call this node. It takes part all the same, over connections that it opens itself.",
 };
 
-export function reach(reachability: string): string {
+const UNTESTED = new Set(["not_tested", "disputed"]);
+
+export function reach(reachability: string, code?: string): string {
+  if (code !== undefined && UNTESTED.has(code)) return "Not tested yet whether others reach this node.";
   return REACH[reachability] ?? reachability;
 }
