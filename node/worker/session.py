@@ -280,7 +280,7 @@ class Opening:
 
     def _load_newest(self) -> Checkpoint | None:
         self._faults.meet("load", -1)
-        return self._store.newest()
+        return self._store.newest(mend=True)
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
         """The swarm's state, however long it takes until somebody serves one; none of those to `avoid`."""
