@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from node.errors import MachineError, ProtocolError
+from node.files import sync_folder
 from node.quota import META_BYTES, Room, any_room
 from node.training.tensorfile import read_tensors, write_tensors
 
@@ -215,7 +216,7 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         temporary.rename(target)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
@@ -313,7 +314,7 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -361,12 +362,3 @@ def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=32).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the names in it last, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

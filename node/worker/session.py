@@ -80,7 +80,8 @@ class CheckpointSource:
         return None
 
     def wanted_since(self) -> int | None:
-        return min(self._store.pinned(), default=None)
+        """The oldest state from which somebody replays: a joiner, or this node itself after a crash."""
+        return min((*(snapshot.round for snapshot in self._kept[:1]), *self._store.pinned()), default=None)
 
     def leaf(self, digest: str, index: int) -> bytes:
         snapshot = self.find(digest, hold=True)

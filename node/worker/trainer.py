@@ -336,7 +336,7 @@ class Trainer:
         self.teller.tell()
         if landing.flight is None:
             self.progress = Progress()
-        if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
+        if self.session.swarm.mailbox.empty() and not done.is_replayed:  # Of rounds in a row, the last one will do.
             self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self._tell_and_obey)
         self.local.text.start_round(self.tip.round + 1)
         apply_s = time.monotonic() - began_s

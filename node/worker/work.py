@@ -221,7 +221,13 @@ class Work:
                 raise
 
     def _align(self, session: Session, trainer: Trainer) -> None:
-        """Come to the head, and to the age, of the round that the others are in."""
+        """Take the rounds again that this node has on its disk; then come to the head and the age of the swarm's."""
+        first = trainer.tip.round + 1
+        # One at a time, as each has a whole state.
+        while self._opening.wait(session.swarm.start_call(lambda member: member.replay_next())):
+            trainer.obey_all_mail()
+        if trainer.tip.round >= first:
+            logger.info("Took rounds %d to %d again, from the disk.", first, trainer.tip.round)
         tip = self._opening.wait(session.swarm.start_call(lambda member: member.align()))
         trainer.obey_all_mail()
         trainer.take_age(tip, fresh=session.checkpoint is None)
