@@ -209,7 +209,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     every_s: float = Field(60.0, gt=0)
-    """Seconds from one checkpoint to the next at least; they are written at round ends, and at a clean stop."""
+    """Least seconds between checkpoints, written at round ends and clean stops. A crash loses no round, only steps."""
 
 
 class LogConfig(Section):

@@ -9,7 +9,7 @@
     │   └── QuotaError            limits.disk_gb leaves no room; what was to be written is not
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest offered does not have the hash of the invite
-    ├── ProtocolError         10  the swarm speaks a newer protocol
+    ├── ProtocolError         10  the swarm speaks a newer protocol, or a newer version wrote this data folder
     ├── TrainingError         70  loss or gradient is no longer a finite number; the parameters were not touched
     ├── TextError            (internal; reading goes on elsewhere, or later)
     │   ├── Unreachable           the source does not answer now; it may later

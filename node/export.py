@@ -27,10 +27,13 @@ def export(config: Config, target: Path) -> int:
 
 
 def newest(config: Config) -> tuple[Manifest, Checkpoint]:
-    """The run of the configuration's data folder, and its newest checkpoint. DataFolderError if there is none."""
+    """The run of the configuration's data folder, and its newest checkpoint. Changes nothing: a node may run on it.
+
+    DataFolderError if there is none; ProtocolError where a newer version wrote it.
+    """
     data_dir = config.node.data_dir
     manifest = manifest_of(data_dir)
-    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=config.checkpoint.keep).newest()
+    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=config.checkpoint.keep).newest(mend=False)
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
     if checkpoint.manifest_hash != manifest.hash:

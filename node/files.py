@@ -25,3 +25,12 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync of a folder, so that the names in it outlive a power cut, too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,8 +1,8 @@
 """The words between supervisor and worker: one JSON object a line over a socketpair. Knows no process and no torch.
 
-Down (supervisor to worker): `Start` once, then `Adjust` and `Stop`. Up (worker to supervisor): `Beat`, `Report` inside
-`Told`, `RoundTold`, `Observed`, `Noticed`, `LogTold`, and at the end `Ended`. A line that does not parse is a bug of
-ours and raises.
+Down (supervisor to worker): `Start` once, then `Adjust` and `Stop`. Up (worker to supervisor): `Beat`, `Unsaved`,
+`Report` inside `Told`, `RoundTold`, `Observed`, `Noticed`, `LogTold`, and at the end `Ended`. A line that does not
+parse is a bug of ours and raises.
 """
 
 from __future__ import annotations
@@ -54,8 +54,15 @@ class Beat(Value):
     """The worker's main thread is alive. At least once a second while it trains, waits, or downloads."""
 
     type: Literal["beat"] = "beat"
-    saving: bool = False
-    """It waits for its state to be on the disk, which may take longer than an end may take otherwise."""
+
+
+class Unsaved(Value):
+    """The worker was asked to stop, and its work is not on the disk yet: it finishes an operation, or writes.
+
+    Once a second, from a thread of its own, as the main thread may be in one long operation. Not a heartbeat.
+    """
+
+    type: Literal["unsaved"] = "unsaved"
 
 
 class Told(Value):
@@ -103,7 +110,7 @@ class Ended(Value):
     reason: str
 
 
-Up = Beat | Told | RoundTold | Observed | Noticed | LogTold | Ended
+Up = Beat | Unsaved | Told | RoundTold | Observed | Noticed | LogTold | Ended
 Down = Start | Adjust | Stop
 
 _UP: TypeAdapter[Up] = TypeAdapter(Annotated[Up, Field(discriminator="type")])

@@ -92,6 +92,11 @@ class Board:
         self.notice(NEWER_VERSION, newer_version(self._node.version, report.swarm))
 
     def add_round(self, record: RoundRecord) -> None:
+        """A round that is told again, after a crash, is the same round."""
+        if record.head and not record.dropped:
+            for known in itertools.takewhile(lambda known: not known.dropped, self._rounds):
+                if known.head == record.head:
+                    return
         self._rounds.appendleft(record)
         if self.memory is not None:
             self.memory.add_round(record)

@@ -72,7 +72,7 @@ class Keeper:
         self._want: Want = "pause" if self._verdict.by else "run"
         self._crashes = 0
         self._unsaved = ""
-        """Why the last worker's newest work is lost, if it is."""
+        """Why the newest work of the last worker that trained is lost, if it is."""
         self._changed = asyncio.Event()
         self._noticed: set[str] = set()
         """Codes of what this worker has noticed."""
@@ -191,7 +191,8 @@ class Keeper:
     async def _live(self, mode: Literal["train", "relay", "pause"]) -> tuple[Fate, str | None]:
         """One worker, from start to death. Returns how it ended, and how it was asked to, if it was."""
         config = self._tuner.worker_starts(trains=mode == "train")
-        self._unsaved = ""
+        if mode != "pause":
+            self._unsaved = ""  # A pause goes on telling what was lost at its beginning.
         self._changed.clear()
         try:
             await self._shift.start(
@@ -348,7 +349,7 @@ class Keeper:
             if self._board.status.code not in ("worker_crashed", "resuming"):
                 self._enter(Phase.STARTING, "starting", "The node is starting.")
             return
-        self._enter(Phase.PAUSED, self._verdict.code, self._verdict.reason)
+        self._enter(Phase.PAUSED, self._verdict.code, f"{self._verdict.reason}{self._unsaved}")
 
     def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:
         """The one place where a phase of the supervisor's own begins."""

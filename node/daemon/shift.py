@@ -1,7 +1,7 @@
 """One worker at a time, from its start to its death: heard, watched, asked to end. Knows deadlines, and no phase.
 
-A worker that is asked to end has `stop_s`; one that says meanwhile that it still writes its last state has `save_s`, as
-gigabytes take their time on a volunteer's disk.
+A worker that is asked to end has `stop_s`; one that says meanwhile that its work is not saved yet has `save_s`: its
+current operation ends before the save, and a volunteer's disk takes gigabytes slowly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from node.daemon.child import Child, Fate
-from node.link import Beat, Down, Ended, Start, Stop, Up
+from node.link import Beat, Down, Ended, Start, Stop, Unsaved, Up
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Timings:
     stop_s: float = 6.0
     """For saying goodbye; then the worker is killed. Uvicorn has 2 s more, and both are done within 10."""
     save_s: float = 50.0
-    """The same while it says that it saves; containers and services are given 60 s."""
+    """The same while it says that its work is not saved yet; containers and services are given 60 s."""
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Before the restart after the first, second, ... crash; one more crash than there are entries is an error."""
     healthy_s: float = 60.0
@@ -146,8 +146,8 @@ class Shift:
         now_s, timings = time.monotonic(), self._timings
         if isinstance(message, Beat):
             self._beat_at_s = now_s
-            if message.saving and self._stop_by_s is not None:
-                self._stop_by_s = min(now_s + timings.stop_s, self._asked_at_s + timings.save_s)
+        elif isinstance(message, Unsaved) and self._stop_by_s is not None:
+            self._stop_by_s = min(now_s + timings.stop_s, self._asked_at_s + timings.save_s)
         elif isinstance(message, Ended) and self._stop_by_s is None:
             # Its last words are said: what is left of it has as long as any stop.
             self._asked_at_s, self._stop_by_s = now_s, now_s + timings.stop_s

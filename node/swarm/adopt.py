@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from node.diloco.aggregate import norm_bound
-from node.errors import PeerError
-from node.swarm.chain import next_tip
+from node.errors import PeerError, SwarmError
+from node.swarm.chain import Tip, next_tip
 from node.swarm.records import Document, Join, Outcome, Proof, check_proof, included_joins, split_hashes, voters
-from node.swarm.reduce import exceeds
+from node.swarm.reduce import Grid, exceeds
 from node.swarm.rendezvous import supported
+from node.swarm.results import ResultStore
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
@@ -60,19 +61,52 @@ class Adoption:
             chunks, mean = await self.mean_of(outcome, included, hashes)
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")
-            outer = rounds.rules.outer
-            at_s = rounds.anchor_at_s(outcome.plan.parent)
-            ranges = rounds.rules.grid_at(outcome.round).ranges
-            tip = await asyncio.to_thread(
-                next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, at_s, ranges
-            )
-            await asyncio.to_thread(rounds.chain.store.put, tip.head, hashes, chunks)
+            tip = await self._next_tip(proof, outcome, included, mean)
+            # On the disk before this node shows it to anybody.
+            await asyncio.to_thread(rounds.chain.store.put, proof, chunks)
             if outcome.plan.parent != rounds.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.
             rounds.commit(tip, outcome, proof)
             if rounds.faults.corrupts("apply", tip.round, rounds.mishaps.role):
                 tip.state.anchor[0] += 1.0
             return True
+
+    async def replay_next(self) -> bool:
+        """Take the round after the tip again, where this node committed it before it was started again.
+
+        All checks are those of `adopt`, less the one whether others support it: this node found so when it committed.
+        False where the disk has no such round (any more).
+        """
+        rounds = self._rounds
+        proof = rounds.chain.next_stored()
+        if proof is None:
+            return False
+        try:
+            outcome, joins = await asyncio.to_thread(check_proof, proof, rounds.rules.bounds)
+            async with self._adopting:
+                if outcome.plan.parent != rounds.chain.tip.head:
+                    return True  # The swarm was quicker.
+                self.check_round(outcome, joins)
+                hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
+                grid = rounds.rules.grid_at(outcome.round)
+                rounds.results.hold(hashes, await asyncio.to_thread(_load, rounds.chain.store, proof, grid))
+                _, mean = await self.mean_of(outcome, included, hashes)
+                tip = await self._next_tip(proof, outcome, included, mean)
+                if outcome.plan.parent == rounds.chain.tip.head:
+                    rounds.commit(tip, outcome, proof, is_replayed=True)
+                return True
+        except (SwarmError, OSError, ValueError) as exc:
+            logger.warning("Round %d is on the disk, but cannot be taken again: %s", rounds.next_round, exc)
+            rounds.chain.forget_stored()
+            await asyncio.to_thread(rounds.chain.store.keep_only, rounds.chain.heads())
+            return False
+
+    async def _next_tip(self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor) -> Tip:
+        rounds = self._rounds
+        at_s = rounds.anchor_at_s(outcome.plan.parent)
+        ranges = rounds.rules.grid_at(outcome.round).ranges
+        tip, outer = rounds.chain.tip, rounds.rules.outer
+        return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
 
     def check_round(self, outcome: Outcome, joins: Mapping[str, Join]) -> None:
         """What follows this node's tip must be the next round, and as long as it was. Raises PeerError.
@@ -120,3 +154,11 @@ class Adoption:
         self._rounds.directory.evict(document.signer, EVICT_S)
         self._rounds.wire.traffic.reject(PeerError("two outcomes", code="equivocation"))
         return False
+
+
+def _load(store: ResultStore, proof: Proof, grid: Grid) -> list[bytes]:
+    """The chunks of a stored result, each checked. Raises OSError, ValueError, PeerError."""
+    chunks = store.load(proof)
+    for chunk, data in enumerate(chunks):
+        grid.check(chunk, data)
+    return chunks

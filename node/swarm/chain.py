@@ -16,9 +16,9 @@ from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.fragments import Ranges, step
 from node.diloco.outer import OuterState
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
-from node.swarm.line import Link, extend, link_of
+from node.swarm.line import Link, extend, heads_of, link_of
 from node.swarm.records import Join, Outcome, Proof
-from node.swarm.results import ResultStore, kept_rounds
+from node.swarm.results import ResultStore, StoredRound, kept_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,14 @@ def next_tip(
     return tip_at(state, proof.outcome.hash, proof, outer, included, now_s, line)
 
 
+def open_chain(tip: Tip, store: ResultStore) -> Chain:
+    """The chain at a checkpoint's tip. Removes the results of other lines from the store, so it accesses the disk."""
+    chain = Chain(tip, store)
+    store.keep_only(chain.heads())
+    store.stored.clear()  # The chain has taken over what is needed of it.
+    return chain
+
+
 class Chain:
     """The tip, and the proofs that led to it."""
 
@@ -135,13 +143,45 @@ class Chain:
         self.tip = tip
         self.store = store
         self.wanted_since: Callable[[], int | None] = lambda: None
-        """The oldest round whose state somebody is downloading: what came after it is kept for the replay."""
+        """The oldest round from whose state somebody replays: a joiner, or this node after a crash."""
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
+        """By parent: what led to the tip."""
+        self._ahead: dict[str, Proof] = {}
+        """By parent: what this node has committed after the tip, before it was started again."""
         self._digests = {tip.head: tip.digest}
+        self._link(store.stored)
+
+    def _link(self, stored: Sequence[StoredRound]) -> None:
+        """Take over what an earlier process has left of this line, before the tip and after it."""
+        by_head = {one.head: one for one in stored}
+        before, head = [], self.tip.head
+        while (one := by_head.get(head)) is not None:
+            before.append(one)
+            head = one.parent
+        self._proofs.update({one.parent: one.proof for one in reversed(before)})
+        by_parent = {one.parent: one for one in stored}
+        head = self.tip.head
+        while (one := by_parent.get(head)) is not None:
+            self._ahead[head] = one.proof
+            head = one.head
+
+    def next_stored(self) -> Proof | None:
+        """The round after the tip, where this node has committed it before it was started again."""
+        return self._ahead.get(self.tip.head)
+
+    def forget_stored(self) -> None:
+        """The rounds after the tip cannot be taken again."""
+        self._ahead.clear()
+
+    def heads(self) -> set[str]:
+        """All heads of this line that this node can show, or can come to from its disk."""
+        proofs = (*self._proofs.values(), *self._ahead.values())
+        return {*heads_of(self.tip.line, self.tip.head), *(proof.outcome.hash for proof in proofs)}
 
     def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
         assert parent == self.tip.head
         self._proofs[parent] = proof
+        self._ahead.pop(parent, None)
         self._digests[tip.head] = tip.digest
         store = self.store
         store.kept_rounds = kept_rounds(tip.round, self.wanted_since(), store.in_use(), store.turns)
@@ -153,6 +193,7 @@ class Chain:
     def replace(self, tip: Tip) -> None:
         """Start again from a downloaded state; what led elsewhere is dropped."""
         self._proofs.clear()
+        self._ahead.clear()
         self._digests = {tip.head: tip.digest}
         self.tip = tip
 

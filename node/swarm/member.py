@@ -26,7 +26,7 @@ from node.swarm.addresses import addresses_of
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Message, Service
 from node.swarm.catchup import CatchUp, Loss
-from node.swarm.chain import Chain, Tip
+from node.swarm.chain import Chain, Tip, open_chain
 from node.swarm.directory import MEMBER_PHASES, Directory, PeerRecord
 from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.download import Download
@@ -227,14 +227,23 @@ class Member:
     def _uplink_is_busy(self) -> bool:
         return self.rounds is not None and self.rounds.stage in ("reduce", "commit")
 
-    def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
+    async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
         """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
-        chain = Chain(tip, ResultStore(self._cache, len(rules.grids), room=self.options.room))
+
+        def open_on_disk() -> Chain:
+            return open_chain(tip, ResultStore(self._cache, len(rules.grids), room=self.options.room))
+
+        chain = await asyncio.to_thread(open_on_disk)
         chain.wanted_since = self._wanted_since
         self.rounds = Rounds(self.wire, self.directory, rules, chain, self.options.faults, deliver)
         self.show_tip(tip)
         self._catch_up = CatchUp(self.wire, self.directory, self.rounds, on_lost)
         self.run(self.rounds.run(), self._catch_up.run())
+
+    async def replay_next(self) -> bool:
+        """Take one round again that this node committed before it was started again; False where there is none."""
+        assert self.rounds is not None
+        return await self.rounds.adoption.replay_next()
 
     async def align(self) -> Tip:
         """Reach the others if they can be reached, and come to their head and their round's age."""

@@ -1,24 +1,30 @@
 """Encoded results, found by hash: of the round in progress in memory, of the last rounds on disk. Knows a wire.
 
-Whoever has a chunk may give it: its hash says whether it is the right one.
+Any peer may give a chunk: its hash says whether it is the right one. On disk a result has its proof beside it, so a
+node that crashed takes its rounds again without the swarm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from node.errors import PeerError, QuotaError, RoundFailed
+from node.errors import PeerError, QuotaError, RoundFailed, SwarmError
+from node.files import sync_folder
 from node.quota import Room, any_room
 from node.swarm.base import Message, Wire
 from node.swarm.calls import while_live
 from node.swarm.directory import Directory
-from node.swarm.records import Outcome
+from node.swarm.records import Outcome, Proof, parse, split_hashes
 from node.swarm.reduce import Grid, chunk_hash
 
 logger = logging.getLogger(__name__)
@@ -28,43 +34,110 @@ MAX_KEPT_ROUNDS = 72
 """While somebody downloads an older state, or replays. A slower one begins again, from a newer state."""
 
 IN_USE_S = 60.0
+MAX_HEAD_BYTES = 32 * 2**20
+"""More than a proof can have."""
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRound:
+    """A committed round that an earlier process of this node has left on the disk."""
+
+    head: str
+    parent: str
+    proof: Proof
 
 
 class ResultStore:
-    """The encoded means of the last `kept_rounds` rounds, one file a round, found by chunk hash."""
+    """The committed rounds of the last `kept_rounds`: one file each, with the proof and the encoded mean.
+
+    A file is the length of its head (8 bytes, little-endian), the head as JSON, and the chunks. The methods access the
+    disk; any thread may call them.
+    """
 
     def __init__(
         self, folder: Path, turns: int = 1, clock: Callable[[], float] = time.monotonic, *, room: Room = any_room
     ) -> None:
-        """`turns`: rounds in which all parameters have their turn; as many times more rounds are kept."""
+        """`turns`: rounds in which all parameters have their turn; as many times more rounds are kept.
+
+        Damaged files of an earlier process are removed.
+        """
         self._room = room
         self._clock, self.turns = clock, turns
         self._fetched_at_s: dict[str, float] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for left_over in folder.glob("results-*.bin"):
-            left_over.unlink()
         self.kept_rounds = KEPT_ROUNDS * turns
         self._folder = folder
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
+        self.stored: list[StoredRound] = []
+        """What was found at the start, oldest first; `open_chain` takes it over."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("results-*"), key=lambda path: path.stat().st_mtime_ns):
+            self._find(path)
 
-    def put(self, head: str, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
-        """A disk that does not take them is no reason to miss the round: only late peers cannot replay it from here."""
-        index, offset = {}, 0
-        for digest, chunk in zip(hashes, chunks, strict=True):
-            index[digest] = (offset, len(chunk))
-            offset += len(chunk)
+    def _find(self, path: Path) -> None:
         try:
-            with self._room(offset):
-                self._path(head).write_bytes(b"".join(chunks))
-        except (OSError, QuotaError) as exc:
-            self._path(head).unlink(missing_ok=True)
-            why = exc.strerror if isinstance(exc, OSError) else exc
-            logger.warning("A round's result could not be kept for late peers in %s: %s.", self._folder, why)
+            head_bytes, sizes, proof = _read_head(path)
+            stored = StoredRound(proof.outcome.hash, parse(Outcome, proof.outcome.text).plan.parent, proof)
+            index = _index(proof, sizes, head_bytes)
+            if path != self._path(stored.head) or path.stat().st_size != head_bytes + sum(sizes):
+                raise ValueError("it is not whole")
+        except (OSError, ValueError, KeyError, TypeError, SwarmError) as exc:
+            logger.warning("The result %s of an earlier start is damaged (%s): removed.", path.name, exc)
+            path.unlink(missing_ok=True)
             return
-        self._rounds[head] = index
+        self._rounds[stored.head] = index
+        self.stored.append(stored)
+
+    def put(self, proof: Proof, chunks: Sequence[bytes]) -> None:
+        """A committed round, forced onto the disk when this returns.
+
+        A disk that does not take it is no reason to miss the round; it only cannot be replayed from here.
+        """
+        head = proof.outcome.hash
+        sizes = [len(chunk) for chunk in chunks]
+        first = _encode_head(sizes, proof)
+        path = self._path(head)
+        temporary = path.with_suffix(".new")
+        try:
+            with self._room(len(first) + sum(sizes)):
+                with temporary.open("wb") as file:
+                    file.writelines((first, *chunks))
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+                sync_folder(self._folder)
+        except (OSError, QuotaError) as exc:
+            with suppress(OSError):
+                temporary.unlink()
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            logger.warning(
+                "A round counts, but its result could not be kept in %s: a crash before the next checkpoint loses it "
+                "here, and late peers cannot take it from here: %s.", self._folder, why,
+            )  # fmt: skip
+            return
+        self._rounds[head] = _index(proof, sizes, len(first))
         while len(self._rounds) > self.kept_rounds:
             old, _ = self._rounds.popitem(last=False)
             self._path(old).unlink(missing_ok=True)
+
+    def keep_only(self, heads: Collection[str]) -> None:
+        """Remove the results of other lines of rounds."""
+        for head in [head for head in self._rounds if head not in heads]:
+            del self._rounds[head]
+            self._path(head).unlink(missing_ok=True)
+        self.stored = [stored for stored in self.stored if stored.head in heads]
+
+    def load(self, proof: Proof) -> list[bytes]:
+        """All chunks of a round, in order. Raises OSError, or ValueError where one does not have its hash."""
+        index, chunks = self._rounds.get(proof.outcome.hash, {}), []
+        with self._path(proof.outcome.hash).open("rb") as file:
+            for digest in split_hashes(proof.hashes):
+                offset, size = index.get(digest, (0, 0))
+                file.seek(offset)
+                chunks.append(file.read(size))
+                if chunk_hash(chunks[-1]) != digest:
+                    raise ValueError("a chunk does not have its hash")
+        return chunks
 
     def get(self, digest: bytes) -> bytes | None:
         for head, index in list(self._rounds.items()):  # `put` runs in a thread.
@@ -85,6 +158,31 @@ class ResultStore:
 
     def _path(self, head: str) -> Path:
         return self._folder / f"results-{head[:16]}.bin"
+
+
+def _encode_head(sizes: Sequence[int], proof: Proof) -> bytes:
+    text = json.dumps({"sizes": list(sizes), "proof": proof.model_dump(mode="json")}).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+def _read_head(path: Path) -> tuple[int, list[int], Proof]:
+    """Bytes of the head, sizes of the chunks, proof. Raises OSError, ValueError, KeyError, TypeError, PeerError."""
+    with path.open("rb") as file:
+        prefix = file.read(_LENGTH.size)
+        length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else MAX_HEAD_BYTES + 1
+        if length > MAX_HEAD_BYTES:
+            raise ValueError("it has no head")
+        head = json.loads(file.read(length))
+    return _LENGTH.size + length, [int(size) for size in head["sizes"]], parse(Proof, json.dumps(head["proof"]))
+
+
+def _index(proof: Proof, sizes: Sequence[int], offset: int) -> dict[bytes, tuple[int, int]]:
+    """Chunk hash to its place in the file; the first chunk begins at `offset`. Raises ValueError."""
+    index = {}
+    for digest, size in zip(split_hashes(proof.hashes), sizes, strict=True):
+        index[digest] = (offset, size)
+        offset += size
+    return index
 
 
 def kept_rounds(newest: int, wanted_since: int | None, in_use: int = 0, turns: int = 1) -> int:
@@ -121,6 +219,10 @@ class Results:
 
     def get(self, digest: bytes) -> bytes | None:
         return self._chunks.get(digest) or self._store.get(digest)
+
+    def hold(self, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        """Keep these, whose hashes the caller has checked."""
+        self._chunks.update(zip(hashes, chunks, strict=True))
 
     def clear(self) -> None:
         """The round is over."""

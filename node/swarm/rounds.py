@@ -88,6 +88,8 @@ class Committed:
     offered: bool
     """Whether this node had joined with a contribution."""
     stage_s: dict[str, float]
+    is_replayed: bool = False
+    """Whether an earlier process of this node committed it, and this one has taken it from the disk."""
 
 
 Deliver = Callable[[Committed | RoundFailed], None]
@@ -349,7 +351,7 @@ class Rounds:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
 
-    def commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
+    def commit(self, tip: Tip, outcome: Outcome, proof: Proof, *, is_replayed: bool = False) -> None:
         mine = self.mine
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
@@ -360,7 +362,7 @@ class Rounds:
         stage_s, self._stage_s = self._stage_s, {}
         if offered and self.me in outcome.included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s))
+        self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s, is_replayed))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()

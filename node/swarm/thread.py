@@ -110,7 +110,7 @@ class SwarmThread:
     def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
         async def begin(member: Member) -> None:
             member.serve_state(source)
-            member.take_part(rules, tip, self.mailbox.put, lambda loss: self.mailbox.put(Lost(loss)))
+            await member.take_part(rules, tip, self.mailbox.put, lambda loss: self.mailbox.put(Lost(loss)))
 
         self.start_call(begin).result(START_S)
 
@@ -138,6 +138,8 @@ class SwarmThread:
             with suppress(queue.Empty):  # All mail so far is of the line that this node has left.
                 while True:
                     self.mailbox.get_nowait()
+            chain = member.rounds.chain
+            await asyncio.to_thread(chain.store.keep_only, chain.heads())
 
         self.start_call(restart).result(START_S)
 

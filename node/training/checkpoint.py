@@ -5,7 +5,8 @@
         local.safetensors    this node's own: local, optimizer.*, other.*
         meta.json            the rest, the size and BLAKE2b of both files, and its own checksum
 
-Written to a temporary folder, synced, renamed. The store has one writer; others may read at the same time.
+Written to a temporary folder, synced, renamed. The store has one writer, the process that holds the data folder's lock;
+others may read at the same time and change nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from node.errors import MachineError
+from node.errors import MachineError, ProtocolError
+from node.files import sync_folder
 from node.quota import META_BYTES, Room, any_room
 from node.training.tensorfile import read_tensors, write_tensors
 
@@ -43,6 +45,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Errors in reading that speak of the checkpoint; others, such as no permission, speak of the machine."""
 
+MAX_REPLACED = 20
+"""Times that a reader looks again because the writer has replaced or pruned what it read."""
 PIN_S = 60.0
 MAX_PINNED = 2
 
@@ -120,22 +124,43 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._prune()
+        self._drop_damaged()
         return target
 
-    def newest(self) -> Checkpoint | None:
-        """The newest one that is whole. A damaged one is set aside with a warning; None if nothing is left."""
-        for path in self._candidates():
+    def newest(self, *, mend: bool) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None if there is none.
+
+        `mend`: damaged ones before it are set aside with a warning; only for the store's writer. Without it they are
+        skipped, and a checkpoint that the writer replaced during the read is read again. ProtocolError, and nothing
+        is changed, where a newer version wrote the checkpoint; MachineError where this user may not read it.
+        """
+        damaged: dict[Path, Exception] = {}
+        replaced = 0
+        while (path := next((p for p in self._candidates() if p not in damaged), None)) is not None:
+            before = _written_at(path)
             try:
-                return _read(path)
+                newest = _read(path)
             except (OSError, ValueError, KeyError, TypeError) as exc:
                 if isinstance(exc, OSError) and exc.errno not in _DAMAGE:
                     raise MachineError(
                         f"The checkpoint {path} cannot be read ({exc.strerror}): make it readable for this user.",
                         code="disk",
                     ) from exc
-                if path.exists():  # else another process pruned it meanwhile
-                    self._set_aside(path, exc)
+                replaced += (is_replaced := _written_at(path) != before)
+                if not is_replaced or replaced > MAX_REPLACED:
+                    damaged[path] = exc
+                continue
+            self._report_damage(damaged, mend=mend)
+            return newest
+        self._report_damage(damaged, mend=mend)
         return None
+
+    def _report_damage(self, damaged: Mapping[Path, Exception], *, mend: bool) -> None:
+        for path, exc in damaged.items():
+            if mend:
+                self._set_aside(path, exc)
+            else:
+                log.warning("The checkpoint %s is damaged (%s): the one before it is used.", path.name, exc)
 
     def put_aside(self) -> None:
         """What they hold leads nowhere: no start goes on from it. Kept until `drop_aside`, should others be wrong.
@@ -191,7 +216,7 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         temporary.rename(target)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
@@ -212,15 +237,21 @@ class CheckpointStore:
                     log.warning("The old checkpoint %s could not be removed (%s): remove it by hand.", path, exc)
 
     def _set_aside(self, path: Path, exc: Exception) -> None:
-        """Only the newest damaged one is kept: they are as large as the others."""
-        for old in self._folder.glob(f"{_DAMAGED}*"):
-            shutil.rmtree(old, ignore_errors=True)
-        aside = path.with_name(f"{_DAMAGED}{path.name}")
+        """Out of use, and kept until a later save has been written: it may be the only copy that is left."""
+        aside, number = path.with_name(f"{_DAMAGED}{path.name}"), 1
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"{_DAMAGED}{path.name}-{number}")
         path.rename(aside)
         log.warning(
             "The checkpoint %s is damaged (%s): it was set aside as %s and the one before it is used.",
             path.name, exc, aside,
         )  # fmt: skip
+
+    def _drop_damaged(self) -> None:
+        """All but the one of the highest round, as they are as large as whole ones. Only after a save."""
+        for path in sorted(self._folder.glob(f"{_DAMAGED}*"))[:-1]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _disk_error(self, checkpoint: Checkpoint, exc: OSError) -> MachineError:
         """Called when the temporary folder is gone, so that what is free is what a next try would find."""
@@ -283,12 +314,21 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
         json.dump(meta, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _read(folder: Path) -> Checkpoint:
-    """ValueError, KeyError, TypeError or OSError if anything is not as it was written."""
+    """ValueError, KeyError, TypeError or OSError if anything is not as it was written.
+
+    ProtocolError where a newer version wrote it.
+    """
     meta = json.loads((folder / META).read_bytes())
+    if meta["format"] > FORMAT_VERSION:
+        raise ProtocolError(
+            f"The checkpoint {folder} has format {meta['format']}, and this version reads {FORMAT_VERSION}: upgrade "
+            "diloco-node; nothing was changed.",
+            code="newer_checkpoint",
+        )
     if meta["format"] != FORMAT_VERSION:
         raise ValueError(f"format {meta['format']} instead of {FORMAT_VERSION}")
     body = meta["body"]
@@ -307,18 +347,18 @@ def _read(folder: Path) -> Checkpoint:
     )
 
 
+def _written_at(folder: Path) -> tuple[int, int] | None:
+    """Differs between two checkpoints that were written to the same place; None where there is none."""
+    try:
+        meta = (folder / META).stat()
+    except OSError:
+        return None
+    return meta.st_ino, meta.st_mtime_ns
+
+
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=32).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the names in it last, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

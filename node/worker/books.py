@@ -45,6 +45,10 @@ class Books:
         """A round holds. `blocked_s`: this node stood still for it; `step_s`: its own inner step, for the forecast."""
         view, ledger = self._session.swarm.view, self._ledger
         names = {row.peer_id: row.name for row in view.rows}
+        if done.is_replayed:
+            record = record_of(done, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            self._round_again(done, record)
+            return record
         moved = self._traffic_since(sum(view.sent_bytes.values()), sum(view.received_bytes.values()))
         record = record_of(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
         for stage, (seconds, stood_s) in stages_of(done.stage_s, blocked_s=blocked_s, apply_s=apply_s).items():
@@ -52,11 +56,22 @@ class Books:
             ledger.durations[f"blocked.{stage}"].append(stood_s)
         attempted = done.offered and record.outcome is not Outcome.ALONE
         included = done.included and attempted
-        ledger.round_done(record.outcome, attempted=attempted, included=included, at_s=time.time())
+        ledger.count_round(record.round, record.outcome, attempted=attempted, included=included)
+        ledger.round_done(at_s=time.time())
         ledger.forecast_ratio = expected_utilization(self._session, done.tip, step_s, record)
         self._teller.round_over(record)
         self._log(done, record)
         return record
+
+    def _round_again(self, done: Committed, record: RoundRecord) -> None:
+        """A round that an earlier process of this node committed: counted and told where that did not come to it."""
+        if record.round <= self._ledger.last_round:
+            self._teller.sync = self._teller.sync.model_copy(update={"last": record})
+            return
+        attempted = record.outcome not in (Outcome.ALONE, Outcome.SKIPPED)
+        included = done.included and attempted
+        self._ledger.count_round(record.round, record.outcome, attempted=attempted, included=included)
+        self._teller.round_over(record)
 
     def round_failed(self, error: RoundFailed, tip: Tip) -> None:
         """An attempt at the round after `tip` came to nothing."""

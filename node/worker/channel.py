@@ -10,12 +10,17 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from node.link import Adjust, Beat, Down, LogTold, Start, Stop, Up, decode_down, encode
+from node.link import Adjust, Beat, Down, LogTold, Start, Stop, Unsaved, Up, decode_down, encode
 
 BEAT_S = 1.0
+
+
+class StopAsked(Exception):
+    """The supervisor wants the worker to end; not an error."""
 
 
 class Channel:
@@ -67,12 +72,30 @@ class Channel:
             except OSError:
                 self.stop = self.stop or Stop(how="leave")
 
-    def beat(self, *, saving: bool = False) -> None:
-        """Say that the main thread lives, at most every BEAT_S; and whether it waits for a disk."""
+    def beat(self) -> None:
+        """Say that the main thread lives, at most every BEAT_S."""
         now_s = time.monotonic()
         if now_s - self._beat_at_s >= BEAT_S:
             self._beat_at_s = now_s
-            self.send(Beat(saving=saving))
+            self.send(Beat())
+
+    @contextmanager
+    def unsaved(self) -> Iterator[None]:
+        """Within the block this process has work that a stop must save; the supervisor is told so from the stop on."""
+        saved = threading.Event()
+
+        def tell() -> None:
+            while not saved.wait(BEAT_S):
+                if self.stop is not None:
+                    self.send(Unsaved())
+
+        thread = threading.Thread(target=tell, name="unsaved", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            saved.set()
+            thread.join()
 
 
 def rfc3339(unix_s: float) -> str:

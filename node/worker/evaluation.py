@@ -10,6 +10,7 @@ from collections.abc import Callable
 from node.manifest import EvaluationConfig
 from node.swarm.chain import Tip
 from node.swarm.rendezvous import leader_order
+from node.worker.channel import StopAsked
 from node.worker.local import Local
 
 MOST = 1e6
@@ -30,8 +31,15 @@ class Evaluation:
         """Loss of the newest anchor as this node has found it; None where it has not looked."""
 
     def follow(self, tip: Tip, me: str, between: Callable[[], None]) -> None:
-        """A round is over: evaluate its anchor, where that is due and this node is drawn."""
+        """A round is over: evaluate its anchor, where that is due and this node is drawn.
+
+        StopAsked from `between` ends the evaluation without a loss, and goes no further: the caller is in the middle of
+        applying the round, and obeys the stop after that.
+        """
         self.newest = None
         if self._local.evaluates and tip.round % self._cfg.every_rounds == 0 and is_drawn(me, tip, self._cfg.members):
-            loss = self._local.evaluate(tip.state.anchor, between)
+            try:
+                loss = self._local.evaluate(tip.state.anchor, between)
+            except StopAsked:
+                return
             self.newest = loss if loss < MOST else None  # NaN is not below it either, and is told to nobody.

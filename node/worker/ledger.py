@@ -38,6 +38,8 @@ class Ledger:
         self.digest_mismatches = 0
         self.rounds_joined = 0
         self.rounds_attempted = 0
+        self.last_round = -1
+        """The newest round that is counted; one that is replayed after a crash is not counted again."""
         self.last_sync_at_s = 0.0
         self._before = Counters()
         """Of earlier processes: what the wire counts starts at 0 with each."""
@@ -68,12 +70,15 @@ class Ledger:
         self.tokens += tokens
         self.durations["inner_step"].append(seconds)
 
-    def round_done(self, outcome: Outcome, *, attempted: bool, included: bool, at_s: float) -> None:
-        """`at_s`: Unix time, for display."""
-        self._switch(self._activity)
+    def count_round(self, round_: int, outcome: Outcome, *, attempted: bool, included: bool) -> None:
         self.rounds[outcome] += 1
         self.rounds_attempted += attempted
         self.rounds_joined += included
+        self.last_round = round_
+
+    def round_done(self, *, at_s: float) -> None:
+        """A round has ended just now. `at_s`: Unix time, for display."""
+        self._switch(self._activity)
         self.last_sync_at_s = at_s
         began_s, compute_s = self._round_began_s
         now_s, compute_now_s = self._clock(), self.seconds[Activity.COMPUTE]
@@ -119,6 +124,7 @@ class Ledger:
             "counters": counters.model_dump(mode="json"),
             "rounds_joined": self.rounds_joined,
             "rounds_attempted": self.rounds_attempted,
+            "last_round": self.last_round,
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -136,4 +142,5 @@ class Ledger:
         self.last_sync_at_s = counters.last_sync_at_s
         self._before = counters
         self.rounds_joined, self.rounds_attempted = joined, attempted
+        self.last_round = int(saved.get("last_round", -1))
         self._round_began_s = (self._clock(), self.seconds[Activity.COMPUTE])

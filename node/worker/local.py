@@ -156,7 +156,7 @@ class Local:
     def evaluate(self, anchor: Tensor, between: Callable[[], None]) -> float:
         """Loss of an anchor, fp32 [P], on the held-out split, nats per token. The parameters stay as they are.
 
-        Within the run's budget of time; `between` is called before each micro-batch.
+        Within the run's budget of time; `between` is called before each micro-batch, and may end it by raising.
         """
         rows = self.replica.inner.micro_batch
         parts = [part for batch in self._held_out for part in torch.split(batch, rows or len(batch))]

@@ -91,4 +91,4 @@ def _reason(done: Committed, left_out: list[str], names: Mapping[str, str]) -> s
     if left_out:
         who = ", ".join(names.get(peer, peer[-6:]) for peer in left_out)
         return f"Left out, as not all of it arrived in time: {who}."
-    return "" if done.offered else "This node had nothing to give to it."
+    return "" if done.offered or done.is_replayed else "This node had nothing to give to it."

@@ -80,7 +80,8 @@ class CheckpointSource:
         return None
 
     def wanted_since(self) -> int | None:
-        return min(self._store.pinned(), default=None)
+        """The oldest state from which somebody replays: a joiner, or this node itself after a crash."""
+        return min((*(snapshot.round for snapshot in self._kept[:1]), *self._store.pinned()), default=None)
 
     def leaf(self, digest: str, index: int) -> bytes:
         snapshot = self.find(digest, hold=True)
@@ -283,7 +284,7 @@ class Opening:
 
     def _load_newest(self) -> Checkpoint | None:
         self._faults.meet("load", -1)
-        return self._store.newest()
+        return self._store.newest(mend=True)
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
         """The swarm's state, however long it takes until somebody serves one; none of those to `avoid`."""

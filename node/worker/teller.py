@@ -84,9 +84,9 @@ class Teller:
         """Whether the next `tell` tells more than that this thread lives."""
         return time.monotonic() - self._told_at_s >= TELL_S
 
-    def tell(self, *, now: bool = False, saving: bool = False) -> None:
-        """A beat, and a report if one is due. `saving`: the main thread waits for its state to be on the disk."""
-        self._channel.beat(saving=saving)
+    def tell(self, *, now: bool = False) -> None:
+        """A beat, and a report if one is due."""
+        self._channel.beat()
         if not now and not self.is_due:
             return
         self._told_at_s = now_s = time.monotonic()

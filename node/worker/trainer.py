@@ -107,7 +107,7 @@ class Trainer:
         """Until nothing is being written; telling of it, as gigabytes take their time."""
         with self.ledger.doing(Activity.CHECKPOINT):
             while not self._saver.wait(POLL_S):
-                self.teller.tell(saving=True)
+                self.teller.tell()
 
     def _begin_save(self) -> None:
         """Training goes on while it is written; `breathe` tells of a disk that does not take it."""
@@ -211,6 +211,10 @@ class Trainer:
         self._outgoing.check()
         if self._calendar.is_due and not self._saver.is_busy:
             self._begin_save()
+        self._tell_and_obey()
+
+    def _tell_and_obey(self) -> None:
+        """Raises what the check raises: StopAsked."""
         self.teller.tell()
         self._check()
 
@@ -281,8 +285,7 @@ class Trainer:
                 self.obey_mail(timeout_s=POLL_S, blocked_since_s=began_s)
                 self._outgoing.check()
                 shown.waiting(self.teller, self.session.swarm.view, self.tip.round + 1)
-                self.teller.tell()
-                self._check()
+                self._tell_and_obey()
 
     def obey_mail(self, timeout_s: float = 0.0, blocked_since_s: float | None = None) -> None:
         """Take in what the swarm has committed, with or without this node."""
@@ -302,6 +305,7 @@ class Trainer:
         """Take in everything that has been committed so far."""
         while not self.session.swarm.mailbox.empty():
             self.obey_mail()
+            self._tell_and_obey()
 
     def take_age(self, tip: Tip, *, fresh: bool) -> None:
         """Be as far into the round as the others are. `fresh`: this node has just come, it has no steps of its own."""
@@ -329,10 +333,11 @@ class Trainer:
             return landing.moved(part, at, before, after, self.run.sync.mix_alpha)
 
         self.local.replica.change(ranges, moved)
+        self.teller.tell()
         if landing.flight is None:
             self.progress = Progress()
-        if self.session.swarm.mailbox.empty():  # Else rounds are being replayed, and the last of them will do.
-            self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self.teller.tell)
+        if self.session.swarm.mailbox.empty() and not done.is_replayed:  # Of rounds in a row, the last one will do.
+            self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self._tell_and_obey)
         self.local.text.start_round(self.tip.round + 1)
         apply_s = time.monotonic() - began_s
         record = self._books.round_over(done, blocked_s=blocked_s, apply_s=apply_s, step_s=self.local.step_s)

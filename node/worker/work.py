@@ -25,7 +25,7 @@ from node.swarm.thread import Lost
 from node.training.device import Chosen, choose_device, describe, uuid_of
 from node.training.fit import check_fit
 from node.training.replica import Replica
-from node.worker.channel import Channel, ChannelHandler
+from node.worker.channel import Channel, ChannelHandler, StopAsked
 from node.worker.helpers import check_ranks, gather
 from node.worker.ledger import Ledger
 from node.worker.local import Local
@@ -44,10 +44,6 @@ SERVE_POLL_S = 0.2
 DRAIN_S = 60.0
 DRAIN_ROUNDS = 2.0
 """A drain waits at most so long, or so many rounds, for its round to end."""
-
-
-class StopAsked(Exception):
-    """The supervisor wants the worker to end; not an error."""
 
 
 def tame_foreign_logs() -> None:
@@ -180,7 +176,8 @@ class Work:
             session.swarm.take_part(session.rules, session.tip, session.source)
             local = Local(run, replica, lambda state: loaded.library.reader(*ids, state), loaded.held_out, self._ledger)
             try:
-                self._train_on(session, local)
+                with self._channel.unsaved():
+                    self._train_on(session, local)
             finally:
                 local.close()
         except RuntimeError as exc:
@@ -224,7 +221,13 @@ class Work:
                 raise
 
     def _align(self, session: Session, trainer: Trainer) -> None:
-        """Come to the head, and to the age, of the round that the others are in."""
+        """Take the rounds again that this node has on its disk; then come to the head and the age of the swarm's."""
+        first = trainer.tip.round + 1
+        # One at a time, as each has a whole state.
+        while self._opening.wait(session.swarm.start_call(lambda member: member.replay_next())):
+            trainer.obey_all_mail()
+        if trainer.tip.round >= first:
+            logger.info("Took rounds %d to %d again, from the disk.", first, trainer.tip.round)
         tip = self._opening.wait(session.swarm.start_call(lambda member: member.align()))
         trainer.obey_all_mail()
         trainer.take_age(tip, fresh=session.checkpoint is None)

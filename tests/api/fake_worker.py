@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from node.link import Adjust, Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, decode_down, encode
+from node.link import Adjust, Beat, Ended, LogTold, Observed, RoundTold, Start, Stop, Told, Unsaved, decode_down, encode
 from node.status import (
     Counters,
     Outcome,
@@ -74,7 +74,7 @@ def work(act: str, word: str, link: socket.socket, lines: BinaryIO, start: Start
                 return
             if isinstance(message, Stop) and act != "deaf":
                 for _ in range(round(float(word or 0) / BEAT_S) if act == "save" else 0):
-                    link.sendall(encode(Beat(saving=True)))
+                    link.sendall(encode(Beat()) + encode(Unsaved()))
                     time.sleep(BEAT_S)
                 link.sendall(encode(Ended(exit_code=0, code=message.how, reason="As asked.")))
                 return

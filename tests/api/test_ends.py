@@ -39,6 +39,20 @@ def test_a_save_that_takes_too_long_is_told(tmp_path: Path) -> None:
         assert daemon.terminate()[0] == 0
 
 
+def test_a_pause_says_what_was_lost_until_the_node_trains_again(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "deaf", stop_s=STOP_S) as daemon:
+        daemon.ready().until_phase("training")
+        daemon.act("pause")
+        status = daemon.until_phase("paused", "paused")
+        assert "since its last checkpoint is lost" in status["reason"] and "did not end within" in status["reason"]
+        daemon.worker_pid()
+        daemon.act("pause", {"for_s": 3600})
+        wait_for(lambda: " until " in daemon.status()["reason"])
+        assert "since its last checkpoint is lost" in daemon.status()["reason"]
+        daemon.act("resume")
+        assert "lost" not in daemon.until_phase("training")["reason"]
+
+
 def test_a_worker_that_only_beats_has_no_longer(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=STOP_S, save_s=60.0) as daemon:
         daemon.ready().until_phase("training")

@@ -31,7 +31,7 @@ from node.swarm.attempt import Contribution
 from node.swarm.awake import AwakeClock
 from node.swarm.base import Traffic, Wire
 from node.swarm.catchup import CatchUp, Loss
-from node.swarm.chain import Chain, Outer, Tip, tip_at
+from node.swarm.chain import Outer, Tip, open_chain, tip_at
 from node.swarm.directory import Directory, PeerRecord
 from node.swarm.faults import Fault, Faults, Role, StageName
 from node.swarm.gossip import Gossip
@@ -164,7 +164,7 @@ class Node:
         self.directory = Directory(self.seat.identity, record, clock, clock.drowsy)
         self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
-        self.chain = Chain(tip, ResultStore(self.seat.folder / "cache"))
+        self.chain = open_chain(tip, ResultStore(self.seat.folder / "cache", len(rules.grids)))
         self.rounds = Rounds(wire, self.directory, rules, self.chain, faults, self.mail.put)
         self.catch_up = CatchUp(wire, self.directory, self.rounds, self._lose)
         self._tasks = [loop.create_task(self.rounds.run()), loop.create_task(self.catch_up.run())]

@@ -137,3 +137,15 @@ def test_handler_keeps_round_and_traceback() -> None:
     line = board.view(alive=True).logs[0]
     assert (line.level, line.round) == ("error", 5)
     assert "out of cheese" in line.message
+
+
+def test_a_round_that_is_told_again_is_the_same_round() -> None:
+    board = make_board()
+    for number in (1, 2, 1):
+        board.add_round(RoundRecord(round=number, outcome=Outcome.ALONE, head=f"h{number}"))
+    board.add_round(RoundRecord(round=3, outcome=Outcome.FAILED))
+    board.add_round(RoundRecord(round=3, outcome=Outcome.FAILED))
+    assert [record.round for record in board.view(alive=True).rounds] == [3, 3, 2, 1]
+    board.add_round(RoundRecord(round=2, outcome=Outcome.SKIPPED, head="h2", dropped=1))
+    board.add_round(RoundRecord(round=2, outcome=Outcome.ALONE, head="h2"))
+    assert [record.round for record in board.view(alive=True).rounds] == [2, 2, 3, 3, 2, 1]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from node.diloco.digest import state_digest
 from node.diloco.outer import genesis, outer_step
-from node.swarm.chain import Chain, Outer, Tip, next_tip, tip_at
+from node.swarm.chain import Chain, Outer, Tip, next_tip, open_chain, tip_at
 from node.swarm.identity import new_identity
 from node.swarm.records import (
     LEAST_STEP_S,
@@ -35,12 +35,13 @@ def join(tokens: int, step_s: float, parent: str = RUN) -> Join:
     return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s, norm=1.0)
 
 
-def proof_after(parent: str, round_: int, **changes: Any) -> Proof:
+def proof_after(parent: str, round_: int, name: str = "") -> Proof:
+    """`name`: another one for each."""
     plan = Plan(
         run=RUN,
         parent=parent,
         attempt=0,
-        joins=(sign(A, join(100, 0.1, parent)),),
+        joins=(sign(A, join(100 + len(name), 0.1, parent)),),
         reducers=(A.peer_id,),
         owners=(0,),
     )
@@ -152,3 +153,27 @@ def test_starting_again_elsewhere_forgets_the_old_line(tmp_path: Path) -> None:
 def test_two_histories_with_one_state_have_two_heads() -> None:
     one = proof_after(RUN, 0)
     assert one.outcome.hash != proof_after("cd" * 32, 0).outcome.hash
+
+
+def test_a_start_finds_the_rounds_before_and_after_its_checkpoint_and_removes_other_lines(tmp_path: Path) -> None:
+    store, tip, tips = ResultStore(tmp_path), first(), [first()]
+    for number in range(5):
+        tip = step(tip)
+        assert tip.proof is not None
+        if number != 0:  # The disk had no room for it.
+            store.put(tip.proof, [b"chunk"])
+        tips.append(tip)
+    other = proof_after(tips[2].head, 2, "elsewhere")
+    store.put(other, [b"other"])
+    os.utime(store._path(other.outcome.hash), (0, 0))
+    checkpoint = tips[3]
+    chain = open_chain(checkpoint, ResultStore(tmp_path))
+    assert chain.proofs_after(tips[1].head) == [tips[2].proof, tips[3].proof]
+    assert chain.proofs_after(RUN) == []
+    assert len(list(tmp_path.iterdir())) == 4
+    for following in tips[4:]:
+        proof = chain.next_stored()
+        assert proof == following.proof and proof is not None
+        chain.advance(following, chain.tip.head, proof)
+    assert chain.next_stored() is None
+    assert chain.proofs_after(tips[1].head) == [one.proof for one in tips[2:]]

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from node.errors import MachineError
-from node.training.checkpoint import LOCAL, META, OUTER, Checkpoint, CheckpointStore
-from node.training.tensorfile import read_slice, read_tensors, write_tensors
+from node.errors import MachineError, ProtocolError
+from node.training.checkpoint import FORMAT_VERSION, LOCAL, META, OUTER, Checkpoint, CheckpointStore
+from node.training.tensorfile import FileFacts, read_slice, read_tensors, write_tensors
 from tests.unit.disk import disk_that_takes
 
 P = 5000
@@ -65,7 +65,7 @@ def names(folder: Path) -> list[str]:
 def test_what_was_saved_comes_back(tmp_path: Path, round: int) -> None:
     path = CheckpointStore(tmp_path / "checkpoints", keep=2).save(checkpoint(round))
     assert path == tmp_path / "checkpoints" / f"round-{round:08d}"
-    assert same(CheckpointStore(tmp_path / "checkpoints", keep=2).newest(), checkpoint(round))
+    assert same(CheckpointStore(tmp_path / "checkpoints", keep=2).newest(mend=True), checkpoint(round))
     assert names(path) == [LOCAL, META, OUTER]
 
 
@@ -73,12 +73,12 @@ def test_a_node_without_parameters_of_its_own(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     bare = replace(checkpoint(), local=None, optimizer={}, other={})
     store.save(bare)
-    assert same(store.newest(), bare)
+    assert same(store.newest(mend=True), bare)
 
 
 def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere", keep=2)
-    assert store.newest() is None
+    assert store.newest(mend=True) is None
     assert store.rounds() == []
     assert store.outer_file(0) is None
 
@@ -105,7 +105,7 @@ def test_the_same_round_is_replaced(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint())
     store.save(replace(checkpoint(), inner_step=99))
-    newest = store.newest()
+    newest = store.newest(mend=True)
     assert newest is not None
     assert newest.inner_step == 99
     assert names(tmp_path) == ["round-00000012"]
@@ -115,7 +115,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
     store.save(checkpoint(12)).rename(tmp_path / "replaced-round-00000012")
-    assert same(store.newest(), checkpoint(12))
+    assert same(store.newest(mend=True), checkpoint(12))
     assert store.outer_file(12) is not None
     store.save(checkpoint(12))
     assert names(tmp_path) == ["round-00000011", "round-00000012"]
@@ -142,7 +142,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "meta is not JSON": lambda p: (p / META).write_text('{"format": 1,'),
     "meta is not UTF-8": lambda p: (p / META).write_bytes(b"\xff\xfe"),
     "meta is another thing": lambda p: (p / META).write_text("[1, 2]"),
-    "meta of another version": lambda p: (p / META).write_text('{"format": 2}'),
+    "meta of an older version": lambda p: (p / META).write_text('{"format": 1}'),
     "a number in meta": lambda p: (p / META).write_text(
         (p / META).read_text().replace("1000000000000", "1000000000001")
     ),
@@ -156,12 +156,12 @@ def test_a_damaged_one_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFix
     store.save(checkpoint(11))
     DAMAGES[damage](store.save(checkpoint(12)))
     with caplog.at_level(logging.WARNING):
-        assert same(store.newest(), checkpoint(11))
+        assert same(store.newest(mend=True), checkpoint(11))
     assert names(tmp_path) == ["damaged-round-00000012", "round-00000011"]
     assert len(caplog.records) == 1
     assert "set aside" in caplog.text
     store.save(checkpoint(12))
-    assert same(store.newest(), checkpoint(12))
+    assert same(store.newest(mend=True), checkpoint(12))
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
@@ -172,21 +172,74 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         data = (path / name).read_bytes()
         for at in range(0, len(data), 3):
             _flip(path / name, at)
-            found = store.newest()
+            if b'"format": 3' in (path / name).read_bytes():
+                continue  # Cannot be told from a newer version, and changes nothing on disk.
+            found = store.newest(mend=True)
             # A bit in the white space of the JSON may change nothing; nothing wrong may ever be read.
             assert found is None or same(found, small), (name, at)
             if found is None:
                 (tmp_path / f"damaged-{path.name}").rename(path)
             (path / name).write_bytes(data)
-    assert same(store.newest(), small)
+    assert same(store.newest(mend=True), small)
 
 
-def test_only_one_damaged_one_stays_on_the_disk(tmp_path: Path) -> None:
+def test_damaged_ones_are_kept_until_another_is_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for round in (1, 2, 3):
         (store.save(checkpoint(round)) / META).unlink()
-    assert store.newest() is None
-    assert len(names(tmp_path)) == 1
+    assert store.newest(mend=True) is None
+    assert names(tmp_path) == [f"damaged-round-0000000{round}" for round in (1, 2, 3)]
+    store.save(checkpoint(3))
+    assert names(tmp_path) == ["damaged-round-00000003", "round-00000003"]
+    (tmp_path / "round-00000003" / META).unlink()
+    assert store.newest(mend=True) is None
+    assert names(tmp_path) == ["damaged-round-00000003", "damaged-round-00000003-2"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_reader_skips_a_damaged_one_and_changes_nothing(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(11))
+    DAMAGES[damage](store.save(checkpoint(12)))
+    before = contents(tmp_path)
+    assert same(CheckpointStore(tmp_path, keep=2).newest(mend=False), checkpoint(11))
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_reader_reads_again_what_was_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(checkpoint(12))
+    news = iter([replace(checkpoint(12), inner_step=99), checkpoint(13)])
+
+    def slow_read(path: Path, facts: FileFacts) -> dict[str, Tensor]:
+        """Between a reader's meta.json and its tensors the node saves: the same round, then the next."""
+        if (new := next(news, None)) is not None:
+            with monkeypatch.context() as at_once:
+                at_once.setattr("node.training.checkpoint.read_tensors", read_tensors)
+                store.save(new)
+        return read_tensors(path, facts)
+
+    monkeypatch.setattr("node.training.checkpoint.read_tensors", slow_read)
+    assert same(CheckpointStore(tmp_path, keep=1).newest(mend=False), checkpoint(13))
+    assert names(tmp_path) == ["round-00000013"]
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_what_a_newer_version_wrote_is_an_error_and_stays_as_it_is(tmp_path: Path, mend: bool) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for round in (1, 2):
+        meta = store.save(checkpoint(round)) / META
+        meta.write_text(meta.read_text().replace(f'"format": {FORMAT_VERSION}', f'"format": {FORMAT_VERSION + 1}'))
+    (store.save(checkpoint(3)) / OUTER).unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ProtocolError, match="upgrade diloco-node") as caught:
+        store.newest(mend=mend)
+    assert caught.value.exit_code == 10
+    assert contents(tmp_path) == before
 
 
 def test_what_leads_nowhere_is_out_of_use_and_its_newest_is_kept_until_something_else_holds(tmp_path: Path) -> None:
@@ -195,13 +248,13 @@ def test_what_leads_nowhere_is_out_of_use_and_its_newest_is_kept_until_something
         store.save(checkpoint(round))
     store.put_aside()
     assert names(tmp_path) == ["aside-round-00000012"]
-    assert store.newest() is None and store.rounds() == [] and store.outer_file(12) is None
+    assert store.newest(mend=True) is None and store.rounds() == [] and store.outer_file(12) is None
     store.save(checkpoint(8))  # What the others had; it leads nowhere, either.
     store.put_aside()
     store.save(checkpoint(9))
     assert names(tmp_path) == ["aside-round-00000012", "round-00000009"]
     (tmp_path / "aside-round-00000012").rename(tmp_path / "round-00000012")
-    assert same(store.newest(), checkpoint(12)), "as it was"
+    assert same(store.newest(mend=True), checkpoint(12)), "as it was"
     store.put_aside()
     store.drop_aside()
     store.put_aside()
@@ -212,7 +265,7 @@ def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> Non
     (tmp_path / ".writing-round-00000011").mkdir()
     (tmp_path / ".writing-round-00000011" / OUTER).write_bytes(b"half")
     store = CheckpointStore(tmp_path, keep=2)
-    assert store.newest() is None
+    assert store.newest(mend=True) is None
     store.save(checkpoint(12))
     assert names(tmp_path) == ["round-00000012"]
 
@@ -236,7 +289,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         said = max([said, *map(int, child.stdout.read().split())])
         child.stdout.close()
         child.wait(timeout=10)
-        newest = CheckpointStore(tmp_path, keep=2).newest()
+        newest = CheckpointStore(tmp_path, keep=2).newest(mend=True)
         assert newest is not None
         assert newest.tokens in (said, said + 1)
         assert torch.equal(newest.anchor, torch.full((200_000,), float(newest.tokens)))
@@ -301,9 +354,9 @@ def test_a_full_disk_is_said_and_costs_nothing(tiny_disk: Path) -> None:
     for part in ("needs 2.1 MiB", "0.9 MiB are free", "older checkpoint is kept", "free some space"):
         assert part in message
     assert names(tiny_disk / "checkpoints") == ["round-00000011"]
-    assert same(store.newest(), checkpoint(11))
+    assert same(store.newest(mend=True), checkpoint(11))
     store.save(checkpoint(12))
-    assert same(store.newest(), checkpoint(12))
+    assert same(store.newest(mend=True), checkpoint(12))
 
 
 def test_a_full_disk_while_the_same_round_is_replaced(tiny_disk: Path) -> None:
@@ -311,7 +364,7 @@ def test_a_full_disk_while_the_same_round_is_replaced(tiny_disk: Path) -> None:
     store.save(checkpoint(12))
     with pytest.raises(MachineError, match="full"):
         store.save(checkpoint(12, parameters=100_000))
-    assert same(store.newest(), checkpoint(12))
+    assert same(store.newest(mend=True), checkpoint(12))
 
 
 def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:

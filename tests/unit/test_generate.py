@@ -11,7 +11,7 @@ import torch
 from node.cli import main
 from node.diloco.outer import genesis
 from node.manifest import Manifest, RunConfig
-from node.training.checkpoint import CheckpointStore
+from node.training.checkpoint import FORMAT_VERSION, META, CheckpointStore
 from node.training.model import build_model, flatten
 from tests.swarm.harness import tiny
 
@@ -82,3 +82,16 @@ def test_a_text_that_leaves_no_room(folder: Path, capsys: pytest.CaptureFixture[
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--data-dir", str(tmp_path)]) == 2
     assert "belongs to no run yet" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_newer_version_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    meta = folder / "checkpoints" / "round--0000001" / META
+    was = meta.read_text()
+    meta.write_text(was.replace(f'"format": {FORMAT_VERSION}', f'"format": {FORMAT_VERSION + 1}'))
+    try:
+        for words in (("generate", "x"), ("export", str(folder / "out"))):
+            assert main([*words, "--data-dir", str(folder)]) == 10
+            assert "upgrade diloco-node" in capsys.readouterr().err
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == [meta.parent.name]
+    finally:
+        meta.write_text(was)

@@ -1,0 +1,91 @@
+"""Real nodes, stopped and killed at bad moments: their work is on the disk when they come back."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from node.daemon.shift import Timings
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
+
+BUDGET_S = 120.0
+"""Of an evaluation: more than a test waits for a node to end."""
+
+
+def evaluation_s(node: Node) -> float:
+    """What the node has spent on evaluations so far."""
+    found = re.search(r'activity_seconds_total{activity="evaluate"} (\S+)', node.http.get("/metrics").text)
+    return float(found[1]) if found else 0.0
+
+
+def until_evaluating(node: Node) -> int:
+    """In the middle of an evaluation; returns the round of the anchor that is evaluated."""
+    before_s = evaluation_s(node)
+    wait_for(lambda: evaluation_s(node) > before_s + 1.5, PATIENCE * START_S, "no evaluation")
+    return int(node.status()["run"]["round"]) + 1
+
+
+@pytest.mark.timeout(300)
+def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Path) -> None:
+    run = tiny(round={"inner_steps": 20}, evaluation={"batches": 60_000, "budget_s": BUDGET_S})
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600")
+        evaluated = until_evaluating(node)
+        assert node.act("pause").status_code == 202
+        status = node.until(lambda s: s["phase"] == "paused", PATIENCE * Timings().stop_s)
+        assert "lost" not in status["reason"]
+        assert checkpoint_round(node.checkpoints()[0]) == evaluated
+        assert node.act("resume").status_code == 202
+        evaluated = until_evaluating(node)
+        node.running.send_signal(signal.SIGTERM)
+        assert node.wait_end(PATIENCE * Timings().stop_s) == 0
+        assert checkpoint_round(node.checkpoints()[0]) == evaluated
+        assert "did not end within" not in node.said()
+
+
+@pytest.mark.timeout(240)
+def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Path) -> None:
+    """The main thread is in one long operation when the node is asked to leave."""
+    busy_s = Timings().stop_s + 4
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@3=stall:{busy_s}"})
+        wait_for(lambda: "Injected fault at inner of round 3" in node.said(), PATIENCE * START_S, "it is not busy")
+        assert node.act("leave").status_code == 202
+        assert node.wait_end(PATIENCE * busy_s) == 0
+        assert checkpoint_round(node.checkpoints()[0]) == 2
+        assert "did not end within" not in node.said()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loses", ["nothing else", "the totals"])
+def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, loses: str) -> None:
+    """No checkpoint since the founding; killed in round 3, like its supervisor and p2pd, as a power cut does it."""
+    still = {"DILOCO_FAULTS": "inner@3=stall:600"}
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600", env=still)
+        before = node.until(lambda s: s["run"]["round"] == 2 and s["sync"]["last"], PATIENCE * START_S)
+        node.end_by_force()
+        assert [checkpoint_round(path) for path in node.checkpoints()] == [-1]
+        if loses == "the totals":
+            (node.folder / "totals.json").unlink()
+        node.start("--checkpoint.every_s=3600", env=still)
+        wait_for(lambda: node.said().count("Injected fault at inner of round 3") == 2, PATIENCE * START_S, "no round 3")
+        after = node.status()
+        for name in ("round", "state_digest", "swarm_tokens"):
+            assert after["run"][name] == before["run"][name], name
+        assert [record["round"] for record in node.rounds()] == [2, 1, 0]
+        assert rounds_alone(node) == 3
+        assert "Took rounds 0 to 2 again" in node.said()
+        node.end_by_force()
+        node.start("--checkpoint.every_s=3600")
+        node.until_round(3, PATIENCE * START_S)
+        digests = node.digests()
+        assert digests[2] == before["run"]["state_digest"] and rounds_alone(node) == max(digests) + 1
+
+
+def rounds_alone(node: Node) -> float:
+    found = re.search(r'sync_rounds_total{result="alone"} (\S+)', node.http.get("/metrics").text)
+    return float(found[1]) if found else 0.0
