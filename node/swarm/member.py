@@ -65,6 +65,10 @@ class MemberOptions:
     download_mbit_s: float = 0.0
     is_relay: bool = False
     """It never trains."""
+    relays: bool = False
+    """It carries calls between peers that cannot reach each other, once others are known to reach it."""
+    relay_mbit_s: float = 0.0
+    """Most that it carries so, each way; 0: as much as the other limits allow."""
     room: Room = any_room
     """On the disk, for what is written much of."""
 
@@ -106,6 +110,8 @@ class Member:
         self.discovery = Discovery(
             wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
         )
+        self.discovery.offers_relay = options.relays
+        wire.routes = directory
         self.reachability = Reachability(
             wire, directory, wire.seen_at, tcp_port(directory.me.addresses), changed=self._set_inbound, rng=self._rng
         )
@@ -139,16 +145,19 @@ class Member:
         finally:
             died.cancel()
 
-    def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float) -> None:
+    def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float, relay_mbit_s: float) -> None:
         """The volunteer has changed these; the others read the name with the next beat."""
         self.directory.say(name=name or self.wire.peer_id[-6:])
         for pace, mbit_s, before in (
             (self.wire.up, upload_mbit_s, self.options.upload_mbit_s),
             (self.wire.down, download_mbit_s, self.options.download_mbit_s),
+            (self.wire.relay.pace, relay_mbit_s, self.options.relay_mbit_s),
         ):
             if mbit_s != before:
                 pace.limit(mbit_s)
-        self.options = replace(self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s)
+        self.options = replace(
+            self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s, relay_mbit_s=relay_mbit_s
+        )
         # Threads of their own ask torch for its number once, when they begin.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="swarm"))
 
@@ -242,9 +251,9 @@ class Member:
         live = self.directory.live()
         reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
         inbound = self.directory.me.inbound
-        relayed = any("/p2p-circuit" in address for address in addresses)
+        relays = self.directory.relays_to(self.wire.peer_id) if not inbound else []
         self.discovery.is_reached = self.reachability.is_inbound is True
-        reached_through: Literal["direct", "relay"] = "relay" if relayed and not inbound else "direct"
+        reached_through: Literal["direct", "relay"] = "relay" if relays else "direct"
         self.directory.say(addresses=addresses[:16], transport=reached_through)
         self.view = View(
             peer_id=self.wire.peer_id,
@@ -253,8 +262,8 @@ class Member:
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
             addresses=self._invited(addresses if inbound else ()),
-            reachability="direct" if inbound else "relay" if relayed else "none",
-            reachability_reason=self.reachability.reason,
+            reachability="direct" if inbound else "relay" if relays else "none",
+            reachability_reason=self._relayed_reason(relays) if relays else self.reachability.reason,
             stage=self.rounds.stage if self.rounds else "idle",
             waiting_reason=reason,
             waiting_code=code,
@@ -263,6 +272,17 @@ class Member:
             rejected=dict(self.wire.traffic.rejected),
             upload_bytes_s=self.rounds.uplink.bytes_s if self.rounds else 0.0,
             problem=self.discovery.last_problem if len(live) == 1 else "",
+        )
+
+    def _relayed_reason(self, relays: Sequence[str]) -> str:
+        """One sentence for a person: who calls this node how, and what is missing."""
+        names = {row.peer_id: row.name for row in self.directory.rows()}
+        told = ", ".join(names.get(relay, relay[-6:]) for relay in relays)
+        port = tcp_port(self.directory.me.addresses)
+        what = f"No inbound connection reached TCP port {port}" if port else "This node listens on no TCP port"
+        return (
+            f"{what}: others call this node over {'a relay' if len(relays) == 1 else 'relays'} ({told}), which takes "
+            "part of the relay's line; forward that port or set swarm.announce to be called directly."
         )
 
     def _invited(self, own: tuple[str, ...]) -> tuple[str, ...]:
@@ -303,6 +323,7 @@ async def start_member(options: MemberOptions) -> Member:
     wire = await _open_wire(options)
     wire.up.limit(options.upload_mbit_s)
     wire.down.limit(options.download_mbit_s)
+    wire.relay.pace.limit(options.relay_mbit_s)
     record = PeerRecord(
         peer_id=identity.peer_id,
         number=time.time_ns() // 1_000_000,

@@ -357,6 +357,8 @@ class Opening:
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
             is_relay=self._start.mode == "relay",
+            relays=config.swarm.relay or self._start.mode == "relay",
+            relay_mbit_s=config.swarm.relay_mbit_s,
             room=self._room,
         )
 
