@@ -33,7 +33,7 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-docker lint dashboard swarm wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-docker lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           a node on the built-in preset"
@@ -42,6 +42,7 @@ help:
 	@echo "make lint                          style, types, imports"
 	@echo "make dashboard                     the page that nodes serve, built into node/api/static"
 	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
+	@echo "make homes N=6                     N nodes, each in a home of its own: NAT, line, router (root)"
 	@echo "make wheel                         the package, with the dashboard in it, as dist/*.whl"
 	@echo "make image TARGET=cpu              the container image: cpu or cuda"
 	@echo "make sbom                          what is in the image, with versions and licences: dist/sbom-cpu.tsv"
@@ -94,6 +95,10 @@ lint: $(SET_UP) $(NODE_MODULES)
 
 swarm: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
+
+# ARGS are the laboratory's: --kinds published,cone,symmetric --lines 100/20,2/2
+homes: $(SET_UP) $(DASHBOARD)
+	@exec $(BIN)/python -m tests.homes --homes $(N) $(ARGS)
 
 # The commit goes into the wheel as a file, as there is no git where it is installed.
 wheel: $(SET_UP) $(DASHBOARD)

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.swarm.netns import inside
+from tests.homes.namespace import inside
 
 ROOT = Path(__file__).parents[2]
 MARK = "SWARM_TEST_MARK"
@@ -102,6 +102,7 @@ class Node:
         self.namespace = ""
         """Network namespace that it lives in; empty: the machine's own."""
         self.listen = "/ip4/127.0.0.1/tcp/0"
+        """Empty: where a node listens by default."""
         self.order = "run"
         """Or `relay`."""
         self.program = "node.cli"
@@ -113,12 +114,8 @@ class Node:
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
         words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         words += [sys.executable, "-m", self.program, self.order, "--data-dir", str(self.folder), "--name", self.name]
-        words += [
-            "--api.port=0",
-            f"--swarm.listen={self.listen}",
-            "--limits.cpu_threads=1",
-            "--schedule.on_battery=run",
-        ]
+        words += ["--api.port=0", "--limits.cpu_threads=1", "--schedule.on_battery=run"]
+        words += [f"--swarm.listen={self.listen}"] if self.listen else []
         words += [f"--run.preset={self.preset}"] if self.preset else []
         words += ["--join", self.join] if self.join else []
         self.forget()
@@ -134,6 +131,11 @@ class Node:
     def running(self) -> subprocess.Popen[bytes]:
         assert self.process is not None, "start it first"
         return self.process
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """End it by SIGTERM; its exit code."""
+        self.running.send_signal(signal.SIGTERM)
+        return self.wait_end(timeout_s)
 
     def wait_end(self, timeout_s: float) -> int:
         """Exit code of the supervisor. Fails with the log's end where it does not end in time."""
@@ -243,6 +245,10 @@ class Node:
 
     def peers(self) -> list[dict[str, Any]]:
         return list(self._get("/api/v1/swarm")["peers"])
+
+    def logs(self, limit: int = 200) -> list[dict[str, Any]]:
+        """Oldest first, of all levels."""
+        return list(self._get(f"/api/v1/logs?limit={limit}")["records"])
 
     def act(self, action: str, **body: Any) -> httpx.Response:
         return self.http.post(f"/api/v1/actions/{action}", json=body)

@@ -1,0 +1,116 @@
+"""What a home is: its kind of internet access, its line, its addresses. Plain data; `world.py` builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["public", "published", "forwarded", "cone", "symmetric", "ipv6_only"]
+"""How the machines of a home reach the internet, and whether it reaches them.
+
+`public`: a machine with a public address of its own; no router.
+`published`: a container at 172.17.0.2 on a host with a public address, which publishes PORT as `docker run -p` does.
+`forwarded`: a PC at 192.168.1.2 behind a router with NAT that forwards PORT to it.
+`cone`: NAT that keeps the port, the same for all destinations; drops what no machine of the home asked for
+    (port-restricted cone; RFC 4787: endpoint-independent mapping, address- and port-dependent filtering).
+`symmetric`: NAT with a random outer port for each destination; drops what no machine of the home asked for.
+`ipv6_only`: a global IPv6 address and no IPv4 at all, behind a firewall; no NAT.
+"""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PORT = 31337
+"""TCP and UDP port that is published or forwarded to the first machine of a home: the nodes' default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A home to build."""
+
+    kind: Kind
+    lines: tuple[float, float] | None = (100.0, 100.0)
+    """Mbit/s up and down; None: no limit."""
+    ipv6: bool = False
+    """A global IPv6 address for each machine, without NAT, beside what the kind gives in IPv4."""
+    inbound_ipv6: bool = False
+    """The firewall lets strangers reach PORT of the first machine by IPv6; a `public` machine has no firewall."""
+    hairpin: bool = True
+    """The machines reach their own published or forwarded port at the outer address, too."""
+    machines: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of home: {', '.join(KINDS)}")
+        if self.kind == "public" and self.machines != 1:
+            raise ValueError("a public home is one machine; use several homes")
+
+    @property
+    def has_ipv4(self) -> bool:
+        return self.kind != "ipv6_only"
+
+    @property
+    def has_ipv6(self) -> bool:
+        return self.ipv6 or self.kind == "ipv6_only"
+
+    @property
+    def has_open_port(self) -> bool:
+        """Strangers reach PORT at the home's outer IPv4 address."""
+        return self.kind in ("public", "published", "forwarded")
+
+    @property
+    def line(self) -> str:
+        """Such as `100/20`."""
+        return "/".join(f"{mbit_s:g}" for mbit_s in self.lines) if self.lines else "no limit"
+
+    # addresses inside
+
+    @property
+    def subnet(self) -> str:
+        """The first two or three numbers of the home's private network. All homes have the same, as real ones do."""
+        return "172.17.0" if self.kind == "published" else "192.168.1"
+
+    @property
+    def private_network(self) -> str:
+        return "172.17.0.0/16" if self.kind == "published" else "192.168.1.0/24"
+
+    @property
+    def bridge(self) -> str:
+        """Interface of the router to its machines."""
+        return "docker0" if self.kind == "published" else "lan"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The outer addresses of home `number` after so many changes; Python's `ipaddress` calls them global."""
+
+    number: int
+    changes: int = 0
+
+    @property
+    def ipv4(self) -> str:
+        return f"11.{self.changes}.{self.number}.2"
+
+    @property
+    def prefix(self) -> str:
+        """The home's /48."""
+        return f"2a01:d0{self.changes:02x}:{self.number:x}"
+
+    @property
+    def router_ipv6(self) -> str:
+        """Of the outer interface."""
+        return f"{self.prefix}::2"
+
+    def machine_ipv6(self, number: int) -> str:
+        """Of the machine with this number behind the router, from 1."""
+        return f"{self.prefix}:1::{number + 1:x}"
+
+
+def parse_kinds(text: str) -> list[Kind]:
+    """`published,cone`. Raises ValueError."""
+    return [Home(word).kind for word in text.split(",")]  # type: ignore[arg-type]  # Home checks it.
+
+
+def parse_lines(text: str) -> list[tuple[float, float]]:
+    """`2/2,10/50`: Mbit/s up and down. Raises ValueError."""
+    pairs = [tuple(map(float, word.split("/"))) for word in text.split(",")]
+    if any(len(pair) != 2 or min(pair) <= 0 for pair in pairs):
+        raise ValueError(f"{text!r}: a line is UP/DOWN in Mbit/s, such as 10/50")
+    return [(pair[0], pair[1]) for pair in pairs]

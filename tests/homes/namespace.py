@@ -1,0 +1,120 @@
+"""Commands, firewall rules and sockets inside Linux network namespaces. Needs root, iproute2 and iptables."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+COMMAND_S = 20.0
+CLONE_NEWNET = 0x40000000
+NAMES = Path("/run/netns")
+NETLINK_NETFILTER = 12
+CONNTRACK_DELETE = (1 << 8) | 2
+"""Subsystem ctnetlink, message IPCTNL_MSG_CT_DELETE (linux/netfilter/nfnetlink_conntrack.h)."""
+REQUEST_AND_ACKNOWLEDGE = 0x1 | 0x4
+NETLINK_HEADER = struct.Struct("=IHHII")
+_number = count()
+
+
+def run(*words: str, text: str = "") -> str:
+    """Run a command with `text` as its input, and return its output. Raises CalledProcessError or TimeoutExpired."""
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=True, timeout=COMMAND_S)
+    return done.stdout
+
+
+def ip(namespace: str, *lines: str) -> None:
+    """Run these lines of `ip` in the namespace; the first that fails ends it."""
+    run("ip", "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
+
+
+def add(namespace: str) -> None:
+    """Make a namespace with loopback up and no address autoconfiguration."""
+    run("ip", "netns", "add", namespace)
+    sysctl(namespace, {"net/ipv6/conf/default/accept_ra": 0, "net/ipv6/conf/default/accept_dad": 0})
+    ip(namespace, "link set lo up")
+
+
+def delete(namespace: str) -> None:
+    """Kill the processes that still live in the namespace, by their ids, and remove it with its interfaces."""
+    with suppress(subprocess.SubprocessError):
+        for word in run("ip", "netns", "pids", namespace).split():
+            if int(word) != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(int(word), signal.SIGKILL)
+    with suppress(subprocess.SubprocessError):
+        run("ip", "netns", "delete", namespace)
+
+
+def filter_packets(namespace: str, rules: Sequence[str], *, family: int) -> None:
+    """Replace all rules of the tables that these lines of `iptables-save` name; family 4 or 6."""
+    tool = "iptables-restore" if family == 4 else "ip6tables-restore"
+    run("ip", "netns", "exec", namespace, tool, text="\n".join(rules) + "\n")
+
+
+def sysctl(namespace: str, values: Mapping[str, int]) -> None:
+    """Set kernel parameters of the namespace; a parameter that this kernel does not have is skipped."""
+    with inside(namespace):
+        for name, value in values.items():
+            with suppress(FileNotFoundError):
+                Path("/proc/sys", name).write_text(str(value))
+
+
+def shape(namespace: str, device: str, mbit_s: float | None) -> None:
+    """Limit what leaves through a device, in Mbit/s of whole frames; None removes the limit.
+
+    A full queue holds 200 ms, as in a modem, and drops the rest.
+    """
+    if mbit_s is None:
+        with suppress(subprocess.CalledProcessError):  # There was no limit.
+            run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
+        return
+    burst_bytes = max(8192, int(mbit_s * 1e6 / 8 * 0.005))
+    words = ("rate", f"{mbit_s}mbit", "burst", f"{burst_bytes}b", "latency", "200ms")
+    # A handle of its own makes it a new queue: a packet in the old one may be too large ever to pass a smaller burst.
+    handle = f"{next(_number) % 0xFFF0 + 1:x}:"
+    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "handle", handle, "tbf", *words)
+
+
+def counters(namespace: str, device: str) -> tuple[int, int]:
+    """Bytes that a device sent and received so far, Ethernet headers included."""
+    (link,) = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device))
+    return int(link["stats64"]["tx"]["bytes"]), int(link["stats64"]["rx"]["bytes"])
+
+
+def forget_connections(namespace: str) -> None:
+    """Empty the connection tracking table of the namespace, as a router does that has got a new address."""
+    with inside(namespace), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
+        netlink.settimeout(COMMAND_S)
+        netlink.bind((0, 0))
+        family = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
+        size = NETLINK_HEADER.size + len(family)
+        netlink.send(NETLINK_HEADER.pack(size, CONNTRACK_DELETE, REQUEST_AND_ACKNOWLEDGE, 1, 0) + family)
+        (error,) = struct.unpack_from("=i", netlink.recv(4096), NETLINK_HEADER.size)
+        if error:
+            raise OSError(-error, f"flushing the connections of {namespace}: {os.strerror(-error)}")
+
+
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """Sockets that this thread makes here belong to the namespace, also afterwards."""
+    with Path("/proc/thread-self/ns/net").open("rb") as home, Path(NAMES, namespace).open("rb") as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")

@@ -1,0 +1,65 @@
+"""The packet filter of a home's router, as lines of `iptables-save`; no address stands in it that may change."""
+
+from __future__ import annotations
+
+from tests.homes.home import PORT, Home
+
+KNOWN = "-m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT"
+
+
+def rules_ipv4(home: Home, first_machine: str) -> list[str]:
+    """NAT to the outer interface `wan`, and what it lets in."""
+    return [
+        "*nat",
+        *_forwarded_port(home, first_machine),
+        f"-A POSTROUTING -s {home.private_network} -o wan -j MASQUERADE"
+        + (" --random-fully" if home.kind == "symmetric" else ""),
+        "COMMIT",
+        "*filter",
+        f"-A INPUT -i wan {KNOWN}",
+        # A server answers at closed ports; a home's router is silent. A refused SYN would end a simultaneous open.
+        f"-A INPUT -i wan -j {'ACCEPT' if home.kind == 'published' else 'DROP'}",
+        "-A FORWARD -i wan -m conntrack --ctstate ESTABLISHED,RELATED,DNAT -j ACCEPT",
+        "-A FORWARD -i wan -j DROP",
+        "COMMIT",
+    ]
+
+
+def _forwarded_port(home: Home, machine: str) -> list[str]:
+    """As Docker writes it: one chain for what comes to any address of the host, and a masquerade for hairpins.
+
+    Docker's default hairpin is a proxy process on the host; the machine sees the bridge's address as the source with
+    both.
+    """
+    if home.kind not in ("published", "forwarded"):
+        return []
+    local, network = "-m addrtype --dst-type LOCAL", home.private_network
+    only = "" if home.hairpin else "-i wan "
+    # A home's router answers for itself at its inner address; Docker publishes on all addresses of the host.
+    outer = "" if home.kind == "published" else f"! -d {network} "
+    to = f"--dport {PORT} -j DNAT --to-destination {machine}:{PORT}"
+    return [
+        ":FORWARDED - [0:0]",
+        f"-A PREROUTING {only}{outer}{local} -j FORWARDED",
+        f"-A OUTPUT ! -d 127.0.0.0/8 {local} -j FORWARDED",
+        f"-A FORWARDED -p tcp {to}",
+        f"-A FORWARDED -p udp {to}",
+        f"-A POSTROUTING -s {network} -d {machine} -o {home.bridge} -j MASQUERADE",
+    ]
+
+
+def rules_ipv6(home: Home, first_machine: str) -> list[str]:
+    """A firewall without NAT. `first_machine` ends in the part that stays when the prefix changes."""
+    # Only the lower half is compared: the provider's prefix changes, the machine's part does not.
+    machine = f"-d ::{first_machine.rsplit('::', 1)[1]}/::ffff:ffff:ffff:ffff"
+    opened = [f"-A FORWARD -i wan {machine} -p {p} --dport {PORT} -j ACCEPT" for p in ("tcp", "udp")]
+    return [
+        "*filter",
+        f"-A INPUT -i wan {KNOWN}",
+        "-A INPUT -i wan -p ipv6-icmp -j ACCEPT",
+        f"-A INPUT -i wan -j {'ACCEPT' if home.kind == 'published' else 'DROP'}",
+        f"-A FORWARD -i wan {KNOWN}",
+        *(opened if home.inbound_ipv6 else []),
+        "-A FORWARD -i wan -j DROP",
+        "COMMIT",
+    ]

@@ -1,0 +1,417 @@
+"""The laboratory of homes itself, with plain sockets and no node."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from tests.homes.home import PORT, Home, Kind
+from tests.homes.namespace import NAMES, inside
+from tests.homes.world import AttachedHome, Machine, World, why_not, world
+
+ANSWER_S = 5.0
+"""For what must arrive; on a busy machine."""
+SILENCE_S = 1.0
+"""For what must not."""
+LINE_S = 2.5
+
+
+@pytest.fixture(autouse=True)
+def possible_here() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def listen(machine: Machine, port: int = PORT, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
+    with inside(machine.namespace):
+        listener = socket.create_server(("::" if family == socket.AF_INET6 else "0.0.0.0", port), family=family)
+    listener.settimeout(ANSWER_S)
+    return listener
+
+
+def dial(
+    machine: Machine, address: str, port: int = PORT, *, from_port: int = 0, timeout_s: float = ANSWER_S
+) -> socket.socket:
+    """A TCP connection from this machine. Raises OSError."""
+    with inside(machine.namespace):
+        calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        calling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        calling.bind(("", from_port))
+        calling.settimeout(timeout_s)
+        calling.connect((address, port))
+    except OSError:
+        calling.close()
+        raise
+    return calling
+
+
+def reaches(machine: Machine, address: str, port: int = PORT, *, timeout_s: float = ANSWER_S) -> bool:
+    with suppress(OSError), dial(machine, address, port, timeout_s=timeout_s):
+        return True
+    return False
+
+
+def datagrams(machine: Machine, port: int = 0) -> socket.socket:
+    """A UDP socket of this machine, bound to the port."""
+    with inside(machine.namespace):
+        opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    opened.bind(("0.0.0.0", port))
+    opened.settimeout(ANSWER_S)
+    return opened
+
+
+def received(opened: socket.socket, timeout_s: float) -> tuple[bytes, str, int] | None:
+    """A datagram and where it came from; None at the timeout."""
+    opened.settimeout(timeout_s)
+    try:
+        data, (address, port) = opened.recvfrom(2048)
+    except TimeoutError:
+        return None
+    return data, address, port
+
+
+def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHome, port: int) -> int:
+    """The port that an observer at this home's address sees this UDP socket come from."""
+    opened.sendto(b"where am I", (home.address, port))
+    seen = received(observer, ANSWER_S)
+    assert seen is not None
+    return seen[2]
+
+
+def ask(connection: socket.socket, accepted: socket.socket, timeout_s: float = ANSWER_S) -> bytes:
+    """One word there and back; b"" where nothing came in time."""
+    for end in (connection, accepted):
+        end.settimeout(timeout_s)
+    try:
+        connection.sendall(b"word")
+        accepted.sendall(accepted.recv(4))
+        return connection.recv(4)
+    except OSError:
+        return b""
+
+
+def test_outer_addresses_are_global_and_inner_ones_are_private() -> None:
+    with world([Home("public", ipv6=True), Home("published"), Home("cone", ipv6=True), Home("ipv6_only")]) as homes:
+        assert all(ip_address(home.address).is_global for home in homes if home.address)
+        assert all(ip_address(home.machine.ipv6).is_global for home in homes if home.machine.ipv6)
+        assert [home.machine.address for home in homes] == ["11.0.1.2", "172.17.0.2", "192.168.1.2", ""]
+        assert [bool(home.machine.ipv6) for home in homes] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["public", "published", "forwarded"])
+def test_an_open_port_can_be_dialled_from_another_home(kind: Kind) -> None:
+    with world([Home(kind), Home("cone")]) as homes:
+        there, here = homes
+        with listen(there.machine) as listener, dial(here.machine, there.address) as connection:
+            accepted, (address, _) = listener.accept()
+            assert address == here.address, "the machine sees the caller's outer address"
+            assert ask(connection, accepted) == b"word"
+            accepted.close()
+        assert there.announce == [f"/ip4/{there.address}/tcp/{PORT}"]
+        with datagrams(there.machine, PORT) as waiting, datagrams(here.machine) as sending:
+            sending.sendto(b"word", (there.address, PORT))
+            assert received(waiting, ANSWER_S) is not None
+
+
+@pytest.mark.parametrize("kind", ["cone", "symmetric"])
+def test_a_home_without_a_forwarded_port_cannot_be_dialled(kind: Kind) -> None:
+    with world([Home(kind), Home("public")]) as homes:
+        hidden, outside = homes
+        assert hidden.announce == []
+        with listen(hidden.machine):
+            assert not reaches(outside.machine, hidden.address, timeout_s=SILENCE_S)
+            assert not reaches(outside.machine, hidden.machine.address, timeout_s=SILENCE_S)
+        with listen(outside.machine):
+            assert reaches(hidden.machine, outside.address)
+
+
+def test_only_the_forwarded_port_is_open() -> None:
+    with world([Home("forwarded"), Home("cone")]) as homes, listen(homes[0].machine, PORT + 1):
+        assert not reaches(homes[1].machine, homes[0].address, PORT + 1, timeout_s=SILENCE_S)
+
+
+@pytest.mark.parametrize("kind", ["published", "forwarded"])
+@pytest.mark.parametrize("hairpin", [True, False])
+def test_a_machine_reaches_its_own_outer_address_where_the_router_turns_it_round(kind: Kind, hairpin: bool) -> None:
+    with world([Home(kind, hairpin=hairpin)]) as homes, listen(homes[0].machine) as listener:
+        machine = homes[0].machine
+        if hairpin:
+            with dial(machine, homes[0].address):
+                accepted, (address, _) = listener.accept()
+                accepted.close()
+                assert address == f"{homes[0].home.subnet}.1", "as from the router"
+        else:
+            assert not reaches(machine, homes[0].address, timeout_s=SILENCE_S)
+
+
+def outer_ports(home: AttachedHome, outside: Sequence[AttachedHome]) -> dict[str, list[int]]:
+    """The ports that observers at these homes see one UDP socket and one TCP port of this home come from."""
+    ports: dict[str, list[int]] = {"udp": [], "tcp": []}
+    with datagrams(home.machine, 5000) as sending:
+        for observing in outside:
+            with datagrams(observing.machine, PORT) as observer:
+                ports["udp"].append(outer_port(sending, observer, observing, PORT))
+    for observing in outside:
+        with listen(observing.machine) as listener, dial(home.machine, observing.address, from_port=6000):
+            accepted, (_, port) = listener.accept()
+            accepted.close()
+            ports["tcp"].append(port)
+    return ports
+
+
+def test_a_cone_keeps_its_outer_port_for_all_destinations_and_a_symmetric_nat_does_not() -> None:
+    with world([Home("cone"), Home("symmetric"), Home("public"), Home("public")]) as homes:
+        cone, symmetric, *outside = homes
+        assert outer_ports(cone, outside) == {"udp": [5000, 5000], "tcp": [6000, 6000]}
+        assert all(one != other for one, other in outer_ports(symmetric, outside).values())
+
+
+def open_simultaneously(
+    homes: Sequence[AttachedHome], observer_home: AttachedHome, seconds: float
+) -> list[bytes | None]:
+    """Two homes learn their outer UDP ports from an observer and send to each other; what each received."""
+    with (
+        datagrams(homes[0].machine, 5000) as left,
+        datagrams(homes[1].machine, 5000) as right,
+        datagrams(observer_home.machine, PORT) as observer,
+    ):
+        ports = [outer_port(opened, observer, observer_home, PORT) for opened in (left, right)]
+        got: list[bytes | None] = [None, None]
+        end_s = time.monotonic() + seconds
+        while None in got and time.monotonic() < end_s:
+            left.sendto(b"from left", (homes[1].address, ports[1]))
+            right.sendto(b"from right", (homes[0].address, ports[0]))
+            for i, opened in enumerate((left, right)):
+                arrived = received(opened, 0.2)
+                got[i] = arrived[0] if arrived else got[i]
+        return got
+
+
+@pytest.mark.parametrize(
+    ("kinds", "meet"),
+    [(("cone", "cone"), True), (("cone", "symmetric"), False), (("symmetric", "symmetric"), False)],
+    ids=["two cones", "cone and symmetric", "two symmetric"],
+)
+def test_simultaneous_open_by_udp_passes_cones_only(kinds: tuple[Kind, Kind], meet: bool) -> None:
+    with world([Home(kinds[0]), Home(kinds[1]), Home("public")]) as homes:
+        got = open_simultaneously(homes[:2], homes[2], ANSWER_S if meet else SILENCE_S)
+        assert got == ([b"from right", b"from left"] if meet else [None, None])
+
+
+def test_simultaneous_open_by_tcp_passes_two_cones() -> None:
+    with world([Home("cone"), Home("cone")]) as homes:
+        made: list[socket.socket | None] = [None, None]
+
+        def call(me: int) -> None:
+            other = homes[1 - me].address
+            end_s = time.monotonic() + 2 * ANSWER_S
+            while made[me] is None and time.monotonic() < end_s:
+                with suppress(OSError):
+                    made[me] = dial(homes[me].machine, other, 6000, from_port=6000)
+
+        callers = [threading.Thread(target=call, args=(me,)) for me in range(2)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(4 * ANSWER_S)
+        left, right = made
+        assert left is not None and right is not None
+        with left, right:
+            assert ask(left, right) == b"word"
+
+
+def test_an_ipv6_only_home_reaches_dual_stack_homes_and_no_others() -> None:
+    with world([Home("ipv6_only"), Home("public", ipv6=True), Home("published")]) as homes:
+        alone, dual, old = homes
+        with listen(dual.machine, family=socket.AF_INET6), listen(old.machine):
+            assert reaches(alone.machine, dual.machine.ipv6)
+            assert not reaches(alone.machine, dual.address)
+            assert not reaches(alone.machine, old.address)
+            assert reaches(dual.machine, old.address)
+
+
+@pytest.mark.parametrize("kind", ["ipv6_only", "cone", "published"])
+@pytest.mark.parametrize("inbound", [True, False])
+def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened(kind: Kind, inbound: bool) -> None:
+    with world([Home(kind, ipv6=True, inbound_ipv6=inbound), Home("public", ipv6=True)]) as homes:
+        home, outside = homes
+        with listen(home.machine, family=socket.AF_INET6):
+            patience_s = ANSWER_S if inbound else SILENCE_S
+            assert reaches(outside.machine, home.machine.ipv6, timeout_s=patience_s) == inbound
+            assert any(address.startswith("/ip6/") for address in home.announce) == inbound
+            home.change_address()
+            assert reaches(outside.machine, home.machine.ipv6, timeout_s=patience_s) == inbound
+
+
+@contextmanager
+def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) -> Iterator[None]:
+    """One TCP connection carries as much as it can meanwhile."""
+    with (
+        listen(receiver, port) as listener,
+        dial(sender, address, port) as connection,
+        listener.accept()[0] as accepted,
+    ):
+
+        def pour() -> None:
+            with suppress(OSError):
+                while True:
+                    connection.sendall(b"\0" * 65536)
+
+        def drink() -> None:
+            with suppress(OSError):
+                while accepted.recv(1 << 20):
+                    pass
+
+        threads = [threading.Thread(target=work) for work in (pour, drink)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            for end in (connection, accepted):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(ANSWER_S)
+
+
+def rates_mbit_s(counts: Sequence[Callable[[], int]], seconds: float = LINE_S) -> list[float]:
+    """Of these counters of bytes, after a second in which TCP finds its speed."""
+    time.sleep(1.0)
+    since_s, before = time.monotonic(), [count() for count in counts]
+    time.sleep(seconds)
+    return [(count() - old) * 8e-6 / (time.monotonic() - since_s) for count, old in zip(counts, before, strict=True)]
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_line_carries_what_it_is_said_to(way: str) -> None:
+    lines = [(2.0, 2.0), (10.0, 50.0), (100.0, 20.0)]
+    with world([Home("public", lines=None), *(Home("forwarded", lines=rates) for rates in lines)]) as homes:
+        outside, *others = homes
+        with ExitStack() as stack:
+            for home in others:
+                pair = (home.machine, outside.machine, outside.address, PORT + home.number)
+                back = (outside.machine, home.machine, home.address)
+                stack.enter_context(pouring(*pair) if way == "up" else pouring(*back))
+            counts = [home.sent_bytes if way == "up" else home.received_bytes for home in others]
+            carried = rates_mbit_s(counts)
+        for got, (up_mbit_s, down_mbit_s) in zip(carried, lines, strict=True):
+            rate = up_mbit_s if way == "up" else down_mbit_s
+            assert 0.9 * rate < got < 1.1 * rate, f"{lines}: {carried}"
+
+
+def test_a_line_changes_while_it_is_used() -> None:
+    with world([Home("cone", lines=(50.0, 50.0)), Home("public", lines=None)]) as homes:
+        home, outside = homes
+        with pouring(home.machine, outside.machine, outside.address):
+            home.limit((5.0, 50.0))
+            (slow,) = rates_mbit_s([home.sent_bytes])
+            assert 0.9 * 5.0 < slow < 1.1 * 5.0
+            home.limit(None)
+            fast, back = rates_mbit_s([home.sent_bytes, home.received_bytes], 0.5)
+            assert fast > 50.0 and back < 0.2 * fast, "what is sent, and what is acknowledged"
+
+
+@pytest.mark.parametrize("kind", ["public", "published", "forwarded"])
+def test_after_a_change_of_address_old_connections_are_dead_and_the_new_address_works(kind: Kind) -> None:
+    with world([Home(kind, ipv6=True), Home("cone")]) as homes, listen(homes[0].machine) as listener:
+        home, other = homes
+        before = home.address, home.machine.ipv6
+        with dial(other.machine, home.address) as connection, listener.accept()[0] as accepted:
+            assert ask(connection, accepted) == b"word"
+            home.change_address()
+            assert home.address != before[0] and home.machine.ipv6 != before[1]
+            connection.sendall(b"word")
+            accepted.settimeout(SILENCE_S)
+            with suppress(OSError):  # Silent or reset.
+                assert accepted.recv(4) == b""
+        assert not reaches(other.machine, before[0], timeout_s=SILENCE_S)
+        with dial(other.machine, home.address) as connection, listener.accept()[0] as accepted:
+            assert ask(connection, accepted) == b"word"
+
+
+def test_an_outbound_connection_dies_with_the_address_that_it_was_made_from() -> None:
+    with world([Home("cone"), Home("public")]) as homes, listen(homes[1].machine) as listener:
+        with dial(homes[0].machine, homes[1].address) as connection, listener.accept()[0] as accepted:
+            assert ask(connection, accepted) == b"word"
+            homes[0].change_address()
+            assert ask(connection, accepted, SILENCE_S) == b""
+        with dial(homes[0].machine, homes[1].address), listener.accept()[0] as accepted:
+            assert accepted.getpeername()[0] == homes[0].address
+
+
+def test_a_home_that_is_cut_off_is_silent_until_it_is_reconnected() -> None:
+    with world([Home("published"), Home("cone"), Home("cone")]) as homes, listen(homes[0].machine) as listener:
+        with dial(homes[1].machine, homes[0].address) as connection, listener.accept()[0] as accepted:
+            homes.cut_off(homes[:2])
+            assert ask(connection, accepted) == b"word", "those who are cut off together reach one another"
+            assert not reaches(homes[2].machine, homes[0].address, timeout_s=SILENCE_S)
+            homes[1].cut_off()
+            connection.sendall(b"late")
+            accepted.settimeout(SILENCE_S)
+            with pytest.raises(TimeoutError):
+                accepted.recv(4)
+            homes.reconnect(homes)
+            accepted.settimeout(2 * ANSWER_S)
+            assert accepted.recv(4) == b"late", "what was sent meanwhile arrives by TCP's own repetition"
+        assert reaches(homes[2].machine, homes[0].address)
+
+
+def test_machines_of_one_home_share_its_network_and_its_outer_address() -> None:
+    with world([Home("forwarded", machines=2, ipv6=True), Home("public")]) as homes:
+        first, second = homes[0].machines
+        with listen(first) as listener, listen(second), listen(homes[1].machine) as outside:
+            for address in (first.address, homes[0].address):
+                with dial(second, address):
+                    listener.accept()[0].close()
+            assert reaches(first, second.address)
+            for machine in (first, second):
+                with dial(machine, homes[1].address), outside.accept()[0] as accepted:
+                    assert accepted.getpeername()[0] == homes[0].address
+
+
+def test_nothing_is_left_after_the_end_even_if_it_fails() -> None:
+    def fail() -> None:
+        with world([Home("published"), Home("cone", machines=2)]) as homes:
+            names.extend(path.name for path in NAMES.glob(f"{homes.internet.rpartition('-')[0]}-*"))
+            there = ["ip", "netns", "exec", homes[1].machines[1].namespace, sys.executable, "-c"]
+            started.append(subprocess.Popen([*there, "import time; time.sleep(600)"], start_new_session=True))
+            raise RuntimeError("on purpose")
+
+    names: list[str] = []
+    started: list[subprocess.Popen[bytes]] = []
+    rules = subprocess.run(["iptables-save"], capture_output=True, check=True, timeout=10).stdout
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    assert len(names) == 6
+    assert not {path.name for path in NAMES.iterdir()} & set(names)
+    assert started[0].wait(ANSWER_S) != 0
+    after = subprocess.run(["iptables-save"], capture_output=True, check=True, timeout=10).stdout
+    assert [line for line in after.splitlines() if line[:1] not in (b"#", b":")] == [
+        line for line in rules.splitlines() if line[:1] not in (b"#", b":")
+    ], "the machine's own firewall was touched"
+
+
+def test_a_world_that_cannot_be_built_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match="no kind of home"):
+        Home("castle")  # type: ignore[arg-type]
+
+    def clash() -> None:
+        with World() as homes:
+            made.append(homes.internet)
+            homes.make(homes.internet)  # There is one already.
+
+    made: list[str] = []
+    with pytest.raises(subprocess.CalledProcessError):
+        clash()
+    assert made and not Path(NAMES, made[0]).exists()

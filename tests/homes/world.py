@@ -1,0 +1,308 @@
+"""Homes on an internet, built of Linux network namespaces: each with a router of its own and machines behind it.
+
+    with world([Home("published", lines=(100, 20)), Home("cone")]) as homes:
+        with inside(homes[1].machine.namespace):
+            connection = socket.create_connection((homes[0].address, PORT), timeout=5)
+
+Needs root and iproute2 and iptables; `why_not` says what is missing. Everything is in namespaces whose names carry this
+process's id, so the machine's own interfaces and firewall are never touched; all are removed at the end, also after a
+failure, with the processes that still live in them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import count, permutations
+from typing import overload
+
+from tests.homes import namespace
+from tests.homes.home import PORT, Home, Lease
+from tests.homes.namespace import inside
+from tests.homes.router import rules_ipv4, rules_ipv6
+
+GATEWAY = "11.255.0.1"
+GATEWAY_IPV6 = "fe80::1"
+"""The provider's address on every home's line, and each router's on its own network."""
+ROUTER_IPV6 = "fe80::2"
+MOST_HOMES = 250
+_number = count()
+
+
+@dataclass(slots=True)
+class Machine:
+    """A computer in a home: its network namespace and its addresses, empty where it has none."""
+
+    namespace: str
+    address: str = ""
+    """IPv4; a private one behind a router."""
+    ipv6: str = ""
+    """Global."""
+
+
+class AttachedHome:
+    """A home that stands in a world. Its line and its addresses can change while programs run in it."""
+
+    def __init__(self, world: World, home: Home, number: int, prefix: str) -> None:
+        self.home, self.number = home, number
+        self.name = f"{number} {home.kind}"
+        self.lines = home.lines
+        """Mbit/s up and down at present."""
+        self.lease = Lease(number)
+        self.port = f"home{number}"
+        """The provider's end of the line, an interface in the internet's namespace."""
+        self.machines = [
+            Machine(f"{prefix}-home{number}{f'-{i}' if i else ''}", f"{home.subnet}.{i + 2}" if home.has_ipv4 else "")
+            for i in range(home.machines)
+        ]
+        self.router = self.machine.namespace if home.kind == "public" else f"{prefix}-router{number}"
+        """Namespace with the outer interface; a public machine's own."""
+        self.wan = "eth0" if home.kind == "public" else "wan"
+        self._world = world
+
+    @property
+    def machine(self) -> Machine:
+        """The first one: PORT is forwarded to it."""
+        return self.machines[0]
+
+    @property
+    def address(self) -> str:
+        """The outer IPv4 address at present; empty where there is none."""
+        return self.lease.ipv4 if self.home.has_ipv4 else ""
+
+    @property
+    def announce(self) -> list[str]:
+        """Multiaddresses at which strangers reach PORT of the first machine at present; none where nobody does."""
+        ipv4 = [f"/ip4/{self.address}/tcp/{PORT}"] if self.home.has_open_port else []
+        open_ipv6 = self.home.has_ipv6 and (self.home.inbound_ipv6 or self.home.kind == "public")
+        return [*ipv4, *([f"/ip6/{self.machine.ipv6}/tcp/{PORT}"] if open_ipv6 else [])]
+
+    # the line
+
+    def limit(self, lines: tuple[float, float] | None) -> None:
+        """What the line carries from now on, Mbit/s up and down; None: no limit."""
+        up_mbit_s, down_mbit_s = lines or (None, None)
+        namespace.shape(self.router, self.wan, up_mbit_s)
+        namespace.shape(self._world.internet, self.port, down_mbit_s)
+        self.lines = lines
+
+    def sent_bytes(self) -> int:
+        """By all machines of the home over its line so far, headers included."""
+        return namespace.counters(self._world.internet, self.port)[1]
+
+    def received_bytes(self) -> int:
+        return namespace.counters(self._world.internet, self.port)[0]
+
+    def cut_off(self) -> None:
+        """Nothing passes the line any more; no interface goes down, and no program is told."""
+        self._world.cut_off([self])
+
+    def reconnect(self) -> None:
+        self._world.reconnect([self])
+
+    def change_address(self) -> None:
+        """The provider gives new addresses, IPv4 and the IPv6 prefix, at once.
+
+        Connections of before die: the router forgets them, and the old addresses lead nowhere.
+        """
+        old, self.lease = self.lease, Lease(self.number, self.lease.changes + 1)
+        self._lease_addresses()
+        lines = [f"address delete {old.ipv4}/32 dev {self.wan}"] if self.home.has_ipv4 else []
+        lines += [f"address delete {old.router_ipv6}/64 dev {self.wan}"] if self.home.has_ipv6 else []
+        namespace.ip(self.router, *lines)
+        if self.home.kind != "public":
+            namespace.forget_connections(self.router)
+            for number, machine in enumerate(self.machines, 1):
+                if self.home.has_ipv6:
+                    namespace.ip(machine.namespace, f"address delete {old.machine_ipv6(number)}/64 dev eth0")
+        lines = [f"route delete {old.ipv4}/32"] if self.home.has_ipv4 else []
+        lines += [f"route delete {old.prefix}::/48"] if self.home.has_ipv6 else []
+        namespace.ip(self._world.internet, *lines)
+
+    # building
+
+    def build(self) -> None:
+        internet, home = self._world.internet, self.home
+        for made in {self.router, *(machine.namespace for machine in self.machines)}:
+            self._world.make(made)
+        if home.kind != "public":
+            namespace.sysctl(self.router, {"net/ipv4/ip_forward": 1, "net/ipv6/conf/all/forwarding": 1})
+            self._build_inside()
+        namespace.ip(
+            internet,
+            f"link add {self.port} type veth peer name {self.wan} netns {self.router}",
+            f"link set {self.port} up",
+            f"address add {GATEWAY_IPV6}/64 dev {self.port} nodad",
+        )
+        namespace.ip(self.router, f"address add {ROUTER_IPV6}/64 dev {self.wan} nodad", f"link set {self.wan} up")
+        self._lease_addresses()
+        if home.kind != "public":
+            if home.has_ipv4:
+                namespace.filter_packets(self.router, rules_ipv4(home, self.machine.address), family=4)
+            if home.has_ipv6:
+                namespace.filter_packets(self.router, rules_ipv6(home, self.machine.ipv6), family=6)
+        if home.lines:
+            self.limit(home.lines)
+
+    def _build_inside(self) -> None:
+        """The private network: a bridge in the router, the machines on it."""
+        home = self.home
+        namespace.ip(
+            self.router,
+            f"link add {home.bridge} type bridge stp_state 0 forward_delay 0",
+            f"link set {home.bridge} up",
+            f"address add {GATEWAY_IPV6}/64 dev {home.bridge} nodad",
+            *([f"address add {home.subnet}.1/{home.private_network.split('/')[1]} dev {home.bridge}"]
+              if home.has_ipv4 else []),
+        )  # fmt: skip
+        # Frames from machine to machine are not the router's; older kernels filter them if Docker runs beside.
+        off = {f"net/bridge/bridge-nf-call-{table}tables": 0 for table in ("ip", "ip6")}
+        namespace.sysctl(self.router, off)
+        for number, machine in enumerate(self.machines, 1):
+            namespace.ip(
+                self.router,
+                f"link add machine{number} type veth peer name eth0 netns {machine.namespace}",
+                f"link set machine{number} master {home.bridge} up",
+            )
+            if home.kind == "published" and not home.has_ipv6:
+                namespace.sysctl(machine.namespace, {"net/ipv6/conf/eth0/disable_ipv6": 1})
+            network = f"{machine.address}/{home.private_network.split('/')[1]}"
+            ipv4 = [f"address add {network} dev eth0", f"route add default via {home.subnet}.1"]
+            namespace.ip(machine.namespace, "link set eth0 up", *(ipv4 if home.has_ipv4 else []))
+            if home.has_ipv6:
+                namespace.ip(machine.namespace, f"route add default via {GATEWAY_IPV6} dev eth0")
+
+    def _lease_addresses(self) -> None:
+        """Put the addresses of the lease on the outer interface and, for IPv6, on the machines; route them here."""
+        home, lease = self.home, self.lease
+        routes, outer = [], []
+        if home.has_ipv4:
+            routes += [f"route replace {lease.ipv4}/32 dev {self.port}"]
+            outer += [f"address add {lease.ipv4}/32 dev {self.wan}"]
+            outer += [f"route replace default via {GATEWAY} dev {self.wan} onlink src {lease.ipv4}"]
+        if home.has_ipv6:
+            routes += [f"route replace {lease.prefix}::/48 via {ROUTER_IPV6} dev {self.port}"]
+            outer += [f"address add {lease.router_ipv6}/64 dev {self.wan} nodad"]
+            outer += [f"route replace default via {GATEWAY_IPV6} dev {self.wan}"]
+        namespace.ip(self._world.internet, *routes)
+        namespace.ip(self.router, *outer)
+        if home.kind == "public":
+            self.machine.address, self.machine.ipv6 = self.address, lease.router_ipv6 if home.has_ipv6 else ""
+        elif home.has_ipv6:
+            namespace.ip(self.router, f"route replace {lease.prefix}:1::/64 dev {home.bridge}")
+            for number, machine in enumerate(self.machines, 1):
+                machine.ipv6 = lease.machine_ipv6(number)
+                namespace.ip(machine.namespace, f"address add {machine.ipv6}/64 dev eth0 nodad")
+
+
+class World(Sequence[AttachedHome]):
+    """The internet and the homes on it, in the order in which they were attached. A context manager."""
+
+    def __init__(self) -> None:
+        self._prefix = f"dn{os.getpid()}-{next(_number)}"
+        self._made: list[str] = []
+        self._homes: list[AttachedHome] = []
+        self._islands: dict[int, int] = {}
+        """Of the homes that are cut off, by number: those of one island reach one another."""
+        self.internet = f"{self._prefix}-internet"
+        """Namespace of the provider of all homes."""
+
+    def __enter__(self) -> World:
+        try:
+            self.make(self.internet)
+            forwards = {"net/ipv4/ip_forward": 1, "net/ipv6/conf/all/forwarding": 1}
+            # A provider carries nothing from addresses that it has not given.
+            namespace.sysctl(self.internet, {**forwards, "net/ipv4/conf/all/rp_filter": 1})
+            blackholes = ("route add blackhole default", "route add blackhole ::/0")
+            namespace.ip(self.internet, f"address add {GATEWAY}/32 dev lo", *blackholes)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove every namespace, and the processes and interfaces in it."""
+        while self._made:
+            namespace.delete(self._made.pop())
+
+    def make(self, name: str) -> None:
+        """A namespace that is removed with the world."""
+        self._made.append(name)
+        namespace.add(name)
+
+    @overload
+    def __getitem__(self, index: int) -> AttachedHome: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[AttachedHome]: ...
+
+    def __getitem__(self, index: int | slice) -> AttachedHome | list[AttachedHome]:
+        return self._homes[index]
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def attach(self, home: Home) -> AttachedHome:
+        if len(self) == MOST_HOMES:
+            raise ValueError(f"a world has at most {MOST_HOMES} homes")
+        attached = AttachedHome(self, home, len(self) + 1, self._prefix)
+        attached.build()
+        self._homes.append(attached)
+        return attached
+
+    def cut_off(self, homes: Iterable[AttachedHome]) -> None:
+        """These reach one another, and the rest one another; nothing gets across, and no program is told."""
+        island = max(self._islands.values(), default=0) + 1
+        self._islands.update({home.number: island for home in homes})
+        self._filter()
+
+    def reconnect(self, homes: Iterable[AttachedHome]) -> None:
+        for home in homes:
+            self._islands.pop(home.number, None)
+        self._filter()
+
+    def _filter(self) -> None:
+        apart = [
+            (one.port, other.port)
+            for one, other in permutations(self._homes, 2)
+            if self._islands.get(one.number, 0) != self._islands.get(other.number, 0)
+        ]
+        rules = ["*filter", *(f"-A FORWARD -i {one} -o {other} -j DROP" for one, other in apart), "COMMIT"]
+        for family in (4, 6):
+            namespace.filter_packets(self.internet, rules, family=family)
+
+
+@contextmanager
+def world(homes: Iterable[Home]) -> Iterator[World]:
+    """A world of these homes, in this order; removed at the end."""
+    with World() as made:
+        for home in homes:
+            made.attach(home)
+        yield made
+
+
+@cache
+def why_not() -> str:
+    """One sentence on why this machine cannot build a world; empty if it can."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "Homes are made of network namespaces, which need root: run as root to include these."
+    if missing := [tool for tool in ("ip", "tc", "iptables", "ip6tables") if shutil.which(tool) is None]:
+        return f"Not installed: {', '.join(missing)} (Debian's packages iproute2 and iptables)."
+    try:
+        with world([Home("forwarded", ipv6=True), Home("symmetric")]) as homes:
+            homes[0].change_address()
+            homes[1].cut_off()
+            with inside(homes[1].machine.namespace):
+                pass
+    except (subprocess.SubprocessError, OSError) as exc:
+        said = getattr(exc, "stderr", "") or exc
+        return f"This machine does not let root build network namespaces: {said}".strip()
+    return ""
