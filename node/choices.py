@@ -28,6 +28,7 @@ CHANGEABLE: Mapping[str, Takes] = {
     "limits.cpu_threads": "now",
     "limits.upload_mbit_s": "now",
     "limits.download_mbit_s": "now",
+    "swarm.relay_mbit_s": "now",
     "limits.gpu_memory_ratio": "restart",
     "limits.gpu_power_watts": "restart",
     "limits.disk_gb": "now",

@@ -17,6 +17,12 @@ LEAST_MBIT_S = 2.0
 """Bulk calls are given up when they take longer than at about this rate."""
 
 
+def _check_mbit_s(mbit_s: float) -> float:
+    if 0 < mbit_s < LEAST_MBIT_S:
+        raise ValueError(f"rounds do not fit through less than {LEAST_MBIT_S:g} Mbit/s: allow that, or 0 for no limit")
+    return mbit_s
+
+
 class NodeConfig(Section):
     """This node."""
 
@@ -105,9 +111,17 @@ class SwarmConfig(Section):
     """Addresses to tell others instead of those found, for port forwarding: HOST:PORT, [IPv6]:PORT, multiaddresses, or
     HOST alone; without a port, or with port 0, it is the port that the node listens on."""
     relay: bool = True
-    """Whether this node may relay for members without an inbound port."""
+    """Carry calls between members of the run that cannot reach each other, while others reach this node's port."""
+    relay_mbit_s: float = Field(0, ge=0)
+    """Most that is carried so, each way; 0: as much as `limits.upload_mbit_s` and `limits.download_mbit_s` leave, else
+    at least 2."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP)."""
+
+    @field_validator("relay_mbit_s")
+    @classmethod
+    def _calls_fit(cls, mbit_s: float) -> float:
+        return _check_mbit_s(mbit_s)
 
     @property
     def announces_port(self) -> bool:
@@ -170,11 +184,7 @@ class LimitsConfig(Section):
     @field_validator("upload_mbit_s", "download_mbit_s")
     @classmethod
     def _rounds_fit(cls, mbit_s: float) -> float:
-        if 0 < mbit_s < LEAST_MBIT_S:
-            raise ValueError(
-                f"rounds do not fit through less than {LEAST_MBIT_S:g} Mbit/s: allow that, or 0 for no limit"
-            )
-        return mbit_s
+        return _check_mbit_s(mbit_s)
 
 
 def _windows(texts: tuple[str, ...]) -> tuple[str, ...]:

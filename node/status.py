@@ -66,6 +66,8 @@ class Channel(StrEnum):
     DHT = "dht"
     REDUCE = "reduce"
     STATE = "state"
+    RELAY = "relay"
+    """Carried for two other peers."""
 
 
 FAILURE_REASONS = (
@@ -270,6 +272,8 @@ class ContributionInfo(Value):
     tokens_total: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_relayed: int = 0
+    """Carried for peers that cannot reach each other, counted once; also in `bytes_sent` and `bytes_received`."""
     training_s: float = 0.0
     """Seconds of computing given."""
 

@@ -113,11 +113,39 @@ class Traffic:
             self.rejected[error.code] += 1
 
 
+class Routes(Protocol):
+    """What a wire asks the table of peers about relays."""
+
+    def relays_to(self, peer_id: str) -> Sequence[str]:
+        """The relays over which this peer can be called, in the order in which this node tries them."""
+
+    def check_carried(self, caller: str, target: str) -> None:
+        """Raises PeerError unless this node relays calls from one to the other."""
+
+    def is_gone(self, peer_id: str) -> bool:
+        """Known, and not live any more."""
+
+
+class NoRoutes:
+    """Of a wire that was told of no table: no relays, and nothing is relayed."""
+
+    def relays_to(self, peer_id: str) -> Sequence[str]:
+        return ()
+
+    def check_carried(self, caller: str, target: str) -> None:
+        raise PeerError("this node relays no calls", code="no_relay")
+
+    def is_gone(self, peer_id: str) -> bool:
+        return False
+
+
 class Wire(Protocol):
     """A network of peers that know each other by peer id. All of it runs on one asyncio loop."""
 
     peer_id: str
     traffic: Traffic
+    routes: Routes
+    """Relays, for peers that cannot be called directly. `NoRoutes` until it is set."""
 
     def serve(self, services: Mapping[str, Service]) -> None:
         """Answer these verbs from now on. Called before the first `call`; later calls add verbs."""
@@ -126,6 +154,9 @@ class Wire(Protocol):
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> Message:
         """Ask a peer, itself included. Raises PeerError (`code` "unreachable", "timeout" or what the peer said).
+
+        A peer that cannot be called directly is called over its relays, one after another; the peer may see such a
+        call twice, where a relay was lost on the way. Its id, and the caller's, are authenticated all the same.
 
         A reply whose blobs are longer than `max_reply_bytes` is refused before it is read ("bad_size").
         """

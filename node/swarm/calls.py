@@ -1,4 +1,4 @@
-"""Calls that end when the peer does. Knows the directory.
+"""Calls that end when the peer does, or the relay that carries them. Knows the directory.
 
 A peer that hangs keeps its connections: nothing comes, and nothing fails. Its record fades all the same.
 """
@@ -6,7 +6,7 @@ A peer that hangs keeps its connections: nothing comes, and nothing fails. Its r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from node.errors import PeerError
@@ -16,21 +16,33 @@ T = TypeVar("T")
 LOOK_S = 0.25
 
 
-async def while_live(directory: Directory, peer_id: str, call: Coroutine[Any, Any, T]) -> T:
-    """What this call to a peer returns or raises; PeerError `unreachable` as soon as the peer is no longer live."""
+class Gone(ConnectionError):
+    """Who the call depends on is no longer there."""
+
+
+async def while_there(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T]) -> T:
+    """What this call returns or raises; Gone as soon as `is_gone`."""
     running = asyncio.ensure_future(call)
     try:
         while not running.done():
             await asyncio.wait((running,), timeout=LOOK_S)
-            if not running.done() and directory.is_gone(peer_id):
-                raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable")
+            if not running.done() and is_gone():
+                raise Gone
         return running.result()
     finally:
         running.add_done_callback(_look)
         running.cancel()
 
 
+async def while_live(directory: Directory, peer_id: str, call: Coroutine[Any, Any, T]) -> T:
+    """What this call to a peer returns or raises; PeerError `unreachable` as soon as the peer is no longer live."""
+    try:
+        return await while_there(lambda: directory.is_gone(peer_id), call)
+    except Gone as exc:
+        raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable") from exc
+
+
 def _look(call: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more; what it ends with is nobody's error."""
+    """Retrieve the exception of an abandoned call so that asyncio does not log it."""
     if not call.cancelled():
         call.exception()

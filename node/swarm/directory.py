@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -34,6 +35,7 @@ MAX_KNOWN = 4000
 """Peers in the table: the longest silent goes first, the living never. Fits into the header of a message."""
 SHORT_ID = 16
 """Last characters of a peer id by which records are asked for; 93 bits, so nobody makes another id with the same."""
+MAX_VIA = 3
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
 """Phases in which a peer takes part in rounds."""
 PURPOSE = "diloco peer record"
@@ -71,6 +73,10 @@ class PeerRecord(BaseModel):
     inbound: bool = True
     """Whether others can open a connection to it. If not, it keeps its own to those that can be called."""
     addresses: tuple[Address, ...] = Field((), max_length=16)
+    relays: bool = False
+    """Whether it carries calls between two others of the run; it can be called itself."""
+    via: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field((), max_length=MAX_VIA)
+    """Relays that it keeps a connection to, by peer id: over each of them it can be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +226,51 @@ class Directory:
 
     def leaders(self) -> list[str]:
         """The members that may lead a round: those that all others can call; where there is none, all members."""
+        return self.callable_members() or [record.peer_id for record in self.members()]
+
+    def callable_members(self) -> list[str]:
+        """The members that lead and reduce: all others can call them.
+
+        Best over IPv4, which most networks have; else with an inbound port at all; else over relays.
+        """
         members = self.members()
-        return [r.peer_id for r in members if r.inbound] or [r.peer_id for r in members]
+        inbound = [r for r in members if r.inbound]
+        chosen = [r for r in inbound if _has_ipv4(r)] or inbound or [r for r in members if self._relays_of(r)]
+        return [record.peer_id for record in chosen]
 
     def others(self) -> list[PeerRecord]:
-        """Live peers that this node may call: two without an inbound port cannot reach each other."""
+        """Live peers that this node may call: two without an inbound port need a relay between them."""
         return [record for record in self.live()[1:] if self.can_call(record)]
 
     def can_call(self, record: PeerRecord) -> bool:
-        return record.inbound or self.me.inbound
+        return record.inbound or self.me.inbound or bool(self._relays_of(record))
+
+    def relays_to(self, peer_id: str) -> list[str]:
+        """The live relays over which this peer can be called, in an order of the pair's own: so the load spreads."""
+        record = self.find(peer_id)
+        pair = " ".join(sorted((self.me.peer_id, peer_id)))
+        relays = [relay for relay in self._relays_of(record) if relay != self.me.peer_id] if record else []
+        return sorted(relays, key=lambda relay: sha256(f"{pair} {relay}".encode()).digest())
+
+    def live_relays(self) -> list[str]:
+        """The others that carry calls for this node, in an order of its own."""
+        relays = [r.peer_id for r in self.live()[1:] if r.relays and r.inbound]
+        return sorted(relays, key=lambda relay: sha256(f"{self.me.peer_id} {relay}".encode()).digest())
+
+    def _relays_of(self, record: PeerRecord) -> list[str]:
+        return [relay for relay in record.via if relay != record.peer_id and self._is_live_relay(relay)]
+
+    def _is_live_relay(self, peer_id: str) -> bool:
+        record = self.find(peer_id)
+        is_live = peer_id == self.me.peer_id or not self.is_gone(peer_id)
+        return record is not None and is_live and record.relays and record.inbound
+
+    def check_carried(self, caller: str, target: str) -> None:
+        """Raises PeerError unless this node relays calls from one to the other: both are peers of this run."""
+        if not self.me.relays:
+            raise PeerError("this node relays no calls", code="no_relay")
+        if not (self.knows(caller) and self.knows(target)):
+            raise PeerError("this node relays only between peers of its run", code="stranger")
 
     def silent(self) -> list[str]:
         """Peers without news for DEAD_S. A connection to them that still stands may lead nowhere."""
@@ -311,3 +353,8 @@ class Directory:
             )
             for r in self.live()
         ]
+
+
+def _has_ipv4(record: PeerRecord) -> bool:
+    own = ("/ip4/127.", "/ip4/0.")
+    return any(a.startswith(("/ip4/", "/dns4/")) and not a.startswith(own) for a in record.addresses)

@@ -18,7 +18,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from node.errors import SwarmError
 from node.files import write_whole
 from node.swarm.addresses import addresses_of, read_address
-from node.swarm.directory import PURPOSE, Directory, Signed
+from node.swarm.directory import MAX_VIA, MEMBER_PHASES, PURPOSE, Directory, Signed
 from node.swarm.gossip import Gossip
 from node.swarm.identity import verify
 from node.swarm.p2p import P2PWire
@@ -33,6 +33,8 @@ RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096
 """One record in the DHT; most have 1 kB."""
 MAX_CACHED = 64
+MAX_HELD = 64
+"""Connections that a node without an inbound port keeps to peers that have one; more of them call it over relays."""
 
 
 def dht_key(run: str) -> str:
@@ -92,6 +94,8 @@ class Discovery:
         self._cache = cache
         self._rng = rng
         self._key = dht_key(directory.me.run)
+        self.offers_relay = False
+        """Whether this node relays calls of others once its port is known to be reachable."""
         self.last_problem = ""
         self.is_reached = False
         """Whether others are known to reach this node's port."""
@@ -121,8 +125,9 @@ class Discovery:
     async def hold(self) -> None:
         """Keep the ways to the others open, for ever.
 
-        A node that is not known to be reachable keeps a connection to everybody who is: only over it can it be called.
-        A connection to a peer that has fallen silent is closed, once: it may lead nowhere, where another would not.
+        Every node keeps a connection to a few relays, and says which: over them it can be called by all. A node that
+        is not known to be reachable keeps one to the other peers with an inbound port, too: only over it can they call
+        it directly. A connection to a peer that has fallen silent is closed, once: it may lead nowhere.
         """
         dropped: set[str] = set()
         while True:
@@ -131,10 +136,18 @@ class Discovery:
             for peer_id in silent - dropped:
                 await self._wire.drop(peer_id)
             dropped = silent
-            if not self.is_reached:
-                others = self._directory.live()[1:]
-                await self._wire.hold([record.peer_id for record in others if record.inbound])
+            relays = self._directory.live_relays()[:MAX_VIA]
+            there = await self._wire.hold([*relays, *([] if self.is_reached else self._callable(relays))])
+            via = tuple(relay for relay in relays if relay in there)
+            relays_now = self.offers_relay and self.is_reached
+            if (via, relays_now) != (self._directory.me.via, self._directory.me.relays):
+                self._directory.say(via=via, relays=relays_now)
             await asyncio.sleep(HOLD_S)
+
+    def _callable(self, relays: Sequence[str]) -> list[str]:
+        """Peers with an inbound port beside these, members first."""
+        others = [r for r in self._directory.live()[1:] if r.inbound and r.peer_id not in relays]
+        return [r.peer_id for r in sorted(others, key=lambda r: r.phase not in MEMBER_PHASES)][:MAX_HELD]
 
     async def meet(self) -> bool:
         """One try to reach anybody. True if somebody answered."""

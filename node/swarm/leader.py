@@ -184,7 +184,8 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     if rounds.wronged and rounds.me in reducers:
         reducers = (rounds.me,)  # Nobody can tell which reducer was wrong; the next leader may be right.
     if not reducers:
-        raise RoundFailed("no member can be reached from outside: one of them must open a port", code="reducer_lost")
+        why = "no member can be reached from outside: one of them must open a port, or a relay must join"
+        raise RoundFailed(why, code="reducer_lost")
     plan = Plan(
         run=rounds.rules.run,
         parent=attempt.parent,

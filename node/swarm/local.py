@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from node.errors import PeerError, SwarmError
@@ -19,6 +19,8 @@ from node.swarm.base import (
     MAX_REPLY_BYTES,
     Busy,
     Message,
+    NoRoutes,
+    Routes,
     Service,
     Traffic,
     answer,
@@ -75,11 +77,14 @@ class LocalWire:
     def __init__(self, hub: LocalHub, peer_id: str) -> None:
         self.peer_id = peer_id
         self.traffic = Traffic()
+        self.routes: Routes = NoRoutes()
         self._hub = hub
         self._loop = asyncio.get_running_loop()
         self._services: dict[str, Service] = {}
         self._busy = Busy()
         self._answering: set[asyncio.Task[Any]] = set()
+        self._carried: set[asyncio.Future[Any]] = set()
+        """Calls of others that go over this node, on their callers' loops."""
         self._closed = False
         hub.join(self)
 
@@ -89,34 +94,83 @@ class LocalWire:
     async def call(
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> Message:
-        other = self._hub.find(self.peer_id, peer_id)
         request = pack_header(verb, message)
         channel = self._services[verb].channel if verb in self._services else Channel.DHT
-        work = other._answer(self.peer_id, request, message.blobs)
         try:
-            if other is self:
-                async with asyncio.timeout(timeout_s):
-                    return await work
-            self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
-            future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
-            future.add_done_callback(_look)
-            # As on a real wire, a caller that gives up does not stop who answers.
             async with asyncio.timeout(timeout_s):
-                reply = await asyncio.shield(future)
-            if reply.blob_bytes > max_reply_bytes:
-                raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
-            self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
-            return reply
+                reply = await self._call(peer_id, request, message.blobs, channel)
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
+        if peer_id == self.peer_id:
+            return reply
+        if reply.blob_bytes > max_reply_bytes:
+            raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
+        self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
+        return reply
+
+    async def _call(self, peer_id: str, request: bytes, blobs: Sequence[bytes], channel: Channel) -> Message:
+        """Directly, else over the peer's relays, one after another."""
+        try:
+            return await self._ask(self._hub.find(self.peer_id, peer_id), None, request, blobs, channel)
+        except PeerError as exc:
+            relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
+            if exc.code not in ("unreachable", "not_dialed") or not relays:
+                raise
+        for relay_id in relays:
+            try:
+                relay = self._hub.find(self.peer_id, relay_id)
+                relay.routes.check_carried(self.peer_id, peer_id)
+                return await self._ask(self._hub.find(relay_id, peer_id), relay, request, blobs, channel)
+            except PeerError as exc:
+                if exc.code not in ("unreachable", "not_dialed", "stranger", "no_relay"):
+                    raise
+                refusal = exc
+        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusal}", code="unreachable")
+
+    async def _ask(
+        self, other: LocalWire, relay: LocalWire | None, request: bytes, blobs: Sequence[bytes], channel: Channel
+    ) -> Message:
+        work = other._answer(self.peer_id, request, blobs)
+        if other is self:
+            return await work
+        size = len(request) + sum(map(len, blobs))
+        self.traffic.sent_bytes[channel] += size
+        try:
+            future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
+            future.add_done_callback(_look)
+            with self._over(relay, future):
+                # As on a real wire, a caller that gives up does not stop who answers.
+                reply = await asyncio.shield(future)
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise _gone(peer_id) from exc
+            raise _gone(other.peer_id) from exc
         except RuntimeError as exc:
             work.close()
-            raise _gone(peer_id) from exc
+            raise _gone(other.peer_id) from exc
+        if relay is not None:
+            relay._count(size + len(pack_header("", reply)) + reply.blob_bytes)
+        return reply
+
+    @contextmanager
+    def _over(self, relay: LocalWire | None, call: asyncio.Future[Any]) -> Iterator[None]:
+        """The call ends with the relay."""
+        if relay is not None:
+            relay._carried.add(call)
+        try:
+            yield
+        finally:
+            if relay is not None:
+                relay._carried.discard(call)
+
+    def _count(self, relayed_bytes: int) -> None:
+        def add() -> None:
+            self.traffic.received_bytes[Channel.RELAY] += relayed_bytes
+            self.traffic.sent_bytes[Channel.RELAY] += relayed_bytes
+
+        with suppress(RuntimeError):  # Its loop has ended.
+            self._loop.call_soon_threadsafe(add)
 
     async def _answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
         if self._closed:
@@ -147,6 +201,8 @@ class LocalWire:
         self._closed = True
         for task in list(self._answering):
             task.cancel()
+        for call in list(self._carried):
+            call.get_loop().call_soon_threadsafe(call.cancel)
 
 
 def _gone(peer_id: str) -> PeerError:
@@ -154,6 +210,6 @@ def _gone(peer_id: str) -> PeerError:
 
 
 def _look(future: asyncio.Future[Any]) -> None:
-    """Nobody may be waiting for this any more; then what it ends with is nobody's error."""
+    """Retrieve the exception of an abandoned call so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

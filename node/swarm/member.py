@@ -74,6 +74,10 @@ class MemberOptions:
     """Nobody chose the port to listen on: where it is taken, the next free one is used."""
     is_relay: bool = False
     """It never trains."""
+    relays: bool = False
+    """It carries calls between peers that cannot reach each other, once others are known to reach it."""
+    relay_mbit_s: float = 0.0
+    """Most that it carries so, each way; 0: as much as the other limits allow."""
     room: Room = any_room
     """On the disk, for what is written much of."""
 
@@ -121,6 +125,8 @@ class Member:
             wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
         )
         self._ports = listen_ports(directory.me.addresses)
+        self.discovery.offers_relay = options.relays
+        wire.routes = directory
         self.reachability = Reachability(
             wire,
             directory,
@@ -165,16 +171,19 @@ class Member:
         finally:
             died.cancel()
 
-    def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float) -> None:
+    def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float, relay_mbit_s: float) -> None:
         """The volunteer has changed these; the others read the name with the next beat."""
         self.directory.say(name=name or self.wire.peer_id[-6:])
         for pace, mbit_s, before in (
             (self.wire.up, upload_mbit_s, self.options.upload_mbit_s),
             (self.wire.down, download_mbit_s, self.options.download_mbit_s),
+            (self.wire.relay.pace, relay_mbit_s, self.options.relay_mbit_s),
         ):
             if mbit_s != before:
                 pace.limit(mbit_s)
-        self.options = replace(self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s)
+        self.options = replace(
+            self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s, relay_mbit_s=relay_mbit_s
+        )
         # Threads of their own ask torch for its number once, when they begin.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="swarm"))
 
@@ -279,9 +288,9 @@ class Member:
         live = self.directory.live()
         reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
         inbound = self.directory.me.inbound
-        relayed = any("/p2p-circuit" in address for address in listening)
+        relays = self.directory.relays_to(self.wire.peer_id) if not inbound else []
         self.discovery.is_reached = self.reachability.is_inbound is True
-        reached_through: Literal["direct", "relay"] = "relay" if relayed and not inbound else "direct"
+        reached_through: Literal["direct", "relay"] = "relay" if relays else "direct"
         self.directory.say(addresses=told, transport=reached_through)
         invite = self._invited(told if inbound else [a for a in listening if reach_of([a]) is not Scope.WIDE])
         self.view = View(
@@ -291,9 +300,9 @@ class Member:
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
             addresses=invite,
-            reachability="direct" if self.discovery.is_reached else "relay" if relayed and not inbound else "none",
+            reachability="direct" if self.discovery.is_reached else "relay" if relays else "none",
             reachability_code=self.reachability.code,
-            reachability_reason=self.reachability.reason,
+            reachability_reason=self._relayed_reason(relays) if relays else self.reachability.reason,
             invite_note=self._note(invite),
             stage=self.rounds.stage if self.rounds else "idle",
             waiting_reason=reason,
@@ -303,6 +312,17 @@ class Member:
             rejected=dict(self.wire.traffic.rejected),
             upload_bytes_s=self.rounds.uplink.bytes_s if self.rounds else 0.0,
             problem=self.discovery.last_problem if len(live) == 1 else "",
+        )
+
+    def _relayed_reason(self, relays: Sequence[str]) -> str:
+        """One sentence for a person: who calls this node how, and what is missing."""
+        names = {row.peer_id: row.name for row in self.directory.rows()}
+        told = ", ".join(names.get(relay, relay[-6:]) for relay in relays)
+        port = next(iter(self._ports.values()), 0)
+        what = f"No inbound connection reached TCP port {port}" if port else "This node listens on no TCP port"
+        return (
+            f"{what}: others call this node over {'a relay' if len(relays) == 1 else 'relays'} ({told}), which takes "
+            "part of the relay's line; forward that port or set swarm.announce to be called directly."
         )
 
     async def _look_around(self, listening: Sequence[str]) -> None:
@@ -399,6 +419,7 @@ async def start_member(options: MemberOptions) -> Member:
     wire, port_notice = await _open_wire(options)
     wire.up.limit(options.upload_mbit_s)
     wire.down.limit(options.download_mbit_s)
+    wire.relay.pace.limit(options.relay_mbit_s)
     record = PeerRecord(
         peer_id=identity.peer_id,
         number=time.time_ns() // 1_000_000,

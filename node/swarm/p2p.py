@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -25,6 +26,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
+from node.swarm import relay as relaying
 from node.swarm.addresses import addresses_of, read_address
 from node.swarm.base import (
     MAX_REPLY_BYTES,
@@ -32,6 +34,8 @@ from node.swarm.base import (
     STUMBLES,
     Busy,
     Message,
+    NoRoutes,
+    Routes,
     Service,
     Traffic,
     answer,
@@ -39,16 +43,28 @@ from node.swarm.base import (
     pack_header,
     plain,
 )
-from node.swarm.identity import new_identity
+from node.swarm.calls import while_there
+from node.swarm.identity import Identity, load_identity, new_identity
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
 from node.swarm.places import Here, choose, describe_dial
-from node.swarm.streams import linger, read_message, write_message
+from node.swarm.sealed import Handshake, SealBroken, SealedStream
+from node.swarm.streams import Reader, Writer, linger, read_message, write_message
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/diloco/1"
+RELAY_PROTOCOL = "/diloco/relay/1"
+"""From a caller to a relay: the request for a circuit."""
+RELAYED_PROTOCOL = "/diloco/relayed/1"
+"""From a relay to the target of a circuit."""
 CONNECT_TIMEOUT_S = 5.0
+TRY_S = 2.0
+"""For dialing a peer that can be called over a relay, too."""
+CIRCUIT_S = 3.0
+"""Until a circuit stands; another relay is tried after that, where there is one."""
+AVOIDED_S = 60.0
+"""A peer that could not be dialed is called over its relays at once for so long; a relay that failed is tried last."""
 DHT_TIMEOUT_S = 10.0
 STREAMS_PER_CALLER = 64
 """Each holds a header in memory, whatever it asks for."""
@@ -57,15 +73,26 @@ _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
 
+class _Unconnected(PeerError):
+    """There is no connection to the peer, and none can be opened."""
+
+
+class _NoCircuit(Exception):
+    """A relay does not lead to the peer."""
+
+
 class P2PWire:
     """One node's end of the libp2p network. Made by `open_wire`."""
 
-    def __init__(self, daemon: Daemon, p2p: P2P, client: Client, dht: DHTNode) -> None:
+    def __init__(self, daemon: Daemon, identity: Identity, p2p: P2P, client: Client, dht: DHTNode) -> None:
         self.peer_id = p2p.peer_id.to_base58()
         self.traffic = Traffic()
-        clock = asyncio.get_running_loop().time
-        self.up, self.down = Pace(clock), Pace(clock)
+        self.routes: Routes = NoRoutes()
+        self._clock = asyncio.get_running_loop().time
+        self.up, self.down = Pace(self._clock), Pace(self._clock)
         """What bulk is sent and received at; no limit at first."""
+        self.relay = relaying.Relay(self._open_target, lambda: self.traffic, self.up, self.down, self._clock)
+        self._identity = identity
         self.daemon = daemon
         self._p2p, self._client, self._dht = p2p, client, dht
         self.here = Here()
@@ -75,6 +102,8 @@ class P2PWire:
         self._connected: set[str] = set()
         self._closed_to_dials: set[str] = set()
         """Peers without an inbound port: called over the connection that they have opened, or not at all."""
+        self._avoided_until_s: dict[str, float] = {}
+        """Peers that could not be dialed and relays that failed."""
         self._busy = Busy()
         self._streams: dict[asyncio.Task[Any], str] = {}
         """Every call that is being answered, and whose it is."""
@@ -91,7 +120,7 @@ class P2PWire:
             return await self._call_self(verb, message, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._call_remote(peer_id, verb, message, max_reply_bytes)
+                return await self._call_remote(peer_id, verb, message, max_reply_bytes, timeout_s)
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
         except _FOREIGN as exc:
@@ -109,10 +138,47 @@ class P2PWire:
         except TimeoutError as exc:
             raise late(self.peer_id, verb, timeout_s) from exc
 
-    async def _call_remote(self, peer_id: str, verb: str, message: Message, max_reply_bytes: int) -> Message:
+    async def _call_remote(
+        self, peer_id: str, verb: str, message: Message, max_reply_bytes: int, timeout_s: float
+    ) -> Message:
+        """Directly where that is possible, else over the peer's relays."""
         header = pack_header(verb, message)
-        await self._ensure_connected(peer_id)
-        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
+        relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
+        if not relays:
+            await self._ensure_connected(peer_id)
+            ends = await self._open(peer_id, PROTOCOL)
+            return await self._exchange(ends, verb, header, message, max_reply_bytes)
+        try:
+            await self._ensure_connected(peer_id, min(TRY_S, timeout_s / 2), dial=not self._is_avoided(peer_id))
+            ends = await self._open(peer_id, PROTOCOL)
+            return await self._exchange(ends, verb, header, message, max_reply_bytes)
+        except (_Unconnected, *_FOREIGN) as exc:
+            self._connected.discard(peer_id)
+            logger.debug("%s is not called directly: %r", peer_id[-6:], exc)
+        refusals = []
+        for relay in (ordered := sorted(relays, key=self._is_avoided)):
+            try:
+                within_s = None if relay == ordered[-1] else min(CIRCUIT_S, timeout_s / 2)
+                circuit = await self._open_circuit(relay, peer_id, timeout_s, within_s)
+                call = self._exchange((circuit, circuit), verb, header, message, max_reply_bytes)
+                return await while_there(partial(self.routes.is_gone, relay), call)
+            except _NoCircuit as exc:
+                refusals.append(exc)
+            except _FOREIGN as exc:
+                self._avoid(relay)
+                refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})"))
+            logger.debug("%s is not called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
+        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusals[-1]}", code="unreachable")
+
+    async def _open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
+        return reader, writer
+
+    async def _exchange(
+        self, ends: tuple[Reader, Writer], verb: str, header: bytes, message: Message, max_reply_bytes: int
+    ) -> Message:
+        """Question and answer on a stream, which is closed then. Raises what the peer said as PeerError."""
+        reader, writer = ends
         service = self._services.get(verb)
         channel = service.channel if service else Channel.DHT
         # Beside the reading: a peer may refuse, and hang up, before it has read it all.
@@ -131,19 +197,105 @@ class P2PWire:
             raise PeerError(plain(reply.header.get("error"), 300) or "refused", code=plain(status, 40))
         return reply
 
+    # calling over a relay
+
+    async def _open_circuit(self, relay: str, peer_id: str, for_s: float, within_s: float | None) -> SealedStream:
+        """A stream to a peer that a relay carries. Raises _NoCircuit."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._ensure_connected(relay)
+                ends = await self._open(relay, RELAY_PROTOCOL)
+                try:
+                    return await relaying.open_circuit(peer_id, Handshake(self._identity), for_s, ends)
+                except BaseException:
+                    ends[1].close()
+                    raise
+        except SealBroken as exc:
+            self.traffic.reject(PeerError(str(exc), code="bad_signature"))
+            self._avoid(relay)
+            raise _NoCircuit(str(exc)) from exc
+        except PeerError as exc:
+            raise _NoCircuit(str(exc)) from exc
+        except (*_FOREIGN, *STUMBLES) as exc:
+            self._avoid(relay)
+            raise _NoCircuit(f"the relay {relay[-6:]} does not answer") from exc
+        except asyncio.CancelledError:
+            if self._clock() - began_s > for_s / 4:
+                self._avoid(relay)  # The call ran out of time here.
+            raise
+
+    def _avoid(self, peer_id: str) -> None:
+        now_s = self._clock()
+        self._avoided_until_s = {p: until_s for p, until_s in self._avoided_until_s.items() if until_s > now_s}
+        self._avoided_until_s[peer_id] = now_s + AVOIDED_S
+
+    def _is_avoided(self, peer_id: str) -> bool:
+        return self._avoided_until_s.get(peer_id, 0.0) > self._clock()
+
+    async def _open_target(self, peer_id: str) -> tuple[Reader, Writer]:
+        """A stream for a circuit of others, over a connection that is there. Raises PeerError."""
+        try:
+            async with asyncio.timeout(CIRCUIT_S):
+                if peer_id in await self.transports():
+                    return await self._open(peer_id, RELAYED_PROTOCOL)
+        except (*_FOREIGN, *STUMBLES) as exc:
+            raise PeerError(f"the relay does not get through to {peer_id[-6:]}", code="unreachable") from exc
+        raise PeerError(f"the relay has no connection to {peer_id[-6:]}", code="not_dialed")
+
+    async def _on_relay(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Another peer asks this node to carry a call."""
+        caller = info.peer_id.to_base58()
+        with self._owned(f"circuits of {caller}", writer):
+            await self.relay.carry(caller, self.routes.check_carried, (reader, writer))
+
+    async def _on_relayed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A relay brings a call of another peer."""
+        relay = info.peer_id.to_base58()
+        with self._owned(relay, writer) as task:
+            self._check_room(relay)
+            try:
+                async with asyncio.timeout(STALL_S):
+                    caller, stream = await relaying.take_circuit(Handshake(self._identity), (reader, writer))
+            except SealBroken as exc:
+                self.traffic.reject(PeerError(str(exc), code="bad_signature"))
+                raise
+            self._streams[task] = caller
+            await self._answer(caller, stream, stream)
+
     # answering
 
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = info.peer_id.to_base58()
+        with self._owned(caller, writer):
+            await self._answer(caller, reader, writer)
+
+    @contextmanager
+    def _owned(self, caller: str, writer: Writer) -> Iterator[asyncio.Task[Any]]:
+        """A stream that a peer has opened: ends with this wire, and what breaks it off ends here."""
         task = asyncio.current_task()
         assert task is not None
-        caller = info.peer_id.to_base58()
         self._streams[task] = caller
-        channel = Channel.DHT
-        held = ExitStack()
         try:
+            yield task
+        except (PeerError, *_FOREIGN) as exc:
+            logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
+        except asyncio.CancelledError:
+            logger.debug("a stream of %s ends with this wire", caller[-6:])
+        finally:
+            del self._streams[task]
+            writer.close()
+
+    def _check_room(self, caller: str) -> None:
+        if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
+            raise PeerError("too many calls at once", code="busy")
+
+    async def _answer(self, caller: str, reader: Reader, writer: Writer) -> None:
+        """One call of a peer whose id is authenticated."""
+        channel = Channel.DHT
+        with ExitStack() as held:
             try:
-                if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
-                    raise PeerError("too many calls at once", code="busy")
+                self._check_room(caller)
                 door = self._busy.door(self._services, caller, held)
                 verb, message, size = await read_message(reader, door, self.down, STALL_S)
                 service = self._services[verb]
@@ -158,16 +310,7 @@ class P2PWire:
             # Not `+= await`: that reads the total before it waits, and loses what other streams add meanwhile.
             sent_bytes = await write_message(writer, header, blobs, self.up)
             self.traffic.sent_bytes[channel] += sent_bytes
-            held.close()
-            await linger(reader)
-        except _FOREIGN as exc:
-            logger.debug("a stream of %s broke off: %r", caller[-6:], exc)
-        except asyncio.CancelledError:
-            logger.debug("a stream of %s ends with this wire", caller[-6:])
-        finally:
-            held.close()
-            del self._streams[task]
-            writer.close()
+        await linger(reader)
 
     # finding each other
 
@@ -176,17 +319,23 @@ class P2PWire:
         self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
-    async def _ensure_connected(self, peer_id: str) -> None:
-        if peer_id in self._closed_to_dials:
+    async def _ensure_connected(self, peer_id: str, within_s: float = CONNECT_TIMEOUT_S, *, dial: bool = True) -> None:
+        """Raises _Unconnected where there is no connection, and none can be opened."""
+        if peer_id in self._closed_to_dials or not dial:
             if peer_id not in await self.transports():
-                raise PeerError(f"peer {peer_id[-6:]} takes no calls and has not called this node", code="not_dialed")
+                what = f"peer {peer_id[-6:]} takes no calls and has not called this node"
+                raise _Unconnected(what, code="not_dialed")
             return
         if peer_id in self._connected or peer_id not in self._addresses:
             return
-        await self.connect(self._addresses[peer_id])
+        try:
+            await self.connect(self._addresses[peer_id], within_s)
+        except PeerError as exc:
+            self._avoid(peer_id)
+            raise _Unconnected(str(exc), code=exc.code) from exc
         self._connected.add(peer_id)
 
-    async def connect(self, addresses: Sequence[str]) -> str:
+    async def connect(self, addresses: Sequence[str], within_s: float = CONNECT_TIMEOUT_S) -> str:
         """Dial one peer, at those of its addresses that lead somewhere from here. Returns its id; raises PeerError."""
         read = {address: found for address in addresses if (found := read_address(address)) is not None}
         if not read:
@@ -198,7 +347,7 @@ class P2PWire:
         if not dialed:
             raise failure
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
         except (*_FOREIGN, ValueError) as exc:
             raise failure from exc
@@ -224,18 +373,24 @@ class P2PWire:
         _, maddrs = await self._client.identify()  # hivemind's own call fails where there is none
         return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
 
-    async def hold(self, peer_ids: Sequence[str]) -> None:
-        """Open the connections to these peers that are missing. One that cannot be opened is tried again next time."""
+    async def hold(self, peer_ids: Sequence[str]) -> set[str]:
+        """Open the connections to these peers that are missing; returns the peers that are connected.
+
+        One that cannot be opened is tried again next time.
+        """
         try:
-            there = await self.transports()
+            there = set(await self.transports())
+            missing = [peer_id for peer_id in peer_ids if peer_id not in there and peer_id in self._addresses]
+            if not missing:
+                return there
+            self._connected.difference_update(missing)
+            for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
+                if error is not None and not isinstance(error, (PeerError, *_FOREIGN)):
+                    raise error
+            return set(await self.transports())
         except _FOREIGN as exc:
             logger.debug("libp2p's daemon does not tell its peers: %r", exc)
-            return
-        missing = [peer_id for peer_id in peer_ids if peer_id not in there and peer_id in self._addresses]
-        self._connected.difference_update(missing)
-        for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
-            if error is not None and not isinstance(error, (PeerError, *_FOREIGN)):
-                raise error
+            return set()
 
     async def drop(self, peer_id: str) -> None:
         """Close the connection to a peer, so that the next call opens another."""
@@ -323,8 +478,10 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P
         p2p = await placed.replicate(daemon.control)
         client = await Client.create(daemon.control, daemon.client_address())
         dht = await DHTNode.create(p2p=p2p, record_validator=validator)
-        wire = P2PWire(daemon, p2p, client, dht)
+        wire = P2PWire(daemon, load_identity(options.identity_file), p2p, client, dht)
         await p2p.add_binary_stream_handler(PROTOCOL, wire._on_stream)
+        await p2p.add_binary_stream_handler(RELAY_PROTOCOL, wire._on_relay)
+        await p2p.add_binary_stream_handler(RELAYED_PROTOCOL, wire._on_relayed)
     except _FOREIGN as exc:
         await daemon.stop()
         raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc

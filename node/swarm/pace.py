@@ -28,9 +28,14 @@ class Pace:
         self._free_at_s = 0.0
 
     async def take(self, size: int, *, wait: bool = True) -> None:
+        wait_s = self.book(size)
+        if wait and wait_s:
+            await asyncio.sleep(wait_s)
+
+    def book(self, size: int) -> float:
+        """Count these bytes; returns after how many seconds they have passed at the limit. 0 without one."""
         if not self.bytes_s:
-            return
+            return 0.0
         now_s = self._clock()
         self._free_at_s = max(self._free_at_s, now_s) + size / self.bytes_s
-        if wait:
-            await asyncio.sleep(self._free_at_s - now_s)
+        return self._free_at_s - now_s

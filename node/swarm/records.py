@@ -61,7 +61,7 @@ class Join(Content):
     norm: float = Field(ge=0, lt=1e19)
     """L2 norm of what it sends, as decoded. All clip by these, so that all get the same mean."""
     reduces: bool = True
-    """Whether others can reach it, so that it may reduce."""
+    """Whether all others can call it, so that it may reduce."""
     upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
     """What it has measured of its uplink; 0: nothing yet. Decides how much it reduces."""
     transfer_s: float = Field(0.0, ge=0, lt=1e6)

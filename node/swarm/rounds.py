@@ -192,7 +192,7 @@ class Rounds:
             step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
             round_s=self.chain.tip.round_s,
             norm=mine.norm,
-            reduces=self.directory.me.inbound,
+            reduces=self.me in self.directory.callable_members(),
             upload_bytes_s=self.uplink.bytes_s,
             transfer_s=self._transfer_s,
             evaluation_loss=mine.evaluation_loss,

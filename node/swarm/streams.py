@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from node.errors import PeerError
 from node.swarm.base import MAX_HEADER_BYTES, STALL_S, Message, unpack_header
@@ -19,6 +19,29 @@ LEAST_BYTES_S = PIECE_BYTES / STALL_S
 LINGER_S = 1.0
 
 T = TypeVar("T")
+
+
+class Reader(Protocol):
+    """The incoming half of a stream; `asyncio.StreamReader` is one."""
+
+    async def read(self, n: int) -> bytes:
+        """Up to n bytes; nothing at the end of the stream."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Raises IncompleteReadError where the stream ends before."""
+
+
+class Writer(Protocol):
+    """The outgoing half of a stream; `asyncio.StreamWriter` is one."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Queue data."""
+
+    async def drain(self) -> None:
+        """Wait while too much is queued."""
+
+    def close(self) -> None:
+        """Hang up once what is queued is sent."""
 
 
 class _Patience:
@@ -38,7 +61,7 @@ class _Patience:
             self._left_s -= self._clock() - began_s
 
 
-async def write_message(writer: asyncio.StreamWriter, header: bytes, blobs: Sequence[bytes], pace: Pace) -> int:
+async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], pace: Pace) -> int:
     """Send one message, its header packed; returns its bytes.
 
     TimeoutError for a peer that takes nothing, or all of it too slowly.
@@ -60,7 +83,7 @@ async def write_message(writer: asyncio.StreamWriter, header: bytes, blobs: Sequ
 
 
 async def read_message(
-    reader: asyncio.StreamReader, limit: Callable[[str], int], pace: Pace, first_s: float | None = None
+    reader: Reader, limit: Callable[[str], int], pace: Pace, first_s: float | None = None
 ) -> tuple[str, Message, int]:
     """Receive one message: verb or status, message, bytes. No size is believed before it is checked.
 
@@ -77,7 +100,7 @@ async def read_message(
     return verb, Message(header, blobs), 4 + length + sum(sizes)
 
 
-async def _read_blob(reader: asyncio.StreamReader, size: int, pace: Pace) -> bytes:
+async def _read_blob(reader: Reader, size: int, pace: Pace) -> bytes:
     """A limit is kept by reading no faster, and the sender feels it."""
     pieces, left, patience = [], size, _Patience(size)
     while left:
@@ -90,7 +113,7 @@ async def _read_blob(reader: asyncio.StreamReader, size: int, pace: Pace) -> byt
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-async def linger(reader: asyncio.StreamReader) -> None:
+async def linger(reader: Reader) -> None:
     """Let the caller hang up first: hanging up on one that still writes would lose the answer. Drops what comes."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from node.errors import RoundFailed
-from node.status import Outcome, RoundRecord, Stage
+from node.status import Channel, Outcome, RoundRecord, Stage
 from node.swarm.chain import Tip
 from node.swarm.rounds import Committed
 from node.worker.expected import expected_utilization
@@ -49,7 +49,7 @@ class Books:
             record = record_of(done, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
             self._round_again(done, record)
             return record
-        moved = self._traffic_since(sum(view.sent_bytes.values()), sum(view.received_bytes.values()))
+        moved = self._traffic_since(_own(view.sent_bytes), _own(view.received_bytes))
         record = record_of(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
         for stage, (seconds, stood_s) in stages_of(done.stage_s, blocked_s=blocked_s, apply_s=apply_s).items():
             ledger.durations[f"sync.{stage}"].append(seconds)
@@ -97,3 +97,8 @@ class Books:
             record.state_digest[:12],
             extra={"round": record.round},
         )
+
+
+def _own(moved_bytes: Mapping[Channel, int]) -> int:
+    """All but what was carried for others."""
+    return sum(count for channel, count in moved_bytes.items() if channel != Channel.RELAY)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from node.status import Activity, ContributionInfo, Counters, Outcome
+from node.status import Activity, Channel, ContributionInfo, Counters, Outcome
 from node.swarm.member import View
 
 K = TypeVar("K")
@@ -111,6 +111,7 @@ class Ledger:
             tokens_total=self.tokens,
             bytes_sent=sum(counters.network_sent_bytes.values()),
             bytes_received=sum(counters.network_received_bytes.values()),
+            bytes_relayed=counters.network_sent_bytes.get(Channel.RELAY, 0),
             training_s=self.seconds[Activity.COMPUTE],
         )
 

@@ -361,6 +361,8 @@ class Opening:
             download_mbit_s=config.limits.download_mbit_s,
             may_move_port=self._start.may_move_port,
             is_relay=self._start.mode == "relay",
+            relays=config.swarm.relay or self._start.mode == "relay",
+            relay_mbit_s=config.swarm.relay_mbit_s,
             room=self._room,
         )
 

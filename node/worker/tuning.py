@@ -36,10 +36,11 @@ class Tuning:
             self._take(Config.model_validate(adjust.config), replica)
         if not self._is_told and swarm is not None and swarm.is_open:
             limits, name, threads = self.config.limits, self.config.node.name, torch.get_num_threads()
+            relay_mbit_s = self.config.swarm.relay_mbit_s
 
             async def tell(member: Member) -> None:
                 torch.set_num_threads(threads)  # Of the swarm's thread: torch asks it of each anew.
-                member.adjust(name, limits.upload_mbit_s, limits.download_mbit_s)
+                member.adjust(name, limits.upload_mbit_s, limits.download_mbit_s, relay_mbit_s)
 
             swarm.start_call(tell)
             self._is_told = True
@@ -53,7 +54,8 @@ class Tuning:
             }
         )
         node = before.node.model_copy(update={"name": config.node.name})
-        self.config = before.model_copy(update={"limits": limits, "node": node, "log": config.log})
+        swarm = before.swarm.model_copy(update={"relay_mbit_s": config.swarm.relay_mbit_s})
+        self.config = before.model_copy(update={"limits": limits, "node": node, "swarm": swarm, "log": config.log})
         set_level(config.log.level)
         if replica is not None and limits.cpu_threads != before.limits.cpu_threads:
             replica.use_threads(threads_of(limits.cpu_threads, before.devices.ranks))

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +30,7 @@ from node.status import Phase
 from node.swarm import catchup, gossip, leader, rendezvous, rounds
 from node.swarm.attempt import Contribution
 from node.swarm.awake import AwakeClock
-from node.swarm.base import Traffic, Wire
+from node.swarm.base import NoRoutes, Traffic, Wire
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Outer, Tip, open_chain, tip_at
 from node.swarm.directory import Directory, PeerRecord
@@ -45,7 +46,7 @@ from node.swarm.rounds import Committed, Rounds, Rules
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.discovery import SignedRecordValidator
-    from node.swarm.p2p import open_wire
+    from node.swarm.p2p import P2PWire, open_wire
     from node.swarm.p2pd import DaemonOptions
 
 T = TypeVar("T")
@@ -87,6 +88,8 @@ class Seat:
         self.folder = folder
         self.loop = asyncio.new_event_loop()
         self._transport, self._hub = transport, hub
+        self.unseen: set[str] = set()
+        """Peers that this one's NAT keeps away: libp2p's own DHT connects whom it can."""
         self._thread = threading.Thread(target=self.loop.run_forever, name=folder.name, daemon=True)
         self._thread.start()
         self.is_open = True
@@ -100,7 +103,14 @@ class Seat:
         if self._transport == "local":
             return LocalWire(self._hub, self.peer_id)
         options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",))
-        return await open_wire(options, SignedRecordValidator(DHT_RUN))
+        wire = await open_wire(options, SignedRecordValidator(DHT_RUN))
+        found = wire.transports
+
+        async def seen() -> dict[str, str]:
+            return {peer: how for peer, how in (await found()).items() if peer not in self.unseen}
+
+        wire.transports = seen  # type: ignore[method-assign]
+        return wire
 
     def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
         """Run a coroutine on this seat's loop, and wait for it."""
@@ -124,6 +134,11 @@ class Seat:
         async def forget() -> None:
             self.wire._services.clear()  # type: ignore[attr-defined]
             self.wire.traffic = Traffic()
+            self.wire.routes = NoRoutes()
+            if isinstance(self.wire, P2PWire):
+                self.unseen.clear()
+                self.wire._closed_to_dials.clear()
+                self.wire._avoided_until_s.clear()
 
         self.do(forget())
 
@@ -162,6 +177,7 @@ class Node:
         loop = asyncio.get_running_loop()
         clock = AwakeClock(loop.time)
         self.directory = Directory(self.seat.identity, record, clock, clock.drowsy)
+        wire.routes = self.directory
         self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
         self.chain = open_chain(tip, ResultStore(self.seat.folder / "cache", len(rules.grids)))
@@ -345,7 +361,20 @@ class Swarm:
                 node.start_gossip()
         return in_leader_order(nodes)
 
+    def put_behind_nat(self, hidden: Sequence[Seat], seats: Sequence[Seat]) -> None:
+        """The hidden ones of these seats can be called by nobody whom they have not called."""
+        for seat in hidden:
+            self.hub.hide(seat.peer_id)
+            for other in seats:
+                if isinstance(other.wire, P2PWire) and other is not seat:
+                    learn = partial(other.wire.learn, seat.peer_id, seat.addresses(), inbound=False)
+                    other.loop.call_soon_threadsafe(learn)
+                    if other in hidden:
+                        other.unseen.add(seat.peer_id)
+
     def close(self) -> None:
+        for seat in self._seats:
+            self.hub.hide(seat.peer_id, hidden=False)
         for node in self._nodes:
             node.stop()
         self._ether.give_back(self._seats)

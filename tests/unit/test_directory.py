@@ -182,6 +182,67 @@ def test_two_that_cannot_be_called_do_not_call_each_other() -> None:
     assert {r.peer_id for r in table.members()} == {ME.peer_id, YOU.peer_id, THIRD.peer_id}
 
 
+RELAY = new_identity()
+HIDDEN = {"inbound": False, "via": (RELAY.peer_id,)}
+
+
+def test_two_that_cannot_be_called_call_each_other_over_a_live_relay() -> None:
+    clock = Clock()
+    table = directory(clock)
+    table.say(**HIDDEN)
+    table.merge([signed(YOU, **HIDDEN)])
+    assert table.others() == [], "nobody knows the relay"
+    table.merge([signed(RELAY, phase=Phase.PAUSED)])
+    assert table.relays_to(YOU.peer_id) == [], "it does not relay"
+    table.merge([signed(RELAY, 2, phase=Phase.PAUSED, relays=True)])
+    assert table.relays_to(YOU.peer_id) == [RELAY.peer_id]
+    assert {r.peer_id for r in table.others()} == {YOU.peer_id, RELAY.peer_id}
+    table.merge([signed(RELAY, 3, phase=Phase.PAUSED, relays=True, inbound=False)])
+    assert table.relays_to(YOU.peer_id) == [], "it cannot be called itself"
+    table.merge([signed(RELAY, 4, phase=Phase.PAUSED, relays=True)])
+    table.suspect(RELAY.peer_id)
+    assert table.relays_to(YOU.peer_id) == []
+
+
+def test_leaders_can_be_called_over_ipv4_else_at_all_else_over_relays() -> None:
+    table = directory(Clock())
+    v4, v6 = ["/ip4/1.2.3.4/tcp/1", "/ip6/2001:db8::1/tcp/1"], ["/ip4/127.0.0.1/tcp/1", "/ip6/2001:db8::2/tcp/1"]
+    table.merge([signed(RELAY, phase=Phase.PAUSED, relays=True), signed(THIRD, **HIDDEN)])
+    table.say(inbound=False)
+    assert table.callable_members() == table.leaders() == [THIRD.peer_id], "over the relay"
+    table.merge([signed(YOU, addresses=v6)])
+    assert table.callable_members() == [YOU.peer_id]
+    table.say(inbound=True, addresses=v4)
+    assert table.callable_members() == [ME.peer_id]
+    table.say(inbound=False)
+    table.merge([signed(YOU, 2, inbound=False), signed(THIRD, 2, inbound=False)])
+    assert table.callable_members() == [], "nobody reduces"
+    assert len(table.leaders()) == 3, "and somebody says so"
+
+
+def test_pairs_spread_over_the_relays() -> None:
+    relays = [new_identity() for _ in range(3)]
+    via = tuple(relay.peer_id for relay in relays)
+    table = directory(Clock())
+    table.merge([signed(relay, relays=True) for relay in relays])
+    others = [new_identity() for _ in range(30)]
+    table.merge([signed(other, inbound=False, via=via) for other in others])
+    assert all(set(table.relays_to(other.peer_id)) == set(via) for other in others)
+    assert {table.relays_to(other.peer_id)[0] for other in others} == set(via)
+
+
+def test_only_peers_of_the_run_are_carried_and_only_by_a_relay() -> None:
+    table = directory(Clock())
+    table.merge([signed(YOU)])
+    with pytest.raises(PeerError, match="relays no calls"):
+        table.check_carried(YOU.peer_id, ME.peer_id)
+    table.say(relays=True)
+    table.check_carried(YOU.peer_id, ME.peer_id)
+    for pair in ((YOU, THIRD), (THIRD, YOU)):
+        with pytest.raises(PeerError, match="between peers of its run"):
+            table.check_carried(pair[0].peer_id, pair[1].peer_id)
+
+
 def test_who_tells_nothing_for_long_is_silent_and_who_is_suspected_is_not() -> None:
     clock = Clock()
     table = directory(clock)

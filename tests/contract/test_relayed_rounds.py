@@ -1,0 +1,147 @@
+"""Rounds of members that are all behind NATs of their own, over relays that do not train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from node.errors import PeerError
+from node.status import Channel, Phase
+from node.swarm.base import Message
+from tests.contract.harness import WAIT_S, Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
+
+PARAMETERS = 200_000
+
+
+async def _say(node: Node, **changes: object) -> None:
+    node.directory.say(**changes)
+
+
+def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -> tuple[list[Node], list[Node]]:
+    """Members behind NATs in the order in which they lead the first round, and relays; all know of one another."""
+    rules = swarm.rules(PARAMETERS, codec, min_peers=2)
+    nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(members + relays)]
+    hidden, carriers = nodes[:members], nodes[members:]
+    swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
+    via = tuple(relay.peer_id for relay in carriers)
+    for relay in carriers:
+        relay.seat.do(_say(relay, phase=Phase.PAUSED, is_relay=True, relays=True))
+    for node in hidden:
+        node.seat.do(_say(node, inbound=False, via=via))
+        node.meet(carriers)
+    for relay in carriers:
+        relay.meet([other for other in carriers if other is not relay])
+    for node in nodes:
+        node.start_gossip()
+    wait_until(lambda: all(knows_all(node, hidden, carriers) for node in nodes))
+    return in_leader_order(hidden), carriers
+
+
+def knows_all(node: Node, hidden: Sequence[Node], carriers: Sequence[Node]) -> bool:
+    found = [node.directory.find(other.peer_id) for other in hidden]
+    relays = [node.directory.find(other.peer_id) for other in carriers]
+    return all(r is not None and not r.inbound and r.via for r in found) and all(
+        r is not None and r.relays and r.phase is Phase.PAUSED for r in relays
+    )
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_members_behind_nats_lead_and_reduce_over_a_relay(swarm: Swarm, members: int) -> None:
+    nodes, _ = hidden_swarm(swarm, members, 1)
+    for number in range(2):
+        done = round_of(nodes, number)
+        everybody = {node.peer_id for node in nodes}
+        assert set(done[0].outcome.included) == set(done[0].outcome.plan.reducers) == everybody
+    assert not any(node.failures for node in nodes)
+
+
+def test_a_round_over_a_relay_costs_it_no_more_than_the_formula(swarm: Swarm) -> None:
+    """N members, contributions of S bytes: each member's chunks to N - 1 reducers, and the means back: 2 (N - 1) S."""
+    nodes, (relay,) = hidden_swarm(swarm, 4, 1)
+    round_of(nodes, 0)
+    time.sleep(0.2)  # What the last round's commits still say.
+    before = relay.seat.wire.traffic.sent_bytes[Channel.RELAY]
+    round_of(nodes, 1)
+    carried = relay.seat.wire.traffic.sent_bytes[Channel.RELAY] - before
+    formula = 2 * (len(nodes) - 1) * nodes[0].rules.grids[0].encoded_bytes()
+    print(f"{carried} bytes carried, {carried / formula:.3f} of the formula")
+    assert 1.0 <= carried / formula < 1.1
+
+
+def test_members_that_can_be_called_lead_and_reduce_where_there_are_some(swarm: Swarm) -> None:
+    rules = swarm.rules(PARAMETERS, min_peers=2)
+    direct, *hidden = nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(3)]
+    swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
+    direct.seat.do(_say(direct, relays=True))
+    for node in hidden:
+        node.seat.do(_say(node, inbound=False, via=(direct.peer_id,)))
+        node.meet([direct])
+    for node in nodes:
+        node.start_gossip()
+    wait_until(lambda: all(knows_members(node, hidden) for node in nodes))
+    done = round_of(nodes, 0)
+    assert done[0].outcome.plan.reducers == (direct.peer_id,)
+    assert set(done[0].outcome.included) == {node.peer_id for node in nodes}
+
+
+def knows_members(node: Node, hidden: Sequence[Node]) -> bool:
+    found = [node.directory.find(other.peer_id) for other in hidden]
+    return all(r is not None and not r.inbound and r.via for r in found)
+
+
+def test_a_round_survives_the_end_of_one_of_two_relays(swarm: Swarm) -> None:
+    nodes, relays = hidden_swarm(swarm, 3, 2)
+    round_of(nodes, 0)
+    before = sum(relay.seat.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays)
+    offer_all(nodes, 1)
+    payload = nodes[0].rules.grids[0].encoded_bytes()
+    wait_until(
+        lambda: sum(relay.seat.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays) > before + payload // 4
+    )
+    relays[0].vanish()
+    done = [node.committed(WAIT_S) for node in nodes]
+    assert_same(done)
+    done = round_of(nodes, 2)
+    assert set(done[0].outcome.included) == {node.peer_id for node in nodes}, "the next round is complete"
+
+
+def test_gossip_and_state_pass_over_a_relay(swarm: Swarm) -> None:
+    nodes, (relay,) = hidden_swarm(swarm, 2, 1)
+    relay.stop()  # It tells nobody anything any more, and carries on.
+    one, other = nodes
+    number = other.directory.me.number
+
+    def heard() -> bool:
+        record = one.directory.find(other.peer_id)
+        return record is not None and record.number > number + 2
+
+    wait_until(heard)
+    reply = one.seat.do(one.seat.wire.call(other.peer_id, "proofs", Message({"after": one.tip.head}), timeout_s=5))
+    assert reply.header["status"] == "ok"
+
+
+def test_a_stranger_to_the_run_gets_no_circuit(swarm: Swarm) -> None:
+    nodes, (relay,) = hidden_swarm(swarm, 2, 1)
+    (stranger,) = swarm.acquainted(1)
+    stranger.learn(relay.peer_id, relay.seat.addresses())
+    stranger.unseen.add(nodes[0].peer_id)
+
+    class Table:
+        def relays_to(self, peer_id: str) -> Sequence[str]:
+            return (relay.peer_id,)
+
+        def check_carried(self, caller: str, target: str) -> None: ...
+
+        def is_gone(self, peer_id: str) -> bool:
+            return False
+
+    stranger.wire.routes = Table()
+    if swarm.transport == "p2p":
+        stranger.loop.call_soon_threadsafe(lambda: stranger.wire.learn(nodes[0].peer_id, (), inbound=False))  # type: ignore[attr-defined]
+    before = relay.seat.wire.traffic.sent_bytes[Channel.RELAY]
+    call = stranger.wire.call(nodes[0].peer_id, "gossip", Message(), timeout_s=5)
+    with pytest.raises(PeerError, match="only between peers of its run"):
+        stranger.do(call)
+    assert relay.seat.wire.traffic.sent_bytes[Channel.RELAY] - before < 200_000, "what the members say all the time"
