@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_AGE_S = 1e6
 EVICT_S = 600.0
 """One that signs two outcomes for one attempt is out for so long; it may have lost its memory in a crash."""
+
+
+def read_age_s(header: Mapping[str, Any]) -> float:
+    """How long ago the round that a message speaks of began, as its sender says; 0.0 where it does not."""
+    age_s = header.get("age_s")
+    return age_s if isinstance(age_s, float) and 0 <= age_s < MOST_AGE_S else 0.0
 
 
 class Adoption:
@@ -43,9 +50,14 @@ class Adoption:
         """The round is over."""
         self._signed, self._mean = {}, None
 
-    async def adopt(self, proof: Proof) -> bool:
-        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round.
+
+        `committed_at_s`: when the round was committed, on this node's clock; None: now. The next round counts from
+        there, however long it takes to fetch and to apply the mean.
+        """
         rounds = self._rounds
+        committed_at_s = rounds.clock() if committed_at_s is None else committed_at_s
         outcome, joins = await asyncio.to_thread(check_proof, proof, rounds.rules.bounds)
         async with self._adopting:
             if outcome.plan.parent != rounds.chain.tip.head:
@@ -61,7 +73,7 @@ class Adoption:
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")
             outer = rounds.rules.outer
-            at_s = rounds.anchor_at_s(outcome.plan.parent)
+            at_s = rounds.anchor_at_s(outcome.plan.parent, committed_at_s, is_included=rounds.me in included)
             ranges = rounds.rules.grid_at(outcome.round).ranges
             tip = await asyncio.to_thread(
                 next_tip, rounds.chain.tip, outer, mean, proof, outcome, included, at_s, ranges

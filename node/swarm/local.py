@@ -26,6 +26,9 @@ from node.swarm.base import (
     pack_header,
     unpack_header,
 )
+from node.swarm.pace import Pace
+
+PIECE_BYTES = 16 * 1024
 
 
 class LocalHub:
@@ -77,6 +80,8 @@ class LocalWire:
         self.traffic = Traffic()
         self._hub = hub
         self._loop = asyncio.get_running_loop()
+        self.up, self.down = Pace(self._loop.time), Pace(self._loop.time)
+        """A slow line: what bulk takes to pass; no limit at first."""
         self._services: dict[str, Service] = {}
         self._busy = Busy()
         self._answering: set[asyncio.Task[Any]] = set()
@@ -92,19 +97,19 @@ class LocalWire:
         other = self._hub.find(self.peer_id, peer_id)
         request = pack_header(verb, message)
         channel = self._services[verb].channel if verb in self._services else Channel.DHT
-        work = other._answer(self.peer_id, request, message.blobs)
         try:
             if other is self:
                 async with asyncio.timeout(timeout_s):
-                    return await work
-            self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
-            future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
-            future.add_done_callback(_look)
-            # As on a real wire, a caller that gives up does not stop who answers.
+                    return await self._answer(self.peer_id, request, message.blobs)
             async with asyncio.timeout(timeout_s):
+                await _pass(self.up, message.blob_bytes)
+                self.traffic.sent_bytes[channel] += len(request) + message.blob_bytes
+                future = self._ask(other, request, message.blobs)
+                # As on a real wire, a caller that gives up does not stop who answers.
                 reply = await asyncio.shield(future)
-            if reply.blob_bytes > max_reply_bytes:
-                raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
+                if reply.blob_bytes > max_reply_bytes:
+                    raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
+                await _pass(self.down, reply.blob_bytes)
             self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
             return reply
         except TimeoutError as exc:
@@ -114,9 +119,17 @@ class LocalWire:
             if task is None or task.cancelling():
                 raise
             raise _gone(peer_id) from exc
+
+    def _ask(self, other: LocalWire, request: bytes, blobs: Sequence[bytes]) -> asyncio.Future[Message]:
+        """Have the other end answer on its own loop. PeerError where that is gone."""
+        work = other._answer(self.peer_id, request, blobs)
+        try:
+            future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
         except RuntimeError as exc:
             work.close()
-            raise _gone(peer_id) from exc
+            raise _gone(other.peer_id) from exc
+        future.add_done_callback(_look)
+        return future
 
     async def _answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
         if self._closed:
@@ -133,12 +146,14 @@ class LocalWire:
                 verb, header, sizes = unpack_header(request, self._busy.door(self._services, caller, held))
                 service = self._services[verb]
                 if caller != self.peer_id:
+                    await _pass(self.down, sum(sizes))
                     self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
                 reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
             self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc
         if caller != self.peer_id:
+            await _pass(self.up, reply.blob_bytes)
             self.traffic.sent_bytes[service.channel] += len(pack_header("", reply)) + reply.blob_bytes
         return reply
 
@@ -147,6 +162,12 @@ class LocalWire:
         self._closed = True
         for task in list(self._answering):
             task.cancel()
+
+
+async def _pass(line: Pace, size: int) -> None:
+    """Wait until so many bytes have passed, in pieces that many calls share evenly."""
+    for start in range(0, size if line.bytes_s else 0, PIECE_BYTES):
+        await line.take(min(PIECE_BYTES, size - start))
 
 
 def _gone(peer_id: str) -> PeerError:

@@ -17,18 +17,30 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
-from node.swarm.adopt import Adoption
+from node.swarm.adopt import Adoption, read_age_s
 from node.swarm.answers import MAX_AHEAD, Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, first, known_code, raise_failure
 from node.swarm.base import Message, Wire, plain
 from node.swarm.calls import while_live
 from node.swarm.chain import Chain, Outer, Tip
+from node.swarm.deposits import Depositary, Depositor
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
-from node.swarm.records import LEAST_STEP_S, MOST_STEP_S, Bounds, Document, Join, Outcome, Plan, Proof, parse
+from node.swarm.records import (
+    LEAST_STEP_S,
+    MOST_SETTLE_S,
+    MOST_STEP_S,
+    Bounds,
+    Document,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    parse,
+)
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
+from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -41,8 +53,9 @@ BACK_OFF_S = 0.3
 LEADER_PATIENCE_S = 45.0
 MAX_RAISES = 64
 """Attempts of one round that one peer may begin."""
-SLOWEST_BYTES_PER_S = 250_000.0
-"""Bulk transfers may take as long as at this rate (2 Mbit/s), and FIXED_S."""
+SLOWEST_BYTES_PER_S = 200_000.0
+"""Bulk transfers may take as long as at this rate, and FIXED_S: 2 Mbit/s, less headers (`pace.OVERHEAD_RATIO`) and what
+else is on the line."""
 FIXED_S = 15.0
 
 
@@ -105,6 +118,9 @@ class Rounds:
         """Somebody is ahead of this node; `state` catches up."""
         self.results = Results(wire, directory, rules.grid_at, chain.store, rules.bulk_s, self._others)
         self.uplink = Uplink()
+        self.depositor, self.depositary = Depositor(self), Depositary(self)
+        self.joined_at: dict[str, int] = {}
+        """Members that have told this node of a join, and the round that it was in then."""
         self._transfer_s = 0.0
         """Of this node's last round, from the closed group to the commit."""
         self.mishaps = Mishaps(self)
@@ -138,6 +154,21 @@ class Rounds:
         return self.chain.tip.round + 1
 
     @property
+    def upload_bytes_s(self) -> float:
+        """Of this node's uplink: what it has measured, within the volunteer's limit; 0 while neither is known."""
+        return min((rate for rate in (self.uplink.bytes_s, self.wire.up.bytes_s) if rate > 0), default=0.0)
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the end of a round a contribution has to leave this node; 0 but for a slow uplink."""
+        return self.depositor.lead_s
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the round that this node is in began."""
+        return float(self.clock() - self.chain.tip.anchor_at_s)
+
+    @property
     def grid(self) -> Grid:
         """Of the round that this node is in."""
         return self.rules.grid_at(self.next_round)
@@ -147,13 +178,16 @@ class Rounds:
         self.mine, self._offered_at_s = contribution, self.clock()
         self._offered.set()
 
-    def anchor_at_s(self, parent: str) -> float:
-        """When the clock starts again after the round that follows `parent`: now, at its commit.
+    def anchor_at_s(self, parent: str, committed_at_s: float, *, is_included: bool) -> float:
+        """When the clock starts again after the round that follows `parent`: at its commit.
 
         Overlapped, when this node's contribution was ready: a round lasts no longer for the time its average takes.
+        Peers say when a commit was; it is not before a contribution that it includes.
         """
-        is_mine = self.mine is not None and self.mine.parent == parent
-        return self._offered_at_s if self.rules.overlapped and is_mine else self.clock()
+        is_mine = is_included and self.mine is not None and self.mine.parent == parent
+        if is_mine and self.rules.overlapped:
+            return self._offered_at_s
+        return max(committed_at_s, self._offered_at_s) if is_mine else committed_at_s
 
     async def run(self) -> None:
         """Take part in rounds for ever."""
@@ -166,6 +200,7 @@ class Rounds:
 
     async def _take_part(self, mine: Contribution) -> None:
         self.enter_stage("rendezvous")
+        await self.depositor.hand_over(mine)
         failures = 0
         while self.chain.tip.head == mine.parent and self.mine is mine:
             attempt = self._attempt(self.number)
@@ -191,8 +226,9 @@ class Rounds:
             round_s=self.chain.tip.round_s,
             norm=mine.norm,
             reduces=self.directory.me.inbound,
-            upload_bytes_s=self.uplink.bytes_s,
+            upload_bytes_s=self.upload_bytes_s,
             transfer_s=self._transfer_s,
+            settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),
             evaluation_loss=mine.evaluation_loss,
         )
         join = self.mishaps.join(self.directory.identity, content)
@@ -242,7 +278,8 @@ class Rounds:
         attempt.waiting_reason = plain(reply.header.get("reason"), 200)
         attempt.waiting_code = code if code in WAITING_CODES else ""
         if status == "ahead":
-            await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
+            committed_at_s = self.clock() - read_age_s(reply.header)
+            await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""), committed_at_s)
         elif status == "stale":
             raise_failure(attempt)  # It knows itself why.
             self._follow(attempt, reply.header.get("attempt"), code)
@@ -263,14 +300,17 @@ class Rounds:
 
     def waiting(self) -> tuple[str, str]:
         """What this node's current attempt waits for: one sentence, one word."""
+        if self.depositor.is_sending:
+            return "Uploading this node's contribution ahead of the round, as its line is slow.", ""
         attempt = self._attempt(self.number)
         return attempt.waiting_reason, attempt.waiting_code
 
     async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         """Give every reducer its chunks."""
         await self.mishaps.at("reduce")
+        left = await self.depositor.forward(self._key(attempt), plan, mine)
         mine = replace(mine, chunks=self.mishaps.spoil("reduce", mine.chunks))
-        await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in plan.reducers))
+        await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in left))
 
     async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         chunks = plan.chunks_of(peer)
@@ -324,13 +364,16 @@ class Rounds:
 
     # commit
 
-    async def adopt(self, proof: Proof) -> bool:
-        """Commit what the proof stands for. False if it is not about this node's next round; raises PeerError."""
-        return await self.adoption.adopt(proof)
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+        """Commit what the proof stands for. False if it is not about this node's next round; raises PeerError.
 
-    async def adopt_quietly(self, proof: Proof) -> None:
+        `committed_at_s`: when that was, on this node's clock; None: now.
+        """
+        return await self.adoption.adopt(proof, committed_at_s)
+
+    async def adopt_quietly(self, proof: Proof, committed_at_s: float) -> None:
         try:
-            await self.adopt(proof)
+            await self.adopt(proof, committed_at_s)
         except SwarmError as exc:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
@@ -339,6 +382,9 @@ class Rounds:
         mine = self.mine
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
+        joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
+        uplinks = {peer: join.upload_bytes_s for peer, join in joins.items()}
+        self.depositor.round_over(outcome.plan, uplinks, outcome.included)
         self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         attempts = list(self._attempts.values())
         self._leave_round()
@@ -359,6 +405,9 @@ class Rounds:
         self._raised.clear()
         self.adoption.clear()
         self.results.clear()
+        self.depositary.clear()
+        oldest = self.chain.tip.round - LATELY
+        self.joined_at = {peer: round_ for peer, round_ in self.joined_at.items() if round_ >= oldest}
 
     def restart_at(self, tip: Tip) -> None:
         """Go on from a downloaded state."""

@@ -217,6 +217,7 @@ class Work:
                 return
             except Lost as exc:
                 trainer.finish()
+                trainer.give_up_work()
                 local.forget()
                 self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):
