@@ -138,6 +138,7 @@ def describe(status: Status) -> str:
         rows.append(("inbound", status.reachability_reason))
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
+    rows += [("notice", notice.text) for notice in status.notices]
     head = f"{status.phase.value} since {status.since}: {status.reason}"
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
 

@@ -81,7 +81,7 @@ class Adoption:
             await asyncio.to_thread(rounds.chain.store.put, tip.head, hashes, chunks)
             if outcome.plan.parent != rounds.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.
-            rounds.commit(tip, outcome, proof)
+            rounds.commit(tip, outcome, proof, committed_at_s)
             if rounds.faults.corrupts("apply", tip.round, rounds.mishaps.role):
                 tip.state.anchor[0] += 1.0
             return True

@@ -92,6 +92,8 @@ class View:
     """Of this node's uplink, as measured and limited; 0: not known yet."""
     lead_s: float = 0.0
     """How long before the end of a round this node's contribution should be on its way to a depositary; 0: no need."""
+    upload_s: float = 0.0
+    """For a whole contribution; 0: not known yet."""
     forwarded_bytes: int = 0
     """Of contributions, for members on slow lines."""
     problem: str = ""
@@ -266,6 +268,7 @@ class Member:
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
             upload_bytes_s=self.rounds.upload_bytes_s if self.rounds else 0.0,
+            upload_s=self.rounds.depositor.upload_s if self.rounds else 0.0,
             lead_s=self.rounds.lead_s if self.rounds else 0.0,
             forwarded_bytes=self.wire.traffic.forwarded_bytes,
             problem=self.discovery.last_problem if len(live) == 1 else "",

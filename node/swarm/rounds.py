@@ -101,6 +101,8 @@ class Committed:
     offered: bool
     """Whether this node had joined with a contribution."""
     stage_s: dict[str, float]
+    fetch_s: float = 0.0
+    """Seconds from the commit until this node had taken it over."""
 
 
 Deliver = Callable[[Committed | RoundFailed], None]
@@ -378,8 +380,8 @@ class Rounds:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
 
-    def commit(self, tip: Tip, outcome: Outcome, proof: Proof) -> None:
-        mine = self.mine
+    def commit(self, tip: Tip, outcome: Outcome, proof: Proof, committed_at_s: float) -> None:
+        mine, fetch_s = self.mine, max(0.0, self.clock() - committed_at_s)
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
         joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
@@ -392,7 +394,7 @@ class Rounds:
         stage_s, self._stage_s = self._stage_s, {}
         if offered and self.me in outcome.included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s))
+        self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s, fetch_s))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()

@@ -358,6 +358,9 @@ class Trainer:
         self.ledger.carried += landing.is_carried
         self.ledger.tokens_merged += landing.counted_tokens // self.run.sync.fragment_count
         self._discard(landing.discarded_tokens)
+        if is_newest:  # Of rounds that this node replays it had no chance to be a part.
+            worked = landing.flight is not None or landing.is_carried or landing.discarded_tokens > 0
+            self._books.look_if_left_out(done, worked=worked, round_s=old.round_s, step_s=self.local.step_s)
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
 
         def moved(part: Tensor, at: slice, place: slice) -> Tensor:

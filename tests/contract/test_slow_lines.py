@@ -205,7 +205,7 @@ def test_what_others_deposit_is_bounded(swarm: Swarm) -> None:
 def test_who_hears_of_a_commit_late_counts_the_round_from_the_commit(open_lines: Swarm, misses: bool) -> None:
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     late = nodes[-1]
-    late.seat.wire.down.limit(2 * MBIT_S)
+    late.seat.wire.down.limit(MBIT_S / 2)
     if misses:
 
         async def ignore(_caller: str, _message: Message) -> Message:
