@@ -36,7 +36,6 @@ from node.swarm.records import (
     split_hashes,
 )
 from node.swarm.reduce import Bench
-from node.swarm.rendezvous import leader_of
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
@@ -120,8 +119,8 @@ class Answers:
         number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number} | self._rounds.why_over(number))
-        leaders = self._rounds.directory.leaders()
-        if self._rounds.me not in leaders or leader_of(join.parent, leaders, number) != self._rounds.me:
+        is_leader = self._rounds.me in self._rounds.directory.leaders()
+        if not is_leader or self._rounds.leader_at(number) != self._rounds.me:
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:

@@ -28,7 +28,7 @@ others at most a twelfth of their time."""
 LATELY = 12
 """Rounds: who has contributed or joined within so many is waited for, if the last two records are without it."""
 FASTER = 4.0
-"""A depositary's uplink is at least so many times as fast as that of the member that it sends for."""
+"""So many times as fast as a slow member's is the usual uplink, and that of a member that sends for it."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """What a leader may say that it waits for."""
@@ -39,9 +39,22 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
     return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
 
 
-def leader_of(parent: str, peer_ids: Sequence[str], attempt: int) -> str:
-    order = leader_order(parent, peer_ids)
+def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
+    """Who leads an attempt. Those that are `slow` come last: all wait for what a leader asks and answers."""
+    order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
     return order[attempt % len(order)]
+
+
+def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
+    """Members whose uplink is several times slower than the usual one, by what they have signed (0: not known).
+
+    The usual one is the lower median of the known: a minority that claims fast lines makes nobody slow.
+    """
+    known = {peer: rate for peer, rate in uplinks_bytes_s.items() if rate > 0}
+    if not known:
+        return frozenset()
+    usual = statistics.median_low(known.values())
+    return frozenset(peer for peer, rate in known.items() if FASTER * rate <= usual)
 
 
 def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:

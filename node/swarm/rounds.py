@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -40,7 +40,7 @@ from node.swarm.records import (
     parse,
 )
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
+from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of, slow_uplinks
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -121,6 +121,8 @@ class Rounds:
         self.results = Results(wire, directory, rules.grid_at, chain.store, rules.bulk_s, self._others)
         self.uplink = Uplink()
         self.depositor, self.depositary = Depositor(self), Depositary(self)
+        self._slow: tuple[str, frozenset[str]] = ("", frozenset())
+        """Members on slow uplinks by the record at this head."""
         self.joined_at: dict[str, int] = {}
         """Members that have told this node of a join, and the round that it was in then."""
         self._transfer_s = 0.0
@@ -154,6 +156,17 @@ class Rounds:
     @property
     def next_round(self) -> int:
         return self.chain.tip.round + 1
+
+    def leader_at(self, number: int) -> str:
+        """Who leads this attempt at the next round; all members with the same tip come to the same."""
+        tip = self.chain.tip
+        if self._slow[0] != tip.head:
+            joins: Sequence[Document] = ()
+            if tip.proof is not None:
+                joins = parse(Outcome, tip.proof.outcome.text).plan.joins
+            uplinks = {join.signer: parse(Join, join.text).upload_bytes_s for join in joins}
+            self._slow = (tip.head, slow_uplinks(uplinks))
+        return leader_of(tip.head, self.directory.leaders(), number, self._slow[1])
 
     @property
     def upload_bytes_s(self) -> float:
@@ -238,7 +251,7 @@ class Rounds:
         while not attempt.planned.is_set():
             if self._enough_members() and self.clock() > patient_until_s:
                 raise RoundFailed("the leader closes no group", code="leader_lost")
-            target = leader_of(mine.parent, self.directory.leaders(), attempt.number)
+            target = self.leader_at(attempt.number)
             attempt.asked.add(target)
             status = await self._join(attempt, target, join)
             if status == "ahead" or attempt.ended.is_set():

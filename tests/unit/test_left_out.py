@@ -29,8 +29,8 @@ def test_who_did_nothing_for_a_round_was_not_left_out_of_it() -> None:
 
 
 LINE = (
-    "Your line is too slow for this run's rounds: a round lasts 22 s and your contribution needs 31 s (up 14 s, down 14 "
-    "s, one inner step 3 s). The last 3 rounds are without this node's work. "
+    "Your line is too slow for this run's rounds: a round lasts 22 s and your contribution needs 31 s (up 14 s, down "
+    "14 s, one inner step 3 s). The last 3 rounds are without this node's work. "
 )
 MACHINE = (
     "Your machine is too slow for this run's rounds: a round lasts 22 s and your contribution needs 61 s (up 0 s, down "

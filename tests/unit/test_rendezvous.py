@@ -27,6 +27,7 @@ from node.swarm.rendezvous import (
     leader_of,
     leader_order,
     left_out,
+    slow_uplinks,
     supported,
 )
 
@@ -325,3 +326,29 @@ def test_depositaries_are_spread_over_the_fast_members() -> None:
     rates = {f"fast{i}": 1e7 for i in range(8)}
     first = Counter(depositaries(f"slow{i}", "parent", 1e5, rates)[0] for i in range(400))
     assert set(first) == set(rates) and max(first.values()) < 2 * min(first.values())
+
+
+def test_members_on_slow_uplinks_lead_after_all_others() -> None:
+    peers = [f"peer{i}" for i in range(8)]
+    slow = {"peer1", "peer5"}
+    led = [leader_of("parent", peers, attempt, slow) for attempt in range(8)]
+    assert set(led[:6]) == set(peers) - slow and set(led[6:]) == slow, "all have their turn"
+    assert led[:6] == [peer for peer in leader_order("parent", peers) if peer not in slow]
+    assert leader_of("parent", ["peer1"], 3, slow) == "peer1"
+
+
+@pytest.mark.parametrize(
+    ("uplinks", "slow"),
+    [
+        ({}, ""),
+        ({"a": 0.0, "b": 0.0}, ""),
+        ({"a": 1e7, "b": 1e7, "c": 1e7, "d": 2.5e5}, "d"),
+        ({"a": 1e7, "b": 1e7, "c": 0.0, "d": 2.5e5}, "d"),
+        ({"a": 1e7, "b": 3e6}, ""),
+        ({"a": 1e7, "b": 2.5e5}, ""),  # of two, neither is the usual one
+        ({"a": 1e12, "b": 1e12, "c": 1e6, "d": 1e6}, ""),  # half of the members claim what they like
+        ({"a": 1e7, "b": 2.5e6, "c": 1e7}, "b"),
+    ],
+)
+def test_who_is_slow_is_so_beside_the_usual_member(uplinks: dict[str, float], slow: str) -> None:
+    assert slow_uplinks(uplinks) == frozenset(slow)
