@@ -6,6 +6,7 @@ Knows the machine, the configuration and the run of the data folder; of the swar
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import socket
 import time
@@ -21,7 +22,7 @@ from node.config import Config, DevicesConfig
 from node.daemon.probes import idle_seconds, on_battery
 from node.daemon.server import bind_api
 from node.diloco.codec import make_codec
-from node.diloco.forecast import round_bytes, transfer_seconds, utilization
+from node.diloco.forecast import least_line_mbit_s, round_bytes, transfer_seconds, utilization
 from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError, UsageError
 from node.manifest import Invite, Manifest, RunConfig
@@ -290,10 +291,24 @@ def forecast(patient: Patient, parameters: int, step_s: float, still_s: float) -
         f"{run.round.inner_steps} inner steps of {inner_s:.0f} s in all.",
     )
     known = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
+    yield _least_line(patient.run, payload, step_s, still_s, min(known, default=math.inf))
     for mbit_s in (min(known),) if known else LINES_MBIT_S:
         transfer_s = transfer_seconds(size_bytes, mbit_s)
         busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", still_s=still_s)
         yield Finding("ok", "forecast", f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {transfer_s:.2g} s).")
+
+
+def _least_line(run: RunConfig, payload: int, step_s: float, still_s: float, limit_mbit_s: float) -> Finding:
+    """What line the run demands of its members, if they are as fast as this device."""
+    overlapped, steps = run.sync.mode != "blocking", run.round.inner_steps
+    least = least_line_mbit_s(payload, inner_steps=steps, step_s=step_s, overlapped=overlapped, still_s=still_s)
+    if math.isinf(least):
+        return Finding("warn", "line", "A round of one inner step leaves no time for a transfer: raise inner_steps.")
+    text = f"A member contributes to every round on a line of {least:.2g} Mbit/s up and down, or a faster one"
+    if limit_mbit_s < least:
+        mend = "raise the limits, or choose a smaller codec, overlapped sync or more inner steps"
+        return Finding("warn", "line", f"{text}; this node's limit is {limit_mbit_s:g}: {mend}.")
+    return Finding("ok", "line", f"{text}.")
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

@@ -142,6 +142,7 @@ def describe(status: Status) -> str:
         ("next sync", "not known" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {_reach(status)}"),
         ("given", f"{done.tokens_total:,} tokens, {done.rounds_joined} of {done.rounds_attempted} rounds joined"),
+        ("merged", f"{done.tokens_merged:,} tokens, {done.tokens_discarded:,} discarded"),
     ]
     if status.reachability != "direct" and status.reachability_reason:
         rows.append(("inbound", status.reachability_reason))

@@ -270,10 +270,16 @@ class ContributionInfo(Value):
     rounds_joined: int = 0
     rounds_attempted: int = 0
     tokens_total: int = 0
+    tokens_merged: int = 0
+    """In the records of committed rounds; what is on its way to one is in neither of the two."""
+    tokens_discarded: int = 0
+    """Left out of too many rounds, or spoilt: they will never be in a record."""
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_relayed: int = 0
     """Carried for peers that cannot reach each other, counted once; also in `bytes_sent` and `bytes_received`."""
+    bytes_forwarded: int = 0
+    """Sent for members on slow lines: their contributions; part of `bytes_sent`."""
     training_s: float = 0.0
     """Seconds of computing given."""
 
@@ -283,6 +289,9 @@ class Counters(Value):
 
     activity_seconds: dict[Activity, float] = Field(default_factory=dict)
     tokens_processed: int = 0
+    tokens_merged: int = 0
+    tokens_discarded: int = 0
+    forwarded_bytes: int = 0
     inner_steps: int = 0
     skipped_steps: int = 0
     """Inner steps whose loss or gradient was no finite number; they changed nothing."""

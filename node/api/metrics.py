@@ -45,6 +45,9 @@ Series = dict[tuple[str, str], float]
 COUNTERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("activity_seconds", "Wall time of the trainer by activity; utilisation is its rate.", "activity", tuple(Activity)),
     ("tokens_processed", "Tokens that this node trained on.", "", ()),
+    ("tokens_merged", "Tokens of this node that are in the records of rounds.", "", ()),
+    ("tokens_discarded", "Tokens of this node that never will be in one.", "", ()),
+    ("forwarded_bytes", "Bytes of contributions that were sent for members on slow lines.", "", ()),
     ("inner_steps", "Inner steps of this node.", "", ()),
     ("skipped_steps", "Inner steps whose loss or gradient was no finite number.", "", ()),
     ("sync_rounds", "Rounds by result.", "result", tuple(Outcome)),
@@ -73,6 +76,9 @@ def flatten(counters: Counters) -> Series:
     told: tuple[tuple[str, Mapping[str, float], str], ...] = (
         ("activity_seconds", {k.value: v for k, v in counters.activity_seconds.items()}, ""),
         ("tokens_processed", {"": counters.tokens_processed}, ""),
+        ("tokens_merged", {"": counters.tokens_merged}, ""),
+        ("tokens_discarded", {"": counters.tokens_discarded}, ""),
+        ("forwarded_bytes", {"": counters.forwarded_bytes}, ""),
         ("inner_steps", {"": counters.inner_steps}, ""),
         ("skipped_steps", {"": counters.skipped_steps}, ""),
         ("sync_rounds", {k.value: v for k, v in counters.sync_rounds.items()}, ""),

@@ -6,9 +6,17 @@ device stands still at each of those whatever the line, it computes for
 
     C / (C + S + T)         of the time if it waits for the result (`blocking`),
     C / max(C + S, T)       if it goes on meanwhile (`overlapped`, `streaming`): the next transfer waits for the last.
+
+A member on a slow line contributes to every round if it can fetch one mean, do one inner step and send one contribution
+(a whole payload each way, as it reduces nothing) in a round of H steps of c seconds and S. So its line has at least
+
+    R = 2 x payload x 8 / ((H - 1) c)      Mbit/s each way if it waits (`blocking`),
+    R = 2 x payload x 8 / (H c + S)        if it goes on meanwhile.
 """
 
 from __future__ import annotations
+
+import math
 
 
 def round_bytes(payload_bytes: float, members: int) -> float:
@@ -29,3 +37,14 @@ def utilization(inner_s: float, transfer_s: float, *, overlapped: bool, still_s:
     """Share of the time in which the device computes, 0 to 1."""
     lasts_s = max(inner_s + still_s, transfer_s) if overlapped else inner_s + still_s + transfer_s
     return inner_s / lasts_s
+
+
+def least_line_mbit_s(
+    payload_bytes: float, *, inner_steps: int, step_s: float, overlapped: bool, still_s: float = 0.0
+) -> float:
+    """The slowest line, 1e6 bit/s each way and used in full, on which a member contributes to every round.
+
+    `inner_steps` (H) of `step_s` seconds make a round. Infinite where a round has no time for any transfer.
+    """
+    left_s = inner_steps * step_s + still_s if overlapped else (inner_steps - 1) * step_s
+    return transfer_seconds(2 * payload_bytes, 1.0) / left_s if left_s > 0 else math.inf

@@ -37,16 +37,28 @@ MOST_CHANGE = 4.0
 """By which factor a round may be longer, or shorter, than the one before."""
 
 
-def round_seconds(step_seconds: Sequence[float], inner_steps: int, before_s: float | None = None) -> float:
-    """T_r, seconds: H x the median of the members' seconds per inner step, within MOST_CHANGE of the round before.
+def round_seconds(
+    step_seconds: Sequence[float],
+    inner_steps: int,
+    before_s: float | None = None,
+    settle_seconds: Sequence[float] = (),
+) -> float:
+    """T_r, seconds from one commit until the next contributions are due:
 
-    By heads, not by tokens: both are self-declared, and one member may sign for as many tokens as 64 others. It is the
-    lower median, so one of two can make rounds shorter, but not longer. `before_s`: None where no round's length was
-    known before. ValueError without members.
+        T_r = H x median(seconds per inner step) + median(settle seconds),   within MOST_CHANGE of the round before
+
+    A member's settle time runs from a commit to its first inner step after it: it fetches and applies the mean. So a
+    typical member does H steps a round, and members with equal machines are ready together.
+
+    By heads, not by tokens: both are self-declared, and one member may sign for as many tokens as 64 others. Both are
+    lower medians, so one of two can make rounds shorter, but not longer. `before_s`: None where no round's length was
+    known before. ValueError without members, or where a time is not finite.
     """
     if not step_seconds or not all(math.isfinite(s) and s > 0 for s in step_seconds):
         raise ValueError(f"{len(step_seconds)} step times do not make a median: they must be finite and above 0.")
-    round_s = inner_steps * median_low(step_seconds)
+    if not all(math.isfinite(s) and s >= 0 for s in settle_seconds):
+        raise ValueError("Settle times do not make a median: they must be finite and not below 0.")
+    round_s = inner_steps * median_low(step_seconds) + (median_low(settle_seconds) if settle_seconds else 0.0)
     if before_s is None:
         return round_s
     return min(max(round_s, before_s / MOST_CHANGE), before_s * MOST_CHANGE)
@@ -95,3 +107,14 @@ def progress(
     if policy == "time" and round_s is not None:
         return elapsed_s / round_s
     return inner_step / inner_steps
+
+
+def is_time_up(elapsed_s: float, *, round_s: float, step_s: float, grace_s: float, lead_s: float = 0.0) -> bool:
+    """Whether a contribution is due now, rather than one more inner step: that step would end too late.
+
+    Due `lead_s` before the end of the round (T_r, `round_s`), `elapsed_s` after its start. A step may end by half of
+    itself later than that, as H steps of slightly different length have to fit, but by no more than half of the time
+    for which the others wait (`grace_s`). All in seconds; `step_s` is the typical one of this member.
+    """
+    slack_s = min(step_s, grace_s) / 2
+    return elapsed_s + step_s > round_s - lead_s + slack_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_AGE_S = 1e6
 EVICT_S = 600.0
 """One that signs two outcomes for one attempt is out for so long; it may have lost its memory in a crash."""
+
+
+def read_age_s(header: Mapping[str, Any]) -> float:
+    """How long ago the round that a message speaks of began, as its sender says; 0.0 where it does not."""
+    age_s = header.get("age_s")
+    return age_s if isinstance(age_s, float) and 0 <= age_s < MOST_AGE_S else 0.0
 
 
 class Adoption:
@@ -44,9 +51,14 @@ class Adoption:
         """The round is over."""
         self._signed, self._mean = {}, None
 
-    async def adopt(self, proof: Proof) -> bool:
-        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round."""
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+        """Commit: take the outer step that the proof stands for. False if it is not about this node's next round.
+
+        `committed_at_s`: when the round was committed, on this node's clock; None: now. The next round counts from
+        there, however long it takes to fetch and to apply the mean.
+        """
         rounds = self._rounds
+        committed_at_s = rounds.clock() if committed_at_s is None else committed_at_s
         outcome, joins = await asyncio.to_thread(check_proof, proof, rounds.rules.bounds)
         async with self._adopting:
             if outcome.plan.parent != rounds.chain.tip.head:
@@ -61,12 +73,12 @@ class Adoption:
             chunks, mean = await self.mean_of(outcome, included, hashes)
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")
-            tip = await self._next_tip(proof, outcome, included, mean)
+            tip = await self._next_tip(proof, outcome, included, mean, committed_at_s)
             # On the disk before this node shows it to anybody.
             await asyncio.to_thread(rounds.chain.store.put, proof, chunks)
             if outcome.plan.parent != rounds.chain.tip.head:
                 return False  # This node has started again from a downloaded state meanwhile.
-            rounds.commit(tip, outcome, proof)
+            rounds.commit(tip, outcome, proof, committed_at_s)
             if rounds.faults.corrupts("apply", tip.round, rounds.mishaps.role):
                 tip.state.anchor[0] += 1.0
             return True
@@ -91,9 +103,10 @@ class Adoption:
                 grid = rounds.rules.grid_at(outcome.round)
                 rounds.results.hold(hashes, await asyncio.to_thread(_load, rounds.chain.store, proof, grid))
                 _, mean = await self.mean_of(outcome, included, hashes)
-                tip = await self._next_tip(proof, outcome, included, mean)
+                now_s = rounds.clock()
+                tip = await self._next_tip(proof, outcome, included, mean, now_s)
                 if outcome.plan.parent == rounds.chain.tip.head:
-                    rounds.commit(tip, outcome, proof, is_replayed=True)
+                    rounds.commit(tip, outcome, proof, now_s, is_replayed=True)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
             logger.warning("Round %d is on the disk, but cannot be taken again: %s", rounds.next_round, exc)
@@ -101,9 +114,11 @@ class Adoption:
             await asyncio.to_thread(rounds.chain.store.keep_only, rounds.chain.heads())
             return False
 
-    async def _next_tip(self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor) -> Tip:
+    async def _next_tip(
+        self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
+    ) -> Tip:
         rounds = self._rounds
-        at_s = rounds.anchor_at_s(outcome.plan.parent)
+        at_s = rounds.anchor_at_s(outcome.plan.parent, committed_at_s, is_included=rounds.me in included)
         ranges = rounds.rules.grid_at(outcome.round).ranges
         tip, outer = rounds.chain.tip, rounds.rules.outer
         return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)

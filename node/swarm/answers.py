@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm import leader
-from node.swarm.adopt import EVICT_S
+from node.swarm.adopt import EVICT_S, read_age_s
 from node.swarm.attempt import Accepted, Attempt, known_code
 from node.swarm.base import MAX_HEADER_BYTES, Message, Service, plain
+from node.swarm.deposits import check_chunks
 from node.swarm.records import (
     Document,
     Join,
@@ -24,6 +25,7 @@ from node.swarm.records import (
     Proof,
     accept,
     accepted_by,
+    check_deposit,
     check_hashes,
     check_join,
     check_outcome,
@@ -34,7 +36,6 @@ from node.swarm.records import (
     split_hashes,
 )
 from node.swarm.reduce import Bench
-from node.swarm.rendezvous import leader_of
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
@@ -61,6 +62,15 @@ class Answers:
             "attempt": small(self._on_attempt),
             "plan": large(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
             "contribute": large(self._on_contribute, max_request_bytes=bulk),
+            "contribute_for": large(self._on_contribute_for, max_request_bytes=bulk),
+            "deposit": large(
+                self._on_deposit,
+                max_request_bytes=bulk,
+                per_caller=1,
+                admits=self._rounds.directory.is_member,
+                place=self._rounds.depositary.place,
+            ),
+            "forward": small(self._on_forward, admits=self._rounds.directory.is_member, per_caller=1),
             "collect": small(self._on_collect),
             "average": small(self._on_average),
             "propose": large(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
@@ -93,19 +103,24 @@ class Answers:
         if document.signer != caller or join.run != self._rounds.rules.run:
             raise PeerError("a join is not the caller's, or of another run")
         check_join(document, self._rounds.rules.bounds, join.parent)
+        if self._rounds.directory.is_member(caller):
+            self._rounds.joined_at[caller] = self._rounds.chain.tip.round
         if join.parent != self._rounds.chain.tip.head:
             proof = self._rounds.chain.proof_after(join.parent)
             if proof is None:
                 self._rounds.behind.set()
                 return Message({"status": "behind"})
-            return Message({"status": "ahead"}, [proof.model_dump_json().encode()])
+            header: dict[str, Any] = {"status": "ahead"}
+            if proof.outcome.hash == self._rounds.chain.tip.head:
+                header["age_s"] = self._rounds.age_s
+            return Message(header, [proof.model_dump_json().encode()])
         if join.round_s != self._rounds.chain.tip.round_s:
             raise PeerError("a join names another length of the round")
         number = self._checked_number(message.header.get("attempt"))
         if number < self._rounds.number:
             return Message({"status": "stale", "attempt": self._rounds.number} | self._rounds.why_over(number))
-        leaders = self._rounds.directory.leaders()
-        leads = self._rounds.me in leaders and leader_of(join.parent, leaders, number) == self._rounds.me
+        is_leader = self._rounds.me in self._rounds.directory.leaders()
+        leads = is_leader and self._rounds.leader_at(number) == self._rounds.me
         if not leads and self._rounds.release(number, caller):
             return Message({"status": "elsewhere"})
         attempt = self._rounds.enter(join.parent, number, caller)
@@ -167,6 +182,37 @@ class Answers:
             raise
         bench.take(caller, parts)
         return Message()
+
+    async def _on_contribute_for(self, caller: str, message: Message) -> Message:
+        """Chunks of a member's contribution, from the one that it has given them to.
+
+        Where they are not what the member has signed, that is the fault of the caller, and says nothing of the member.
+        """
+        attempt = self._keyed(caller, message)
+        bench = await attempt.bench_ready(CALL_S)
+        document = Document.model_validate(message.header.get("deposit"))
+        hashes, chunks = message.header.get("hashes"), message.header["chunks"]
+        bounds, number = self._rounds.rules.bounds, self._rounds.next_round
+        named = check_deposit(document, hashes, bounds, attempt.parent, number)
+        parts = await asyncio.to_thread(check_chunks, named, chunks, message.blobs)
+        try:
+            await asyncio.to_thread(bench.check, document.signer, parts)
+        except PeerError:
+            bench.refuse(document.signer)
+            raise
+        bench.take(document.signer, parts)
+        return Message()
+
+    async def _on_deposit(self, caller: str, message: Message) -> Message:
+        await self._rounds.depositary.take(caller, message)
+        return Message()
+
+    async def _on_forward(self, caller: str, message: Message) -> Message:
+        attempt = self._keyed(caller, message)
+        wanted = message.header.get("chunks")
+        if not isinstance(wanted, dict) or not all(isinstance(chunks, list) for chunks in wanted.values()):
+            raise PeerError("a request to forward has the wrong form")
+        return Message({"taken": await self._rounds.depositary.forward(attempt, caller, wanted)})
 
     async def _on_collect(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
@@ -230,7 +276,9 @@ class Answers:
         return outcome, joins
 
     async def _on_commit(self, caller: str, message: Message) -> Message:
-        self._rounds.spawn(self._rounds.adopt_quietly(parse(Proof, message.blobs[0])))
+        # Whoever has the proof may send it, so its age is believed only as far back as the round itself goes.
+        committed_at_s = self._rounds.clock() - min(read_age_s(message.header), self._rounds.age_s)
+        self._rounds.spawn(self._rounds.adopt_quietly(parse(Proof, message.blobs[0]), committed_at_s))
         return Message()
 
     async def _on_failed(self, caller: str, message: Message) -> Message:

@@ -26,6 +26,8 @@ class Contribution:
     """L2 norm of the whole, as decoded (`Grid.norm`)."""
     evaluation_loss: float | None = None
     """Of the anchor at `parent`."""
+    settle_s: float = 0.0
+    """Seconds from the commit of `parent` to the first inner step after it."""
 
 
 @dataclass(frozen=True, slots=True)

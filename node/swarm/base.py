@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import msgpack
 from node.errors import PeerError, SwarmError
 from node.logs import CONTROLS
 from node.status import REJECT_REASONS, Channel
+from node.swarm.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ def everybody(_caller: str) -> bool:
     return True
 
 
+def no_place(_caller: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     """One verb that a node answers."""
@@ -66,6 +71,8 @@ class Service:
     """Calls of one caller at once, from its header until the answer is sent; further ones are refused unread."""
     admits: Callable[[str], bool] = everybody
     """Who may call, by peer id; nobody else's body is read."""
+    place: Callable[[str], AbstractContextManager[None]] = no_place
+    """What a call, by peer id, takes up from before its body is read until the answer is sent; PeerError refuses it."""
 
 
 STUMBLES = (ValueError, TypeError, LookupError, ArithmeticError)
@@ -106,6 +113,8 @@ class Traffic:
     received_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
     rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECT_REASONS, 0))
     """Messages and contributions of peers that broke a rule, by reason."""
+    forwarded_bytes: int = 0
+    """Of contributions that were sent for members on slow lines; in `sent_bytes`, too."""
 
     def reject(self, error: SwarmError) -> None:
         """Count it, if it is somebody's fault."""
@@ -146,6 +155,9 @@ class Wire(Protocol):
     traffic: Traffic
     routes: Routes
     """Relays, for peers that cannot be called directly. `NoRoutes` until it is set."""
+    up: Pace
+    """The volunteer's limit on what is sent in bulk."""
+    down: Pace
 
     def serve(self, services: Mapping[str, Service]) -> None:
         """Answer these verbs from now on. Called before the first `call`; later calls add verbs."""
@@ -194,7 +206,8 @@ class Busy:
             raise PeerError(f"too many calls of {verb!r} at once", code="busy")
         self._running[key] += 1
         try:
-            yield
+            with service.place(caller):
+                yield
         finally:
             self._running[key] -= 1
             if not self._running[key]:

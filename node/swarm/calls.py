@@ -20,6 +20,10 @@ class Gone(ConnectionError):
     """Who the call depends on is no longer there."""
 
 
+def always() -> bool:
+    return True
+
+
 async def while_there(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T]) -> T:
     """What this call returns or raises; Gone as soon as `is_gone`."""
     running = asyncio.ensure_future(call)
@@ -34,12 +38,19 @@ async def while_there(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T])
         running.cancel()
 
 
-async def while_live(directory: Directory, peer_id: str, call: Coroutine[Any, Any, T]) -> T:
-    """What this call to a peer returns or raises; PeerError `unreachable` as soon as the peer is no longer live."""
+async def while_live(
+    directory: Directory, peer_id: str, call: Coroutine[Any, Any, T], is_wanted: Callable[[], bool] = always
+) -> T:
+    """What this call to a peer returns or raises; PeerError `unreachable` as soon as the peer is no longer live.
+
+    PeerError `round_failed` as soon as the call is no longer wanted.
+    """
     try:
-        return await while_there(lambda: directory.is_gone(peer_id), call)
+        return await while_there(lambda: directory.is_gone(peer_id) or not is_wanted(), call)
     except Gone as exc:
-        raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable") from exc
+        if directory.is_gone(peer_id):
+            raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable") from exc
+        raise PeerError("this call is no longer wanted", code="round_failed") from exc
 
 
 def _look(call: asyncio.Future[Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
+from node.swarm.adopt import read_age_s
 from node.swarm.base import Message, Service, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory, PeerRecord
@@ -112,7 +113,7 @@ class CatchUp:
                 continue
             if moved:
                 logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
-            if reply.header.get("head") == self._rounds.chain.tip.head:
+            elif reply.header.get("head") == tip.head:
                 self._set_age(reply)
             if led := moved or record.swarm_tokens <= tip.state.tokens:
                 break
@@ -127,8 +128,11 @@ class CatchUp:
         while True:
             before = self._rounds.chain.tip.head
             reply = await self._wire.call(peer_id, "proofs", Message({"after": before}), timeout_s=CALL_S)
+            began_at_s = self._rounds.clock() - read_age_s(reply.header)
             for blob in reply.blobs:
-                await self._rounds.adopt(parse(Proof, blob))
+                proof = parse(Proof, blob)
+                is_newest = proof.outcome.hash == reply.header.get("head")
+                await self._rounds.adopt(proof, began_at_s if is_newest else None)
             if self._rounds.chain.tip.head in (before, reply.header.get("head")):
                 return reply
 
@@ -177,10 +181,8 @@ class CatchUp:
         return False
 
     def _set_age(self, reply: Message) -> None:
-        age_s = reply.header.get("age_s")
-        if isinstance(age_s, float) and 0 <= age_s < 1e6:
-            tip = self._rounds.chain.tip
-            self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - age_s)
+        tip = self._rounds.chain.tip
+        self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - read_age_s(reply.header))
 
     async def _on_proofs(self, caller: str, message: Message) -> Message:
         """The next rounds. Status: ok, or unknown where this node cannot lead from there to its own head."""
@@ -188,7 +190,7 @@ class CatchUp:
         after = str(message.header.get("after"))
         proofs = self._rounds.chain.proofs_after(after)
         header: dict[str, Any] = {"status": "ok" if proofs or after == tip.head else "unknown"}
-        header |= {"head": tip.head, "age_s": float(self._rounds.clock() - tip.anchor_at_s)}
+        header |= {"head": tip.head, "age_s": self._rounds.age_s}
         blobs: list[bytes] = []
         for blob in (proof.model_dump_json().encode() for proof in proofs):
             if blobs and sum(map(len, blobs)) + len(blob) > PROOFS_BYTES:

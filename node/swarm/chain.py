@@ -63,7 +63,7 @@ class Tip:
     """H of the next round."""
     last_round_tokens: int | None
     anchor_at_s: float
-    """Monotonic time at which the round after the tip began; a joiner asks others for its age."""
+    """Monotonic time at which the round after the tip began, its commit; who hears of it later is told its age."""
     leaves: Sequence[bytes]
     """The digest's hash tree."""
     proof: Proof | None
@@ -106,7 +106,10 @@ def tip_at(
 
 def _round_s(joins: Sequence[Join], inner_steps: int) -> float | None:
     """All of them say the same of the round before: else no member would have accepted their record."""
-    return round_seconds([j.step_s for j in joins], inner_steps, joins[0].round_s) if joins else None
+    if not joins:
+        return None
+    steps, settles = [j.step_s for j in joins], [j.settle_s for j in joins]
+    return round_seconds(steps, inner_steps, joins[0].round_s, settles)
 
 
 def next_tip(

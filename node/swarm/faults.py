@@ -8,9 +8,9 @@ hits one of them. Given in the environment variable DILOCO_FAULTS, or in a file 
 come, change and go while the node runs; a node without it has an empty plan.
 
 Stages: `inner` (between the inner steps; what they come to), `rendezvous` (its join), `reduce` (a member sends its
-chunks), `average` (a reducer averages), `commit` (the leader proposes, a member votes), `apply` (the outer step),
-`serve` (result chunks to members, state to joiners), `save` (a checkpoint on its way to the disk), `load` (the newest
-one on its way back, round -1).
+chunks), `forward` (it sends those of a member on a slow line), `average` (a reducer averages), `commit` (the leader
+proposes, a member votes), `apply` (the outer step), `serve` (result chunks to members, state to joiners), `save` (a
+checkpoint on its way to the disk), `load` (the newest one on its way back, round -1).
 
 Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SIGSTOP is to a node that is a thread),
 `die` is SIGKILL, `stop` SIGSTOP, `fail` an error that nobody expects, `corrupt` changes what the node holds just then
@@ -41,14 +41,14 @@ from node.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("inner", "rendezvous", "reduce", "average", "commit", "apply", "serve", "load", "save")
+STAGES = ("inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save")
 SPOILS = ("garbage", "shape", "nan")
 KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow", "rest", "memory", "overflow")
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
 """One NaN of fp32 or two of fp16."""
-StageName = Literal["inner", "rendezvous", "reduce", "average", "commit", "apply", "serve", "load", "save"]
+StageName = Literal["inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save"]
 Role = Callable[[], str]
 """What this node is in the round that it is in; asked only where a plan wants to know."""
 

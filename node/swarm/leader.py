@@ -30,7 +30,7 @@ from node.swarm.records import (
     split_hashes,
 )
 from node.swarm.reduce import misdeclared
-from node.swarm.rendezvous import Gathering, capacities, chunk_owners, is_quorum, judge, overdue
+from node.swarm.rendezvous import Gathering, capacities, chunk_owners, is_quorum, judge, left_out, overdue
 
 if TYPE_CHECKING:
     from node.swarm.rounds import Rounds
@@ -69,7 +69,7 @@ async def lead(rounds: Rounds, attempt: Attempt) -> None:
         logger.exception("Leading an attempt failed.")
         _give_up(rounds, attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
         return
-    await _commit(rounds, proof)
+    await _commit(rounds, attempt, proof)
 
 
 async def _gather(rounds: Rounds, attempt: Attempt) -> None:
@@ -77,6 +77,7 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
     opened_at_s, quorum_at_s = rounds.clock(), None
     told_at_s = opened_at_s - TELL_S
     tip = rounds.chain.tip
+    missing = left_out(rounds.next_round, [link.members for link in tip.line], rounds.joined_at)
     while True:
         now_s = rounds.clock()
         seen = Gathering(
@@ -89,6 +90,7 @@ async def _gather(rounds: Rounds, attempt: Attempt) -> None:
             opened_at_s=opened_at_s,
             quorum_at_s=quorum_at_s,
             round_s=tip.round_s,
+            left_out=missing,
         )
         verdict = judge(rounds.rules.quorum, seen, now_s)
         attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
@@ -352,9 +354,10 @@ def _let_go(rounds: Rounds, calls: Iterable[asyncio.Task[Any]]) -> None:
             rounds.spawn(call)
 
 
-async def _commit(rounds: Rounds, proof: Proof) -> None:
+async def _commit(rounds: Rounds, attempt: Attempt, proof: Proof) -> None:
     """Tell everybody there is, member of the group or not; then take the step."""
-    message = Message(blobs=[proof.model_dump_json().encode()])
+    began_at_s = rounds.anchor_at_s(attempt.parent, rounds.clock(), is_included=True)
+    message = Message({"age_s": float(rounds.clock() - began_at_s)}, [proof.model_dump_json().encode()])
     others = [record.peer_id for record in rounds.directory.members() if record.peer_id != rounds.me]
     for peer in others:
         rounds.spawn(rounds.wire.call(peer, "commit", message, timeout_s=CALL_S))

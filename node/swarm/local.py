@@ -28,6 +28,9 @@ from node.swarm.base import (
     pack_header,
     unpack_header,
 )
+from node.swarm.pace import Pace
+
+PIECE_BYTES = 16 * 1024
 
 
 class LocalHub:
@@ -80,6 +83,8 @@ class LocalWire:
         self.routes: Routes = NoRoutes()
         self._hub = hub
         self._loop = asyncio.get_running_loop()
+        self.up, self.down = Pace(self._loop.time), Pace(self._loop.time)
+        """A slow line: what bulk takes to pass; no limit at first."""
         self._services: dict[str, Service] = {}
         self._busy = Busy()
         self._answering: set[asyncio.Task[Any]] = set()
@@ -99,12 +104,13 @@ class LocalWire:
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self._call(peer_id, request, message.blobs, channel)
+                if peer_id == self.peer_id:
+                    return reply
+                if reply.blob_bytes > max_reply_bytes:
+                    raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
+                await _pass(self.down, reply.blob_bytes)
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
-        if peer_id == self.peer_id:
-            return reply
-        if reply.blob_bytes > max_reply_bytes:
-            raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
         self.traffic.received_bytes[channel] += len(pack_header("", reply)) + reply.blob_bytes
         return reply
 
@@ -130,10 +136,12 @@ class LocalWire:
     async def _ask(
         self, other: LocalWire, relay: LocalWire | None, request: bytes, blobs: Sequence[bytes], channel: Channel
     ) -> Message:
-        work = other._answer(self.peer_id, request, blobs)
         if other is self:
-            return await work
-        size = len(request) + sum(map(len, blobs))
+            return await self._answer(self.peer_id, request, blobs)
+        blob_bytes = sum(map(len, blobs))
+        size = len(request) + blob_bytes
+        await _pass(self.up, blob_bytes)
+        work = other._answer(self.peer_id, request, blobs)
         self.traffic.sent_bytes[channel] += size
         try:
             future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
@@ -187,12 +195,14 @@ class LocalWire:
                 verb, header, sizes = unpack_header(request, self._busy.door(self._services, caller, held))
                 service = self._services[verb]
                 if caller != self.peer_id:
+                    await _pass(self.down, sum(sizes))
                     self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
                 reply = await answer(service, caller, Message(header, blobs))
         except SwarmError as exc:
             self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc
         if caller != self.peer_id:
+            await _pass(self.up, reply.blob_bytes)
             self.traffic.sent_bytes[service.channel] += len(pack_header("", reply)) + reply.blob_bytes
         return reply
 
@@ -203,6 +213,12 @@ class LocalWire:
             task.cancel()
         for call in list(self._carried):
             call.get_loop().call_soon_threadsafe(call.cancel)
+
+
+async def _pass(line: Pace, size: int) -> None:
+    """Wait until so many bytes have passed, in pieces that many calls share evenly."""
+    for start in range(0, size if line.bytes_s else 0, PIECE_BYTES):
+        await line.take(min(PIECE_BYTES, size - start))
 
 
 def _gone(peer_id: str) -> PeerError:

@@ -105,7 +105,13 @@ class View:
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     upload_bytes_s: float = 0.0
-    """What this node has measured of its uplink; 0: nothing yet."""
+    """Of this node's uplink, as measured and limited; 0: not known yet."""
+    lead_s: float = 0.0
+    """How long before the end of a round this node's contribution should be on its way to a depositary; 0: no need."""
+    upload_s: float = 0.0
+    """For a whole contribution; 0: not known yet."""
+    forwarded_bytes: int = 0
+    """Of contributions, for members on slow lines."""
     problem: str = ""
     """Why nobody was reached, while nobody is."""
 
@@ -310,7 +316,10 @@ class Member:
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
-            upload_bytes_s=self.rounds.uplink.bytes_s if self.rounds else 0.0,
+            upload_bytes_s=self.rounds.upload_bytes_s if self.rounds else 0.0,
+            upload_s=self.rounds.depositor.upload_s if self.rounds else 0.0,
+            lead_s=self.rounds.lead_s if self.rounds else 0.0,
+            forwarded_bytes=self.wire.traffic.forwarded_bytes,
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 

@@ -22,6 +22,7 @@ Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 MAX_MEMBERS = 1024
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
+MOST_SETTLE_S = 86_400.0
 MOST_PADDING = 2.0
 """By how much a text may be longer than what it says, as this node would write it."""
 
@@ -50,7 +51,7 @@ class Join(Content):
     """A member is ready: what it contributes to the round after `parent`."""
 
     longest: ClassVar[int] = 512
-    """All fields at their longest are 403. What a group signs is in each record, and has to fit into a header."""
+    """All fields at their longest are 438. What a group signs is in each record, and has to fit into a header."""
     run: Hex64
     parent: Hex64
     tokens: int = Field(ge=1, lt=2**48)
@@ -63,11 +64,23 @@ class Join(Content):
     reduces: bool = True
     """Whether all others can call it, so that it may reduce."""
     upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
-    """What it has measured of its uplink; 0: nothing yet. Decides how much it reduces."""
+    """Of its uplink, as measured and limited; 0: not known yet. Decides how much it reduces."""
     transfer_s: float = Field(0.0, ge=0, lt=1e6)
     """Seconds from the closed group to the commit in the last round that it was in; 0: none yet."""
+    settle_s: float = Field(0.0, ge=0, le=MOST_SETTLE_S)
+    """Seconds from the last commit to its first inner step after it; 0 where it trained on meanwhile."""
     evaluation_loss: float | None = Field(None, ge=0, lt=1e6)
     """Of the anchor at `parent` on the held-out text, nats a token, where this member has evaluated it."""
+
+
+class Deposit(Content):
+    """What a member hands to another one to be passed on: its contribution to the round after `parent`."""
+
+    longest: ClassVar[int] = 512
+    run: Hex64
+    parent: Hex64
+    root: Hex64
+    """SHA-256 over the concatenated BLAKE3 hashes of all its chunks."""
 
 
 class Plan(Content):
@@ -186,6 +199,19 @@ def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
     if join.tokens > bounds.max_tokens:
         raise PeerError(f"a join claims {join.tokens} tokens; {bounds.max_tokens} are allowed", code="bad_weight")
     return join
+
+
+def check_deposit(document: Document, hashes: object, bounds: Bounds, parent: str, round_: int) -> list[bytes]:
+    """The chunk hashes that a member has signed for this round, in order. Raises PeerError."""
+    deposit = read(document, Deposit)
+    if deposit.run != bounds.run or deposit.parent != parent:
+        raise PeerError("a deposit for another round, or of another run")
+    if not isinstance(hashes, bytes) or len(hashes) != HASH_BYTES * bounds.chunks_at(round_):
+        raise PeerError("a deposit names the wrong number of chunks", code="bad_size")
+    found = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+    if results_root(found) != deposit.root:
+        raise PeerError("the chunks of a deposit are not those that were signed", code="bad_signature")
+    return found
 
 
 def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str, Join]:

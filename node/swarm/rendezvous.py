@@ -22,6 +22,14 @@ PATIENCE_RATIO, PATIENCE_S = 3.0, 30.0
 `time` for the quorum, which one that has signed much may withhold. Not before the first record, when nothing else keeps
 two groups apart. A round that is older than this by one usual round is overdue."""
 
+WAITED_RATIO, WAITED_EVERY = 0.25, 3
+"""Members that were left out lately are waited for up to so much of a usual round, in every third round: this costs the
+others at most a twelfth of their time."""
+LATELY = 12
+"""Rounds: who has contributed or joined within so many is waited for, if the last two records are without it."""
+FASTER = 4.0
+"""So many times as fast as a slow member's is the usual uplink, and that of a member that sends for it."""
+
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
 """What a leader may say that it waits for."""
 
@@ -31,9 +39,22 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
     return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
 
 
-def leader_of(parent: str, peer_ids: Sequence[str], attempt: int) -> str:
-    order = leader_order(parent, peer_ids)
+def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
+    """Who leads an attempt. Those that are `slow` come last: all wait for what a leader asks and answers."""
+    order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
     return order[attempt % len(order)]
+
+
+def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
+    """Members whose uplink is several times slower than the usual one, by what they have signed (0: not known).
+
+    The usual one is the lower median of the known: a minority that claims fast lines makes nobody slow.
+    """
+    known = {peer: rate for peer, rate in uplinks_bytes_s.items() if rate > 0}
+    if not known:
+        return frozenset()
+    usual = statistics.median_low(known.values())
+    return frozenset(peer for peer, rate in known.items() if FASTER * rate <= usual)
 
 
 def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:
@@ -102,6 +123,8 @@ class Gathering:
     """When the quorum was first seen; None before."""
     round_s: float | None
     """T_r; None while unknown."""
+    left_out: Collection[str] = ()
+    """Members that are waited for longer (`left_out`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +133,11 @@ class Verdict:
     has_quorum: bool
     reason: str
     code: str
+
+
+def grace_seconds(round_s: float | None) -> float:
+    """For how long the late are waited for once the quorum is ready, in a round that lasts `round_s` (T_r)."""
+    return max(GRACE_S, GRACE_RATIO * (round_s or 0.0))
 
 
 def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
@@ -130,9 +158,33 @@ def judge(rule: Quorum, seen: Gathering, now_s: float) -> Verdict:
         return Verdict(True, True, f"{count}; the others have had their time.", "late")
     if not _holds_quorum(rule, seen):
         return Verdict(False, False, f"{count}; that is less than the quorum.", "waiting_for_quorum")
-    grace_s = max(GRACE_S, GRACE_RATIO * (seen.round_s or 0.0))
+    grace_s = grace_seconds(seen.round_s)
+    if any(peer in seen.left_out for peer in waited_for):
+        grace_s = max(grace_s, WAITED_RATIO * (seen.round_s or 0.0))
     over = seen.quorum_at_s is not None and now_s - seen.quorum_at_s >= grace_s
     return Verdict(over, True, f"{count}; the late have {grace_s:.0f} s.", "late" if over else "grace")
+
+
+def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:
+    """The members for which the group of this round waits longer, if they live: up to WAITED_RATIO x T_r.
+
+    `recent`: the contributors to each of the last records, newest last. Who is in neither of the last two, though in
+    one of the last LATELY, or among those that have `joined` a round as long ago, too late perhaps.
+    """
+    if round_ % WAITED_EVERY or len(recent) < 2:
+        return frozenset()
+    lately = {peer for members in recent[-LATELY:] for peer in members}
+    return frozenset((lately | set(joined)) - set(recent[-1]) - set(recent[-2]))
+
+
+def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapping[str, float]) -> list[str]:
+    """Members to which one on a slow uplink may hand its contribution for this round, in the order to try them.
+
+    Those with an uplink at least FASTER times as fast: handed to another slow one, it would cross two slow lines. Each
+    member has an order of its own, so that several do not choose the same.
+    """
+    fast = [peer for peer, rate in uplinks_bytes_s.items() if peer != me and rate >= FASTER * own_bytes_s > 0]
+    return leader_order(f"deposit {me} {parent}", fast)
 
 
 def _holds_majority(seen: Gathering) -> bool:

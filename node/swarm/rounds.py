@@ -12,23 +12,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
-from node.swarm.adopt import Adoption
+from node.swarm.adopt import Adoption, read_age_s
 from node.swarm.answers import MAX_AHEAD, Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, first, known_code, raise_failure
 from node.swarm.base import Message, Wire, plain
 from node.swarm.calls import while_live
 from node.swarm.chain import Chain, Outer, Tip
+from node.swarm.deposits import Depositary, Depositor
 from node.swarm.directory import Directory
 from node.swarm.faults import Faults
 from node.swarm.mishaps import Mishaps
-from node.swarm.records import LEAST_STEP_S, MOST_STEP_S, Bounds, Document, Join, Outcome, Plan, Proof, parse
+from node.swarm.records import (
+    LEAST_STEP_S,
+    MOST_SETTLE_S,
+    MOST_STEP_S,
+    Bounds,
+    Document,
+    Join,
+    Outcome,
+    Plan,
+    Proof,
+    parse,
+)
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of
+from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of, slow_uplinks
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -41,8 +53,9 @@ BACK_OFF_S = 0.3
 LEADER_PATIENCE_S = 45.0
 MAX_RAISES = 64
 """Attempts of one round that one peer may begin."""
-SLOWEST_BYTES_PER_S = 250_000.0
-"""Bulk transfers may take as long as at this rate (2 Mbit/s), and FIXED_S."""
+SLOWEST_BYTES_PER_S = 200_000.0
+"""Bulk transfers may take as long as at this rate, and FIXED_S: 2 Mbit/s, less headers (`pace.OVERHEAD_RATIO`) and what
+else is on the line."""
 FIXED_S = 15.0
 
 
@@ -88,6 +101,8 @@ class Committed:
     offered: bool
     """Whether this node had joined with a contribution."""
     stage_s: dict[str, float]
+    fetch_s: float = 0.0
+    """Seconds from the commit until this node had taken it over."""
     is_replayed: bool = False
     """Whether an earlier process of this node committed it, and this one has taken it from the disk."""
 
@@ -107,6 +122,11 @@ class Rounds:
         """Somebody is ahead of this node; `state` catches up."""
         self.results = Results(wire, directory, rules.grid_at, chain.store, rules.bulk_s, self._others)
         self.uplink = Uplink()
+        self.depositor, self.depositary = Depositor(self), Depositary(self)
+        self._slow: tuple[str, frozenset[str]] = ("", frozenset())
+        """Members on slow uplinks by the record at this head."""
+        self.joined_at: dict[str, int] = {}
+        """Members that have told this node of a join, and the round that it was in then."""
         self._transfer_s = 0.0
         """Of this node's last round, from the closed group to the commit."""
         self.mishaps = Mishaps(self)
@@ -139,6 +159,32 @@ class Rounds:
     def next_round(self) -> int:
         return self.chain.tip.round + 1
 
+    def leader_at(self, number: int) -> str:
+        """Who leads this attempt at the next round; all members with the same tip come to the same."""
+        tip = self.chain.tip
+        if self._slow[0] != tip.head:
+            joins: Sequence[Document] = ()
+            if tip.proof is not None:
+                joins = parse(Outcome, tip.proof.outcome.text).plan.joins
+            uplinks = {join.signer: parse(Join, join.text).upload_bytes_s for join in joins}
+            self._slow = (tip.head, slow_uplinks(uplinks))
+        return leader_of(tip.head, self.directory.leaders(), number, self._slow[1])
+
+    @property
+    def upload_bytes_s(self) -> float:
+        """Of this node's uplink: what it has measured, within the volunteer's limit; 0 while neither is known."""
+        return min((rate for rate in (self.uplink.bytes_s, self.wire.up.bytes_s) if rate > 0), default=0.0)
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the end of a round a contribution has to leave this node; 0 but for a slow uplink."""
+        return self.depositor.lead_s
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the round that this node is in began."""
+        return float(self.clock() - self.chain.tip.anchor_at_s)
+
     @property
     def grid(self) -> Grid:
         """Of the round that this node is in."""
@@ -149,13 +195,16 @@ class Rounds:
         self.mine, self._offered_at_s = contribution, self.clock()
         self._offered.set()
 
-    def anchor_at_s(self, parent: str) -> float:
-        """When the clock starts again after the round that follows `parent`: now, at its commit.
+    def anchor_at_s(self, parent: str, committed_at_s: float, *, is_included: bool) -> float:
+        """When the clock starts again after the round that follows `parent`: at its commit.
 
         Overlapped, when this node's contribution was ready: a round lasts no longer for the time its average takes.
+        Peers say when a commit was; it is not before a contribution that it includes.
         """
-        is_mine = self.mine is not None and self.mine.parent == parent
-        return self._offered_at_s if self.rules.overlapped and is_mine else self.clock()
+        is_mine = is_included and self.mine is not None and self.mine.parent == parent
+        if is_mine and self.rules.overlapped:
+            return self._offered_at_s
+        return max(committed_at_s, self._offered_at_s) if is_mine else committed_at_s
 
     async def run(self) -> None:
         """Take part in rounds for ever."""
@@ -168,6 +217,7 @@ class Rounds:
 
     async def _take_part(self, mine: Contribution) -> None:
         self.enter_stage("rendezvous")
+        await self.depositor.hand_over(mine)
         failures = 0
         while self.chain.tip.head == mine.parent and self.mine is mine:
             attempt = self._attempt(self.number)
@@ -193,8 +243,9 @@ class Rounds:
             round_s=self.chain.tip.round_s,
             norm=mine.norm,
             reduces=self.me in self.directory.callable_members(),
-            upload_bytes_s=self.uplink.bytes_s,
+            upload_bytes_s=self.upload_bytes_s,
             transfer_s=self._transfer_s,
+            settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),
             evaluation_loss=mine.evaluation_loss,
         )
         join = self.mishaps.join(self.directory.identity, content)
@@ -202,7 +253,7 @@ class Rounds:
         while not attempt.planned.is_set():
             if self._enough_members() and self.clock() > patient_until_s:
                 raise RoundFailed("the leader closes no group", code="leader_lost")
-            target = attempt.joined or leader_of(mine.parent, self.directory.leaders(), attempt.number)
+            target = attempt.joined or self.leader_at(attempt.number)
             attempt.asked.add(target)
             status = await self._join(attempt, target, join)
             attempt.joined = target if status == "wait" else ""
@@ -245,7 +296,8 @@ class Rounds:
         attempt.waiting_reason = plain(reply.header.get("reason"), 200)
         attempt.waiting_code = code if code in WAITING_CODES else ""
         if status == "ahead":
-            await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""))
+            committed_at_s = self.clock() - read_age_s(reply.header)
+            await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""), committed_at_s)
         elif status == "stale":
             raise_failure(attempt)  # It knows itself why.
             self._follow(attempt, reply.header.get("attempt"), code)
@@ -266,14 +318,17 @@ class Rounds:
 
     def waiting(self) -> tuple[str, str]:
         """What this node's current attempt waits for: one sentence, one word."""
+        if self.depositor.is_sending:
+            return "Uploading this node's contribution ahead of the round, as its line is slow.", ""
         attempt = self._attempt(self.number)
         return attempt.waiting_reason, attempt.waiting_code
 
     async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         """Give every reducer its chunks."""
         await self.mishaps.at("reduce")
+        left = await self.depositor.forward(self._key(attempt), plan, mine)
         mine = replace(mine, chunks=self.mishaps.spoil("reduce", mine.chunks))
-        await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in plan.reducers))
+        await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in left))
 
     async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         chunks = plan.chunks_of(peer)
@@ -340,21 +395,29 @@ class Rounds:
 
     # commit
 
-    async def adopt(self, proof: Proof) -> bool:
-        """Commit what the proof stands for. False if it is not about this node's next round; raises PeerError."""
-        return await self.adoption.adopt(proof)
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+        """Commit what the proof stands for. False if it is not about this node's next round; raises PeerError.
 
-    async def adopt_quietly(self, proof: Proof) -> None:
+        `committed_at_s`: when that was, on this node's clock; None: now.
+        """
+        return await self.adoption.adopt(proof, committed_at_s)
+
+    async def adopt_quietly(self, proof: Proof, committed_at_s: float) -> None:
         try:
-            await self.adopt(proof)
+            await self.adopt(proof, committed_at_s)
         except SwarmError as exc:
             logger.info("Could not take over a committed round yet: %s", exc)
             self.behind.set()
 
-    def commit(self, tip: Tip, outcome: Outcome, proof: Proof, *, is_replayed: bool = False) -> None:
-        mine = self.mine
+    def commit(
+        self, tip: Tip, outcome: Outcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
+    ) -> None:
+        mine, fetch_s = self.mine, max(0.0, self.clock() - committed_at_s)
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
+        joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
+        uplinks = {peer: join.upload_bytes_s for peer, join in joins.items()}
+        self.depositor.round_over(outcome.plan, uplinks, outcome.included)
         self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         attempts = list(self._attempts.values())
         self._leave_round()
@@ -362,7 +425,8 @@ class Rounds:
         stage_s, self._stage_s = self._stage_s, {}
         if offered and self.me in outcome.included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        self._deliver(Committed(tip, outcome, self.me in outcome.included, offered, stage_s, is_replayed))
+        included = self.me in outcome.included
+        self._deliver(Committed(tip, outcome, included, offered, stage_s, fetch_s, is_replayed))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()
@@ -375,6 +439,9 @@ class Rounds:
         self._raised.clear()
         self.adoption.clear()
         self.results.clear()
+        self.depositary.clear()
+        oldest = self.chain.tip.round - LATELY
+        self.joined_at = {peer: round_ for peer, round_ in self.joined_at.items() if round_ >= oldest}
 
     def restart_at(self, tip: Tip) -> None:
         """Go on from a downloaded state."""

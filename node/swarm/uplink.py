@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 
 MIN_BYTES = 256 * 1024
-"""Below it, a send measures the answer's delay rather than the line."""
+"""Of one round's sends: with less, they measure the answers' delays rather than the line."""
+MIN_SEND_BYTES = 16 * 1024
+"""Of one of them."""
 KEPT_ROUNDS = 5
 NEEDED_ROUNDS = 3
 
@@ -19,17 +21,28 @@ class Uplink:
     """One writer: the swarm's loop."""
 
     def __init__(self) -> None:
-        self._rounds: deque[tuple[str, float]] = deque(maxlen=KEPT_ROUNDS)
-        """The round's parent, and the sum of its sends' rates, bytes/s."""
+        self._rounds: deque[tuple[str, int, float]] = deque(maxlen=KEPT_ROUNDS)
+        """The round's parent, and the sum of its sends' bytes and of their rates, bytes/s."""
 
     def sent(self, parent: str, size_bytes: int, seconds: float) -> None:
         """One send of the round after `parent` has been answered."""
-        if size_bytes < MIN_BYTES or seconds <= 0:
+        if size_bytes < MIN_SEND_BYTES or seconds <= 0:
             return
-        before = self._rounds.pop()[1] if self._rounds and self._rounds[-1][0] == parent else 0.0
-        self._rounds.append((parent, before + size_bytes / seconds))
+        is_same = bool(self._rounds) and self._rounds[-1][0] == parent
+        _, size, rate = self._rounds.pop() if is_same else (parent, 0, 0.0)
+        self._rounds.append((parent, size + size_bytes, rate + size_bytes / seconds))
+
+    @property
+    def _rates(self) -> list[float]:
+        """Of the last rounds in which enough was sent, the newest last."""
+        return [rate for _, size, rate in self._rounds if size >= MIN_BYTES]
 
     @property
     def bytes_s(self) -> float:
-        """0 while unknown."""
-        return max(rate for _, rate in self._rounds) if len(self._rounds) >= NEEDED_ROUNDS else 0.0
+        """The best of the last rounds; 0 while unknown."""
+        return max(self._rates) if len(self._rates) >= NEEDED_ROUNDS else 0.0
+
+    @property
+    def newest_bytes_s(self) -> float:
+        """Of the newest round alone; 0 while unknown."""
+        return self._rates[-1] if self._rates else 0.0

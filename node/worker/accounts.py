@@ -49,6 +49,10 @@ class Landing:
     is_carried: bool
     is_merged: bool
     """There were steps since it was sent."""
+    counted_tokens: int = 0
+    """That are in the record now."""
+    discarded_tokens: int = 0
+    """That never will be."""
 
     def moved(self, local: Tensor, at: slice, old: Tensor, new: Tensor, mix_alpha: float) -> Tensor:
         """A part of the fragment from now on, and its place; all fp32 [n] on one device: local, old and new anchor."""
@@ -80,24 +84,32 @@ class Accounts:
         self.flight = Flight(steps, owed.tokens, at_s, sent)
         self._owed[fragment] = replace(owed, tokens=0)
 
-    def land(self, fragment: int, included: bool, steps: int) -> Landing:
-        """The fragment's round is over. `steps`: inner steps since the contribution was sent."""
+    def land(self, fragment: int, included: bool, steps: int, *, is_newest: bool = True) -> Landing:
+        """The fragment's round is over. `steps`: inner steps since the contribution was sent.
+
+        Not `is_newest`: more rounds are over already, within one inner step of this node. To be left out of several
+        that it had no chance to be in counts once.
+        """
         flight, self.flight = self.flight, None
         owed = self._owed[fragment]
         tokens = owed.tokens + (flight.tokens if flight is not None else 0)
         is_carried = not included and tokens > 0 and owed.carried < MAX_CARRIED
         is_merged = included and flight is not None and steps > 0
         if is_carried:
-            self._owed[fragment] = Owed(tokens, owed.carried + 1)
-        else:
-            self._owed[fragment] = Owed(owed.tokens if is_merged else 0)
-        return Landing(flight, is_carried, is_merged)
+            self._owed[fragment] = Owed(tokens, owed.carried + is_newest)
+            return Landing(flight, is_carried, is_merged)
+        left = owed.tokens if is_merged else 0
+        self._owed[fragment] = Owed(left)
+        counted, discarded = (tokens - left, 0) if included else (0, tokens)
+        return Landing(flight, is_carried, is_merged, counted, discarded)
 
-    def give_up(self) -> None:
-        """All of it is lost; what is in flight may count still, but can not be carried."""
+    def give_up(self) -> int:
+        """All of it is lost; what is in flight may count still, but can not be carried. Returns the tokens lost."""
+        lost = sum(one.tokens for one in self._owed)
         self._owed = [Owed()] * len(self._owed)
         if self.flight is not None:
             self.flight = replace(self.flight, steps=0, tokens=0)
+        return lost
 
     def for_checkpoint(self, fragment: int) -> tuple[int, list[Any]]:
         """Steps and tokens in flight for this fragment, put back: whoever starts from there offers them once more."""

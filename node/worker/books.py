@@ -10,8 +10,10 @@ from node.errors import RoundFailed
 from node.status import Channel, Outcome, RoundRecord, Stage
 from node.swarm.chain import Tip
 from node.swarm.rounds import Committed
+from node.worker import left_out
 from node.worker.expected import expected_utilization
 from node.worker.ledger import Ledger
+from node.worker.left_out import LeftOut, Needs
 from node.worker.minutes import failed_record, record_of
 from node.worker.session import Session
 from node.worker.teller import Teller
@@ -40,6 +42,7 @@ class Books:
     def __init__(self, session: Session, teller: Teller, ledger: Ledger) -> None:
         self._session, self._teller, self._ledger = session, teller, ledger
         self._traffic_before = (0, 0)
+        self._left_out = LeftOut(session.manifest.run.sync)
 
     def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
         """A round holds. `blocked_s`: this node stood still for it; `step_s`: its own inner step, for the forecast."""
@@ -72,6 +75,18 @@ class Books:
         included = done.included and attempted
         self._ledger.count_round(record.round, record.outcome, attempted=attempted, included=included)
         self._teller.round_over(record)
+
+    def look_if_left_out(self, done: Committed, *, worked: bool, round_s: float | None, step_s: float | None) -> None:
+        """Tell the owner, once round after round holds without what this node had done for it (`worked`).
+
+        `round_s`: T_r of the round that is over; `step_s`: this node's own inner step.
+        """
+        if round_s is None:
+            return
+        needs = Needs(round_s, self._session.swarm.view.upload_s, done.fetch_s, step_s or 0.0)
+        text = self._left_out.round_over(worked=worked, included=done.included, needs=needs)
+        if text is not None:
+            self._teller.notice(left_out.CODE, text)
 
     def round_failed(self, error: RoundFailed, tip: Tip) -> None:
         """An attempt at the round after `tip` came to nothing."""

@@ -35,6 +35,10 @@ class Ledger:
         self.rounds: Counter[Outcome] = Counter()
         self.failures: Counter[str] = Counter()
         self.carried = 0
+        self.tokens_merged = 0
+        """Of this node, that are in records of rounds."""
+        self.tokens_discarded = 0
+        """That never will be."""
         self.digest_mismatches = 0
         self.rounds_joined = 0
         self.rounds_attempted = 0
@@ -92,6 +96,9 @@ class Ledger:
         return Counters(
             activity_seconds=dict(self.seconds),
             tokens_processed=self.tokens,
+            tokens_merged=self.tokens_merged,
+            tokens_discarded=self.tokens_discarded,
+            forwarded_bytes=self._before.forwarded_bytes + view.forwarded_bytes,
             inner_steps=self.inner_steps,
             skipped_steps=self.skipped_steps,
             sync_rounds=dict(self.rounds),
@@ -109,6 +116,9 @@ class Ledger:
             rounds_joined=self.rounds_joined,
             rounds_attempted=self.rounds_attempted,
             tokens_total=self.tokens,
+            tokens_merged=self.tokens_merged,
+            tokens_discarded=self.tokens_discarded,
+            bytes_forwarded=counters.forwarded_bytes,
             bytes_sent=sum(counters.network_sent_bytes.values()),
             bytes_received=sum(counters.network_received_bytes.values()),
             bytes_relayed=counters.network_sent_bytes.get(Channel.RELAY, 0),
@@ -138,6 +148,7 @@ class Ledger:
         self.seconds.update(seconds)
         self.tokens, self.inner_steps = counters.tokens_processed, counters.inner_steps
         self.skipped_steps = counters.skipped_steps
+        self.tokens_merged, self.tokens_discarded = counters.tokens_merged, counters.tokens_discarded
         self.rounds, self.failures = Counter(counters.sync_rounds), Counter(counters.sync_failures)
         self.carried, self.digest_mismatches = counters.contributions_carried, counters.digest_mismatches
         self.last_sync_at_s = counters.last_sync_at_s

@@ -21,7 +21,7 @@ def train(trainer: Trainer) -> None:
         trainer.show_training()
         while not trainer.must_sync():
             trainer.inner_step()
-            trainer.obey_mail()
+            trainer.obey_all_mail()
             trainer.breathe()
         if trainer.in_flight:
             trainer.await_commit()

@@ -5,6 +5,7 @@ The work is done on a thread beside the training. Knows no round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -36,6 +37,8 @@ class Outgoing:
         self._grids = grids
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._running: Future[None] | None = None
+        self.seconds = 0.0
+        """That the newest encoding took."""
         self._feedback: list[ErrorFeedback] = []
         if sync.has_feedback:
             self._feedback = [
@@ -64,6 +67,7 @@ class Outgoing:
         then: Callable[[Sequence[bytes], float], None],
         threads: int,
     ) -> None:
+        began_s = time.monotonic()
         torch.set_num_threads(threads)  # Of this thread; the trainer's may have changed.
         grid = self._grids[fragment]
         before = take(anchor, grid.ranges)
@@ -78,7 +82,9 @@ class Outgoing:
         arrives = grid.decode(chunks)
         if self._feedback:
             self._feedback[fragment].lost(wanted, arrives)
-        then(chunks, grid.length(arrives))
+        norm = grid.length(arrives)
+        self.seconds = time.monotonic() - began_s
+        then(chunks, norm)
 
     def check(self) -> None:
         """Raises what the encoding raised, if it has ended."""

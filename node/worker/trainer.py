@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from node.config import CheckpointConfig
-from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
+from node.diloco.schedule import is_time_up, learning_rate, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
 from node.swarm.attempt import Contribution
 from node.swarm.chain import Tip
 from node.swarm.faults import spoil_blobs
-from node.swarm.rendezvous import role_of
+from node.swarm.rendezvous import grace_seconds, role_of
 from node.swarm.rounds import Committed
 from node.worker import shown
 from node.worker.accounts import Accounts
@@ -76,6 +76,10 @@ class Trainer:
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
         self._evaluation = Evaluation(self.run.evaluation, local)
         self._dropped = 0
+        self._settle_s = 0.0
+        """From the newest commit that this node waited for to its first inner step after it."""
+        self._is_settling = False
+        """This node has waited for a commit, and not done a step since."""
         self._newest: tuple[float, float] | None = None
         """Loss and learning rate of the newest inner step; None before the first."""
         self.resume()
@@ -137,11 +141,21 @@ class Trainer:
     def done_ratio(self) -> float:
         """Share of the round's inner phase that is over, since the anchor or since sending; ready from 1 on."""
         policy, inner_steps = self.run.round.policy, self.tip.inner_steps
-        flight = self._accounts.flight
-        since_s = flight.at_s if flight is not None else self.tip.anchor_at_s
         steps = self.progress.steps + round(self.progress.offset * inner_steps)
-        past_s = time.monotonic() - since_s
-        return progress(policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=past_s, round_s=self.tip.round_s)
+        past_s, round_s = self._elapsed_s, self.tip.round_s
+        return progress(policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=past_s, round_s=round_s)
+
+    @property
+    def _elapsed_s(self) -> float:
+        """Since the round's start, or since sending."""
+        flight = self._accounts.flight
+        return time.monotonic() - (flight.at_s if flight is not None else self.tip.anchor_at_s)
+
+    @property
+    def _lead_s(self) -> float:
+        """How long before the end of a round this node's contribution is due: for a slow uplink."""
+        upload_s = self.session.swarm.view.lead_s
+        return upload_s + self._outgoing.seconds if upload_s else 0.0
 
     @property
     def in_flight(self) -> bool:
@@ -158,11 +172,23 @@ class Trainer:
         return self._is_due()
 
     def _is_due(self) -> bool:
-        """By the clock, and with too few peers there for a round: train on to twice its length; wait only then."""
-        rounds = self.run.round
-        below_quorum = rounds.policy == "time" and self.session.swarm.view.training < rounds.min_peers
-        ready = self.done_ratio >= (WAITING_RATIO if below_quorum else 1.0) or self._first_round_is_due()
-        return ready and self._accounts.tokens(self._next) > 0
+        """By the clock, and with too few peers there for a round: train on to twice its length; wait only then.
+
+        By the clock no step is begun that would end too late, but for the first of a contribution.
+        """
+        rounds, round_s = self.run.round, self.tip.round_s
+        if rounds.policy == "time" and round_s is not None:
+            below_quorum = self.session.swarm.view.training < rounds.min_peers
+            is_ready = is_time_up(
+                self._elapsed_s,
+                round_s=round_s * (WAITING_RATIO if below_quorum else 1.0),
+                step_s=self.local.step_s or 0.0,
+                grace_s=grace_seconds(round_s),
+                lead_s=self._lead_s,
+            )
+        else:
+            is_ready = self.done_ratio >= 1.0 or self._first_round_is_due()
+        return is_ready and self._accounts.tokens(self._next) > 0
 
     def _first_round_is_due(self) -> bool:
         """By the clock, while nobody knows how long a round lasts: when the first member has done its H steps."""
@@ -174,6 +200,8 @@ class Trainer:
     def inner_step(self) -> None:
         """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""
         faults = self.session.swarm.faults
+        if self._is_settling:
+            self._is_settling, self._settle_s = False, max(0.0, time.monotonic() - self.tip.anchor_at_s)
         faults.meet("inner", self.tip.round + 1, self._role)
         lr = self._learning_rate()
         try:
@@ -250,11 +278,12 @@ class Trainer:
             self._drop("The local parameters are not all finite numbers any more")
             return
         self._dropped = 0
+        settle_s = self._settle_s if self.run.sync.mode == "blocking" else 0.0
         self._show_step()
 
         def hand_over(chunks: Sequence[bytes], norm: float) -> None:
             wrong = spoil_blobs(spoilt, chunks) if spoilt == "shape" else chunks
-            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm, evaluated))
+            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm, evaluated, settle_s))
 
         keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
         self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
@@ -269,8 +298,12 @@ class Trainer:
         logger.warning("%s", error)
         self.local.mend(self.tip.state.anchor)
         self.progress = Progress()
-        self._accounts.give_up()
+        self._discard(self._accounts.give_up())
         self._books.round_failed(error, self.tip)
+
+    def _discard(self, tokens: int) -> None:
+        """Nobody will ever count these, each of them once for every fragment."""
+        self.ledger.tokens_discarded += tokens // self.run.sync.fragment_count
 
     def _role(self) -> str:
         """In the next round, for faults on purpose."""
@@ -286,6 +319,7 @@ class Trainer:
                 self._outgoing.check()
                 shown.waiting(self.teller, self.session.swarm.view, self.tip.round + 1)
                 self._tell_and_obey()
+        self._is_settling = True
 
     def obey_mail(self, timeout_s: float = 0.0, blocked_since_s: float | None = None) -> None:
         """Take in what the swarm has committed, with or without this node."""
@@ -323,8 +357,14 @@ class Trainer:
         began_s = time.monotonic()
         fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
         old, self.tip = self.tip, done.tip
-        landing = self._accounts.land(fragment, done.included, self.progress.steps)
+        is_newest = self.session.swarm.mailbox.empty()
+        landing = self._accounts.land(fragment, done.included, self.progress.steps, is_newest=is_newest)
         self.ledger.carried += landing.is_carried
+        self.ledger.tokens_merged += landing.counted_tokens // self.run.sync.fragment_count
+        self._discard(landing.discarded_tokens)
+        if is_newest:  # Of rounds that this node replays it had no chance to be a part.
+            worked = landing.flight is not None or landing.is_carried or landing.discarded_tokens > 0
+            self._books.look_if_left_out(done, worked=worked, round_s=old.round_s, step_s=self.local.step_s)
         self._outgoing.landed(fragment, done.included and landing.flight is not None)
 
         def moved(part: Tensor, at: slice, place: slice) -> Tensor:
@@ -354,6 +394,12 @@ class Trainer:
         with suppress(MachineError):
             self._wait_saved()
 
+    def give_up_work(self) -> None:
+        """This node's line of rounds leads nowhere: what is in no record yet never will be in one."""
+        if (flight := self._accounts.flight) is not None:
+            self._discard(flight.tokens)
+        self._discard(self._accounts.give_up())
+
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self.run.total_tokens
 
@@ -371,7 +417,8 @@ class Trainer:
         done = min(1.0, self.done_ratio)
         by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
-        shown.waits(self.teller, done, (1 - done) * length_s if length_s else None)
+        lead_s = self._lead_s if by_clock else 0.0
+        shown.waits(self.teller, done, max(0.0, (1 - done) * length_s - lead_s) if length_s else None)
 
     def _show_position(self) -> None:
         """Where the node stands in the run."""

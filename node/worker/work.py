@@ -214,6 +214,7 @@ class Work:
                 return
             except Lost as exc:
                 trainer.finish()
+                trainer.give_up_work()
                 local.forget()
                 self._rejoin(session, exc.loss)
             except (StopAsked, SwarmError):

@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, each in a process of its own: a table, and exit code 1 if a figure fails.
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
-    python -m tests.benchmarks slow_peer | churn | scaling | hostile | join | homes
+    python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
     python -m tests.benchmarks gpu | tab
 
 Those of the second line take some 15 minutes each and run only where they are named; so do `gpu` and `tab`,
@@ -25,7 +25,7 @@ from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load", "pause")
-LONG = ("slow_peer", "churn", "scaling", "hostile", "join", "homes", "gpu", "tab")
+LONG = ("slow_peer", "slow_line", "churn", "scaling", "hostile", "join", "homes", "gpu", "tab")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0
 NOT_HERE = MachineError.exit_code

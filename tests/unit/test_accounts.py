@@ -94,3 +94,33 @@ def test_the_merge_is_the_mix_or_where_the_sent_was_kept_the_correction() -> Non
         accounts.send(0, 1, 0.0, sent)
         landing: Landing = accounts.land(0, included=True, steps=1)
         assert landing.moved(LOCAL, ALL, OLD, NEW, 0.25).item() == expected
+
+
+def test_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
+    """The work of a step that takes several rounds is not given up before it could be offered."""
+    accounts = Accounts(1)
+    for _ in range(2):
+        accounts.earn(100)
+        for _ in range(5):
+            assert accounts.land(0, included=False, steps=1, is_newest=False).is_carried
+        assert accounts.land(0, included=False, steps=1).is_carried
+    assert accounts.tokens(0) == 200
+    accounts.send(0, 1, 0.0, None)
+    landing = accounts.land(0, included=False, steps=0)
+    assert not landing.is_carried and landing.discarded_tokens == 200
+
+
+def test_each_token_is_counted_or_discarded_once() -> None:
+    accounts = Accounts(1)
+    accounts.earn(100)
+    accounts.send(0, 5, 0.0, None)
+    accounts.earn(30)
+    landing = accounts.land(0, included=True, steps=2)
+    assert (landing.counted_tokens, landing.discarded_tokens) == (100, 0), "30 came after it was sent"
+    landing = accounts.land(0, included=False, steps=2)
+    assert (landing.counted_tokens, landing.discarded_tokens) == (0, 0), "carried: neither yet"
+    accounts.send(0, 2, 0.0, None)
+    landing = accounts.land(0, included=True, steps=0)
+    assert (landing.counted_tokens, landing.discarded_tokens) == (30, 0)
+    accounts.earn(7)
+    assert accounts.give_up() == 7 and accounts.give_up() == 0

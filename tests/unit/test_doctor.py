@@ -46,7 +46,14 @@ def test_a_fit_machine_is_told_how_busy_it_will_be(tmp_path: Path, capsys: pytes
     (line,) = [line for line in said.splitlines() if "forecast" in line]
     assert "busy at 20 Mbit/s" in line
     assert "4 members" in said
+    assert "A member contributes to every round on a line of" in said
     assert not (tmp_path / "data").exists(), "examining leaves nothing behind"
+
+
+def test_a_limit_below_what_the_run_demands_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(tmp_path, "--limits.upload_mbit_s", "2", "--run.round.inner_steps", "2") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "line"]
+    assert line.startswith("warn") and "this node's limit is 2" in line and "more inner steps" in line
 
 
 def test_without_a_limit_usual_lines_are_forecast_and_faster_ones_are_busier(

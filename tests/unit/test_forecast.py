@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.diloco.forecast import round_bytes, transfer_seconds, utilization
+from node.diloco.forecast import least_line_mbit_s, round_bytes, transfer_seconds, utilization
 
 positive = st.floats(1e-3, 1e6)
 
@@ -41,3 +43,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         round_bytes(1.0, 0)
     with pytest.raises(ValueError, match="a rate above 0"):
         transfer_seconds(1.0, 0.0)
+
+
+def test_the_least_line_carries_a_payload_each_way_beside_one_inner_step() -> None:
+    """1.8 MB both ways, 28.8 Mbit, in 20 s of a round of 22 steps of a second, of which one is done."""
+    least = least_line_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=False)
+    assert least == pytest.approx(28.8 / 21)
+    assert 2 * transfer_seconds(1.8e6, least) + 1.0 == pytest.approx(22.0)
+    assert least_line_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=True) == pytest.approx(28.8 / 22)
+    assert least_line_mbit_s(1.8e6, inner_steps=1, step_s=1.0, overlapped=False) == math.inf

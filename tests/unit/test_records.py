@@ -13,6 +13,7 @@ from node.swarm.identity import Identity, new_identity
 from node.swarm.records import (
     Bounds,
     Content,
+    Deposit,
     Document,
     Join,
     Outcome,
@@ -20,6 +21,7 @@ from node.swarm.records import (
     Proof,
     accept,
     accepted_by,
+    check_deposit,
     check_hashes,
     check_light,
     check_outcome,
@@ -119,6 +121,9 @@ def test_a_document_counts_for_its_signer_kind_and_text_only() -> None:
         {"step_s": 1e-7},
         {"step_s": 5e-324},
         {"step_s": 86_401.0},
+        {"settle_s": -1.0},
+        {"settle_s": 86_401.0},
+        {"settle_s": float("nan")},
         {"round_s": 0},
         {"step_s": float("nan")},
         {"step_s": float("inf")},
@@ -143,10 +148,12 @@ def signed(kind: type[Content], text: str) -> Document:
 
 
 def test_a_join_with_all_fields_at_their_longest_fits() -> None:
-    fields = dict.fromkeys(("norm", "upload_bytes_s", "transfer_s", "evaluation_loss"), 1.2345678901234567e-305)
+    fields = dict.fromkeys(
+        ("norm", "upload_bytes_s", "transfer_s", "settle_s", "evaluation_loss"), 1.2345678901234567e-305
+    )
     fields |= {"step_s": 86_399.99999999999, "round_s": 1.2345678901234567e305}
     full = Join(run=RUN, parent=PARENT, tokens=2**48 - 1, reduces=False, **fields)
-    assert len(full.model_dump_json()) <= 403 < Join.longest
+    assert len(full.model_dump_json()) <= 438 < Join.longest
     assert read(sign(A, full), Join) == full
 
 
@@ -322,3 +329,32 @@ def test_a_proof_without_its_hashes_shows_the_line_and_nothing_else() -> None:
     assert check_light(bare, BOUNDS)[0] == outcome()
     refused(lambda: proven(bare), "hashes do not match")
     refused(lambda: check_light(proof(voters=(A, B), hashes=""), BOUNDS), "more than half")
+
+
+# deposits
+
+
+def deposit(**changes: Any) -> Document:
+    return sign(A, Deposit(**{"run": RUN, "parent": PARENT, "root": results_root(HASHES)} | changes))
+
+
+def test_a_deposit_names_the_chunks_that_its_member_has_signed() -> None:
+    assert check_deposit(deposit(), b"".join(HASHES), BOUNDS, PARENT, 0) == HASHES
+
+
+@pytest.mark.parametrize(
+    ("document", "hashes"),
+    [
+        (deposit(parent="ef" * 32), b"".join(HASHES)),
+        (deposit(run="ef" * 32), b"".join(HASHES)),
+        (deposit(root="ef" * 32), b"".join(HASHES)),
+        (deposit().model_copy(update={"signer": B.peer_id}), b"".join(HASHES)),
+        (deposit(), b"".join(HASHES[:-1])),
+        (deposit(), b"".join(reversed(HASHES))),
+        (deposit(), b"".join(HASHES).hex()),
+        (deposit(), None),
+        (join(A), b"".join(HASHES)),
+    ],
+)
+def test_a_deposit_of_anything_else_is_refused(document: Document, hashes: object) -> None:
+    refused(lambda: check_deposit(document, hashes, BOUNDS, PARENT, 0))

@@ -22,11 +22,14 @@ from node.swarm.rendezvous import (
     Verdict,
     capacities,
     chunk_owners,
+    depositaries,
     is_quorum,
     judge,
     leader_of,
     leader_order,
+    left_out,
     overdue,
+    slow_uplinks,
     supported,
 )
 
@@ -45,6 +48,7 @@ def at(
     round_s: float | None = 10.0,
     elsewhere: str = "",
     is_overdue: bool = False,
+    left_out: str = "",
 ) -> Verdict:
     """The verdict at `now_s` seconds after the first became ready. Peers are letters.
 
@@ -60,6 +64,7 @@ def at(
         opened_at_s=0.0,
         quorum_at_s=quorum_at_s,
         round_s=round_s,
+        left_out=left_out,
     )
     return judge(rule, seen, now_s)
 
@@ -107,6 +112,12 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(TIME, "abc", "abcd", EQUAL, now_s=14, quorum_at_s=5, round_s=100), False, True, "grace"),
         (at(TIME, "abc", "abcd", EQUAL, now_s=15.1, quorum_at_s=5, round_s=100), True, True, "late"),
         (at(TIME, "abc", "abcd", EQUAL, now_s=2.1, quorum_at_s=0, round_s=None), True, True, "late"),
+        # a member that was left out lately: up to a quarter of a round, no longer than until it is there
+        (at(TIME, "abc", "abcd", EQUAL, now_s=24, quorum_at_s=0, round_s=100, left_out="d"), False, True, "grace"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=25.1, quorum_at_s=0, round_s=100, left_out="d"), True, True, "late"),
+        (at(TIME, "abd", "abcd", EQUAL, now_s=10.1, quorum_at_s=0, round_s=100, left_out="d"), True, True, "late"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=10.1, quorum_at_s=0, round_s=100, left_out="e"), True, True, "late"),
+        (at(TIME, "abc", "abcd", EQUAL, now_s=2.1, quorum_at_s=0, round_s=None, left_out="d"), True, True, "late"),
         # steps: the slow are waited for, with patience of three rounds and half a minute
         (at(STEPS, "abc", "abcd", EQUAL, now_s=59), False, True, "waiting_for_slow"),
         (at(STEPS, "abc", "abcd", EQUAL, now_s=61), True, True, "late"),
@@ -329,3 +340,67 @@ def test_an_outcome_is_believed_unless_most_of_the_last_contributors_would_have_
 ) -> None:
     stands = dict.fromkeys(here, True) | dict.fromkeys(moved, False)
     assert supported(set(votes), set(last), stands) is expected
+
+
+ALL, WITHOUT_D = ("a", "b", "c", "d"), ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("round_", "recent", "joined", "expected"),
+    [
+        (3, [ALL, WITHOUT_D, WITHOUT_D], "", "d"),
+        (3, [ALL, ALL, WITHOUT_D], "", ""),  # left out once
+        (4, [ALL, WITHOUT_D, WITHOUT_D], "", ""),  # in every third round only
+        (5, [ALL, WITHOUT_D, WITHOUT_D], "", ""),
+        (6, [ALL, *[WITHOUT_D] * 5], "", "d"),
+        (15, [ALL, *[WITHOUT_D] * 12], "", ""),  # it has gone its own way
+        (15, [ALL, *[WITHOUT_D] * 12], "d", "d"),  # or comes too late each time
+        (3, [WITHOUT_D, WITHOUT_D], "e", "e"),  # a newcomer that has never been in time
+        (3, [WITHOUT_D, WITHOUT_D], "abc", ""),
+        (0, [], "d", ""),
+        (3, [WITHOUT_D], "d", ""),
+    ],
+)
+def test_who_was_left_out_lately_is_waited_for_in_every_third_round(
+    round_: int, recent: list[tuple[str, ...]], joined: str, expected: str
+) -> None:
+    assert left_out(round_, recent, joined) == frozenset(expected)
+
+
+def test_only_a_much_faster_member_sends_for_one_on_a_slow_uplink() -> None:
+    rates = {"a": 1e7, "b": 1e6, "c": 1e7, "d": 3.9e5, "me": 1e7, "e": 4e5}
+    assert set(depositaries("me", "parent", 1e5, rates)) == {"a", "b", "c", "e"}
+    assert depositaries("me", "parent", 0.0, rates) == [], "its own is not known"
+    assert depositaries("me", "parent", 1e7, rates) == []
+
+
+def test_depositaries_are_spread_over_the_fast_members() -> None:
+    rates = {f"fast{i}": 1e7 for i in range(8)}
+    first = Counter(depositaries(f"slow{i}", "parent", 1e5, rates)[0] for i in range(400))
+    assert set(first) == set(rates) and max(first.values()) < 2 * min(first.values())
+
+
+def test_members_on_slow_uplinks_lead_after_all_others() -> None:
+    peers = [f"peer{i}" for i in range(8)]
+    slow = {"peer1", "peer5"}
+    led = [leader_of("parent", peers, attempt, slow) for attempt in range(8)]
+    assert set(led[:6]) == set(peers) - slow and set(led[6:]) == slow, "all have their turn"
+    assert led[:6] == [peer for peer in leader_order("parent", peers) if peer not in slow]
+    assert leader_of("parent", ["peer1"], 3, slow) == "peer1"
+
+
+@pytest.mark.parametrize(
+    ("uplinks", "slow"),
+    [
+        ({}, ""),
+        ({"a": 0.0, "b": 0.0}, ""),
+        ({"a": 1e7, "b": 1e7, "c": 1e7, "d": 2.5e5}, "d"),
+        ({"a": 1e7, "b": 1e7, "c": 0.0, "d": 2.5e5}, "d"),
+        ({"a": 1e7, "b": 3e6}, ""),
+        ({"a": 1e7, "b": 2.5e5}, ""),  # of two, neither is the usual one
+        ({"a": 1e12, "b": 1e12, "c": 1e6, "d": 1e6}, ""),  # half of the members claim what they like
+        ({"a": 1e7, "b": 2.5e6, "c": 1e7}, "b"),
+    ],
+)
+def test_who_is_slow_is_so_beside_the_usual_member(uplinks: dict[str, float], slow: str) -> None:
+    assert slow_uplinks(uplinks) == frozenset(slow)

@@ -8,6 +8,7 @@ import pytest
 
 from node.diloco.schedule import (
     fitting_steps,
+    is_time_up,
     learning_rate,
     progress,
     published_outer_lr,
@@ -80,6 +81,45 @@ def test_one_of_two_cannot_stretch_the_round() -> None:
 def test_a_round_is_at_most_four_times_as_long_or_as_short_as_the_one_before() -> None:
     assert [round_seconds([s], 10, 20.0) for s in (1e-300, 0.6, 7.9, 9e5)] == [5.0, 6.0, 79.0, 80.0]
     assert round_seconds([9e5], 500) == 4.5e8, "where no length was known before"
+
+
+def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
+    """So a typical member does its H steps, however long it needs until the first of them."""
+    assert round_seconds([1.0, 1.0], 10, None, [9.0, 8.0]) == 18.0
+    assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow line does not move it"
+    assert round_seconds([1.0, 1.0], 10, None, [0.0, 9e5]) == 10.0, "one of two cannot stretch it"
+    assert round_seconds([1.0], 10, 10.0, [9e5]) == 40.0, "nobody stretches it by more than the usual change"
+
+
+@pytest.mark.parametrize("settle", [-1.0, float("nan"), float("inf")])
+def test_settle_times_without_meaning_are_refused(settle: float) -> None:
+    with pytest.raises(ValueError, match="Settle"):
+        round_seconds([1.0], 10, None, [settle])
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "step_s", "lead_s", "due"),
+    [
+        # many small steps: up to the end of the round, to half a step
+        (99.0, 0.1, 0.0, False),
+        (99.94, 0.1, 0.0, False),
+        (99.96, 0.1, 0.0, True),
+        # the last of H equal steps is begun, though steps vary a little
+        (90.0, 10.0, 0.0, False),
+        (94.0, 10.0, 0.0, False),
+        # one that would end after half of the grace is not
+        (96.0, 10.0, 0.0, True),
+        (84.0, 20.0, 0.0, False),
+        (86.0, 20.0, 0.0, True),
+        # a step longer than a round
+        (0.0, 160.0, 0.0, True),
+        # a slow uplink: earlier
+        (60.0, 1.0, 40.0, True),
+        (58.0, 1.0, 40.0, False),
+    ],
+)
+def test_no_step_is_begun_that_would_end_too_late(elapsed_s: float, step_s: float, lead_s: float, due: bool) -> None:
+    assert is_time_up(elapsed_s, round_s=100.0, step_s=step_s, grace_s=10.0, lead_s=lead_s) is due
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [float("nan")], [float("inf")], [1.0, -1.0]])

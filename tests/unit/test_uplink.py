@@ -37,3 +37,21 @@ def test_busy_rounds_do_not_count_and_old_ones_are_forgotten() -> None:
     for number in range(KEPT_ROUNDS):
         uplink.sent(f"later {number}", MB, 2.0)
     assert uplink.bytes_s == pytest.approx(MB / 2)
+
+
+def test_many_small_sends_of_one_round_are_as_good_as_a_large_one() -> None:
+    uplink = Uplink()
+    for number in range(NEEDED_ROUNDS):
+        for _ in range(16):
+            uplink.sent(f"head {number}", 100_000, 3.2)
+    assert uplink.bytes_s == pytest.approx(500_000)
+
+
+def test_the_newest_round_alone_says_how_fast_the_line_is_now() -> None:
+    uplink = Uplink()
+    assert uplink.newest_bytes_s == 0.0
+    uplink.sent("a", MB, 1.0)
+    assert uplink.newest_bytes_s == MB
+    uplink.sent("b", MB, 4.0)
+    uplink.sent("c", 1000, 0.1)
+    assert uplink.newest_bytes_s == pytest.approx(MB / 4)

@@ -99,6 +99,9 @@ export interface Status {
     tokens_total: number;
     bytes_sent: number;
     bytes_received: number;
+    tokens_merged?: number;
+    tokens_discarded?: number;
+    bytes_forwarded?: number;
     training_s?: number;
   };
   pause?: Pause | null;

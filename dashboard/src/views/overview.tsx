@@ -52,13 +52,17 @@ function Given({ status }: { status: Status }) {
   return (
     <Section title="Contributed" id="given">
       <dl class="ledger">
-        <Fact label="Tokens">{count(contribution.tokens_total)}</Fact>
+        <Fact label="Tokens" note={contribution.tokens_discarded ? `${count(contribution.tokens_discarded)} discarded` : ""}>
+          {count(contribution.tokens_total)}
+        </Fact>
         <Fact label="Rounds" note={share === null ? "none with others yet" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
           {count(contribution.rounds_joined)}
         </Fact>
         <Fact label="Compute given">{hours(contribution.training_s)}</Fact>
         <Fact label="Busy, last round" note={forecast == null ? "" : `forecast ${percent(forecast)}`}>{percent(busy)}</Fact>
-        <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
+        <Fact label="Sent" note={contribution.bytes_forwarded ? `${bytes(contribution.bytes_forwarded)} for slow lines` : ""}>
+          {bytes(contribution.bytes_sent)}
+        </Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
       </dl>
     </Section>

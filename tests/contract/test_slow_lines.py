@@ -1,0 +1,230 @@
+"""Members on slow lines: ready with the others, and sent for by others, so that nobody waits for their uplink."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from node.errors import PeerError
+from node.status import Channel
+from node.swarm.base import Message, Service
+from node.swarm.deposits import Depositary
+from node.swarm.faults import parse_faults
+from node.swarm.records import Deposit, results_root, sign
+from node.swarm.reduce import chunk_hash
+from tests.contract.harness import OUTER, WAIT_S, Node, Swarm, assert_same, gradient, round_of, start_tip, wait_until
+
+PARAMETERS = 250_000
+"""1 MB of fp32."""
+MBIT_S = 4.0
+UPLOAD_S = 2.1
+"""For a contribution, at this rate."""
+FAST_BYTES_S = 1e8
+
+
+def swarm_of(swarm: Swarm, fast: int, faults: str = "", parameters: int = PARAMETERS) -> tuple[list[Node], Node]:
+    """Members on fast lines, which have measured them, with these faults, and one that sends at MBIT_S.
+
+    One round is over, so that all know what the others' uplinks are.
+    """
+    rules = swarm.rules(parameters, "fp32", min_peers=2)
+    nodes = [swarm.node(rules, start_tip(rules), parse_faults(faults), seat) for seat in swarm.seats(fast)]
+    slow = swarm.node(rules)
+    for node in (*nodes, slow):
+        node.meet([*nodes, slow])
+        node.start_gossip()
+    for node in nodes:
+        for number in range(3):
+            node.seat.loop.call_soon_threadsafe(node.rounds.uplink.sent, f"before {number}", 10**6, 1e6 / FAST_BYTES_S)
+    slow.seat.wire.up.limit(MBIT_S)
+    round_of([*nodes, slow], 0)
+    return nodes, slow
+
+
+@pytest.fixture
+def open_lines(swarm: Swarm) -> Swarm:
+    """Seats are lent to other tests afterwards."""
+    yield swarm
+    for seat in swarm._seats:
+        for pace in (seat.wire.up, seat.wire.down):
+            pace.limit(0.0)
+
+
+def deposited(node: Node) -> str:
+    """Offers, and returns the member that has this node's whole contribution, before anybody else is ready."""
+    number = node.tip.round + 1
+    node.offer(gradient(7, number, PARAMETERS))
+    wait_until(lambda: node.rounds.depositor._given is not None)
+    given = node.rounds.depositor._given
+    assert given is not None
+    return given[1]
+
+
+def commit_rest(nodes: Sequence[Node], slow: Node) -> tuple[float, tuple[str, ...]]:
+    """The others become ready now: how long the first of them waits for the commit, and who is included."""
+    number = nodes[0].tip.round + 1
+    began_s = time.monotonic()
+    for place, node in enumerate(nodes):
+        node.offer(gradient(place, number, PARAMETERS))
+    done = [nodes[0].committed()]
+    waited_s = time.monotonic() - began_s
+    done += [node.committed() for node in (*nodes[1:], slow)]
+    assert_same(done)
+    return waited_s, done[0].outcome.included
+
+
+def test_a_slow_uplink_is_included_and_nobody_waits_for_it(open_lines: Swarm) -> None:
+    nodes, slow = swarm_of(open_lines, 3)
+    assert all(node.rounds.lead_s == 0.0 for node in nodes), "fast members deposit nothing"
+    assert UPLOAD_S < slow.rounds.lead_s < 1.5 * UPLOAD_S
+    for _ in range(3):
+        holder = deposited(slow)
+        waited_s, included = commit_rest(nodes, slow)
+        assert slow.peer_id in included
+        assert waited_s < 0.6 * UPLOAD_S, f"the fast ones waited {waited_s:.1f} s"
+        by_id = {node.peer_id: node for node in nodes}
+        assert by_id[holder].seat.wire.traffic.forwarded_bytes > 0
+    assert not slow.failures
+    assert all(node.rounds.depositary._held == {} for node in nodes), "nothing is kept after its round"
+
+
+def test_what_a_depositary_is_given_counts_as_the_member_s_own(open_lines: Swarm) -> None:
+    """The same mean as if it had been sent directly, under the tokens and the norm that the member has signed."""
+    nodes, slow = swarm_of(open_lines, 2)
+    before = slow.tip.state.momentum
+    deposited(slow)
+    commit_rest(nodes, slow)
+    weights = slow.tip.last_weights
+    given = {nodes[0].peer_id: 0, nodes[1].peer_id: 1, slow.peer_id: 7}
+    mean = sum(weights[peer] * gradient(place, 1, PARAMETERS) for peer, place in given.items()) / sum(weights.values())
+    assert torch.allclose(slow.tip.state.momentum, OUTER.momentum * before + mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["forward@*=garbage", "forward@*=shape"])
+def test_a_depositary_that_alters_chunks_is_refused_and_the_member_is_not_blamed(open_lines: Swarm, fault: str) -> None:
+    nodes, slow = swarm_of(open_lines, 3, fault)
+    holder = deposited(slow)
+    _, included = commit_rest(nodes, slow)
+    assert slow.peer_id in included
+    refused = [node.seat.wire.traffic.rejected for node in nodes if node.peer_id != holder]
+    assert all(one["bad_signature"] == 1 for one in refused), refused
+    assert not any(slow.peer_id in node.rounds.shunned for node in nodes)
+    assert holder in slow.rounds.depositor._distrusted
+    assert deposited(slow) != holder, "another one is asked next"
+    commit_rest(nodes, slow)
+
+
+def test_a_depositary_that_dies_costs_the_member_nothing(open_lines: Swarm) -> None:
+    nodes, slow = swarm_of(open_lines, 3)
+    holder = deposited(slow)
+    (dead,) = (node for node in nodes if node.peer_id == holder)
+    dead.vanish()
+    rest = [node for node in nodes if node is not dead]
+    _, included = commit_rest(rest, slow)
+    assert slow.peer_id in included
+
+
+def test_a_depositary_that_forwards_nothing_is_not_waited_for_and_not_asked_again(open_lines: Swarm) -> None:
+    nodes, slow = swarm_of(open_lines, 3, "forward@*=stall:60")
+    holder = deposited(slow)
+    _, included = commit_rest(nodes, slow)
+    assert slow.peer_id in included
+    assert holder in slow.rounds.depositor._distrusted
+
+
+def test_a_round_that_closes_without_it_ends_a_deposit(open_lines: Swarm) -> None:
+    """A contribution that is still on its way when the round is over keeps the line no longer."""
+    nodes, slow = swarm_of(open_lines, 3)
+    slow.offer(gradient(7, 1, PARAMETERS))
+    wait_until(lambda: slow.rounds.depositor.is_sending)
+    waited_s, included = commit_rest(nodes, slow)
+    assert slow.peer_id not in included and waited_s < UPLOAD_S
+    wait_until(lambda: not slow.rounds.depositor.is_sending, UPLOAD_S)
+
+
+# what is refused
+
+
+def deposit_of(node: Node, chunks: Sequence[bytes], parent: str = "") -> Message:
+    hashes = [chunk_hash(chunk) for chunk in chunks]
+    content = Deposit(run=node.rules.run, parent=parent or node.tip.head, root=results_root(hashes))
+    document = sign(node.seat.identity, content)
+    return Message({"deposit": document.model_dump(), "hashes": b"".join(hashes)}, chunks)
+
+
+def refusal(caller: Node, other: Node, message: Message, verb: str = "deposit") -> str:
+    with pytest.raises(PeerError) as caught:
+        caller.seat.do(caller.seat.wire.call(other.peer_id, verb, message, timeout_s=WAIT_S))
+    return caught.value.code
+
+
+def test_only_members_deposit_and_only_what_a_round_is_made_of(swarm: Swarm) -> None:
+    rules = swarm.rules(1000, "fp32", min_peers=2)
+    member, other = swarm.nodes(2, rules)
+    chunks = member.encode(gradient(0, 0, 1000))
+    member.seat.do(member.seat.wire.call(other.peer_id, "deposit", deposit_of(member, chunks), timeout_s=WAIT_S))
+    assert set(other.rounds.depositary._held) == {member.peer_id}
+
+    stranger = swarm.node(rules)
+    stranger.seat.learn(other.peer_id, other.seat.addresses())
+    assert refusal(stranger, other, deposit_of(stranger, chunks)) == "stranger"
+    assert refusal(member, other, deposit_of(member, [*chunks, bytes(2**20 + 10_000)])) == "bad_size"
+    assert refusal(member, other, deposit_of(member, [*chunks[:-1], chunks[-1][:-4]])) == "bad_size"
+    assert refusal(member, other, deposit_of(member, chunks, parent="ef" * 32)) == "bad_message"
+    assert refusal(member, other, deposit_of(stranger, chunks)) == "bad_message"
+    altered = Message(deposit_of(member, chunks).header, [bytes(len(chunk)) for chunk in chunks])
+    assert refusal(member, other, altered) == "bad_signature"
+    key = {"parent": member.tip.head, "attempt": 0}
+    assert refusal(other, member, Message({**key, "chunks": {member.peer_id: [0]}}), "forward") == "gone"
+    assert refusal(member, other, Message({**key, "chunks": {other.peer_id: [10**6]}}), "forward") == "bad_message"
+    assert refusal(member, other, Message({**key, "chunks": {other.peer_id: [0, 0]}}), "forward") == "bad_message"
+
+
+def test_what_others_deposit_is_bounded(swarm: Swarm) -> None:
+    rules = swarm.rules(1000, "fp32", min_peers=2)
+    *members, holder = swarm.nodes(4, rules)
+    holder.rounds.depositary._places = 2
+    chunks = holder.encode(gradient(0, 0, 1000))
+    for member in members[:2]:
+        for _ in range(2):  # Its newer one replaces it.
+            member.seat.do(
+                member.seat.wire.call(holder.peer_id, "deposit", deposit_of(member, chunks), timeout_s=WAIT_S)
+            )
+    assert refusal(members[2], holder, deposit_of(members[2], chunks)) == "busy"
+    assert len(holder.rounds.depositary._held) == 2
+    assert isinstance(holder.rounds.depositary, Depositary)
+
+
+# the round's clock
+
+
+@pytest.mark.parametrize("misses", [False, True], ids=["fetches for long", "misses the commit"])
+def test_who_hears_of_a_commit_late_counts_the_round_from_the_commit(open_lines: Swarm, misses: bool) -> None:
+    nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
+    late = nodes[-1]
+    late.seat.wire.down.limit(MBIT_S / 2)
+    if misses:
+
+        async def ignore(_caller: str, _message: Message) -> Message:
+            return Message()
+
+        late.seat.wire.serve({"commit": Service(ignore, Channel.REDUCE, 2**23)})
+    done = round_of(nodes, 0)
+    began_s = [one.tip.anchor_at_s for one in done]
+    assert late.tip.head == nodes[0].tip.head
+    assert abs(began_s[2] - began_s[0]) < 0.3, "all count from the same moment: they share a clock here"
+
+
+def test_nobody_makes_a_round_older_than_it_is(swarm: Swarm) -> None:
+    """Whoever sends a commit on may say any age; a contribution in it was ready before it."""
+    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
+    before_s = time.monotonic()
+    round_of(nodes, 0)
+    for node in nodes:
+        parent = node.chain.tip.proof
+        assert parent is not None
+        assert node.rounds.anchor_at_s("x", before_s - 1e5, is_included=False) == before_s - 1e5
+        assert node.tip.anchor_at_s >= before_s

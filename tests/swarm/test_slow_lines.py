@@ -1,0 +1,92 @@
+"""Real nodes of which one has a slow line, or a slow device: it takes part, and the others hardly wait for it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
+from tests.swarm.netns import Network, why_not
+from tests.swarm.test_namespaces import settle
+
+REST = {"DILOCO_FAULTS": "inner@*=rest:0.25"}
+"""A sleep of 0.25 s stands for each inner step: the machine is shared, and only the lines are to be slow."""
+MODEL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+"""0.92 million parameters: 0.92 MB of int8, which take 3.9 s at 2 Mbit/s."""
+MBIT_S = 2.0
+UPLOAD_S = 3.9
+ROUND_S = 11.0
+LEARNT = 5
+"""Rounds until the fast ones have measured their uplinks, and told."""
+JUDGED = 4
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Network() as made:
+        yield made
+
+
+def included(node: Node, after: int) -> dict[int, set[str]]:
+    """Of each round that holds, after this one, whose contributions are in it, as this node tells."""
+    told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
+    return {one["round"]: {m["name"] for m in one["members"] if m["included"]} for one in told}
+
+
+def transfer_s(node: Node, after: int) -> list[float]:
+    """Of each round that holds, after this one: from the closed group to the commit."""
+    told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
+    return [one["seconds"]["reduce"] + one["seconds"]["commit"] for one in told]
+
+
+def describe(nodes: Sequence[Node]) -> str:
+    rows = [
+        {"name": node.name, **{key: one[key] for key in ("round", "outcome", "seconds", "reason")}}
+        for node in nodes
+        for one in node.rounds()
+    ]
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+@pytest.mark.timeout(600)
+def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
+    network: Network, tmp_path: Path, figures: Figures
+) -> None:
+    hosts = [network.host() for _ in range(4)]
+    network.limit(hosts[3], up_mbit_s=MBIT_S, down_mbit_s=MBIT_S)
+    run: dict[str, Any] = {
+        "model": MODEL,
+        "round": {"policy": "time", "inner_steps": round(4 * ROUND_S), "min_peers": 2},
+        "sync": {"codec": "int8"},
+    }
+    with Swarm(tmp_path, tiny(**run)) as swarm:
+        founder = settle(swarm.node("founder"), hosts[0]).start(env=REST)
+        invite = founder.invite()
+        joined = [
+            settle(swarm.node(name, join=invite), host)
+            for name, host in zip(("b", "c", "slow"), hosts[1:], strict=True)
+        ]
+        for node in joined:
+            node.preset = None
+            node.start(env=REST)
+        for node in joined:
+            node.until_training(2 * START_S)
+        first = founder.status()["run"]["round"] + LEARNT
+        founder.until_round(first + JUDGED, (LEARNT + JUDGED + 2) * 3 * ROUND_S)
+        rounds = wait_for(lambda: len(r := included(founder, first)) >= JUDGED and r, START_S, describe(swarm.nodes))
+        missed = [number for number in sorted(rounds) if "slow" not in rounds[number]]
+        assert not any(number + 1 in missed for number in missed), describe(swarm.nodes)
+        waited_s = statistics.median(transfer_s(founder, first))
+        figures.tell(f"fast members wait, beside one at {MBIT_S:g} Mbit/s, for the transfer", waited_s)
+        assert waited_s < UPLOAD_S, describe(swarm.nodes)
+        given = [node.status()["contribution"] for node in swarm.nodes]
+        assert sum(one["bytes_forwarded"] for one in given) > 0 and given[-1]["bytes_forwarded"] == 0
+        assert given[-1]["tokens_merged"] >= 0.8 * given[-1]["tokens_total"], given[-1]
