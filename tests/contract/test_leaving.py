@@ -96,7 +96,7 @@ def test_what_a_dead_leader_had_accepted_is_proposed_again(swarm: Swarm) -> None
     for d in done:
         assert accepted is not None and d.tip.head == accepted.outcome.hash
         assert d.tip.proof is not None and d.tip.proof.attempt > 0, "a later leader ratified the first one's outcome"
-        assert len(d.outcome.included) == 4, "the dead one's contribution is in, as it was accepted"
+        assert leader.peer_id in d.outcome.included, "the dead one's contribution is in, as it was accepted"
 
 
 def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(swarm: Swarm) -> None:

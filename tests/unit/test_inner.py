@@ -227,6 +227,7 @@ def test_a_chunked_loss_makes_the_same_step(how: Execution, monkeypatch: pytest.
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
 def test_recomputed_and_compiled_layers_make_the_same_step(recompute: bool, compiled: bool) -> None:
     whole_model, whole = loop()
     model = build_model(TINY, seed=1)

@@ -79,7 +79,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(LINES_WAITING_MAX + 100):
         log.handle(record("x"))
     log.close()
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 25, "the disk hangs for 30 s"
     let_go.set()
     while log._lines.qsize():
         log._lines.get_nowait()

@@ -165,7 +165,7 @@ cfg = ModelConfig(hidden_size=16, num_hidden_layers=1)
 folder.export_folder(cfg, model.flatten(model.build_model(cfg, seed=0)), Path(sys.argv[1]), card="", tokenizer=Bytes())
 """
     command = [sys.executable, "-c", code, str(tmp_path / "x")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout + done.stderr == ""
 

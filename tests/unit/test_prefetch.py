@@ -70,9 +70,8 @@ def test_training_goes_on_from_the_buffer_while_the_source_is_away(monkeypatch: 
         assert time.monotonic() < began + 5
         time.sleep(0.01)
     assert "down" in source.problem
-    taken = time.monotonic()
-    assert numbers(source, 6) == [0, 1, 2, 3, 4, 5]
-    assert time.monotonic() - taken < 0.3, "they were ready"
+    ready = [source.take() for _ in range(6)]
+    assert [None if batch is None else int(batch[0, 0]) for batch in ready] == [0, 1, 2, 3, 4, 5], "they were ready"
     assert source.take() is None, "whoever waits can do something else meanwhile"
     assert take(source) == 6, "nothing is skipped, nothing comes twice"
     assert time.monotonic() - began > 0.5 + 1.0 - 0.2, "the second pause is twice the first"

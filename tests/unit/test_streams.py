@@ -47,14 +47,15 @@ def test_one_that_trickles_is_given_up_although_it_never_stalls(monkeypatch: pyt
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         read_from(0.05, 16, 25600, monkeypatch)
-    assert time.monotonic() - began_s == pytest.approx(0.5 + 25600 / 20_000, rel=0.3)
+    due_s = 0.5 + 25600 / 20_000
+    assert 0.9 * due_s < time.monotonic() - began_s < 3 * due_s, "all of it would take 80 s"
 
 
 def test_one_that_hangs_is_given_up_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         read_from(30.0, 1024, 10240, monkeypatch)
-    assert time.monotonic() - began_s < 1.5
+    assert time.monotonic() - began_s < 10, "the next piece comes after 30 s"
 
 
 def test_ones_own_limit_does_not_count_against_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
