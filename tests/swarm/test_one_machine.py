@@ -23,9 +23,14 @@ from tests.swarm.harness import MARK, PATIENCE, START_S, Node, Swarm, environmen
 from tests.swarm.netns import Network, inside, why_not
 
 PORT, API_PORT = 31337, 8080
+LONG_S = 2 * START_S
+"""For a start with all defaults, which takes all cores, on a busy machine."""
 TRAINING_S = 30.0
 """From the plain line to the first inner step, on a quiet machine."""
 NO_IPV6 = "net.ipv6.conf.all.disable_ipv6=1"
+
+
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -64,6 +69,10 @@ def plain(swarm: Swarm, namespace: str, name: str, join: str | None = None) -> P
     return node
 
 
+def invite_of(node: Node) -> str:
+    return str(node.until(lambda s: s["run"]["invite"], LONG_S)["run"]["invite"])
+
+
 def listening_ports(node: Node) -> set[tuple[str, int]]:
     """Host and port of every TCP socket on which the node's libp2p daemon listens."""
     with inside(node.namespace):
@@ -92,22 +101,21 @@ def held(namespace: str, host: str, port: int, *, shared: bool = False) -> Itera
         yield
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("joiners", [1, 3])
 def test_nodes_started_by_the_plain_line_all_train(
     namespace: str, tmp_path: Path, figures: Figures, joiners: int
 ) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
-        founder.until_training()
-        invite = founder.invite()
+        founder.until_training(LONG_S)
+        invite = invite_of(founder)
         began_s = time.monotonic()
         joined = [plain(swarm, namespace, f"joiner{i}", join=invite).start() for i in range(joiners)]
         for node in joined:
             node.until_training(PATIENCE * TRAINING_S)
         figures.hold(f"{joiners + 1} nodes by the plain line: all train", time.monotonic() - began_s, TRAINING_S)
         for node in swarm.nodes:
-            node.until(lambda s: s["peers"]["training"] == joiners + 1, START_S)
+            node.until(lambda s: s["peers"]["training"] == joiners + 1, LONG_S)
 
         ports = [sorted({port for _, port in listening_ports(node)}) for node in swarm.nodes]
         assert sorted(ports) == [[PORT + i] for i in range(joiners + 1)], "one port each, the same for IPv4 and IPv6"
@@ -129,10 +137,10 @@ def test_a_default_port_that_another_program_holds_is_left_to_it(
 ) -> None:
     with held(namespace, host, PORT, shared=shared), Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
-        founder.until(lambda s: s["run"]["invite"], START_S)
+        founder.until(lambda s: s["run"]["invite"], LONG_S)
         assert listening_ports(founder) == both(PORT + 1)
         assert str(PORT + 1) in notices(founder)["listen_port"]
-        assert all(f"/tcp/{PORT + 1}/" in address for address in parse_invite(founder.invite()).addresses)
+        assert all(f"/tcp/{PORT + 1}/" in address for address in parse_invite(invite_of(founder)).addresses)
 
 
 def test_the_port_that_was_taken_is_kept(namespace: str, tmp_path: Path) -> None:
@@ -140,11 +148,11 @@ def test_the_port_that_was_taken_is_kept(namespace: str, tmp_path: Path) -> None
         founder = plain(swarm, namespace, "founder")
         with held(namespace, "0.0.0.0", PORT), held(namespace, "127.0.0.1", API_PORT):
             page = str(founder.start().http.base_url)
-            founder.invite()
+            invite_of(founder)
             founder.act("leave")
-            founder.wait_end(START_S)
+            founder.wait_end(LONG_S)
         assert str(founder.start().http.base_url) == page
-        founder.invite()
+        invite_of(founder)
         assert listening_ports(founder) == both(PORT + 1)
 
 
@@ -161,7 +169,7 @@ def test_a_named_port_that_is_taken_ends_with_the_remedy(
 ) -> None:
     with held(namespace, "0.0.0.0", PORT, shared=shared), Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start(flag)
-        assert founder.wait_end(START_S) == 3
+        assert founder.wait_end(LONG_S) == 3
         assert "port_in_use" in founder.said()
         assert (
             "another program has the port" in founder.said() and "--swarm.listen /ip4/0.0.0.0/tcp/0" in founder.said()
@@ -172,7 +180,7 @@ def test_a_named_port_that_is_taken_leaves_the_page_of_a_container(namespace: st
     with held(namespace, "0.0.0.0", PORT), Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder")
         founder.start(f"--swarm.listen=/ip4/0.0.0.0/tcp/{PORT}", "--node.persist=true")
-        told = founder.until(lambda s: s["phase"] == "error", START_S)
+        told = founder.until(lambda s: s["phase"] == "error", LONG_S)
         assert told["code"] == "port_in_use" and "--swarm.listen" in told["reason"]
         assert founder.http.get("/livez").status_code == 200
 
@@ -180,7 +188,7 @@ def test_a_named_port_that_is_taken_leaves_the_page_of_a_container(namespace: st
 def test_an_address_of_another_machine_is_told_from_a_taken_port(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start("--swarm.listen=/ip4/203.0.113.7/tcp/4001")
-        assert founder.wait_end(START_S) == 3
+        assert founder.wait_end(LONG_S) == 3
         assert "does not have the address 203.0.113.7" in founder.said()
         assert "another program" not in founder.said()
 
@@ -189,7 +197,7 @@ def test_a_machine_without_ipv6_starts_without_a_word(namespace: str, tmp_path: 
     subprocess.run(["ip", "netns", "exec", namespace, "sysctl", "-qw", NO_IPV6], check=True, timeout=10)
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
-        founder.until_training()
+        founder.until_training(LONG_S)
         assert ("0.0.0.0", PORT) in listening_ports(founder)
         assert not notices(founder) and "WARNING" not in founder.said() and "IPv6" not in founder.said()
 
@@ -199,23 +207,23 @@ def test_two_nodes_on_one_named_port_are_never_both_up(namespace: str, tmp_path:
     with Swarm(tmp_path) as swarm:
         flags = (f"--swarm.listen=/ip4/127.0.0.1/tcp/{PORT}", "--api.port=0")
         nodes = [plain(swarm, namespace, name).start(*flags) for name in ("first", "second")]
-        deadline_s = time.monotonic() + START_S
+        deadline_s = time.monotonic() + LONG_S
         while all(node.running.poll() is None for node in nodes):
             assert time.monotonic() < deadline_s, "both run"
             time.sleep(0.1)
         loser = next(node for node in nodes if node.running.poll() is not None)
         (winner,) = (node for node in nodes if node is not loser)
         assert loser.wait_end(1) == 3 and "port_in_use" in loser.said()
-        winner.until_training()
+        winner.until_training(LONG_S)
 
 
 def test_a_node_that_listens_on_nothing_trains_with_others(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
-        joiner = plain(swarm, namespace, "joiner", join=founder.invite()).start("--swarm.listen=[]")
+        joiner = plain(swarm, namespace, "joiner", join=invite_of(founder)).start("--swarm.listen=[]")
         told = joiner.until(
             lambda s: s["training"]["loss"] is not None and s["reachability"] == "none" and s["peers"]["training"] == 2,
-            START_S,
+            LONG_S,
         )
         assert "listens on no TCP port" in told["reachability_reason"]
         assert listening_ports_of_worker(joiner) == set()
@@ -236,8 +244,8 @@ def listening_ports_of_worker(node: Node) -> set[tuple[str, int]]:
 def test_a_bootstrap_peer_may_be_named_by_host_and_port_alone(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
-        invite = parse_invite(founder.invite())
+        invite = parse_invite(invite_of(founder))
         address = next(a for a in invite.addresses if "127.0.0.1" in a)
         dead = type(invite)(invite.manifest_hash, (address.replace(f"/tcp/{PORT}/", "/tcp/9/"),))
         joiner = plain(swarm, namespace, "joiner", join=str(dead)).start(f"--swarm.bootstrap=localhost:{PORT}")
-        joiner.until(lambda s: s["peers"]["training"] == 2, START_S)
+        joiner.until(lambda s: s["peers"]["training"] == 2, LONG_S)
