@@ -140,7 +140,7 @@ def test_a_member_joins_a_second_leader_only_when_the_first_lets_it_go(swarm: Sw
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     first, second, member = nodes
     offer_all([member], 0)
-    wait_until(lambda: member.rounds._attempt(0).joined == first.peer_id)
+    wait_until(lambda: member.rounds._attempt(0).holder == first.peer_id)
 
     async def take_for_dead(node: Node) -> None:
         node.directory.suspect(first.peer_id)
