@@ -88,9 +88,9 @@ def test_a_minority_on_slow_lines_does_not_keep_the_others(swarm: Swarm, monkeyp
     leader, *others = in_leader_order(nodes)
     slow, fast = others[:2], [leader, *others[2:]]
     for node in slow:
-        slow_down(monkeypatch, node, 2 * SLOW_S)
+        slow_down(monkeypatch, node, 3 * SLOW_S)
     offer_all(nodes, 1)
-    wait_until(lambda: all(node.tip.round == 1 for node in fast), 2 * SLOW_S)
+    wait_until(lambda: all(node.tip.round == 1 for node in fast), 3 * SLOW_S)
     assert all(node.tip.round == 0 for node in slow), "the fast ones have waited for the slow ones"
     wait_until(lambda: all(node.tip.round == 1 for node in slow), SOON_S)
     assert len(adopted(nodes, 1)) == 1
