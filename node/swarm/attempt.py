@@ -52,8 +52,8 @@ class Attempt:
     """What members have accepted before, by who says so."""
     asked: set[str] = field(default_factory=set)
     """Whom this node has asked to lead; one, unless members came or went meanwhile."""
-    joined: str = ""
-    """The leader that has this node's join. The node joins no other one in this attempt until that one lets it go."""
+    holder: str = ""
+    """The leader that holds this node's join. The node joins no other leader in this attempt until it is released."""
     closed: bool = False
     """This node leads the attempt, and its group is closed: those that have joined cannot go to another leader."""
     leader: str = ""

@@ -24,6 +24,7 @@ from node.swarm.records import (
     Proof,
     accepted_by,
     included_joins,
+    least_included,
     parse,
     results_root,
     sign,
@@ -203,37 +204,72 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
 
 
 async def _collect(rounds: Rounds, attempt: Attempt, plan: Plan) -> list[str]:
-    """FREEZE: who arrived whole at every reducer. All or nothing, so every chunk has the same contributors."""
+    """FREEZE: who arrived whole at every reducer. All or nothing, so every chunk has the same contributors.
+
+    Reducers that contradict each other about a sender exclude nobody: that sender, or one of them, is wrong. They end
+    the attempt as `rejected`, and the next leader reduces alone. A sender that died on the way is left out.
+    """
     timeout_s = rounds.rules.bulk_s + CALL_S
     replies = await _ask_all(rounds, plan.reducers, "collect", Message(_key(attempt)), timeout_s, code="reducer_lost")
-    included = set(plan.members)
+    included, somewhere = set(plan.members), set[str]()
     for peer, reply in replies.items():
         arrived = reply.header.get("arrived")
         if not isinstance(arrived, list) or not all(isinstance(sender, str) for sender in arrived):
             rounds.shunned.add(peer)
             raise RoundFailed(f"{peer[-6:]} does not say what arrived", code="reducer_lost")
         included &= set(arrived)
-    if len(included) < rounds.rules.quorum.min_peers:
-        raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
+        somewhere |= set(plan.members).intersection(arrived)
+    disputed = await _answering(rounds, attempt, sorted(somewhere - included))
+    if disputed:
+        names = ", ".join(peer[-6:] for peer in disputed)
+        raise RoundFailed(f"the reducers contradict each other about what {names} sent", code="rejected")
+    _check_enough(rounds, plan, included)
     return sorted(included)
+
+
+async def _answering(rounds: Rounds, attempt: Attempt, peers: Sequence[str]) -> list[str]:
+    """Those of these members that answer a call now."""
+
+    async def answers(peer: str) -> bool:
+        try:
+            call = rounds.wire.call(peer, "attempt", Message(_key(attempt)), timeout_s=CALL_S)
+            await while_live(rounds.directory, peer, call)
+        except PeerError as exc:
+            if exc.code not in ("unreachable", "timeout"):
+                return True
+            rounds.directory.suspect(peer)
+            return False
+        return True
+
+    here = [peer for peer in peers if rounds.directory.is_member(peer)]
+    found = await asyncio.gather(*map(answers, here))
+    return [peer for peer, is_there in zip(here, found, strict=True) if is_there]
+
+
+def _check_enough(rounds: Rounds, plan: Plan, included: Collection[str]) -> None:
+    """Raises RoundFailed where the outcome would be refused. This leader's next plans do without the missing."""
+    if len(included) >= max(rounds.rules.quorum.min_peers, least_included(plan)):
+        return
+    rounds.shunned.update(set(plan.members).difference(included, {rounds.me}))
+    raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
 
 
 async def _average(rounds: Rounds, attempt: Attempt, plan: Plan, included: list[str]) -> Accepted:
     """Every reducer averages its chunks; the outcome names the hashes of all of them.
 
-    Who sent something longer or shorter than it has signed is left out, and the rest averaged once more.
+    A sum that does not fit the norm that a sender has signed is the fault of the sender or of a reducer. With several
+    reducers it ends the attempt. A single reducer is believed: the sender is left out, and the rest averaged once more.
     """
     hashes, liars = await _averages(rounds, attempt, plan, included)
     while liars:
-        if 2 * len(liars) >= len(included):
-            raise RoundFailed("a reducer's sums do not fit what most members have signed", code="rejected")
-        for peer in liars:
+        if len(plan.reducers) > 1 or 2 * len(liars) >= len(included):
+            raise RoundFailed("the reducers' sums do not fit what members have signed", code="rejected")
+        for peer in liars if plan.reducers == (rounds.me,) else ():
             rounds.shunned.add(peer)
             rounds.wire.traffic.reject(PeerError("a wrong norm", code="bad_norm"))
             logger.warning("Peer %s sent something else than it has signed the norm of: left out.", peer[-6:])
         included = [peer for peer in included if peer not in liars]
-        if len(included) < rounds.rules.quorum.min_peers:
-            raise RoundFailed("too few contributions are what their senders signed", code="left_out")
+        _check_enough(rounds, plan, included)
         hashes, liars = await _averages(rounds, attempt, plan, included)
     ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
     outcome = Outcome(round=rounds.next_round, plan=plan, included=tuple(included), results=results_root(ordered))

@@ -252,13 +252,24 @@ def voters(proof: Proof) -> set[str]:
 
 
 def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
-    """Every name in it has joined. Returns the joins; raises PeerError."""
+    """Every name in it has joined, and at least half of the plan is included. Returns the joins; raises PeerError."""
     joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
     if len(outcome.included) < bounds.min_peers:
         raise PeerError("an outcome includes fewer peers than the run allows")
+    if len(outcome.included) < least_included(outcome.plan):
+        raise PeerError("an outcome includes fewer than half of its plan's members")
     return joins
+
+
+def least_included(plan: Plan) -> int:
+    """Half of a plan's members: a leader or a lone reducer cannot leave out more.
+
+    Half, not more: of two members one may be too slow to send, and the other still goes on. Members that die do not
+    count for long, because the next attempt's plan is without them.
+    """
+    return (len(plan.members) + 1) // 2
 
 
 def check_hashes(outcome: Outcome, hashes: Sequence[bytes], bounds: Bounds) -> None:

@@ -253,10 +253,10 @@ class Rounds:
         while not attempt.planned.is_set():
             if self._enough_members() and self.clock() > patient_until_s:
                 raise RoundFailed("the leader closes no group", code="leader_lost")
-            target = attempt.joined or self.leader_at(attempt.number)
+            target = attempt.holder or self.leader_at(attempt.number)
             attempt.asked.add(target)
             status = await self._join(attempt, target, join)
-            attempt.joined = target if status == "wait" else ""
+            attempt.holder = target if status == "wait" else ""
             if status == "ahead" or attempt.ended.is_set():
                 break
             strange = 0 if status == "wait" else strange + 1

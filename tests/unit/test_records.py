@@ -240,6 +240,11 @@ def test_plans_without_members_or_reducers_cannot_be_written() -> None:
 # outcomes
 
 
+def test_an_outcome_includes_at_least_half_of_its_plan() -> None:
+    weighed(outcome(included=(A.peer_id, B.peer_id)), min_peers=1)
+    refused(lambda: weighed(outcome(included=(A.peer_id,)), min_peers=1), "fewer than half")
+
+
 def weighed(candidate: Outcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
     bounds = Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS)
     joins = check_outcome(candidate, bounds)
