@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,33 +60,32 @@ def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Pa
         assert "did not end within" not in node.said()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("loses", ["nothing else", "the totals"])
-def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, loses: str) -> None:
-    """No checkpoint since the founding; killed in round 3, like its supervisor and p2pd, as a power cut does it."""
-    still = {"DILOCO_FAULTS": "inner@3=stall:600"}
-    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
-        node = swarm.found("--checkpoint.every_s=3600", env=still)
-        before = node.until(lambda s: s["run"]["round"] == 2 and s["sync"]["last"], PATIENCE * START_S)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("mode", "number", "saved"), [("blocking", 5, 3), ("streaming", 2, -1)])
+def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, number: int, saved: int) -> None:
+    """Killed in the middle of a round, with its supervisor and p2pd; `saved` is the round of its newest checkpoint."""
+    run = tiny(round={"inner_steps": 40}, sync={"mode": mode, "fragments": 2})
+    with Swarm(tmp_path / "swarm", run) as swarm:
+        node = swarm.node("founder")
+        before = start_until(node, number)
         node.end_by_force()
-        assert [checkpoint_round(path) for path in node.checkpoints()] == [-1]
-        if loses == "the totals":
-            (node.folder / "totals.json").unlink()
-        node.start("--checkpoint.every_s=3600", env=still)
-        wait_for(lambda: node.said().count("Injected fault at inner of round 3") == 2, PATIENCE * START_S, "no round 3")
-        after = node.status()
+        assert checkpoint_round(node.checkpoints()[0]) == saved
+        if mode == "streaming":
+            (node.folder / "totals.json").unlink()  # As a power cut may.
+        after = start_until(node, number)
+        assert f"Took rounds {saved + 1} to {number} again" in node.said()
         for name in ("round", "state_digest", "swarm_tokens"):
             assert after["run"][name] == before["run"][name], name
-        assert [record["round"] for record in node.rounds()] == [2, 1, 0]
-        assert rounds_alone(node) == 3
-        assert "Took rounds 0 to 2 again" in node.said()
-        node.end_by_force()
-        node.start("--checkpoint.every_s=3600")
-        node.until_round(3, PATIENCE * START_S)
-        digests = node.digests()
-        assert digests[2] == before["run"]["state_digest"] and rounds_alone(node) == max(digests) + 1
+        assert [record["round"] for record in node.rounds()] == list(range(number, -1, -1)), "each is told once"
+        found = re.search(r'sync_rounds_total{result="alone"} (\S+)', node.http.get("/metrics").text)
+        assert found is not None and float(found[1]) == number + 1, "each is counted once"
 
 
-def rounds_alone(node: Node) -> float:
-    found = re.search(r'sync_rounds_total{result="alone"} (\S+)', node.http.get("/metrics").text)
-    return float(found[1]) if found else 0.0
+def start_until(node: Node, number: int) -> dict[str, Any]:
+    """The status after this round; the next one never ends."""
+    env = {"DILOCO_FAULTS": f"rendezvous@{number + 1}=stall:600"}
+    said = f"Injected fault at rendezvous of round {number + 1}"
+    before = node.said().count(said)
+    node.start("--checkpoint.every_s=3600", env=env)
+    wait_for(lambda: node.said().count(said) > before, PATIENCE * START_S, f"no round {number}")
+    return node.until(lambda s: s["run"]["round"] == number, PATIENCE * START_S)
