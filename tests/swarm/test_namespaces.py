@@ -62,7 +62,7 @@ def start_all(
         node.preset = None
         node.start(*EAGER)
     for node in joined:
-        node.until_training()
+        node.until_training(PATIENCE * START_S)
         node.calm()
     return [founder, *joined]
 
@@ -103,7 +103,7 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
     assert all(len(digests) == 1 for digests in rounds.values()), rounds
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(550)
 def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: World, tmp_path: Path, figures: Figures) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
     with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 300})) as swarm:
@@ -147,7 +147,7 @@ def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: World, tmp_path: P
         assert any(dropped and "Dropped" in reason for dropped, reason in told), told
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path: Path, figures: Figures) -> None:
     direct, hidden = 2, 2
     hosts = [network.attach(DIRECT) for _ in range(direct)] + [network.attach(BEHIND_NAT) for _ in range(hidden)]
@@ -205,7 +205,7 @@ def most_mbit_s(
     return max(rates), (last - first) * 8e-6 / (last_s - first_s)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(550)
 def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(DIRECT) for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -250,7 +250,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, t
         assert_agreed(nodes, -1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_a_slow_uplink_reduces_less(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(Home("public", lines=(up_mbit_s, 100.0))) for up_mbit_s in (100.0, 100.0, 10.0)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
