@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.figures import Figure, Result
+from tests.homes.home import Home
+from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.harness import Node, Swarm
-from tests.swarm.netns import Host, Network, why_not
 
 PORT = 41234
 DOWN_MBIT_S = 50.0
@@ -100,12 +101,12 @@ def window(nodes: Sequence[Node], before: Sequence[Counted], after: Sequence[Cou
     return Window(busy, rate, after[0].at_s - before[0].at_s)
 
 
-def settle(node: Node, host: Host) -> Node:
-    node.namespace, node.listen = host.namespace, f"/ip4/{host.address}/tcp/{PORT}"
+def settle(node: Node, home: AttachedHome) -> Node:
+    node.namespace, node.listen = home.machine.namespace, f"/ip4/{home.machine.address}/tcp/{PORT}"
     return node
 
 
-def start_three(swarm: Swarm, hosts: Sequence[Host]) -> list[Node]:
+def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
     """A founder and two more, after their first round, whose state is saved."""
     flags = ("--checkpoint.every_s=1",)
     founder = settle(swarm.node("founder"), hosts[0]).start(*flags)
@@ -142,13 +143,13 @@ def _in_time(end_s: float, joiner: Node) -> None:
 def measure(sizes: Sizes) -> Result:
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
-        Network() as network,
+        World() as network,
         Swarm(Path(name), sizes.run()) as swarm,
     ):
-        hosts = [network.host() for _ in range(4)]
-        for host in hosts[:3]:
-            network.limit(host, up_mbit_s=UP_MBIT_S, down_mbit_s=WIDE_MBIT_S)
-        network.limit(hosts[3], up_mbit_s=UP_MBIT_S, down_mbit_s=DOWN_MBIT_S)
+        hosts = [
+            network.attach(Home("public", lines=(UP_MBIT_S, down_mbit_s)))
+            for down_mbit_s in (*[WIDE_MBIT_S] * 3, DOWN_MBIT_S)
+        ]
         nodes = start_three(swarm, hosts[:3])
         time.sleep(CALM_S)
         round_before = nodes[0].status()["run"]["round"]

@@ -25,8 +25,8 @@ from node.diloco.forecast import transfer_seconds, utilization
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.sync import PARAMETERS, START_S, STEP_S, Cell, found_swarm, run_of
+from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.harness import Node, Swarm
-from tests.swarm.netns import Host, Network, why_not
 
 INNER_S = 10.0
 STEPS = round(INNER_S / STEP_S)
@@ -63,9 +63,9 @@ def run_config(nodes: int) -> dict[str, Any]:
     return run
 
 
-def limit(network: Network, hosts: Sequence[Host], mbit_s: float) -> None:
+def limit(hosts: Sequence[AttachedHome], mbit_s: float) -> None:
     for host in hosts:
-        network.limit(host, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+        host.limit((mbit_s, mbit_s))
 
 
 def watch(nodes: Sequence[Node], phase: int, seconds: float, began_s: float, seen: dict[tuple[int, int], Seen]) -> None:
@@ -93,17 +93,17 @@ def play(count: int, rates: Sequence[float], seconds: float) -> list[Seen]:
     seen: dict[tuple[int, int], Seen] = {}
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
-        Network() as network,
+        World() as network,
         Swarm(Path(name), run_config(count)) as swarm,
     ):
         nodes, hosts = found_swarm(swarm, network, count)
-        limit(network, hosts, rates[0])
+        limit(hosts, rates[0])
         first = max(node.status()["run"]["round"] for node in nodes) + 3
         for node in nodes:
             node.until_round(first, START_S)
         began_s = time.monotonic()
         for phase, rate in enumerate(rates):
-            limit(network, hosts, rate)
+            limit(hosts, rate)
             watch(nodes, phase, seconds, began_s, seen)
     return sorted(seen.values(), key=lambda one: (one.round, one.node))
 

@@ -29,10 +29,12 @@ from typing import Any
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
 from tests.benchmarks.figures import RESULTS
 from tests.benchmarks.processes import Helper, end_all_on_sigterm
+from tests.homes.home import Home
+from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.harness import Node, Swarm
-from tests.swarm.netns import Host, Network, why_not
 
 PORT = 41234
+DIRECT = Home("public", lines=None)
 PARAMETERS = 15_036_288
 INNER_S = 30.0
 STEP_S = 0.25
@@ -120,14 +122,14 @@ def run_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def settle(node: Node, host: Host) -> Node:
-    node.namespace, node.listen = host.namespace, f"/ip4/{host.address}/tcp/{PORT}"
+def settle(node: Node, home: AttachedHome) -> Node:
+    node.namespace, node.listen = home.machine.namespace, f"/ip4/{home.machine.address}/tcp/{PORT}"
     return node
 
 
-def found_swarm(swarm: Swarm, network: Network, count: int) -> tuple[list[Node], list[Host]]:
+def found_swarm(swarm: Swarm, network: World, count: int) -> tuple[list[Node], list[AttachedHome]]:
     """So many nodes, each on a host of its own, all of them training; a sleep stands for each inner step."""
-    hosts = [network.host() for _ in range(count)]
+    hosts = [network.attach(DIRECT) for _ in range(count)]
     env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
     nodes = [settle(swarm.node("founder"), hosts[0]).start(env=env)]
     invite = nodes[0].invite()
@@ -152,7 +154,7 @@ class Counted:
     at_s: float
 
 
-def count(node: Node, host: Host, network: Network) -> Counted:
+def count(node: Node, home: AttachedHome) -> Counted:
     text = node.http.get("/metrics").text
     seconds = dict(re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE))
     sent = re.findall(r'^diloco_network_sent_bytes_total\{channel="reduce"\} (\S+)$', text, re.MULTILINE)[0]
@@ -160,7 +162,7 @@ def count(node: Node, host: Host, network: Network) -> Counted:
         float(seconds["compute"]),
         sum(map(float, seconds.values())),
         float(sent),
-        network.sent_bytes(host),
+        home.sent_bytes(),
         node.status()["run"]["round"],
         time.monotonic(),
     )
@@ -186,21 +188,21 @@ def ours(cell: Cell, rounds: int) -> Found:
     turns = FRAGMENTS if cell.mode == "streaming" else 1
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
-        Network() as network,
+        World() as network,
         Swarm(Path(name), run_of(cell)) as swarm,
     ):
         nodes, hosts = found_swarm(swarm, network, cell.nodes)
         founder = nodes[0]
         for host in hosts:  # Joining is not what is measured.
-            network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
+            host.limit((cell.mbit_s, cell.mbit_s))
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
         wait_for_round(nodes, first, ROUND_S)
         workers = [node.find("worker").pid for node in nodes]
         for pid in workers:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks are counted from here (proc(5)).
-        before = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
+        before = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
         wait_for_round(nodes, before[0].round + rounds * turns, rounds * ROUND_S)
-        after = [count(node, host, network) for node, host in zip(nodes, hosts, strict=True)]
+        after = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
         records = [r for r in founder.rounds() if before[0].round < r["round"] <= after[0].round]
         transfers = [r["seconds"]["reduce"] + r["seconds"]["commit"] for r in records if r["outcome"] != "failed"]
         peaks = [peak_bytes(pid) for pid in workers]
@@ -239,31 +241,35 @@ def found(
 
 def hivemind(cell: Cell, rounds: int) -> Found:
     """The blocking fp16 round of hivemind's own averager, in the same loop: sleep, then `step`."""
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, Network() as network, ExitStack() as stack:
-        hosts = [network.host() for _ in range(cell.nodes)]
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, World() as network, ExitStack() as stack:
+        hosts = [network.attach(DIRECT) for _ in range(cell.nodes)]
         helpers: list[Helper] = []
         said: list[dict[str, Any]] = []
         for rank, host in enumerate(hosts):
             arguments = ["--rank", str(rank), "--peers", str(cell.nodes), "--parameters", str(PARAMETERS)]
-            arguments += ["--host", host.address, *(["--bootstrap", said[0]["address"]] if said else [])]
+            arguments += ["--host", host.machine.address, *(["--bootstrap", said[0]["address"]] if said else [])]
             log = Path(name) / f"hivemind-{rank}.log"
             environment = {"OMP_NUM_THREADS": "1"}
             helpers.append(
                 stack.enter_context(
                     Helper(
-                        "tests.benchmarks.round_peer_hivemind", arguments, log, environment, namespace=host.namespace
+                        "tests.benchmarks.round_peer_hivemind",
+                        arguments,
+                        log,
+                        environment,
+                        namespace=host.machine.namespace,
                     )
                 )
             )
             said.append(helpers[-1].hear(START_S))
         for host in hosts:
-            network.limit(host, up_mbit_s=cell.mbit_s, down_mbit_s=cell.mbit_s)
-        step_s, sent = [], [network.sent_bytes(host) for host in hosts]
+            host.limit((cell.mbit_s, cell.mbit_s))
+        step_s, sent = [], [host.sent_bytes() for host in hosts]
         for _ in range(rounds):
             for helper in helpers:
                 helper.tell(do="round", inner_s=INNER_S)
             step_s.append(statistics.fmean(helper.hear(ROUND_S)["step_s"] for helper in helpers))
-        moved = [network.sent_bytes(host) - before for host, before in zip(hosts, sent, strict=True)]
+        moved = [host.sent_bytes() - before for host, before in zip(hosts, sent, strict=True)]
     mean_s = statistics.fmean(step_s)
     busy = INNER_S / (INNER_S + mean_s)
     return Found(busy, busy, INNER_S + mean_s, mean_s, 0.0, statistics.fmean(moved) / rounds, 0.0, agree=False)

@@ -23,7 +23,7 @@ import httpx
 
 from tests.homes.home import KINDS, Home, parse_kinds, parse_lines
 from tests.homes.nodes import Pace, found, inclusion, join
-from tests.homes.world import AttachedHome, World, why_not, world
+from tests.homes.world import AttachedHome, World, remove_orphans, why_not, world
 from tests.swarm.harness import Node, Swarm
 
 LAST_ROUNDS = 6
@@ -141,12 +141,15 @@ def main() -> int:
     if reason := why_not():
         print(reason)
         return 1
+    if orphans := remove_orphans():
+        print(f"Removed what a laboratory left that was killed: {', '.join(orphans)}")
     signal.signal(signal.SIGTERM, interrupt)
     with suppress(KeyboardInterrupt), world(wanted) as homes, Swarm(options.data_dir.resolve()) as swarm:
         try:
             live(homes, swarm, options, flags)
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Also a second Ctrl-C leaves nothing behind.
+            for number in (signal.SIGINT, signal.SIGTERM):  # Also a second Ctrl-C leaves nothing behind.
+                signal.signal(number, signal.SIG_IGN)
             print("Ending the nodes and removing the homes ...", flush=True)
     return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.homes.world import AttachedHome, Machine
 from tests.swarm.harness import Node, Swarm
@@ -56,20 +56,26 @@ def found(
     pace = pace or Pace()
     node = _node(swarm, home, home.machine)
     node.preset = preset
-    told = [f"--swarm.announce={','.join(home.announce)}"] if announce and home.announce else []
-    return node.start(*pace.flags, *told, *flags, env=pace.environment)
+    return node.start(*pace.flags, *_announced(home, announce), *flags, env=pace.environment)
 
 
 def join(
-    swarm: Swarm, home: AttachedHome, invite: str, *flags: str, pace: Pace | None = None, machine: Machine | None = None
+    swarm: Swarm,
+    home: AttachedHome,
+    invite: str,
+    *flags: str,
+    pace: Pace | None = None,
+    machine: Machine | None = None,
+    announce: bool = False,
+    order: Literal["run", "relay"] = "run",
 ) -> Node:
     """Start a node that knows nothing but the invite, on the first machine of this home or on another one.
 
-    Each node may have a pace of its own.
+    Each node may have a pace of its own. `announce`: as for the founder.
     """
     node = _node(swarm, home, machine or home.machine)
-    node.join = invite
-    return node.start(*flags, env=(pace or Pace()).environment)
+    node.join, node.order = invite, order
+    return node.start(*_announced(home, announce), *flags, env=(pace or Pace()).environment)
 
 
 def _node(swarm: Swarm, home: AttachedHome, machine: Machine) -> Node:
@@ -80,6 +86,10 @@ def _node(swarm: Swarm, home: AttachedHome, machine: Machine) -> Node:
     node.preset, node.namespace = None, machine.namespace
     node.listen = ""  # Where the node listens by default is what homes are to test.
     return node
+
+
+def _announced(home: AttachedHome, announce: bool) -> list[str]:
+    return [f"--swarm.announce={','.join(home.announce)}"] if announce and home.announce else []
 
 
 def peer_id(node: Node) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 
 from tests.homes.home import PORT, Home, Kind
 from tests.homes.namespace import NAMES, inside
-from tests.homes.world import AttachedHome, Machine, World, why_not, world
+from tests.homes.world import AttachedHome, Machine, World, remove_orphans, why_not, world
 
+ROOT = Path(__file__).parents[2]
 ANSWER_S = 5.0
 """For what must arrive; on a busy machine."""
 SILENCE_S = 1.0
@@ -59,6 +61,13 @@ def reaches(machine: Machine, address: str, port: int = PORT, *, timeout_s: floa
     with suppress(OSError), dial(machine, address, port, timeout_s=timeout_s):
         return True
     return False
+
+
+def reached(machine: Machine, addresses: Sequence[str], timeout_s: float = SILENCE_S) -> list[str]:
+    """Those of the addresses at which PORT answers; all are dialled at once."""
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        answers = list(pool.map(lambda address: reaches(machine, address, timeout_s=timeout_s), addresses))
+    return [address for address, answered in zip(addresses, answers, strict=True) if answered]
 
 
 def datagrams(machine: Machine, port: int = 0) -> socket.socket:
@@ -123,16 +132,14 @@ def test_an_open_port_can_be_dialled_from_another_home(kind: Kind) -> None:
             assert received(waiting, ANSWER_S) is not None
 
 
-@pytest.mark.parametrize("kind", ["cone", "symmetric"])
-def test_a_home_without_a_forwarded_port_cannot_be_dialled(kind: Kind) -> None:
-    with world([Home(kind), Home("public")]) as homes:
-        hidden, outside = homes
-        assert hidden.announce == []
-        with listen(hidden.machine):
-            assert not reaches(outside.machine, hidden.address, timeout_s=SILENCE_S)
-            assert not reaches(outside.machine, hidden.machine.address, timeout_s=SILENCE_S)
-        with listen(outside.machine):
-            assert reaches(hidden.machine, outside.address)
+def test_a_home_without_a_forwarded_port_cannot_be_dialled() -> None:
+    with world([Home("cone"), Home("symmetric"), Home("public")]) as homes:
+        *hidden, outside = homes
+        assert [home.announce for home in hidden] == [[], []]
+        with listen(hidden[0].machine), listen(hidden[1].machine), listen(outside.machine):
+            private = hidden[0].machine.address
+            assert reached(outside.machine, [private, *(home.address for home in hidden)]) == []
+            assert all(reaches(home.machine, outside.address) for home in hidden)
 
 
 def test_only_the_forwarded_port_is_open() -> None:
@@ -240,17 +247,20 @@ def test_an_ipv6_only_home_reaches_dual_stack_homes_and_no_others() -> None:
             assert reaches(dual.machine, old.address)
 
 
-@pytest.mark.parametrize("kind", ["ipv6_only", "cone", "published"])
-@pytest.mark.parametrize("inbound", [True, False])
-def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened(kind: Kind, inbound: bool) -> None:
-    with world([Home(kind, ipv6=True, inbound_ipv6=inbound), Home("public", ipv6=True)]) as homes:
-        home, outside = homes
-        with listen(home.machine, family=socket.AF_INET6):
-            patience_s = ANSWER_S if inbound else SILENCE_S
-            assert reaches(outside.machine, home.machine.ipv6, timeout_s=patience_s) == inbound
-            assert any(address.startswith("/ip6/") for address in home.announce) == inbound
-            home.change_address()
-            assert reaches(outside.machine, home.machine.ipv6, timeout_s=patience_s) == inbound
+def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened() -> None:
+    kinds: list[Kind] = ["ipv6_only", "cone", "published"]
+    wanted = [Home(kind, ipv6=True, inbound_ipv6=inbound) for kind in kinds for inbound in (True, False)]
+    with world([*wanted, Home("public", ipv6=True)]) as homes, ExitStack() as stack:
+        *others, outside = homes
+        for home in others:
+            stack.enter_context(listen(home.machine, family=socket.AF_INET6))
+        for _ in range(2):
+            opened = [home.machine.ipv6 for home in others if home.home.inbound_ipv6]
+            assert reached(outside.machine, [home.machine.ipv6 for home in others]) == opened
+            told = [address for home in others for address in home.announce if address.startswith("/ip6/")]
+            assert told == [f"/ip6/{address}/tcp/{PORT}" for address in opened]
+            for home in others:
+                home.change_address()
 
 
 @contextmanager
@@ -400,6 +410,18 @@ def test_nothing_is_left_after_the_end_even_if_it_fails() -> None:
     assert [line for line in after.splitlines() if line[:1] not in (b"#", b":")] == [
         line for line in rules.splitlines() if line[:1] not in (b"#", b":")
     ], "the machine's own firewall was touched"
+
+
+def test_the_world_of_a_killed_process_can_be_removed() -> None:
+    build = "from tests.homes.world import World; print(World().__enter__().internet, flush=True); input()"
+    words = [sys.executable, "-c", build]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
+        assert builder.stdout is not None
+        name = builder.stdout.readline().decode().strip()
+        assert Path(NAMES, name).exists() and name not in remove_orphans()
+        builder.kill()
+    assert name in remove_orphans()
+    assert not Path(NAMES, name).exists()
 
 
 def test_a_world_that_cannot_be_built_leaves_nothing() -> None:

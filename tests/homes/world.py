@@ -21,6 +21,8 @@ from functools import cache
 from itertools import count, permutations
 from typing import overload
 
+import psutil
+
 from tests.homes import namespace
 from tests.homes.home import PORT, Home, Lease
 from tests.homes.namespace import inside
@@ -287,6 +289,16 @@ def world(homes: Iterable[Home]) -> Iterator[World]:
         for home in homes:
             made.attach(home)
         yield made
+
+
+def remove_orphans() -> list[str]:
+    """Remove the worlds of processes that were killed, with the programs that still run there; their namespaces."""
+    names = [path.name for path in namespace.NAMES.glob("dn*-*")]
+    owners = {name: int(name[2:].partition("-")[0]) for name in names if name[2:].partition("-")[0].isdigit()}
+    orphans = sorted(name for name, pid in owners.items() if not psutil.pid_exists(pid))
+    for name in orphans:
+        namespace.delete(name)
+    return orphans
 
 
 @cache

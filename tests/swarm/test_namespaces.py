@@ -1,6 +1,6 @@
 """Real nodes in networks of their own: a swarm cut in two, nodes behind NAT, lines of different speed.
 
-Needs root and iproute2; skipped with the reason where that is not to be had.
+Needs root, iproute2 and iptables; skipped with the reason where they are missing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.homes.home import Home
+from tests.homes.world import AttachedHome, World, why_not
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
-from tests.swarm.netns import Host, Network, why_not
 
 PORT = 41234
+DIRECT, BEHIND_NAT = Home("public", lines=None), Home("cone", lines=None)
 CALM_ROUNDS = 5
 LONG_S = 90.0
 """For what takes several rounds on a busy machine."""
@@ -34,29 +36,22 @@ EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
+def network() -> Iterator[World]:
     if reason := why_not():
         pytest.skip(reason)
-    with Network() as made:
+    with World() as made:
         yield made
 
 
-@pytest.fixture
-def network_with_nat(network: Network) -> Network:
-    if reason := why_not(nat=True):
-        pytest.skip(reason)
-    return network
-
-
-def settle(node: Node, host: Host) -> Node:
+def settle(node: Node, home: AttachedHome) -> Node:
     """Give the node its place."""
-    node.namespace = host.namespace
-    node.listen = f"/ip4/{host.address}/tcp/{PORT}"
+    node.namespace = home.machine.namespace
+    node.listen = f"/ip4/{home.machine.address}/tcp/{PORT}"
     return node
 
 
 def start_all(
-    swarm: Swarm, hosts: Sequence[Host], *, names: Sequence[str] = (), flags: Sequence[str] = ()
+    swarm: Swarm, hosts: Sequence[AttachedHome], *, names: Sequence[str] = (), flags: Sequence[str] = ()
 ) -> list[Node]:
     """A founder on the first host, with these flags, and one that joins it on each of the others."""
     founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER, *flags)
@@ -67,7 +62,7 @@ def start_all(
         node.preset = None
         node.start(*EAGER)
     for node in joined:
-        node.until_training()
+        node.until_training(PATIENCE * START_S)
         node.calm()
     return [founder, *joined]
 
@@ -108,9 +103,9 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
     assert all(len(digests) == 1 for digests in rounds.values()), rounds
 
 
-@pytest.mark.timeout(400)
-def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path: Path, figures: Figures) -> None:
-    hosts = [network.host() for _ in range(4)]
+@pytest.mark.timeout(550)
+def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: World, tmp_path: Path, figures: Figures) -> None:
+    hosts = [network.attach(DIRECT) for _ in range(4)]
     with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 300})) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
         everybody = {peer_id(node) for node in nodes}
@@ -152,12 +147,10 @@ def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: Network, tmp_path:
         assert any(dropped and "Dropped" in reason for dropped, reason in told), told
 
 
-@pytest.mark.timeout(300)
-def test_nodes_behind_nat_contribute_and_reduce_nothing(
-    network_with_nat: Network, tmp_path: Path, figures: Figures
-) -> None:
-    network, direct, hidden = network_with_nat, 2, 2
-    hosts = [network.host() for _ in range(direct)] + [network.host_behind_nat() for _ in range(hidden)]
+@pytest.mark.timeout(450)
+def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path: Path, figures: Figures) -> None:
+    direct, hidden = 2, 2
+    hosts = [network.attach(DIRECT) for _ in range(direct)] + [network.attach(BEHIND_NAT) for _ in range(hidden)]
     names = [f"direct {i}" for i in range(1, direct)] + [f"hidden {i}" for i in range(hidden)]
     run = tiny(round={"policy": "time", "min_peers": direct + hidden, "inner_steps": 100})
     with Swarm(tmp_path, run) as swarm:
@@ -212,9 +205,9 @@ def most_mbit_s(
     return max(rates), (last - first) * 8e-6 / (last_s - first_s)
 
 
-@pytest.mark.timeout(400)
-def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: Network, tmp_path: Path) -> None:
-    hosts = [network.host() for _ in range(3)]
+@pytest.mark.timeout(550)
+def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, tmp_path: Path) -> None:
+    hosts = [network.attach(DIRECT) for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
     run = tiny(round=rounds, model=model, sync={"mode": "overlapped", "codec": "fp16"})
@@ -241,7 +234,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: Network,
             assert answer.status_code == 200, answer.text
             time.sleep(SETTLE_S)
 
-        sent, received = (lambda: network.sent_bytes(hosts[0])), (lambda: network.received_bytes(hosts[0]))
+        sent, received = hosts[0].sent_bytes, hosts[0].received_bytes
         holds("upload_mbit_s", sent, 5.0, MEASURED_S)
         change(upload_mbit_s=3.0)
         holds("upload_mbit_s", sent, 3.0, 2 * WINDOW_S)
@@ -257,11 +250,9 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: Network,
         assert_agreed(nodes, -1)
 
 
-@pytest.mark.timeout(300)
-def test_a_slow_uplink_reduces_less(network: Network, tmp_path: Path) -> None:
-    hosts = [network.host() for _ in range(3)]
-    for host, up_mbit_s in zip(hosts, (100.0, 100.0, 10.0), strict=True):
-        network.limit(host, up_mbit_s=up_mbit_s, down_mbit_s=100.0)
+@pytest.mark.timeout(450)
+def test_a_slow_uplink_reduces_less(network: World, tmp_path: Path) -> None:
+    hosts = [network.attach(Home("public", lines=(up_mbit_s, 100.0))) for up_mbit_s in (100.0, 100.0, 10.0)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)
     with Swarm(tmp_path, run) as swarm:

@@ -1,0 +1,88 @@
+"""Real nodes in homes: every home is in every round. Slow, so asked for: DILOCO_TEST_HOMES=1.
+
+What is said to hold is said by the rounds' records and the digests of all nodes, not by what a node says of itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.homes.home import Home
+from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
+from tests.homes.world import World, why_not, world
+from tests.swarm.harness import Node, Swarm, common_rounds
+
+pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason="real nodes: set DILOCO_TEST_HOMES=1")
+
+ROUNDS = 6
+GETTING_IN = 2
+"""Rounds after all train that are not judged."""
+PATIENCE = 4.0
+"""A round may take so many times its length on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def possible_here() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list[Node]:
+    """A founder in the first home, which announces its outer address, and a joiner by its invite in each other.
+
+    `announce`: the joiners' owners set their outer addresses, too.
+    """
+    nodes = [found(swarm, homes[0], pace=pace)]
+    invite = nodes[0].invite()
+    nodes += [join(swarm, home, invite, pace=pace, announce=announce) for home in homes[1:]]
+    for node in nodes:
+        node.until_training(START_S)
+    return nodes
+
+
+def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace) -> None:
+    """ROUNDS of ROUNDS rounds, after GETTING_IN."""
+    since = max(node.status()["run"]["round"] for node in nodes) + GETTING_IN
+    wanted = range(since + 1, since + ROUNDS + 1)
+    for node in nodes:
+        node.until_round(wanted[-1], PATIENCE * pace.round_s * (GETTING_IN + ROUNDS))
+    records = nodes[0].rounds()
+    missed = {}
+    for home, node in zip(homes, nodes, strict=True):
+        was_in = included(records, peer_id(node))
+        missed[home.name] = [number for number in wanted if not was_in.get(number)]
+        status = node.status()
+        print(
+            f"{home.name} {home.home.line}: included in {ROUNDS - len(missed[home.name])} of {ROUNDS}; "
+            f"{status['reachability']}: {status['reachability_reason']}"
+        )
+    assert missed == {home.name: [] for home in homes}, (
+        f"rounds without a home's contribution, as the founder tells: {missed}"
+    )
+    digests = {number: told for number, told in common_rounds(nodes).items() if number in wanted}
+    assert len(digests) == ROUNDS and all(len(told) == 1 for told in digests.values()), digests
+
+
+@pytest.mark.timeout(1200)
+def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(tmp_path: Path) -> None:
+    pace = Pace()
+    with world([Home("published")] * 3) as homes, Swarm(tmp_path) as swarm:
+        nodes = start_all(homes, swarm, pace, announce=True)
+        assert_all_are_in_all_rounds(homes, nodes, pace)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "kinds",
+    [("published", "published", "published"), ("published", "forwarded", "forwarded", "cone")],
+    ids=["three published", "published, forwarded, forwarded, cone"],
+)
+def test_every_home_is_in_every_round(kinds: Sequence[str], tmp_path: Path) -> None:
+    pace = Pace()
+    with world([Home(kind) for kind in kinds]) as homes, Swarm(tmp_path) as swarm:  # type: ignore[arg-type]
+        nodes = start_all(homes, swarm, pace, announce=False)
+        assert_all_are_in_all_rounds(homes, nodes, pace)
