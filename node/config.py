@@ -72,6 +72,8 @@ class SwarmConfig(Section):
     """Use and offer circuit relays, for nodes without an inbound port."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP)."""
+    lan_discovery: bool = True
+    """Announce this node on private networks, by multicast, so that nodes of a run find each other there."""
 
 
 class ApiConfig(Section):

@@ -32,6 +32,7 @@ from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
 from node.swarm.invitation import invite_note, invited, is_container, reach_of
+from node.swarm.lan import LanDiscovery
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
@@ -67,6 +68,8 @@ class MemberOptions:
     upload_mbit_s: float = 0.0
     """Limits of the volunteer; 0: none."""
     download_mbit_s: float = 0.0
+    lan_discovery: bool = True
+    """Announce this node on private networks."""
     is_relay: bool = False
     """It never trains."""
     room: Room = any_room
@@ -123,6 +126,14 @@ class Member:
             rng=self._rng,
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
+        )
+        self.lan = LanDiscovery(
+            options.run,
+            wire.peer_id,
+            lambda: wire.here,
+            is_alone=lambda: len(directory.live()) == 1,
+            is_known=lambda peer: directory.knows(peer) and not directory.is_gone(peer),
+            dial=self.discovery.follow,
         )
         self._in_container = is_container()
         self._around_at_s = -AROUND_S
@@ -399,4 +410,6 @@ async def start_member(options: MemberOptions) -> Member:
         member.reachability.run(),
         member.keep_view(),
     )
+    if options.lan_discovery:
+        member.run(member.lan.announce(), member.lan.follow())
     return member

@@ -356,6 +356,7 @@ class Opening:
             faults=self._faults,
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
+            lan_discovery=config.swarm.lan_discovery,
             is_relay=self._start.mode == "relay",
             room=self._room,
         )
