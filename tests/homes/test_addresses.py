@@ -36,7 +36,7 @@ def direct(home: AttachedHome) -> str:
 
 def is_reached_at(home: AttachedHome) -> Callable[[dict[str, Any]], bool]:
     return lambda status: (
-        status["reachability_code"] == "reached" and f"{home.address}:{PORT} " in status["reachability_reason"]
+        status["reachability_code"] == "reached" and f" {home.address}:{PORT}" in status["reachability_reason"]
     )
 
 
