@@ -334,7 +334,7 @@ class Member:
 
     def _note(self, invite: Sequence[str]) -> str:
         """Where the invite cannot be used. Said in the log when that changes."""
-        if self.options.bootstrap and not self._seen:
+        if self.options.bootstrap and not (self._seen and len(self.directory.live()) > 1):
             return self._invite_note  # The others, which an invite names, too, are not known yet.
         port = next(iter(self._ports.values()), 0)
         note = invite_note(invite, self.wire.here, port, in_container=self._in_container)
