@@ -117,6 +117,8 @@ class SwarmConfig(Section):
     at least 2."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP)."""
+    lan_discovery: bool = True
+    """Announce this node on private networks, by multicast, so that nodes of a run find each other there."""
 
     @field_validator("relay_mbit_s")
     @classmethod

@@ -155,6 +155,11 @@ class Discovery:
         self._learn()
         return len(self._directory.live()) > 1
 
+    async def follow(self, address: str) -> None:
+        """Dial a peer that somebody has named, one address with its peer id."""
+        await self._dial(address.rpartition("/p2p/")[2], [address])
+        self._learn()
+
     async def _dial_known(self) -> None:
         by_peer: dict[str, list[str]] = {}
         named, silent = await self._name_bootstrap()

@@ -34,6 +34,7 @@ from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.gossip import Gossip
 from node.swarm.identity import load_identity
 from node.swarm.invitation import invite_note, invited, is_container, reach_of
+from node.swarm.lan import LanDiscovery
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
@@ -72,6 +73,8 @@ class MemberOptions:
     download_mbit_s: float = 0.0
     may_move_port: bool = False
     """Nobody chose the port to listen on: where it is taken, the next free one is used."""
+    lan_discovery: bool = True
+    """Announce this node on private networks."""
     is_relay: bool = False
     """It never trains."""
     relays: bool = False
@@ -142,6 +145,14 @@ class Member:
             rng=self._rng,
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
+        )
+        self.lan = LanDiscovery(
+            options.run,
+            wire.peer_id,
+            lambda: wire.here,
+            is_alone=lambda: len(directory.live()) == 1,
+            is_known=lambda peer: directory.knows(peer) and not directory.is_gone(peer),
+            dial=self.discovery.follow,
         )
         self._in_container = is_container()
         self._around_at_s = -AROUND_S
@@ -368,7 +379,7 @@ class Member:
 
     def _note(self, invite: Sequence[str]) -> str:
         """Where the invite cannot be used. Said in the log when that changes."""
-        if self.options.bootstrap and not self._seen:
+        if self.options.bootstrap and not (self._seen and len(self.directory.live()) > 1):
             return self._invite_note  # The others, which an invite names, too, are not known yet.
         port = next(iter(self._ports.values()), 0)
         note = invite_note(invite, self.wire.here, port, in_container=self._in_container)
@@ -450,4 +461,6 @@ async def start_member(options: MemberOptions) -> Member:
         member.reachability.run(),
         member.keep_view(),
     )
+    if options.lan_discovery:
+        member.run(member.lan.announce(), member.lan.follow())
     return member

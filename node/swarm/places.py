@@ -132,8 +132,11 @@ def choose(addresses: Sequence[str], here: Here) -> tuple[list[str], list[str]]:
 
     A wide address is always dialed; a private one where this machine has an interface in its network, or where the peer
     is behind the same outer address; a loopback address where the peer is on this machine. Where nothing would be left,
-    private addresses are tried all the same: networks may be joined by routers that nobody here knows of.
+    private addresses are tried all the same: networks may be joined by routers that nobody here knows of. Where the
+    interfaces are not known, everything is dialed.
     """
+    if not here.interfaces:
+        return list(addresses[:MAX_DIALED]), list(addresses[MAX_DIALED:])
     places = {address: place_of(address) for address in addresses}
     direct = [place for place in places.values() if place is not None]
     is_own = {place for place in direct if (place.host, place.port) in here.listening}

@@ -75,6 +75,8 @@ class Finding:
     """Those of them at which this node answered."""
     why: str = ""
     """A word of WHY, where it reached this node at none."""
+    most: Scope = Scope.WIDE
+    """The scope of the address at which this node sees the peer: one on this network sees no wider address of it."""
 
     @property
     def version(self) -> int:
@@ -82,7 +84,7 @@ class Finding:
 
     @property
     def scope(self) -> Scope:
-        return scope_of(ipaddress.ip_address(self.seen))
+        return min(scope_of(ipaddress.ip_address(self.seen)), self.most)
 
 
 def judge(findings: Sequence[Finding], askable: int) -> bool | None:
@@ -92,11 +94,13 @@ def judge(findings: Sequence[Finding], askable: int) -> bool | None:
     neighbour reaches what others do not. One peer that lies is outvoted by two.
     """
     widest = max((finding.scope for finding in findings), default=Scope.HOST)
-    reached = sum(bool(finding.reached) for finding in findings if finding.scope is widest)
-    failed = sum(not finding.reached for finding in findings if finding.scope is widest)
+    witnesses = [finding for finding in findings if finding.scope is widest]
+    reached = sum(bool(finding.reached) for finding in witnesses)
+    failed = len(witnesses) - reached
     if reached > sum(not finding.reached for finding in findings):
         return True
-    return False if failed > reached and failed >= min(NEEDED, askable) else None
+    possible_witnesses = askable - (len(findings) - len(witnesses))
+    return False if failed > reached and failed >= min(NEEDED, possible_witnesses) else None
 
 
 @dataclass(slots=True)
@@ -133,8 +137,9 @@ class Family:
 
     def _confirm(self, findings: Sequence[Finding]) -> None:
         """Of each scope, the addresses that most of the asked peers name."""
+        reached = [(place_of(address), address) for one in findings for address in one.reached]
         for scope in Scope:
-            votes = Counter(address for one in findings if one.scope is scope for address in one.reached)
+            votes = Counter(address for place, address in reached if place is not None and place.scope is scope)
             most = max(votes.values(), default=0)
             if most:
                 named = [address for address, count in votes.items() if count == most]
@@ -284,7 +289,7 @@ class Reachability:
             version: self._over(version, askable, seen) for version in VERSIONS if self._families[version].port
         }
         chosen = {p for peers in by_version.values() for p in self._rng.sample(peers, min(ASKED, len(peers)))}
-        told = await asyncio.gather(*(self._ask(peer) for peer in sorted(chosen)))
+        told = await asyncio.gather(*(self._ask(peer, widest_scope(seen.get(peer, ()))) for peer in sorted(chosen)))
         before, addresses_before, reason = self.is_inbound, (self.confirmed, self.announced), self.code
         for version, peers in by_version.items():
             findings = [found[version] for found in told if version in found]
@@ -311,8 +316,8 @@ class Reachability:
             connected += [peer for peer in askable if not versions.get(peer)]
         return connected
 
-    async def _ask(self, peer_id: str) -> dict[int, Finding]:
-        """What one peer found, by IP version."""
+    async def _ask(self, peer_id: str, most: Scope) -> dict[int, Finding]:
+        """What one peer found, by IP version. `most`: of the address at which this node sees it."""
         ports = {str(version): family.port for version, family in self._families.items() if family.port}
         question = Message({"ports": ports, "announced": list(self._announced)})
         try:
@@ -320,9 +325,9 @@ class Reachability:
         except PeerError as exc:
             logger.debug("%s does not tell whether it reaches this node: %s", peer_id[-6:], exc)
             return {}
-        return self.read_answer(reply)
+        return self._read_answer(reply, most)
 
-    def read_answer(self, reply: Message) -> dict[int, Finding]:
+    def _read_answer(self, reply: Message, most: Scope) -> dict[int, Finding]:
         """The findings that a peer tells, by IP version; what it makes up is left out."""
         told = reply.header.get("found")
         found: dict[int, Finding] = {}
@@ -335,7 +340,7 @@ class Reachability:
             seen, why = str(ip), one.get("why")
             possible = {direct_address(seen, self._families[version].port), *self._announced}
             tried, reached = (_known(one.get(key), possible) for key in ("tried", "reached"))
-            found[version] = Finding(seen, tried, reached, why if isinstance(why, str) and why in WHY else "")
+            found[version] = Finding(seen, tried, reached, why if isinstance(why, str) and why in WHY else "", most)
         return found
 
     def _refute(self, findings: Sequence[Finding], askable: int) -> None:
@@ -470,6 +475,11 @@ def widest_of(ips: Sequence[str]) -> dict[int, str]:
     """By IP version, the address of the widest scope."""
     addresses = sorted(map(ipaddress.ip_address, ips), key=scope_of)
     return {address.version: str(address) for address in addresses}
+
+
+def widest_scope(ips: Sequence[str]) -> Scope:
+    """Of these; WIDE where there is none."""
+    return max((scope_of(ipaddress.ip_address(ip)) for ip in ips), default=Scope.WIDE)
 
 
 def listen_ports(addresses: Collection[str]) -> dict[int, int]:

@@ -360,6 +360,7 @@ class Opening:
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
             may_move_port=self._start.may_move_port,
+            lan_discovery=config.swarm.lan_discovery,
             is_relay=self._start.mode == "relay",
             relays=config.swarm.relay or self._start.mode == "relay",
             relay_mbit_s=config.swarm.relay_mbit_s,

@@ -19,6 +19,8 @@ from node.swarm.directory import PURPOSE, Directory, PeerRecord, sign_record
 from node.swarm.discovery import RECORD_LIFE_S, Discovery, dht_key
 from node.swarm.gossip import Gossip
 from node.swarm.identity import new_identity
+from node.swarm.p2p import CONNECT_TIMEOUT_S
+from node.swarm.places import MAX_DIALED
 from tests.contract.harness import DHT_RUN, Ether, Seat, Swarm
 
 RUN = DHT_RUN
@@ -76,6 +78,40 @@ def test_a_bad_address_is_nobodys_and_the_right_one_beside_it_is_dialed(swarm: S
         with pytest.raises(PeerError):
             seat.do(wire.call(other.peer_id, "gossip", Message(), timeout_s=5))
     assert seat.do(wire.connect([*bad, *other.addresses()])) == other.peer_id  # type: ignore[attr-defined]
+
+
+def named(address: str) -> str:
+    return address.replace("/ip4/127.0.0.1/", "/dns4/localhost/")
+
+
+def test_a_name_is_dialed_from_bootstrap_list_cache_and_record(swarm: Swarm, tmp_path: Path) -> None:
+    seat, *others = swarm.seats(3)
+    by_name = [[named(address) for address in other.addresses()] for other in others]
+    assert all(address.startswith("/dns4/localhost/tcp/") for addresses in by_name for address in addresses)
+    for other in others:
+        Finder(other, tmp_path / f"{other.peer_id}.json")
+    cache = tmp_path / "peers.json"
+    cache.write_text(json.dumps({"addresses": by_name[1]}))
+    finder = Finder(seat, cache, bootstrap=by_name[0])
+    assert finder.meet()
+    known = {record.peer_id for record in finder.directory.live()[1:]}
+    assert known == {other.peer_id for other in others}
+
+    async def hear() -> None:
+        told = record(others[0], number=10**15, addresses=tuple(by_name[0]))
+        assert finder.directory.merge([sign_record(others[0].identity, told)])
+        finder.discovery._learn()
+
+    seat.do(hear())
+    assert set(by_name[0]) <= set(json.loads(cache.read_text())["addresses"])
+
+
+def test_addresses_that_lead_nowhere_do_not_delay_the_right_one(swarm: Swarm) -> None:
+    seat, other = swarm.seats(2)
+    nowhere = [f"/ip4/198.18.0.{n}/tcp/9/p2p/{other.peer_id}" for n in range(MAX_DIALED - 1)]
+    began_at_s = time.monotonic()
+    assert seat.do(seat.wire.connect([*nowhere, *other.addresses()])) == other.peer_id  # type: ignore[attr-defined]
+    assert time.monotonic() - began_at_s < CONNECT_TIMEOUT_S - 1.0
 
 
 def test_bad_addresses_are_neither_kept_nor_invited_nor_the_end_of_the_search(swarm: Swarm, tmp_path: Path) -> None:

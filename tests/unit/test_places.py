@@ -52,6 +52,11 @@ def test_only_what_leads_somewhere_from_here_is_dialed(told: list[str], dialed: 
     assert choose(at(*told), HERE) == (at(*dialed), [a for a in at(*told) if a not in at(*dialed)])
 
 
+def test_without_knowing_its_interfaces_a_node_dials_everything() -> None:
+    told = at("ip4/8.8.8.8", "ip4/10.0.0.5", "ip4/127.0.0.1")
+    assert choose(told, Here()) == (told, [])
+
+
 def test_circuits_are_left_to_libp2p_and_no_more_is_dialed_than_goes_at_once() -> None:
     assert choose([CIRCUIT, *at("ip4/10.0.0.5")], HERE)[0] == [CIRCUIT, *at("ip4/10.0.0.5")]
     many = at(*(f"ip4/8.8.8.{n}" for n in range(20)))

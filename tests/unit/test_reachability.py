@@ -53,7 +53,9 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([NO, NO, WIDE_YES], 3, None),
         # a neighbour behind the same router is no witness where others see a wide address
         ([YES, WIDE_NO, WIDE_NO], 3, False),
-        ([YES, WIDE_NO], 2, None),
+        ([YES, WIDE_NO], 2, False),
+        ([YES, WIDE_NO], 3, None),
+        ([YES, YES, WIDE_NO], 9, None),
         ([YES, WIDE_YES], 2, True),
     ],
 )
@@ -224,6 +226,20 @@ async def test_a_liar_takes_no_address_away_and_puts_none_first() -> None:
     others[0].lie({"found": [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "timeout"}]})
     await me.ask(others)
     assert me.reachability.confirmed == (DIRECT,) and "(2 of 3 that tried)" in me.reachability.reason
+
+
+@in_loop
+async def test_a_peer_on_this_network_does_not_speak_for_those_outside() -> None:
+    hub, streets = LocalHub(), Streets()
+    me, neighbours = Peer(hub, streets, LAN), [Peer(hub, streets, ip) for ip in ("192.168.1.6", "192.168.1.7")]
+    streets.lives_at[LAN, PORT] = me.peer_id
+    neighbours[0].lie({"found": [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "timeout"}]})
+    await me.ask(neighbours)
+    assert me.reachability.code == "disputed", "one word against another"
+    outside = Peer(hub, streets, OTHER_HOME)
+    outside.lie({"found": [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "timeout"}]})
+    await me.ask([neighbours[1], outside])
+    assert me.reachability.code == "not_reached", "only one sees this node from outside"
 
 
 @in_loop
