@@ -167,6 +167,8 @@ class Wire(Protocol):
     ) -> Message:
         """Ask a peer, itself included. Raises PeerError (`code` "unreachable", "timeout" or what the peer said).
 
+        The code is "no_relay" where only relays could lead to the peer and all failed, which says nothing of the peer.
+
         A peer that cannot be called directly is called over its relays, one after another; the peer may see such a
         call twice, where a relay was lost on the way. Its id, and the caller's, are authenticated all the same.
 

@@ -122,16 +122,22 @@ class LocalWire:
             relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
             if exc.code not in ("unreachable", "not_dialed") or not relays:
                 raise
+        code = "no_relay"
         for relay_id in relays:
             try:
                 relay = self._hub.find(self.peer_id, relay_id)
+            except PeerError as exc:
+                refusal = exc
+                continue
+            try:
                 relay.routes.check_carried(self.peer_id, peer_id)
                 return await self._ask(self._hub.find(relay_id, peer_id), relay, request, blobs, channel)
             except PeerError as exc:
                 if exc.code not in ("unreachable", "not_dialed", "stranger", "no_relay"):
                     raise
                 refusal = exc
-        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusal}", code="unreachable")
+                code = "unreachable" if exc.code in ("unreachable", "not_dialed") else code
+        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusal}", code=code)
 
     async def _ask(
         self, other: LocalWire, relay: LocalWire | None, request: bytes, blobs: Sequence[bytes], channel: Channel

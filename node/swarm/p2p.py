@@ -59,11 +59,11 @@ RELAY_PROTOCOL = "/diloco/relay/1"
 RELAYED_PROTOCOL = "/diloco/relayed/1"
 """From a relay to the target of a circuit."""
 CONNECT_TIMEOUT_S = 5.0
-TRY_S = 2.0
-"""For dialing a peer that can be called over a relay, too."""
+TRY_S = 3.0
+"""For reaching a peer directly that can be called over a relay, too."""
 CIRCUIT_S = 3.0
 """Until a circuit stands; another relay is tried after that, where there is one."""
-AVOIDED_S = 60.0
+AVOIDED_S = 30.0
 """A peer that could not be dialed is called over its relays at once for so long; a relay that failed is tried last."""
 DHT_TIMEOUT_S = 10.0
 STREAMS_PER_CALLER = 64
@@ -77,8 +77,8 @@ class _Unconnected(PeerError):
     """There is no connection to the peer, and none can be opened."""
 
 
-class _NoCircuit(Exception):
-    """A relay does not lead to the peer."""
+class _NoCircuit(PeerError):
+    """A relay does not lead to the peer; with the relay's own code, where it has said why."""
 
 
 class P2PWire:
@@ -144,18 +144,37 @@ class P2PWire:
         """Directly where that is possible, else over the peer's relays."""
         header = pack_header(verb, message)
         relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
-        if not relays:
-            await self._ensure_connected(peer_id)
-            ends = await self._open(peer_id, PROTOCOL)
-            return await self._exchange(ends, verb, header, message, max_reply_bytes)
         try:
-            await self._ensure_connected(peer_id, min(TRY_S, timeout_s / 2), dial=not self._is_avoided(peer_id))
-            ends = await self._open(peer_id, PROTOCOL)
-            return await self._exchange(ends, verb, header, message, max_reply_bytes)
+            async with asyncio.timeout(min(TRY_S, timeout_s / 2) if relays else None):
+                await self._ensure_connected(peer_id, dial=not (relays and self._is_avoided(peer_id)))
+                ends = await self._open(peer_id, PROTOCOL)
         except (_Unconnected, *_FOREIGN) as exc:
-            self._connected.discard(peer_id)
+            if not relays:
+                raise
+            self._avoid(peer_id)
             logger.debug("%s is not called directly: %r", peer_id[-6:], exc)
-        refusals = []
+        else:
+            try:
+                return await self._exchange(ends, verb, header, message, max_reply_bytes)
+            except _FOREIGN as exc:
+                if not relays:
+                    raise
+                logger.debug("the call of %s broke off: %r", peer_id[-6:], exc)
+        self._connected.discard(peer_id)
+        return await self._call_over(relays, peer_id, verb, header, message, max_reply_bytes, timeout_s)
+
+    async def _call_over(
+        self,
+        relays: Sequence[str],
+        peer_id: str,
+        verb: str,
+        header: bytes,
+        message: Message,
+        max_reply_bytes: int,
+        timeout_s: float,
+    ) -> Message:
+        """Over one relay after another; those that failed lately are the last."""
+        refusals: list[_NoCircuit] = []
         for relay in (ordered := sorted(relays, key=self._is_avoided)):
             try:
                 within_s = None if relay == ordered[-1] else min(CIRCUIT_S, timeout_s / 2)
@@ -166,9 +185,12 @@ class P2PWire:
                 refusals.append(exc)
             except _FOREIGN as exc:
                 self._avoid(relay)
-                refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})"))
+                refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
             logger.debug("%s is not called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
-        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusals[-1]}", code="unreachable")
+        # Only a relay that has answered knows anything of the peer.
+        is_away = any(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
+        code = "unreachable" if is_away else "no_relay"
+        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusals[-1]}", code=code)
 
     async def _open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
@@ -214,12 +236,15 @@ class P2PWire:
         except SealBroken as exc:
             self.traffic.reject(PeerError(str(exc), code="bad_signature"))
             self._avoid(relay)
-            raise _NoCircuit(str(exc)) from exc
+            raise _NoCircuit(str(exc), code="no_relay") from exc
+        except _Unconnected as exc:
+            self._avoid(relay)
+            raise _NoCircuit(f"the relay {relay[-6:]} is not reachable", code="no_relay") from exc
         except PeerError as exc:
-            raise _NoCircuit(str(exc)) from exc
+            raise _NoCircuit(str(exc), code=exc.code) from exc
         except (*_FOREIGN, *STUMBLES) as exc:
             self._avoid(relay)
-            raise _NoCircuit(f"the relay {relay[-6:]} does not answer") from exc
+            raise _NoCircuit(f"the relay {relay[-6:]} does not answer", code="no_relay") from exc
         except asyncio.CancelledError:
             if self._clock() - began_s > for_s / 4:
                 self._avoid(relay)  # The call ran out of time here.
@@ -319,7 +344,7 @@ class P2PWire:
         self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
-    async def _ensure_connected(self, peer_id: str, within_s: float = CONNECT_TIMEOUT_S, *, dial: bool = True) -> None:
+    async def _ensure_connected(self, peer_id: str, *, dial: bool = True) -> None:
         """Raises _Unconnected where there is no connection, and none can be opened."""
         if peer_id in self._closed_to_dials or not dial:
             if peer_id not in await self.transports():
@@ -329,13 +354,12 @@ class P2PWire:
         if peer_id in self._connected or peer_id not in self._addresses:
             return
         try:
-            await self.connect(self._addresses[peer_id], within_s)
+            await self.connect(self._addresses[peer_id])
         except PeerError as exc:
-            self._avoid(peer_id)
             raise _Unconnected(str(exc), code=exc.code) from exc
         self._connected.add(peer_id)
 
-    async def connect(self, addresses: Sequence[str], within_s: float = CONNECT_TIMEOUT_S) -> str:
+    async def connect(self, addresses: Sequence[str]) -> str:
         """Dial one peer, at those of its addresses that lead somewhere from here. Returns its id; raises PeerError."""
         read = {address: found for address in addresses if (found := read_address(address)) is not None}
         if not read:
@@ -347,7 +371,7 @@ class P2PWire:
         if not dialed:
             raise failure
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
         except (*_FOREIGN, ValueError) as exc:
             raise failure from exc

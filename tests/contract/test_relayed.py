@@ -221,7 +221,7 @@ def test_a_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, mon
     homes.caller.loop.call_soon_threadsafe(lambda: wire.learn(homes.there, nowhere, inbound=True))
     dials: list[str] = []
 
-    async def connect(addresses: Sequence[str], within_s: float = 0.0) -> str:
+    async def connect(addresses: Sequence[str]) -> str:
         dials.extend(addresses)
         raise PeerError(f"no answer at {addresses[0]}", code="unreachable")
 

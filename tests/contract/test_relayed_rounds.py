@@ -21,7 +21,7 @@ async def _say(node: Node, **changes: object) -> None:
 
 def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -> tuple[list[Node], list[Node]]:
     """Members behind NATs in the order in which they lead the first round, and relays; all know of one another."""
-    rules = swarm.rules(PARAMETERS, codec, min_peers=2)
+    rules = swarm.rules(PARAMETERS, codec, min_peers=members)
     nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(members + relays)]
     hidden, carriers = nodes[:members], nodes[members:]
     swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
@@ -71,7 +71,7 @@ def test_a_round_over_a_relay_costs_it_no_more_than_the_formula(swarm: Swarm) ->
 
 
 def test_members_that_can_be_called_lead_and_reduce_where_there_are_some(swarm: Swarm) -> None:
-    rules = swarm.rules(PARAMETERS, min_peers=2)
+    rules = swarm.rules(PARAMETERS, min_peers=3)
     direct, *hidden = nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(3)]
     swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
     direct.seat.do(_say(direct, relays=True))
