@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.swarm.netns import Network, inside, why_not
 
 from node.manifest import parse_invite
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import MARK, PATIENCE, START_S, Node, Swarm, environment
-from tests.swarm.netns import Network, inside, why_not
 
 PORT, API_PORT = 31337, 8080
 LONG_S = 2 * START_S
