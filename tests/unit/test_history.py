@@ -290,8 +290,9 @@ def test_whatever_is_asked_for_the_answer_is_bounded_and_even(
     history = History(two_years)
     began_s = time.thread_time()
     found = history.chart(SERIES, since_s, START_S, points)
-    assert time.thread_time() - began_s < 2.0
+    took_s = time.thread_time() - began_s
     history.close()
+    assert took_s < 2.0
     assert len(found.at_s) <= points
     assert {len(column) for column in found.columns.values()} == {len(found.at_s)}
     assert set(found.columns) == set(SERIES)
