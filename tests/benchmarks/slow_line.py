@@ -118,7 +118,9 @@ def play(name: str, steps_s: dict[str, float], rounds: int, slow_mbit_s: float =
                 if invite is not None:
                     node.preset = None
                 node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{step_s}"})
-                invite = invite or node.invite()
+                if invite is None:
+                    node.until_training(START_S)
+                    invite = node.invite()
             for node in swarm.nodes:
                 node.until_training(START_S)
             return _judge(name, swarm.nodes, rounds)

@@ -86,7 +86,7 @@ def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
         assert not any(number + 1 in missed for number in missed), describe(swarm.nodes)
         waited_s = statistics.median(transfer_s(founder, first))
         figures.tell(f"fast members wait, beside one at {MBIT_S:g} Mbit/s, for the transfer", waited_s)
-        assert waited_s < UPLOAD_S, describe(swarm.nodes)
+        assert waited_s < 1.5 * UPLOAD_S, describe(swarm.nodes)
         given = [node.status()["contribution"] for node in swarm.nodes]
         assert sum(one["bytes_forwarded"] for one in given) > 0 and given[-1]["bytes_forwarded"] == 0
         assert given[-1]["tokens_merged"] >= 0.8 * given[-1]["tokens_total"], given[-1]
