@@ -81,23 +81,22 @@ class Depositor:
         self._uplinks_bytes_s = {peer: rate for peer, rate in known.items() if rate > 0 and peer in live}
 
     @property
-    def _own_bytes_s(self) -> float:
-        """Of this node's uplink, within the volunteer's limit; 0 while unknown."""
-        known = [rate for rate in (self._rounds.uplink.newest_bytes_s, self._rounds.wire.up.bytes_s) if rate > 0]
-        return min(known, default=0.0)
-
-    @property
     def upload_s(self) -> float:
-        """Seconds for which a whole contribution takes this node's uplink; 0 while unknown."""
-        rate = self._own_bytes_s
-        return self._rounds.grid.encoded_bytes() / rate if rate else 0.0
+        """Seconds for which a whole contribution takes this node's uplink, as it is now; 0 while unknown."""
+        rounds = self._rounds
+        rates = [rate for rate in (rounds.upload_bytes_s, rounds.uplink.newest_bytes_s) if rate > 0]
+        return rounds.grid.encoded_bytes() / min(rates) if rates else 0.0
 
     @property
     def lead_s(self) -> float:
-        """How long before the end of a round a contribution has to leave; 0 where it need not be deposited."""
-        upload_s = self.upload_s
-        is_slow = upload_s > grace_seconds(self._rounds.chain.tip.round_s) / 2
-        return (1 + MARGIN_RATIO) * upload_s + FIXED_S if is_slow and self._candidates() else 0.0
+        """How long before the end of a round a contribution has to leave; 0 where it need not be deposited.
+
+        By the best of the last rounds, as a busy processor makes a line look slower than it is.
+        """
+        rounds = self._rounds
+        rate, size_bytes = rounds.upload_bytes_s, rounds.grid.encoded_bytes()
+        is_slow = rate > 0 and size_bytes / rate > grace_seconds(rounds.chain.tip.round_s) / 2
+        return (1 + MARGIN_RATIO) * self.upload_s + FIXED_S if is_slow and self._candidates() else 0.0
 
     def _candidates(self) -> list[str]:
         """Whom to try, best first. Overlapped, nobody stands still while contributions are on their way."""
@@ -106,7 +105,7 @@ class Depositor:
             return []
         leaders = set(rounds.directory.leaders())
         known = {peer: rate for peer, rate in self._uplinks_bytes_s.items() if peer in leaders}
-        found = depositaries(rounds.me, rounds.chain.tip.head, self._own_bytes_s, known)
+        found = depositaries(rounds.me, rounds.chain.tip.head, rounds.upload_bytes_s, known)
         return [peer for peer in found if peer not in self._distrusted]
 
     async def hand_over(self, mine: Contribution) -> None:

@@ -186,6 +186,8 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
     if rounds.wronged and rounds.me in reducers:
         reducers = (rounds.me,)  # Nobody can tell which reducer was wrong; the next leader may be right.
+    if not reducers:  # All that can be called are on slow lines.
+        reducers = tuple(sorted(set(declared) & {r.peer_id for r in rounds.directory.members() if r.inbound}))
     if not reducers:
         why = "no member can be reached from outside: one of them must open a port, or a relay must join"
         raise RoundFailed(why, code="reducer_lost")

@@ -62,7 +62,7 @@ class Join(Content):
     norm: float = Field(ge=0, lt=1e19)
     """L2 norm of what it sends, as decoded. All clip by these, so that all get the same mean."""
     reduces: bool = True
-    """Whether all others can call it, so that it may reduce."""
+    """Whether all others can call it, over a line that is not too slow, so that it may reduce."""
     upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
     """Of its uplink, as measured and limited; 0: not known yet. Decides how much it reduces."""
     transfer_s: float = Field(0.0, ge=0, lt=1e6)

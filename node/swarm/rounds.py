@@ -242,7 +242,8 @@ class Rounds:
             step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
             round_s=self.chain.tip.round_s,
             norm=mine.norm,
-            reduces=self.me in self.directory.callable_members(),
+            # All members would wait for what a slow line reduces.
+            reduces=self.me in self.directory.callable_members() and not self.lead_s,
             upload_bytes_s=self.upload_bytes_s,
             transfer_s=self._transfer_s,
             settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),

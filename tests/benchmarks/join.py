@@ -1,6 +1,6 @@
 """One that joins while three train, over shaped lines: how fast its download is, and what the three lose by it.
 
-Every node has a network namespace of its own, and a line shaped with `tc` (`tests.swarm.netns`; needs root). The limit
+Every node has a network namespace of its own, and a line shaped with `tc` (`tests.homes`; needs root). The limit
 is the joiner's downlink or the uplinks of all servers together, whichever is less; the speed is that of the transfer,
 from the first question for a leaf to the last answer, as the joiner's log tells it. Utilisation is the share of the
 activity `compute` in all activities of the three nodes' /metrics, over the download, and over as long a time before it.

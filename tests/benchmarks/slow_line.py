@@ -23,8 +23,9 @@ from typing import Any
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.sync import START_S, settle, wait_for_round
+from tests.homes.home import Home
+from tests.homes.world import World, why_not
 from tests.swarm.harness import Node, Swarm
-from tests.swarm.netns import Network, why_not
 
 ROUND_S = 22.0
 STEP_S = 0.25
@@ -107,10 +108,9 @@ def given(node: Node) -> Given:
 
 def play(name: str, steps_s: dict[str, float], rounds: int, slow_mbit_s: float = 0.0) -> Arm:
     """Nodes by name, each with the seconds of its inner steps; the last one's line is slow if that is above 0."""
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, Network() as network:
-        hosts = [network.host() for _ in steps_s]
-        if slow_mbit_s:
-            network.limit(hosts[-1], up_mbit_s=slow_mbit_s, down_mbit_s=slow_mbit_s)
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, World() as network:
+        lines = [None] * (len(steps_s) - 1) + [(slow_mbit_s, slow_mbit_s) if slow_mbit_s else None]
+        hosts = [network.attach(Home("public", lines=line)) for line in lines]
         with Swarm(Path(folder), RUN) as swarm:
             invite: str | None = None
             for (node_name, step_s), host in zip(steps_s.items(), hosts, strict=True):
@@ -118,7 +118,9 @@ def play(name: str, steps_s: dict[str, float], rounds: int, slow_mbit_s: float =
                 if invite is not None:
                     node.preset = None
                 node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{step_s}"})
-                invite = invite or node.invite()
+                if invite is None:
+                    node.until_training(START_S)
+                    invite = node.invite()
             for node in swarm.nodes:
                 node.until_training(START_S)
             return _judge(name, swarm.nodes, rounds)
