@@ -97,6 +97,7 @@ export interface Status {
     tokens_total: number;
     bytes_sent: number;
     bytes_received: number;
+    bytes_relayed?: number;
     training_s?: number;
   };
   pause?: Pause | null;
