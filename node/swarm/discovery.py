@@ -138,10 +138,9 @@ class Discovery:
             dropped = silent
             relays = self._directory.live_relays()[:MAX_VIA]
             there = await self._wire.hold([*relays, *([] if self.is_reached else self._callable(relays))])
-            via = tuple(relay for relay in relays if relay in there)
-            relays_now = self.offers_relay and self.is_reached
-            if (via, relays_now) != (self._directory.me.via, self._directory.me.relays):
-                self._directory.say(via=via, relays=relays_now)
+            if there is not None:
+                via = tuple(relay for relay in relays if relay in there)
+                self._directory.say(via=via, relays=self.offers_relay and self.is_reached)
             await asyncio.sleep(HOLD_S)
 
     def _callable(self, relays: Sequence[str]) -> list[str]:

@@ -397,10 +397,10 @@ class P2PWire:
         _, maddrs = await self._client.identify()  # hivemind's own call fails where there is none
         return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
 
-    async def hold(self, peer_ids: Sequence[str]) -> set[str]:
+    async def hold(self, peer_ids: Sequence[str]) -> set[str] | None:
         """Open the connections to these peers that are missing; returns the peers that are connected.
 
-        One that cannot be opened is tried again next time.
+        One that cannot be opened is tried again next time. None where libp2p's daemon does not tell its peers.
         """
         try:
             there = set(await self.transports())
@@ -414,7 +414,7 @@ class P2PWire:
             return set(await self.transports())
         except _FOREIGN as exc:
             logger.debug("libp2p's daemon does not tell its peers: %r", exc)
-            return set()
+            return None
 
     async def drop(self, peer_id: str) -> None:
         """Close the connection to a peer, so that the next call opens another."""

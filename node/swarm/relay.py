@@ -162,6 +162,7 @@ class Relay:
             elif back.done() and not forth.done():
                 # Hanging up on a caller that still writes would lose the answer: let it do so first.
                 forth.cancel()
+                await asyncio.gather(forth, return_exceptions=True)
                 async with asyncio.timeout(LAST_S):
                     while await caller[0].read(PIECE_BYTES):
                         pass

@@ -45,7 +45,7 @@ def start(swarm: Swarm, homes: World, *relay_flags: str) -> tuple[list[Node], li
     )
     members = [found(swarm, inside[0], f"--swarm.bootstrap={at}", "--run.round.min_peers=2", pace=PACE)]
     for relay in relays:
-        relay.join = members[0].invite()
+        relay.join = str(members[0].until(lambda s: s["run"]["invite"], START_S)["run"]["invite"])
         relay.start(f"--swarm.bootstrap={at}", *relay_flags)
     invite = wait_for(lambda: _open_invite(relays[0], outside[0]), START_S, "the relay's invite names no address")
     members += [join(swarm, home, invite, f"--swarm.bootstrap={at}", pace=PACE) for home in inside[1:]]

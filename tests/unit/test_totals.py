@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.link import TOTALS_FILE
-from node.status import Outcome
+from node.status import Channel, Outcome
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -59,6 +59,13 @@ def test_another_process_goes_on_from_it(tmp_path: Path) -> None:
     assert third.last_round == 1, "a replay of rounds 0 and 1 counts neither again"
     third.load(newer)
     assert (third.tokens, third.rounds) == (200, {Outcome.COMPLETE: 3})
+
+
+def test_what_was_relayed_is_a_contribution_of_its_own_kind() -> None:
+    ledger = Ledger(Clock())
+    view = View(sent_bytes={Channel.REDUCE: 10, Channel.RELAY: 7}, received_bytes={Channel.REDUCE: 5, Channel.RELAY: 8})
+    told = ledger.contribution(ledger.counters(view))
+    assert (told.bytes_sent, told.bytes_received, told.bytes_relayed) == (17, 13, 7)
 
 
 def test_it_is_kept_now_and_then(tmp_path: Path) -> None:

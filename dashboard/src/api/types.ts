@@ -102,6 +102,7 @@ export interface Status {
     tokens_merged?: number;
     tokens_discarded?: number;
     bytes_forwarded?: number;
+    bytes_relayed?: number;
     training_s?: number;
   };
   pause?: Pause | null;

@@ -44,6 +44,7 @@ export const GROUPS: Group[] = [
     fields: [
       { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
       { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
+      { key: "swarm.relay_mbit_s", label: "Relaying", kind: "number", unit: "Mbit/s", help: "For members that cannot reach each other. 0: within upload and download, else at least 2." },
       { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0: all cores.", trains: true },
       { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "0 to 1; 0: no limit.", trains: true },
       { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0: no cap. Only where the driver allows it.", trains: true },

@@ -64,6 +64,7 @@ function Given({ status }: { status: Status }) {
           {bytes(contribution.bytes_sent)}
         </Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
+        {!!contribution.bytes_relayed && <Fact label="Relayed">{bytes(contribution.bytes_relayed)}</Fact>}
       </dl>
     </Section>
   );
@@ -79,6 +80,7 @@ function Run({ status }: { status: Status }) {
         <Fact label="Round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
         <Fact label="Training">{many(peers.training, "member")}</Fact>
         <Fact label="Goal">{run.total_tokens ? many(run.total_tokens, "token") : NONE}</Fact>
+        <Fact label="Relayed">{bytes(contribution.bytes_relayed ?? 0)}</Fact>
         <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
       </dl>

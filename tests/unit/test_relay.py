@@ -1,0 +1,207 @@
+"""What a relay does with the two streams of a circuit, with streams in memory: bounds, order of hanging up, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgpack
+import pytest
+
+from node.errors import PeerError
+from node.status import Channel
+from node.swarm import relay as rules
+from node.swarm.base import Traffic
+from node.swarm.pace import Pace
+from node.swarm.relay import MAX_CIRCUITS, PER_CALLER, Relay
+
+HELLO = bytes(32)
+TARGET = "target"
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @functools.wraps(test)
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    return run
+
+
+class Sink:
+    """A writer that keeps what is written. `gate`: a peer that takes nothing while it is closed."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.closed = asyncio.Event()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+
+    async def drain(self) -> None:
+        await self.gate.wait()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Bench:
+    """A relay, one caller and one target."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        clock = asyncio.get_running_loop().time
+        self.up = Pace(clock)
+        self.relay = Relay(self._open_target, lambda: self.traffic, self.up, Pace(clock), clock)
+        self.from_caller, self.to_caller = asyncio.StreamReader(), Sink()
+        self.from_target, self.to_target = asyncio.StreamReader(), Sink()
+        self.opened: list[str] = []
+        self.refusal: PeerError | None = None
+
+    async def _open_target(self, peer_id: str) -> tuple[asyncio.StreamReader, Sink]:
+        self.opened.append(peer_id)
+        return self.from_target, self.to_target
+
+    def _check(self, caller: str, target: str) -> None:
+        if self.refusal:
+            raise self.refusal
+
+    def ask(self, content: object = (TARGET, HELLO, 60.0)) -> asyncio.Task[None]:
+        data = msgpack.packb(content)
+        self.from_caller.feed_data(len(data).to_bytes(2, "big") + data)
+        return asyncio.create_task(self.relay.carry("caller", self._check, (self.from_caller, self.to_caller)))
+
+    @property
+    def answer(self) -> list[str]:
+        size = int.from_bytes(self.to_caller.data[:2], "big")
+        return list(msgpack.unpackb(bytes(self.to_caller.data[2 : 2 + size])))
+
+
+async def until(what: Callable[[], bool]) -> None:
+    while not what():  # noqa: ASYNC110 - what is awaited has no event
+        await asyncio.sleep(0.01)
+
+
+@on_a_loop
+async def test_bytes_pass_both_ways_until_the_caller_hangs_up() -> None:
+    bench = Bench()
+    circuit = bench.ask()
+    bench.from_caller.feed_data(b"question")
+    await until(lambda: bytes(bench.to_target.data).endswith(b"question"))
+    bench.from_target.feed_data(b"answer")
+    await until(lambda: bytes(bench.to_caller.data).endswith(b"answer"))
+    assert bench.answer == ["ok", ""] and bench.opened == [TARGET]
+    bench.from_caller.feed_eof()
+    await circuit
+    assert bench.to_target.closed.is_set()
+    assert (
+        bench.traffic.sent_bytes[Channel.RELAY] == bench.traffic.received_bytes[Channel.RELAY] == len("questionanswer")
+    )
+    assert bench.relay._running.total() == 0
+
+
+@on_a_loop
+async def test_a_target_that_hangs_up_first_does_not_cut_off_a_caller_that_still_writes() -> None:
+    bench = Bench()
+    circuit = bench.ask()
+    bench.from_target.feed_data(b"too long")
+    bench.from_target.feed_eof()
+    await until(lambda: bytes(bench.to_caller.data).endswith(b"too long"))
+    for _ in range(5):
+        bench.from_caller.feed_data(bytes(100_000))
+        await asyncio.sleep(0.02)
+        assert not circuit.done(), "it would lose the answer"
+    bench.from_caller.feed_eof()
+    await circuit
+
+
+@on_a_loop
+async def test_a_slow_target_holds_the_caller_back_and_no_memory_fills() -> None:
+    bench = Bench()
+    bench.to_target.gate.clear()
+    circuit = bench.ask()
+    bench.from_caller.feed_data(bytes(10 * rules.PIECE_BYTES))
+    await asyncio.sleep(0.1)
+    assert len(bench.to_target.data) <= rules.PIECE_BYTES + 100
+    bench.to_target.gate.set()
+    await until(lambda: len(bench.to_target.data) >= 10 * rules.PIECE_BYTES)
+    bench.from_caller.feed_eof()
+    await circuit
+
+
+@on_a_loop
+async def test_a_circuit_lasts_no_longer_than_its_call() -> None:
+    bench = Bench()
+    more_s, rules.MORE_S = rules.MORE_S, 0.1
+    try:
+        await bench.ask((TARGET, HELLO, 0.1))
+    finally:
+        rules.MORE_S = more_s
+    assert bench.to_target.closed.is_set()
+
+
+@on_a_loop
+async def test_the_first_bytes_do_not_wait_and_the_rest_keeps_to_the_limit() -> None:
+    bench = Bench()
+    bench.up.limit(1.0)
+    circuit = bench.ask()
+    bench.from_caller.feed_data(bytes(rules.FREE_BYTES // 2))
+    async with asyncio.timeout(0.5):
+        await until(lambda: len(bench.to_target.data) >= rules.FREE_BYTES // 2)
+    bench.from_caller.feed_data(bytes(10 * rules.FREE_BYTES))
+    await asyncio.sleep(0.5)
+    assert len(bench.to_target.data) < 3 * rules.FREE_BYTES
+    circuit.cancel()
+    await asyncio.gather(circuit, return_exceptions=True)
+    assert bench.to_target.closed.is_set()
+
+
+WRONG = {
+    "no list": "x",
+    "too few": [TARGET, HELLO],
+    "a number for a peer": [1, HELLO, 1.0],
+    "a short key": [TARGET, b"x", 1.0],
+    "no time": [TARGET, HELLO, 0.0],
+    "never": [TARGET, HELLO, float("nan")],
+}
+
+
+@pytest.mark.parametrize("content", WRONG.values(), ids=list(WRONG))
+def test_a_request_of_the_wrong_form_is_refused(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.streams.LINGER_S", 0.05)
+
+    @on_a_loop
+    async def ask() -> None:
+        bench = Bench()
+        await bench.ask(content)
+        assert bench.answer[0] == "bad_message" and bench.opened == []
+
+    ask()
+
+
+@on_a_loop
+async def test_who_may_not_is_told_why_and_nothing_is_opened() -> None:
+    bench = Bench()
+    bench.refusal = PeerError("only for peers of the run", code="stranger")
+    circuit = bench.ask()
+    await until(lambda: bool(bench.to_caller.data))
+    assert bench.answer == ["stranger", "only for peers of the run"] and bench.opened == []
+    bench.from_caller.feed_eof()
+    await circuit
+
+
+@on_a_loop
+async def test_one_caller_does_not_take_all_places_and_all_together_no_more_than_there_are() -> None:
+    bench = Bench()
+    for running in ({"caller": PER_CALLER}, {f"peer {i}": 1 for i in range(MAX_CIRCUITS)}):
+        bench.relay._running.clear()
+        bench.relay._running.update(running)
+        bench.to_caller.data.clear()
+        circuit = bench.ask()
+        await until(lambda: bool(bench.to_caller.data))
+        assert bench.answer[0] == "busy"
+        circuit.cancel()
+        await asyncio.gather(circuit, return_exceptions=True)
