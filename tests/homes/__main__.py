@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from tests.homes.home import KINDS, Home, parse_kinds, parse_lines
+from tests.homes.home import KINDS, Home, line_text, parse_kinds, parse_lines
 from tests.homes.nodes import Pace, found, inclusion, join
 from tests.homes.world import AttachedHome, World, remove_orphans, why_not, world
 from tests.swarm.harness import Node, Swarm
@@ -45,7 +45,7 @@ def homes_of(options: argparse.Namespace) -> list[Home]:
 def line(member: Member) -> str:
     """What the node of this home sees."""
     home, node = member
-    head = f"{home.name:<14}{home.home.line if home.lines == home.home.lines else 'changed':>10} "
+    head = f"{home.name:<14}{line_text(home.lines):>10} "
     code = node.process.poll() if node.process else None
     if code is not None:
         return f"{head} ended with exit code {code}: see {node.log}"

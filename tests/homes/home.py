@@ -55,11 +55,6 @@ class Home:
         """Strangers reach PORT at the home's outer IPv4 address."""
         return self.kind in ("public", "published", "forwarded")
 
-    @property
-    def line(self) -> str:
-        """Such as `100/20`."""
-        return "/".join(f"{mbit_s:g}" for mbit_s in self.lines) if self.lines else "no limit"
-
     # addresses inside
 
     @property
@@ -101,6 +96,11 @@ class Lease:
     def machine_ipv6(self, number: int) -> str:
         """Of the machine with this number behind the router, from 1."""
         return f"{self.prefix}:1::{number + 1:x}"
+
+
+def line_text(lines: tuple[float, float] | None) -> str:
+    """Such as `100/20`."""
+    return "/".join(f"{mbit_s:g}" for mbit_s in lines) if lines else "no limit"
 
 
 def parse_kinds(text: str) -> list[Kind]:

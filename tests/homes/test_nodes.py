@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.homes.home import Home
+from tests.homes.home import Home, line_text
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
 from tests.homes.world import World, why_not, world
 from tests.swarm.harness import Node, Swarm, common_rounds
@@ -57,7 +57,7 @@ def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace
         missed[home.name] = [number for number in wanted if not was_in.get(number)]
         status = node.status()
         print(
-            f"{home.name} {home.home.line}: included in {ROUNDS - len(missed[home.name])} of {ROUNDS}; "
+            f"{home.name} {line_text(home.lines)}: included in {ROUNDS - len(missed[home.name])} of {ROUNDS}; "
             f"{status['reachability']}: {status['reachability_reason']}"
         )
     assert missed == {home.name: [] for home in homes}, (
