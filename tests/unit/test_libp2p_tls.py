@@ -169,7 +169,7 @@ async def test_libp2ps_daemon_is_known_by_its_id(tmp_path: Path) -> None:
     peer_id = load_identity(key).peer_id
     async with await listen(as_silent) as server:
         port = server.sockets[0].getsockname()[1]
-    daemon = await start_daemon(DaemonOptions(key, (f"/ip4/127.0.0.1/tcp/{port}", f"/ip6/::1/tcp/{port}"), relay=False))
+    daemon = await start_daemon(DaemonOptions(key, (f"/ip4/127.0.0.1/tcp/{port}", f"/ip6/::1/tcp/{port}")))
     try:
         assert await peer_at("127.0.0.1", port, WAIT_S) == peer_id
         assert await peer_at("::1", port, WAIT_S) == peer_id

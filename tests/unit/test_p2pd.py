@@ -79,4 +79,4 @@ def test_it_may_listen_on_nothing(tmp_path: Path) -> None:
 
 def test_an_announced_address_without_a_port_gets_the_one_that_is_listened_on() -> None:
     given = ("/ip4/203.0.113.7/tcp/0", "/dns4/example.org/tcp/443")
-    assert _announced(given, 31338) == ("/ip4/203.0.113.7/tcp/31338", "/dns4/example.org/tcp/443")
+    assert _announced(given, {4: 31338, 6: 31338}) == ("/ip4/203.0.113.7/tcp/31338", "/dns4/example.org/tcp/443")
