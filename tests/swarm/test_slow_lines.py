@@ -91,3 +91,34 @@ def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
         given = [node.status()["contribution"] for node in swarm.nodes]
         assert sum(one["bytes_forwarded"] for one in given) > 0 and given[-1]["bytes_forwarded"] == 0
         assert given[-1]["tokens_merged"] >= 0.8 * given[-1]["tokens_total"], given[-1]
+
+
+SPEEDS = {"founder": 1.0, "second": 1.0, "quarter": 1 / 4, "sixteenth": 1 / 16}
+STEP_S, STEPS = 0.1, 80
+SPEED_ROUNDS = 6
+
+
+@pytest.mark.timeout(400)
+def test_what_members_of_different_speed_do_is_merged(tmp_path: Path) -> None:
+    """The slowest does five steps in a round; one more would end too late for it."""
+    run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
+    with Swarm(tmp_path, run) as swarm:
+        for name, speed in SPEEDS.items():
+            founder = swarm.nodes[0] if swarm.nodes else None
+            node = swarm.node(name, join=founder.invite() if founder is not None else None)
+            if founder is not None:
+                node.preset = None
+            node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{STEP_S / speed}"})
+            if founder is None:
+                node.until_training(2 * START_S)
+        for node in swarm.nodes:
+            node.until_training(2 * START_S)
+        founder = swarm.nodes[0]
+        first = max(node.status()["run"]["round"] for node in swarm.nodes) + 2
+        founder.until_round(first + SPEED_ROUNDS, (SPEED_ROUNDS + 3) * 5 * STEPS * STEP_S)
+        rounds = wait_for(lambda: len(r := included(founder, first)) >= SPEED_ROUNDS and r, START_S, "rounds")
+        missed = sum(name not in members for members in rounds.values() for name in SPEEDS)
+        assert missed <= len(rounds) // 2, describe(swarm.nodes)
+        given = [node.status()["contribution"] for node in swarm.nodes]
+        merged, discarded = (sum(one[key] for one in given) for key in ("tokens_merged", "tokens_discarded"))
+        assert merged >= 0.9 * (merged + discarded), given
