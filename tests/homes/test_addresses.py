@@ -135,14 +135,27 @@ def test_a_node_whose_outer_address_changes_is_dialed_at_the_new_one(tmp_path: P
 @pytest.mark.timeout(600)
 def test_nodes_of_a_run_on_one_network_find_each_other_without_a_bootstrap_peer(tmp_path: Path) -> None:
     with world([Home("cone", machines=2)]) as (home,), Swarm(tmp_path, tiny()) as swarm:
-        founder = found(swarm, home, pace=FAST)
+        founder = found(swarm, home, MEMBERS, pace=FAST)
         invite = parse_invite(invite_of(founder))
         run = founder.status()["run"]
         assert "works only on this" in run["invite_note"]
         assert "DILOCO_SWARM__ANNOUNCE" in founder.said(), "the log tells it, too"
         nobody = f"/ip4/192.168.1.99/tcp/1/p2p/{new_identity().peer_id}"
         joined = join(swarm, home, str(Invite(invite.manifest_hash, (nobody,))), machine=home.machines[1], pace=FAST)
+        joined.until(lambda s: s["peers"]["training"] == 2, START_S)
         wait_for_rounds(founder, [peer_id(founder), peer_id(joined)], 1)
         status = founder.until(lambda s: s["reachability_code"] == "reached", START_S)
         assert f"{home.machine.address}:{PORT}" in status["reachability_reason"]
         assert "works only on this" in status["run"]["invite_note"]
+
+
+@pytest.mark.timeout(600)
+def test_a_home_without_ipv4_is_reached_over_ipv6(tmp_path: Path) -> None:
+    both = f"/ip4/0.0.0.0/tcp/{PORT},/ip6/::/tcp/{PORT}"
+    homes = [Home("public", ipv6=True), Home("ipv6_only", inbound_ipv6=True)]
+    with world(homes) as built, Swarm(tmp_path, tiny()) as swarm:
+        founder = found(swarm, built[0], f"--swarm.listen={both}", pace=CALM)
+        joined = join(swarm, built[1], invite_of(founder), f"--swarm.listen={both}", pace=CALM)
+        for node, home in ((joined, built[1]), (founder, built[0])):
+            status = node.until(lambda s: s["reachability_code"] == "reached", START_S)
+            assert f"[{home.machine.ipv6}]:{PORT}" in status["reachability_reason"]
