@@ -96,7 +96,8 @@ class Reachability:
         clock = asyncio.get_running_loop().time
         asked_at_s, asked_for = clock() - RENEW_S, set[str]()
         while True:
-            askable = {record.peer_id for record in self._directory.others() if record.inbound}
+            # One that cannot be called itself can dial all the same; a relay may know no others.
+            askable = {record.peer_id for record in self._directory.others()}
             since_s = clock() - asked_at_s
             changed = askable != asked_for or self.is_inbound is None or self._in_doubt
             if not self._port:

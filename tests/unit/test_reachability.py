@@ -141,6 +141,22 @@ async def test_it_asks_by_itself_once_somebody_is_there() -> None:
 
 
 @in_loop
+async def test_a_peer_that_cannot_be_called_itself_is_asked_too() -> None:
+    """A relay among members behind NAT has nobody else to ask, and relays only while others reach it."""
+    hub = LocalHub()
+    me, other = Peer(hub, 1), Peer(hub, 1)
+    other.directory.say(inbound=False)
+    me.directory.merge([other.directory.pulse()])
+    task = asyncio.create_task(me.reachability.run())
+    try:
+        async with asyncio.timeout(10):
+            await me.changed.wait()
+    finally:
+        task.cancel()
+    assert other.seen == [me.peer_id]
+
+
+@in_loop
 async def test_one_probe_per_caller_at_a_time_and_of_a_port_only() -> None:
     hub = LocalHub()
     caller, asked = Peer(hub, 1), Peer(hub, 1)
