@@ -96,8 +96,7 @@ class Reachability:
         clock = asyncio.get_running_loop().time
         asked_at_s, asked_for = clock() - RENEW_S, set[str]()
         while True:
-            # One that cannot be called itself can dial all the same; a relay may know no others.
-            askable = {record.peer_id for record in self._directory.others()}
+            askable = await self._find_askable()
             since_s = clock() - asked_at_s
             changed = askable != asked_for or self.is_inbound is None or self._in_doubt
             if not self._port:
@@ -108,6 +107,18 @@ class Reachability:
             elif not askable and since_s >= RENEW_S:
                 self._decide(None)  # Nobody is left who could tell.
             await asyncio.sleep(LOOK_S)
+
+    async def _find_askable(self) -> set[str]:
+        """Peers that see this node at its address: none that is called over a relay does.
+
+        A peer without an inbound port can dial all the same, and a relay may know no others.
+        """
+        others = self._directory.others()
+        if inbound := {record.peer_id for record in others if record.inbound}:
+            return inbound
+        with suppress(PeerError):
+            return {record.peer_id for record in others if await self._seen_at(record.peer_id)}
+        return set()
 
     async def ask(self, askable: Sequence[str]) -> None:
         """Ask some of these, and hold to what they find."""

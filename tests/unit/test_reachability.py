@@ -157,6 +157,23 @@ async def test_a_peer_that_cannot_be_called_itself_is_asked_too() -> None:
 
 
 @in_loop
+async def test_peers_that_do_not_see_this_node_leave_the_verdict_to_those_that_do() -> None:
+    """Members behind NAT are called over a relay: they cannot tell, and the relay alone can."""
+    hub = LocalHub()
+    me, relay, *hidden = (Peer(hub, 1) for _ in range(4))
+    for other in hidden:
+        other.directory.say(inbound=False)
+    me.directory.merge(other.directory.pulse() for other in (relay, *hidden))
+    task = asyncio.create_task(me.reachability.run())
+    try:
+        async with asyncio.timeout(10):
+            await me.changed.wait()
+    finally:
+        task.cancel()
+    assert me.changes == [False] and not any(other.seen for other in hidden)
+
+
+@in_loop
 async def test_one_probe_per_caller_at_a_time_and_of_a_port_only() -> None:
     hub = LocalHub()
     caller, asked = Peer(hub, 1), Peer(hub, 1)
