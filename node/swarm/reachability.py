@@ -264,8 +264,7 @@ class Reachability:
             self._changed(False)
             logger.warning("%s", self.reason)
         while True:
-            # One that cannot be called itself can dial all the same.
-            askable = {record.peer_id for record in self._directory.others()} if self._listens else set()
+            askable = await self._find_askable() if self._listens else set()
             self._hurries = self._hurries or not askable  # Those that come then see a new address, perhaps.
             if askable and self._is_due(clock() - self._asked_at_s, askable):
                 self._asked_at_s, self._asked_for, self._hurries = clock(), askable, False
@@ -274,6 +273,15 @@ class Reachability:
                 self._seen_at_s = clock()
                 await self._ask_seen(self._rng.choice(sorted(askable)))
             await asyncio.sleep(LOOK_S)
+
+    async def _find_askable(self) -> set[str]:
+        """Peers that see this node at its address, or will when it calls them.
+
+        A peer without an inbound port can dial all the same, and a relay may know no others; but one that is called
+        over a relay does not see this node.
+        """
+        seen = await self._seen_quietly()
+        return {record.peer_id for record in self._directory.others() if record.inbound or record.peer_id in seen}
 
     def _is_due(self, since_s: float, askable: set[str]) -> bool:
         if since_s >= RENEW_S:

@@ -359,6 +359,19 @@ GOOD = {"ports": {"4": PORT}, "announced": []}
 
 
 @in_loop
+async def test_a_peer_that_is_called_over_a_relay_is_not_asked() -> None:
+    """It does not see this node; one without an inbound port that is connected directly can dial all the same."""
+    hub, streets = LocalHub(), Streets()
+    me, relayed, connected = Peer(hub, streets), Peer(hub, streets), Peer(hub, streets)
+    relayed.move()
+    del hub.seen[relayed.peer_id]  # type: ignore[attr-defined]
+    for other in (relayed, connected):
+        other.directory.say(inbound=False, via=(connected.peer_id,))
+        me.directory.merge([other.directory.pulse()])
+    assert await me.reachability._find_askable() == {connected.peer_id}
+
+
+@in_loop
 async def test_one_probe_per_caller_at_a_time_and_at_its_own_address_only() -> None:
     hub, streets = LocalHub(), Streets()
     caller, asked = Peer(hub, streets), Peer(hub, streets)
