@@ -49,7 +49,10 @@ def setup(node: StillNode, folder: Path) -> Config:
         {
             "node": {"data_dir": folder},
             "api": {"allowed_hosts": ["my.home.example"], "host": "198.51.100.9"},
-            "swarm": {"bootstrap": ["/ip4/203.0.113.7/tcp/1/p2p/QmB"], "announce": ["/dns4/my.home.example/tcp/1"]},
+            "swarm": {
+                "bootstrap": ["/ip4/203.0.113.7/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"],
+                "announce": ["/dns4/my.home.example/tcp/1"],
+            },
         }
     )
 
