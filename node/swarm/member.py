@@ -335,14 +335,12 @@ class Member:
         )
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
-        """One sentence for a person: who calls this node how, and what is missing."""
+        """For a person: why nobody calls this node directly, what would help, and over which relays others call it."""
         names = {row.peer_id: row.name for row in self.directory.rows()}
         told = ", ".join(names.get(relay, relay[-6:]) for relay in relays)
-        port = next(iter(self._ports.values()), 0)
-        what = f"No inbound connection reached TCP port {port}" if port else "This node listens on no TCP port"
+        over = "a relay" if len(relays) == 1 else "relays"
         return (
-            f"{what}: others call this node over {'a relay' if len(relays) == 1 else 'relays'} ({told}), which takes "
-            "part of the relay's line; forward that port or set swarm.announce to be called directly."
+            f"{self.reachability.reason} Others call this node over {over} ({told}), at the cost of the relay's line."
         )
 
     async def _look_around(self, listening: Sequence[str]) -> None:

@@ -231,12 +231,12 @@ class Reachability:
         """One sentence for a person, with the mend."""
         port = next((family.port for family in self._families.values() if family.port), 0)
         text = {
-            "no_port": "This node listens on no TCP port, so it reduces nothing; set swarm.listen.",
+            "no_port": "This node listens on no TCP port, so no peer can call it directly; set swarm.listen.",
             "not_tested": "Not tested yet: no other peer has tried to connect.",
             "disputed": f"Not tested yet: the peers that tried TCP port {port} do not agree ({self._counts(None)}).",
             "reached": f"Other peers reach this node at {_places(self.confirmed)} ({self._counts(True)}).",
             "not_reached": f"No inbound connection reached TCP port {port}{self._failure()}: this node trains and "
-            "contributes, but reduces nothing; forward that port or set swarm.announce.",
+            "contributes, but no peer can call it directly; forward that port or set swarm.announce.",
         }[self.code]
         if self._refuted:
             text += f" Nobody reaches {_places(sorted(self._refuted))}, which swarm.announce names."
