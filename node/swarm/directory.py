@@ -253,9 +253,8 @@ class Directory:
         return sorted(relays, key=lambda relay: sha256(f"{pair} {relay}".encode()).digest())
 
     def live_relays(self) -> list[str]:
-        """The others that carry calls for this node, in an order of its own."""
-        relays = [r.peer_id for r in self.live()[1:] if r.relays and r.inbound]
-        return sorted(relays, key=lambda relay: sha256(f"{self.me.peer_id} {relay}".encode()).digest())
+        """The other live peers that carry calls for peers of the run."""
+        return [r.peer_id for r in self.live()[1:] if r.relays and r.inbound]
 
     def _relays_of(self, record: PeerRecord) -> list[str]:
         return [relay for relay in record.via if relay != record.peer_id and self._is_live_relay(relay)]

@@ -136,12 +136,22 @@ class Discovery:
             for peer_id in silent - dropped:
                 await self._wire.drop(peer_id)
             dropped = silent
-            relays = self._directory.live_relays()[:MAX_VIA]
+            relays = self._choose_relays()
             there = await self._wire.hold([*relays, *([] if self.is_reached else self._callable(relays))])
             if there is not None:
                 via = tuple(relay for relay in relays if relay in there)
                 self._directory.say(via=via, relays=self.offers_relay and self.is_reached)
             await asyncio.sleep(HOLD_S)
+
+    def _choose_relays(self) -> list[str]:
+        """Relays to keep a connection to: those that work, and others by chance for those that are missing.
+
+        By chance, because some may be out of reach for ever, such as relays with IPv4 only for a node without it.
+        """
+        live = self._directory.live_relays()
+        kept = [relay for relay in self._directory.me.via if relay in live]
+        others = [relay for relay in live if relay not in kept]
+        return [*kept, *self._rng.sample(others, min(MAX_VIA - len(kept), len(others)))]
 
     def _callable(self, relays: Sequence[str]) -> list[str]:
         """Peers with an inbound port beside these, members first."""

@@ -187,7 +187,7 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     if rounds.wronged and rounds.me in reducers:
         reducers = (rounds.me,)  # Nobody can tell which reducer was wrong; the next leader may be right.
     if not reducers:  # All that can be called are on slow lines.
-        reducers = tuple(sorted(set(declared) & {r.peer_id for r in rounds.directory.members() if r.inbound}))
+        reducers = tuple(peer for peer in rounds.directory.callable_members() if peer in declared)
     if not reducers:
         why = "no member can be reached from outside: one of them must open a port, or a relay must join"
         raise RoundFailed(why, code="reducer_lost")
