@@ -50,6 +50,7 @@ from node.swarm.pace import Pace
 from node.swarm.places import Here, choose, describe_dial
 from node.swarm.sealed import Handshake, SealBroken, SealedStream
 from node.swarm.streams import Reader, Writer, linger, read_message, write_message
+from node.swarm.tcp_probe import accepts_connections
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +145,16 @@ class P2PWire:
         """Directly where that is possible, else over the peer's relays."""
         header = pack_header(verb, message)
         relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
+        dial = not (relays and self._is_avoided(peer_id))
         try:
             async with asyncio.timeout(min(TRY_S, timeout_s / 2) if relays else None):
-                await self._ensure_connected(peer_id, dial=not (relays and self._is_avoided(peer_id)))
+                await self._ensure_connected(peer_id, dial=dial)
                 ends = await self._open(peer_id, PROTOCOL)
         except (_Unconnected, *_FOREIGN) as exc:
             if not relays:
                 raise
-            self._avoid(peer_id)
+            if dial:
+                self._avoid(peer_id)
             logger.debug("%s is not called directly: %r", peer_id[-6:], exc)
         else:
             try:
@@ -187,6 +190,7 @@ class P2PWire:
                 self._avoid(relay)
                 refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
             logger.debug("%s is not called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
+        self._avoided_until_s.pop(peer_id, None)  # No relay leads there, so the next call tries to dial it again.
         # Only a relay that has answered knows anything of the peer.
         is_away = any(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
         code = "unreachable" if is_away else "no_relay"
@@ -372,6 +376,9 @@ class P2PWire:
             raise failure
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                # libp2p waits longer and longer before it dials an address again that has not answered: up to 5 min.
+                if peer_id not in await self.transports() and not await accepts_connections(dialed):
+                    raise failure
                 await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
         except (*_FOREIGN, ValueError) as exc:
             raise failure from exc
