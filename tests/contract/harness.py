@@ -10,6 +10,7 @@ import asyncio
 import queue
 import random
 import secrets
+import tempfile
 import threading
 import time
 import warnings
@@ -79,6 +80,10 @@ def quicken(set_attribute: Callable[[object, str, object], None]) -> None:
     set_attribute(rendezvous, "GRACE_S", 0.5)
 
 
+def _new_cache(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix="cache-", dir=folder))
+
+
 class Seat:
     """Thread, loop, identity and wire."""
 
@@ -86,6 +91,8 @@ class Seat:
         folder.mkdir()
         self.identity = load_identity(folder / "identity.key")
         self.folder = folder
+        self.cache = _new_cache(folder)
+        """Results and downloads. A folder of each test's own, as files of the test before may still be written."""
         self.loop = asyncio.new_event_loop()
         self._transport, self._hub = transport, hub
         self.unseen: set[str] = set()
@@ -180,7 +187,7 @@ class Node:
         wire.routes = self.directory
         self.directory.say(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.directory, random.Random(self.peer_id))
-        self.chain = open_chain(tip, ResultStore(self.seat.folder / "cache", len(rules.grids)))
+        self.chain = open_chain(tip, ResultStore(self.seat.cache, len(rules.grids)))
         self.rounds = Rounds(wire, self.directory, rules, self.chain, faults, self.mail.put)
         self.catch_up = CatchUp(wire, self.directory, self.rounds, self._lose)
         self._tasks = [loop.create_task(self.rounds.run()), loop.create_task(self.catch_up.run())]
@@ -293,6 +300,7 @@ class Ether:
         for seat in seats:
             if seat.is_open:
                 seat.clear()
+                seat.cache = _new_cache(seat.folder)
                 self._free.append(seat)
             else:
                 seat.close()

@@ -199,7 +199,7 @@ class Match:
                     pass
                 if trap.sprung.is_set():
                     break
-                forget(joiner.node.seat.folder / "cache")  # All came from the others: once more, then.
+                forget(joiner.node.seat.cache)  # All came from the others: once more, then.
                 self.download(joiner.node)
             assert trap.sprung.is_set(), f"nobody asked the one that is to fail: {self.downloading}"
         elif case.stage != "inner":
@@ -258,7 +258,7 @@ class Match:
         return Player(late, len(self.players))
 
     def download(self, late: Node) -> None:
-        work = Download(late.seat.wire, late.directory, late.rules, late.seat.folder / "cache", random.Random(0))
+        work = Download(late.seat.wire, late.directory, late.rules, late.seat.cache, random.Random(0))
         target = Target(SERVED_PARAMETERS)
         self.downloading = asyncio.run_coroutine_threadsafe(work.run(target, lambda ratio: None), late.seat.loop)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -115,6 +116,23 @@ def test_a_relayed_call_that_is_not_answered_ends_with_a_timeout(swarm: Swarm) -
     began_s = time.monotonic()
     assert refusal(homes.caller, homes.there, "hang", timeout_s=1.0) == "timeout"
     assert time.monotonic() - began_s < 3
+
+
+def test_a_peer_is_dialed_again_as_soon_as_no_relay_leads_to_it(swarm: Swarm) -> None:
+    if swarm.transport == "local":
+        pytest.skip("peers in one process are not dialed")
+    caller, server, relay = swarm.acquainted(3)
+    caller.wire.routes = relay.wire.routes = Table([relay.peer_id])
+    server.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
+    for seat in (caller, relay):
+        seat.do(seat.wire.drop(server.peer_id))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        caller.learn(server.peer_id, [f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}"])
+        for _ in range(3):
+            assert refusal(caller, server.peer_id, "echo") == "unreachable"
+    caller.learn(server.peer_id, server.addresses())
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
 
 
 def test_a_peer_without_a_relay_is_not_called(swarm: Swarm) -> None:

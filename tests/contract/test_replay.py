@@ -63,13 +63,13 @@ def test_a_damaged_round_and_what_follows_it_comes_from_the_others(swarm: Swarm)
     for round_ in range(ROUNDS):
         tips.append(round_of(nodes, round_)[0].tip)
     helper, hurt = nodes
-    store = ResultStore(hurt.seat.folder / "cache")
+    store = ResultStore(hurt.seat.cache)
     file = store._path(tips[3].head)
     file.write_bytes(file.read_bytes()[:-4] + bytes(4))
     again = crash(swarm, hurt)
     assert replay(again) == [0, 1]
     assert again.tip.head == tips[2].head
-    assert {one.head for one in ResultStore(hurt.seat.folder / "cache").stored} == {tips[1].head, tips[2].head}
+    assert {one.head for one in ResultStore(hurt.seat.cache).stored} == {tips[1].head, tips[2].head}
     again.meet([helper])
     again.start_gossip()
     assert [again.committed().tip.round for _ in range(2)] == [2, 3]
@@ -84,12 +84,12 @@ def test_rounds_of_another_line_are_not_taken_again(swarm: Swarm) -> None:
     round_of([again], 0, extra_tokens=1)
     assert again.tip.head != own.head
     node.stop()
-    store = ResultStore(node.seat.folder / "cache")
+    store = ResultStore(node.seat.cache)
     assert {one.head for one in store.stored} >= {again.tip.head}
     later = Node(node.seat, node.rules, own, again.rounds.faults)
     try:
         assert replay(later) == []
-        assert {one.head for one in ResultStore(node.seat.folder / "cache").stored} == {own.head}
+        assert {one.head for one in ResultStore(node.seat.cache).stored} == {own.head}
     finally:
         later.stop()
 

@@ -81,7 +81,7 @@ def download(node: Node) -> Tip:
 
 
 def new_download(node: Node) -> Download:
-    folder = node.seat.folder / "cache"
+    folder = node.seat.cache
     forget(folder)
     rng, digest_at = random.Random(0), node.chain.digest_at
     return Download(node.seat.wire, node.directory, node.rules, folder, rng, digest_at=digest_at)
