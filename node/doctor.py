@@ -185,7 +185,7 @@ def _ports(patient: Patient) -> Iterator[Finding]:
         file = PortFile(cache / API_PORT_FILE)
         with bind_api(config.api, file, is_default=patient.is_default("api.port"), keep=False) as sock:
             yield _port("api.port", config.api.port, sock.getsockname()[1])
-    except UsageError as exc:
+    except (MachineError, UsageError) as exc:
         yield Finding("fault", "ports", f"api.port: {exc}")
     try:
         listen = [parse(address) for address in config.swarm.listen]

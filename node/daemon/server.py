@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from node.config import ApiConfig
-from node.errors import UsageError
+from node.errors import MachineError, UsageError
 from node.ports import IN_USE, PortFile, candidates
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class _Listener(socket.socket):
 
 def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> socket.socket:
     """A listening socket; `connections_max` or half of the files that the process may open, whichever is less, is what
-    it accepts at a time. Raises UsageError, which names the mend."""
+    it accepts at a time. Raises MachineError where the port is taken, else UsageError; both name the mend."""
     connections_max = min(connections_max, _raise_files() // 2)
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -131,7 +131,7 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
     except OSError as exc:
         sock.close()
         if exc.errno == errno.EADDRINUSE:
-            raise UsageError(
+            raise MachineError(
                 f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.", code=IN_USE
             ) from exc
         raise UsageError(
@@ -150,7 +150,7 @@ def bind_api(api: ApiConfig, file: PortFile, *, is_default: bool, keep: bool = T
     for candidate in candidates(api.port, file.recall(api.port)):
         try:
             sock = bind(api.host, candidate)
-        except UsageError as exc:
+        except MachineError as exc:
             if exc.code != IN_USE or not candidate:
                 raise
         else:

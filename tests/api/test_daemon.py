@@ -17,7 +17,7 @@ from node.config import Config
 from node.daemon.server import bind
 from node.daemon.shift import FROZEN_S
 from node.daemon.supervisor import run
-from node.errors import DataFolderError, UsageError
+from node.errors import DataFolderError, MachineError, UsageError
 from tests.api.daemon import Daemon, alive, wait_for
 
 RESIDENT_BYTES_MAX = 100e6
@@ -234,9 +234,9 @@ def test_port_in_use_and_unusable_folder(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config.model_validate({"node": {"data_dir": tmp_path / "a"}, "api": {"port": port}})
-        with pytest.raises(UsageError, match=r"--api\.port 0") as caught:
+        with pytest.raises(MachineError, match=r"--api\.port 0") as caught:
             run(config, join=None)
-    assert (caught.value.exit_code, caught.value.code) == (2, "port_in_use")
+    assert (caught.value.exit_code, caught.value.code) == (3, "port_in_use")
     (tmp_path / "file").touch()
     config = Config.model_validate({"node": {"data_dir": tmp_path / "file" / "a"}, "api": {"port": 0}})
     with pytest.raises(DataFolderError, match="--data-dir"):

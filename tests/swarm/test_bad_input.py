@@ -110,7 +110,7 @@ def test_api_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = command("run", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
-    assert (code, out) == (2, "")
+    assert (code, out) == (3, "")
     assert_one_sentence(err, "--api.port 0")
 
 
