@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
-FIXED_S = 0.3
+FIXED_S = 1.0
 """Of a deposit, beside its bytes."""
 MARGIN_RATIO = 0.1
 """By which a line may be slower than in the round before."""
