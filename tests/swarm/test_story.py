@@ -1,0 +1,53 @@
+"""One run from end to end: found, join, agree, pause, resume, kill -9, come back, leave, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import START_S, Swarm, command, common_rounds, tiny, wait_for
+
+
+@pytest.mark.timeout(240)
+def test_three_nodes_found_a_run_survive_kill_9_leave_and_export_the_model(tmp_path: Path) -> None:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 60, "min_peers": 1})) as swarm:
+        founder = swarm.found()
+        second, third = swarm.join("second", "third")
+        nodes = (founder, second, third)
+        everybody = {node.status()["node"]["peer_id"] for node in nodes}
+
+        def round_of_all() -> bool:
+            return any(
+                {member["peer_id"] for member in record["members"] if member["included"]} == everybody
+                for record in founder.rounds()
+            )
+
+        wait_for(round_of_all, 2 * START_S, "no round has all three")
+        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+
+        assert third.act("pause").status_code == 202
+        third.until(lambda s: s["phase"] == "paused", START_S)
+        since = founder.status()["run"]["round"]
+        founder.until_round(since + 2)
+        assert third.act("resume").status_code == 202
+        third.until_round(since + 2, 2 * START_S)
+
+        second.find("worker").kill()
+        second.find("supervisor").kill()
+        second.end_by_force()
+        since = founder.status()["run"]["round"]
+        founder.until_round(since + 2)
+        second.start()
+        second.until_round(since + 2, 2 * START_S)
+        assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+
+        last = third.status()["run"]["round"]
+        assert third.stop() == 0
+        model = tmp_path / "model"
+        code, _, said = command("export", str(model), "--data-dir", str(third.folder), timeout_s=90.0)
+        assert code == 0, said
+        assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
+        assert third.checkpoints() and last >= 0
+        assert second.stop() == 0 and founder.stop() == 0
