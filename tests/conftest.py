@@ -47,8 +47,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
     return Parts(config, log)
 
 
+SLOW_FOLDERS = ("tests/swarm/", "tests/homes/", "tests/browser/", "tests/docker/")
+QUICK = ("tests/swarm/test_story.py", "tests/browser/test_swarm.py::test_each_view_shows_what_the_node_says")
+"""Of those folders, what `make test` runs, too: one story of a swarm, and one look at the page in a browser."""
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether only `make test-all` runs this: real swarms, browsers, containers, and the contract over libp2p."""
+    if nodeid.startswith(SLOW_FOLDERS):
+        return not nodeid.startswith(QUICK)
+    return nodeid.startswith("tests/contract/") and "[p2p" in nodeid
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first, in the processes that pytest-xdist starts."""
+    """Mark what is slow. In the processes that pytest-xdist starts, the longest tests come first."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
         files = [item.nodeid.split("::")[0] for item in items]
         rank = {file: (part_of(file) != "swarms", file not in BESIDE) for file in files}

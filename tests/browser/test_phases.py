@@ -13,7 +13,7 @@ from playwright.sync_api import BrowserContext
 
 from tests.browser.harness import Dashboard, missing
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny
-from tests.swarm.impatient import PROGRAM, TIMINGS
+from tests.swarm.node_main import PROGRAM, TIMINGS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -24,9 +24,11 @@ import httpx
 import psutil
 
 from tests.homes.namespace import inside
+from tests.swarm import warm
+from tests.swarm.node_main import PROGRAM
 
 ROOT = Path(__file__).parents[2]
-MARK = "SWARM_TEST_MARK"
+MARK = warm.MARK
 PATIENCE = 3.0
 """Tests run on shared machines: a figure that users are promised may take so many times as long here."""
 START_S = 60.0
@@ -105,7 +107,7 @@ class Node:
         """Empty: where a node listens by default."""
         self.order = "run"
         """Or `relay`."""
-        self.program = "node.cli"
+        self.program = PROGRAM if warm.WARM in os.environ else "node.cli"
         """The module that is run, with the command line's words."""
         self._client: httpx.Client | None = None
 
@@ -147,9 +149,11 @@ class Node:
     def processes(self) -> list[psutil.Process]:
         """Everything that lives and carries this node's mark: supervisor, worker, p2pd; no zombies."""
         found = []
+        forked = warm.workers(self.mark)
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = process.pid in forked or process.environ().get(MARK) == self.mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

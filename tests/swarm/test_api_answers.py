@@ -16,7 +16,7 @@ import pytest
 
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
-from tests.swarm.impatient import PROGRAM, TIMINGS
+from tests.swarm.node_main import PROGRAM, TIMINGS
 
 ROUTES = ("/api/v1/status", "/api/v1/swarm", "/api/v1/rounds", "/api/v1/logs", "/livez", "/metrics")
 ANSWER_S = 0.1

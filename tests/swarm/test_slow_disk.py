@@ -11,7 +11,7 @@ import pytest
 
 from node.daemon.shift import Timings
 from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, checkpoint_round, tiny
-from tests.swarm.impatient import PROGRAM, TIMINGS
+from tests.swarm.node_main import PROGRAM, TIMINGS
 
 SAVE_S = Timings().stop_s + 3
 HUNG_S = 5.0

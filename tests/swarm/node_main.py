@@ -1,4 +1,7 @@
-"""The command line, with a supervisor that waits less: its `Timings` as JSON in the environment."""
+"""The command line for nodes under test: warm workers where there is a server of them, and shorter waits if wanted.
+
+The supervisor's `Timings` are given as JSON in the environment.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from functools import partial
 from node import cli
 from node.daemon import supervisor
 from node.daemon.shift import Timings
+from tests.swarm import warm
 
-PROGRAM = "tests.swarm.impatient"
+PROGRAM = "tests.swarm.node_main"
 TIMINGS = "SWARM_TEST_TIMINGS"
 
 
 def main() -> int:
     timings = Timings(**json.loads(os.environ.pop(TIMINGS, "{}")))
     supervisor.Parts = partial(supervisor.Parts, timings=timings)  # type: ignore[assignment, misc]
+    if warm.WARM in os.environ:
+        warm.install()
     return cli.main()
 
 
