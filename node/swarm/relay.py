@@ -40,7 +40,8 @@ LAST_S = 5.0
 """For what is on its way when the target has hung up."""
 PIECE_BYTES = 64 * 1024
 FREE_BYTES = 32 * 1024
-"""The first of each direction count, but do not wait: handshakes and heartbeats pass beside bulk."""
+"""The first of each direction do not wait, as far as the share of `Pace` for such bytes goes: handshakes and heartbeats
+pass beside bulk."""
 MAX_FRAME_BYTES = 512
 
 Ends = tuple[Reader, Writer]
@@ -178,9 +179,11 @@ class Relay:
             piece = await reader.read(PACED_PIECE_BYTES if is_paced else PIECE_BYTES)
             if not piece:
                 return
-            wait_s = max(pace.book(len(piece)) for pace in self._paces)
-            if passed_bytes >= FREE_BYTES:
-                await asyncio.sleep(wait_s)
+            if passed_bytes < FREE_BYTES and all(pace.spares(len(piece)) for pace in self._paces):
+                for pace in self._paces:
+                    pace.take_ahead(len(piece))
+            elif is_paced:
+                await asyncio.gather(*(pace.take(len(piece)) for pace in self._paces))
             passed_bytes += len(piece)
             self._traffic().received_bytes[Channel.RELAY] += len(piece)
             writer.write(piece)

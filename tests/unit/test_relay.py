@@ -159,6 +159,43 @@ async def test_the_first_bytes_do_not_wait_and_the_rest_keeps_to_the_limit() -> 
     assert bench.to_target.closed.is_set()
 
 
+@on_a_loop
+async def test_many_short_circuits_together_keep_to_the_limit() -> None:
+    """Each carries less than what one circuit may send without waiting. Measured after the first second."""
+    bench = Bench()
+    bench.up.limit(4.0)
+    clock = asyncio.get_running_loop().time
+    ends_s, targets = clock() + 4.0, dict[str, Sink]()
+
+    async def open_target(peer_id: str) -> tuple[asyncio.StreamReader, Sink]:
+        return asyncio.StreamReader(), targets[peer_id]
+
+    bench.relay._open_target = open_target
+
+    async def call_again_and_again(caller: str) -> None:
+        while clock() < ends_s:
+            from_caller, to_caller, to_target = asyncio.StreamReader(), Sink(), Sink()
+            targets[caller] = to_target
+            request = msgpack.packb((caller, HELLO, 60.0))
+            from_caller.feed_data(len(request).to_bytes(2, "big") + request)
+            circuit = asyncio.create_task(bench.relay.carry(caller, bench._check, (from_caller, to_caller)))
+            await until(lambda to_caller=to_caller: bool(to_caller.data))
+            from_caller.feed_data(bytes(20_000))
+            await until(lambda there=to_target: len(there.data) >= 20_000)
+            from_caller.feed_eof()
+            await circuit
+
+    callers = [asyncio.create_task(call_again_and_again(f"caller {number}")) for number in range(20)]
+    await asyncio.sleep(1.0)
+    began_s, before = clock(), bench.traffic.sent_bytes[Channel.RELAY]
+    await asyncio.sleep(2.5)
+    bytes_s = (bench.traffic.sent_bytes[Channel.RELAY] - before) / (clock() - began_s)
+    for caller in callers:
+        caller.cancel()
+    await asyncio.gather(*callers, return_exceptions=True)
+    assert 0.5 < bytes_s / bench.up.bytes_s < 1.1
+
+
 WRONG = {
     "no list": "x",
     "too few": [TARGET, HELLO],
