@@ -314,11 +314,11 @@ def test_a_caller_holds_only_so_many_circuits(swarm: Swarm, monkeypatch: pytest.
     calls = [
         start(homes.caller, homes.caller.wire.call(homes.there, "slow", Message(), timeout_s=30)) for _ in range(3)
     ]
-    wait_until(lambda: relay.relay._running[homes.caller.peer_id] == 3)
+    wait_until(lambda: relay.relay.count(homes.caller.peer_id) == 3)
     with pytest.raises(PeerError, match="as much as it can"):
         ask(homes.caller, homes.there, "echo")
     assert ask(homes.server, homes.caller.peer_id, "echo").header["caller"] == homes.there, "another caller has its own"
     go_on.set()
     for call in calls:
         call.result(10)
-    wait_until(lambda: relay.relay._running.total() == 0)
+    wait_until(lambda: not relay.relay._circuits)

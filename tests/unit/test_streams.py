@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from node.swarm import streams
 from node.errors import PeerError
+from node.swarm import streams
 from node.swarm.base import MAX_HEADER_BYTES, Message, pack_header
 from node.swarm.pace import Pace
 
