@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 LONELY_S = 1.0
 """Between tries while nobody is there; doubles to CALM_S."""
 CALM_S = 15.0
+REDIAL_S = 60.0
+"""Between two times that a node in company dials peers that it knows of and does not hear; a quarter more or less."""
+REDIALED = 8
+"""Most of them at a time, so that a large swarm does not flood its bootstrap peers."""
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096
@@ -94,6 +98,13 @@ class Discovery:
         self._cache = cache
         self._rng = rng
         self._key = dht_key(directory.me.run)
+        self._redial_at_s = 0.0
+        self._ids: dict[str, str] = {}
+        """Who answered at the bootstrap addresses that name no peer id."""
+        self._remembered: list[str] | None = None
+        """Addresses for the next start, as far as they are read; `_saved` are those in the file."""
+        self._saved: list[str] = []
+        self._remembering = asyncio.Lock()
         self.offers_relay = False
         """Whether this node relays calls of others once its port is known to be reachable."""
         self.last_problem = ""
@@ -108,17 +119,15 @@ class Discovery:
         """Look for others for ever: eagerly while alone, calmly in company."""
         wait_s = LONELY_S
         while True:
-            if len(self._directory.live()) == 1:
-                await self._dial_known()
+            await self.seek()
             await self._use_dht()
-            self._learn()
             alone = len(self._directory.live()) == 1
             wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
             self._directory.changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s if alone else LONELY_S):
                     await self._directory.changed.wait()
-            self._learn()
+            await self._learn()
             if not alone:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)
 
@@ -161,38 +170,76 @@ class Discovery:
     async def meet(self) -> bool:
         """One try to reach anybody. True if somebody answered."""
         await self._dial_known()
-        self._learn()
+        await self._learn()
         return len(self._directory.live()) > 1
+
+    async def seek(self) -> None:
+        """While alone, dial everybody who is known; in company, now and then some of those that are not heard.
+
+        Without the latter, neighbours that met on a local network would train on as an island when the internet is
+        back.
+        """
+        if len(self._directory.live()) == 1:
+            await self._dial_known()
+        elif asyncio.get_running_loop().time() >= self._redial_at_s:
+            await self._dial_missing()
+        await self._learn()
 
     async def follow(self, address: str) -> None:
         """Dial a peer that somebody has named, one address with its peer id."""
         await self._dial(address.rpartition("/p2p/")[2], [address])
-        self._learn()
+        await self._learn()
 
     async def _dial_known(self) -> None:
-        by_peer: dict[str, list[str]] = {}
+        self._put_off_redial()
         named, silent = await self._name_bootstrap()
-        for address in [*named, *self._read_cache()]:
-            by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        by_peer = _by_peer([*named, *await self._read_remembered()])
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
         self.unreached |= silent
         self.strangers = frozenset(p for p in by_peer if p not in self.unreached and self._directory.find(p) is None)
 
+    async def _dial_missing(self) -> None:
+        """Dial a few bootstrap and remembered peers that are not live."""
+        self._put_off_redial()
+        live = {record.peer_id for record in self._directory.live()}
+        nameless = [a for a in self._bootstrap if "/p2p/" not in a and self._ids.get(a) not in live]
+        named = [address for address in self._bootstrap if "/p2p/" in address]
+        by_peer = _by_peer([*named, *await self._read_remembered()])
+        missing = [*nameless, *(peer for peer in by_peer if peer not in live)]
+        chosen = self._rng.sample(missing, min(REDIALED, len(missing)))
+        await asyncio.gather(*(self._dial(one, by_peer[one]) if one in by_peer else self._ask(one) for one in chosen))
+
+    async def _ask(self, address: str) -> None:
+        """Dial an address that names no peer id."""
+        try:
+            named = await self._name(address)
+        except SwarmError as exc:
+            self.last_problem = str(exc)
+            return
+        await self._dial(self._ids[address], [named])
+
+    def _put_off_redial(self) -> None:
+        self._redial_at_s = asyncio.get_running_loop().time() + self._rng.uniform(0.75, 1.25) * REDIAL_S
+
     async def _name_bootstrap(self) -> tuple[list[str], frozenset[str]]:
         """The bootstrap addresses, with the peer id where a person wrote none; and those where nobody answered."""
         named, silent = [], []
         for address in self._bootstrap:
-            if "/p2p/" in address:
-                named.append(address)
-                continue
             try:
-                named.append(f"{address}/p2p/{await self._wire.ask_peer_id(address)}")
+                named.append(await self._name(address))
             except SwarmError as exc:
                 self.last_problem = str(exc)
                 silent.append(address)
         return named, frozenset(silent)
+
+    async def _name(self, address: str) -> str:
+        """The address with its peer id, which a person may have left out. Raises PeerError."""
+        if "/p2p/" in address:
+            return address
+        self._ids[address] = await self._wire.ask_peer_id(address)
+        return f"{address}/p2p/{self._ids[address]}"
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
         try:
@@ -219,17 +266,33 @@ class Discovery:
         strangers = [read_stored(value) for peer_id, value in found.items() if self._directory.find(peer_id) is None]
         self._directory.merge(signed for signed in strangers if signed is not None)
 
-    def _learn(self) -> None:
+    async def _learn(self) -> None:
         """Hand the addresses that peers tell to the wire, and remember them for the next start."""
         self._tell_wire()
         others = [record for record in self._directory.live()[1:] if record.inbound]
         addresses = [address for record in others for address in addresses_of(record.peer_id, record.addresses)]
         if addresses:
-            self._write_cache(addresses)
+            await self._remember(addresses)
 
     def _tell_wire(self) -> None:
         for record in self._directory.live()[1:]:
             self._wire.learn(record.peer_id, record.addresses, inbound=record.inbound)
+
+    async def _read_remembered(self) -> list[str]:
+        """Addresses of peers from before, read from the disk once."""
+        async with self._remembering:
+            if self._remembered is None:
+                self._remembered = self._saved = await asyncio.to_thread(self._read_cache)
+            return self._remembered
+
+    async def _remember(self, addresses: Sequence[str]) -> None:
+        """The newest first, older ones kept behind them up to MAX_CACHED. Written where they change."""
+        await self._read_remembered()
+        async with self._remembering:
+            kept = list(dict.fromkeys([*sorted(addresses), *(self._remembered or ())]))[:MAX_CACHED]
+            self._remembered = kept
+            if kept != self._saved and await asyncio.to_thread(self._write_cache, kept):
+                self._saved = kept
 
     def _read_cache(self) -> list[str]:
         try:
@@ -241,13 +304,18 @@ class Discovery:
             return []
         return [address for address in known if isinstance(address, str) and read_address(address)]
 
-    def _write_cache(self, addresses: Sequence[str]) -> None:
-        """The newest first, older ones kept behind them up to MAX_CACHED."""
-        old = self._read_cache()
-        kept = list(dict.fromkeys([*sorted(addresses), *old]))[:MAX_CACHED]
-        if kept == old:
-            return
+    def _write_cache(self, addresses: Sequence[str]) -> bool:
         try:
-            write_whole(self._cache, json.dumps({"addresses": kept}, indent=1), forced=False)
+            write_whole(self._cache, json.dumps({"addresses": addresses}, indent=1), forced=False)
         except OSError as exc:
             logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)
+            return False
+        return True
+
+
+def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Addresses that end in a peer id, by it."""
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return by_peer
