@@ -17,7 +17,9 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import SwarmError
 from node.files import write_whole
+from node.status import Channel
 from node.swarm.addresses import addresses_of, read_address
+from node.swarm.base import Message, Service
 from node.swarm.directory import MAX_VIA, MEMBER_PHASES, PURPOSE, Directory, Signed
 from node.swarm.gossip import Gossip
 from node.swarm.identity import verify
@@ -32,6 +34,11 @@ REDIAL_S = 60.0
 """Between two times that a node in company dials peers that it knows of and does not hear; a quarter more or less."""
 REDIALED = 8
 """Most of them at a time, so that a large swarm does not flood its bootstrap peers."""
+CHECK_S = 60.0
+"""Between two calls of a node to itself over its relays; a quarter more or less."""
+CHECK_CALL_S = 10.0
+GIVEN_UP_S = 600.0
+"""A relay that did not carry such calls is not chosen for so long."""
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096
@@ -105,6 +112,9 @@ class Discovery:
         """Addresses for the next start, as far as they are read; `_saved` are those in the file."""
         self._saved: list[str] = []
         self._remembering = asyncio.Lock()
+        self._failing: frozenset[str] = frozenset()
+        """Relays that did not carry the last call of this node to itself."""
+        self._given_up_until_s: dict[str, float] = {}
         self.offers_relay = False
         """Whether this node relays calls of others once its port is known to be reachable."""
         self.last_problem = ""
@@ -114,6 +124,7 @@ class Discovery:
         """Peers that answered the last dial, but not as peers of this run."""
         self.unreached: frozenset[str] = frozenset()
         """Peers that did not answer the last dial; of those with an unknown id, the address."""
+        wire.serve({"loopback": Service(_answer, Channel.DHT, admits=lambda caller: caller == wire.peer_id)})
 
     async def run(self) -> None:
         """Look for others for ever: eagerly while alone, calmly in company."""
@@ -157,10 +168,32 @@ class Discovery:
 
         By chance, because some may be out of reach for ever, such as relays with IPv4 only for a node without it.
         """
-        live = self._directory.live_relays()
+        every = self._directory.live_relays()
+        live = [relay for relay in every if relay not in self._given_up_until_s] or every
         kept = [relay for relay in self._directory.me.via if relay in live]
         others = [relay for relay in live if relay not in kept]
         return [*kept, *self._rng.sample(others, min(MAX_VIA - len(kept), len(others)))]
+
+    async def check_relays(self) -> None:
+        """Now and then, for ever: whether the relays of a node without an inbound port carry a call to it.
+
+        A relay that is busy or hostile keeps its connection all the same, and only callers would notice.
+        """
+        while True:
+            await asyncio.sleep(self._rng.uniform(0.75, 1.25) * CHECK_S)
+            await self._check_relays()
+
+    async def _check_relays(self) -> None:
+        """Give up a relay that fails twice in a row."""
+        now_s = asyncio.get_running_loop().time()
+        self._given_up_until_s = {r: until_s for r, until_s in self._given_up_until_s.items() if until_s > now_s}
+        via = () if self._directory.me.inbound else self._directory.me.via
+        carried = await asyncio.gather(*(self._wire.is_carried_by(r, "loopback", CHECK_CALL_S) for r in via))
+        failing = frozenset(relay for relay, is_carried in zip(via, carried, strict=True) if not is_carried)
+        for relay in (failing & self._failing).difference(self._given_up_until_s):
+            logger.info("The relay %s does not carry calls to this node; another one is chosen.", relay[-6:])
+            self._given_up_until_s[relay] = now_s + GIVEN_UP_S
+        self._failing = failing
 
     def _callable(self, relays: Sequence[str]) -> list[str]:
         """Peers with an inbound port beside these, members first."""
@@ -311,6 +344,10 @@ class Discovery:
             logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)
             return False
         return True
+
+
+async def _answer(_caller: str, _message: Message) -> Message:
+    return Message()
 
 
 def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:

@@ -455,6 +455,7 @@ async def start_member(options: MemberOptions) -> Member:
         member.gossip.run(),
         member.discovery.run(),
         member.discovery.hold(),
+        member.discovery.check_relays(),
         member.reachability.run(),
         member.keep_view(),
     )
