@@ -132,6 +132,7 @@ class Discovery:
         while True:
             await self.seek()
             await self._use_dht()
+            await self._learn()
             alone = len(self._directory.live()) == 1
             wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
             self._directory.changed.clear()
