@@ -68,13 +68,15 @@ async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], p
 
     TimeoutError for a peer that takes nothing, or all of it too slowly.
     """
-    bulk = blobs if len(header) <= SMALL_HEADER_BYTES else [header, *blobs]
-    blob_bytes = sum(map(len, blobs))
-    writer.write(len(header).to_bytes(4, "big"))
-    if bulk is blobs:
+    length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
+    if len(header) <= SMALL_HEADER_BYTES:
         if not pace.take_ahead(len(header)):
             await pace.take(len(header))
-        writer.write(header)
+        writer.write(length + header)
+        bulk = blobs
+    else:
+        writer.write(length)
+        bulk = [header, *blobs]
     step = PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES
     patience = _Patience(sum(map(len, bulk)))
     for blob in bulk:
