@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import SwarmError
 from node.files import write_whole
+from node.status import Channel
 from node.swarm.addresses import addresses_of, read_address
+from node.swarm.base import Message, Service
 from node.swarm.directory import MAX_VIA, MEMBER_PHASES, PURPOSE, Directory, Signed
 from node.swarm.gossip import Gossip
 from node.swarm.identity import verify
@@ -28,6 +30,15 @@ logger = logging.getLogger(__name__)
 LONELY_S = 1.0
 """Between tries while nobody is there; doubles to CALM_S."""
 CALM_S = 15.0
+REDIAL_S = 60.0
+"""Between two times that a node in company dials peers that it knows of and does not hear; a quarter more or less."""
+REDIALED = 8
+"""Most of them at a time, so that a large swarm does not flood its bootstrap peers."""
+CHECK_S = 60.0
+"""Between two calls of a node to itself over its relays; a quarter more or less."""
+CHECK_CALL_S = 10.0
+GIVEN_UP_S = 600.0
+"""A relay that did not carry such calls is not chosen for so long."""
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
 MAX_STORED_BYTES = 4096
@@ -94,6 +105,16 @@ class Discovery:
         self._cache = cache
         self._rng = rng
         self._key = dht_key(directory.me.run)
+        self._redial_at_s = 0.0
+        self._ids: dict[str, str] = {}
+        """Who answered at the bootstrap addresses that name no peer id."""
+        self._remembered: list[str] | None = None
+        """Addresses for the next start, as far as they are read; `_saved` are those in the file."""
+        self._saved: list[str] = []
+        self._remembering = asyncio.Lock()
+        self._failing: frozenset[str] = frozenset()
+        """Relays that did not carry the last call of this node to itself."""
+        self._given_up_until_s: dict[str, float] = {}
         self.offers_relay = False
         """Whether this node relays calls of others once its port is known to be reachable."""
         self.last_problem = ""
@@ -103,22 +124,22 @@ class Discovery:
         """Peers that answered the last dial, but not as peers of this run."""
         self.unreached: frozenset[str] = frozenset()
         """Peers that did not answer the last dial; of those with an unknown id, the address."""
+        wire.serve({"loopback": Service(_answer, Channel.DHT, admits=lambda caller: caller == wire.peer_id)})
 
     async def run(self) -> None:
         """Look for others for ever: eagerly while alone, calmly in company."""
         wait_s = LONELY_S
         while True:
-            if len(self._directory.live()) == 1:
-                await self._dial_known()
+            await self.seek()
             await self._use_dht()
-            self._learn()
+            await self._learn()
             alone = len(self._directory.live()) == 1
             wait_s = min(CALM_S, 2 * wait_s) if alone else CALM_S
             self._directory.changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s if alone else LONELY_S):
                     await self._directory.changed.wait()
-            self._learn()
+            await self._learn()
             if not alone:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.0) * CALM_S)
 
@@ -148,10 +169,32 @@ class Discovery:
 
         By chance, because some may be out of reach for ever, such as relays with IPv4 only for a node without it.
         """
-        live = self._directory.live_relays()
+        every = self._directory.live_relays()
+        live = [relay for relay in every if relay not in self._given_up_until_s] or every
         kept = [relay for relay in self._directory.me.via if relay in live]
         others = [relay for relay in live if relay not in kept]
         return [*kept, *self._rng.sample(others, min(MAX_VIA - len(kept), len(others)))]
+
+    async def check_relays(self) -> None:
+        """Now and then, for ever: whether the relays of a node without an inbound port carry a call to it.
+
+        A relay that is busy or hostile keeps its connection all the same, and only callers would notice.
+        """
+        while True:
+            await asyncio.sleep(self._rng.uniform(0.75, 1.25) * CHECK_S)
+            await self._check_relays()
+
+    async def _check_relays(self) -> None:
+        """Give up a relay that fails twice in a row."""
+        now_s = asyncio.get_running_loop().time()
+        self._given_up_until_s = {r: until_s for r, until_s in self._given_up_until_s.items() if until_s > now_s}
+        via = () if self._directory.me.inbound else self._directory.me.via
+        carried = await asyncio.gather(*(self._wire.is_carried_by(r, "loopback", CHECK_CALL_S) for r in via))
+        failing = frozenset(relay for relay, is_carried in zip(via, carried, strict=True) if not is_carried)
+        for relay in (failing & self._failing).difference(self._given_up_until_s):
+            logger.info("The relay %s does not carry calls to this node; another one is chosen.", relay[-6:])
+            self._given_up_until_s[relay] = now_s + GIVEN_UP_S
+        self._failing = failing
 
     def _callable(self, relays: Sequence[str]) -> list[str]:
         """Peers with an inbound port beside these, members first."""
@@ -161,38 +204,76 @@ class Discovery:
     async def meet(self) -> bool:
         """One try to reach anybody. True if somebody answered."""
         await self._dial_known()
-        self._learn()
+        await self._learn()
         return len(self._directory.live()) > 1
+
+    async def seek(self) -> None:
+        """While alone, dial everybody who is known; in company, now and then some of those that are not heard.
+
+        Without the latter, neighbours that met on a local network would train on as an island when the internet is
+        back.
+        """
+        if len(self._directory.live()) == 1:
+            await self._dial_known()
+        elif asyncio.get_running_loop().time() >= self._redial_at_s:
+            await self._dial_missing()
+        await self._learn()
 
     async def follow(self, address: str) -> None:
         """Dial a peer that somebody has named, one address with its peer id."""
         await self._dial(address.rpartition("/p2p/")[2], [address])
-        self._learn()
+        await self._learn()
 
     async def _dial_known(self) -> None:
-        by_peer: dict[str, list[str]] = {}
+        self._put_off_redial()
         named, silent = await self._name_bootstrap()
-        for address in [*named, *self._read_cache()]:
-            by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        by_peer = _by_peer([*named, *await self._read_remembered()])
         by_peer.pop(self._wire.peer_id, None)
         answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
         self.unreached = frozenset(peer for peer, answer in zip(by_peer, answered, strict=True) if not answer)
         self.unreached |= silent
         self.strangers = frozenset(p for p in by_peer if p not in self.unreached and self._directory.find(p) is None)
 
+    async def _dial_missing(self) -> None:
+        """Dial a few bootstrap and remembered peers that are not live."""
+        self._put_off_redial()
+        live = {record.peer_id for record in self._directory.live()}
+        nameless = [a for a in self._bootstrap if "/p2p/" not in a and self._ids.get(a) not in live]
+        named = [address for address in self._bootstrap if "/p2p/" in address]
+        by_peer = _by_peer([*named, *await self._read_remembered()])
+        missing = [*nameless, *(peer for peer in by_peer if peer not in live)]
+        chosen = self._rng.sample(missing, min(REDIALED, len(missing)))
+        await asyncio.gather(*(self._dial(one, by_peer[one]) if one in by_peer else self._ask(one) for one in chosen))
+
+    async def _ask(self, address: str) -> None:
+        """Dial an address that names no peer id."""
+        try:
+            named = await self._name(address)
+        except SwarmError as exc:
+            self.last_problem = str(exc)
+            return
+        await self._dial(self._ids[address], [named])
+
+    def _put_off_redial(self) -> None:
+        self._redial_at_s = asyncio.get_running_loop().time() + self._rng.uniform(0.75, 1.25) * REDIAL_S
+
     async def _name_bootstrap(self) -> tuple[list[str], frozenset[str]]:
         """The bootstrap addresses, with the peer id where a person wrote none; and those where nobody answered."""
         named, silent = [], []
         for address in self._bootstrap:
-            if "/p2p/" in address:
-                named.append(address)
-                continue
             try:
-                named.append(f"{address}/p2p/{await self._wire.ask_peer_id(address)}")
+                named.append(await self._name(address))
             except SwarmError as exc:
                 self.last_problem = str(exc)
                 silent.append(address)
         return named, frozenset(silent)
+
+    async def _name(self, address: str) -> str:
+        """The address with its peer id, which a person may have left out. Raises PeerError."""
+        if "/p2p/" in address:
+            return address
+        self._ids[address] = await self._wire.ask_peer_id(address)
+        return f"{address}/p2p/{self._ids[address]}"
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
         try:
@@ -219,17 +300,33 @@ class Discovery:
         strangers = [read_stored(value) for peer_id, value in found.items() if self._directory.find(peer_id) is None]
         self._directory.merge(signed for signed in strangers if signed is not None)
 
-    def _learn(self) -> None:
+    async def _learn(self) -> None:
         """Hand the addresses that peers tell to the wire, and remember them for the next start."""
         self._tell_wire()
         others = [record for record in self._directory.live()[1:] if record.inbound]
         addresses = [address for record in others for address in addresses_of(record.peer_id, record.addresses)]
         if addresses:
-            self._write_cache(addresses)
+            await self._remember(addresses)
 
     def _tell_wire(self) -> None:
         for record in self._directory.live()[1:]:
             self._wire.learn(record.peer_id, record.addresses, inbound=record.inbound)
+
+    async def _read_remembered(self) -> list[str]:
+        """Addresses of peers from before, read from the disk once."""
+        async with self._remembering:
+            if self._remembered is None:
+                self._remembered = self._saved = await asyncio.to_thread(self._read_cache)
+            return self._remembered
+
+    async def _remember(self, addresses: Sequence[str]) -> None:
+        """The newest first, older ones kept behind them up to MAX_CACHED. Written where they change."""
+        await self._read_remembered()
+        async with self._remembering:
+            kept = list(dict.fromkeys([*sorted(addresses), *(self._remembered or ())]))[:MAX_CACHED]
+            self._remembered = kept
+            if kept != self._saved and await asyncio.to_thread(self._write_cache, kept):
+                self._saved = kept
 
     def _read_cache(self) -> list[str]:
         try:
@@ -241,13 +338,22 @@ class Discovery:
             return []
         return [address for address in known if isinstance(address, str) and read_address(address)]
 
-    def _write_cache(self, addresses: Sequence[str]) -> None:
-        """The newest first, older ones kept behind them up to MAX_CACHED."""
-        old = self._read_cache()
-        kept = list(dict.fromkeys([*sorted(addresses), *old]))[:MAX_CACHED]
-        if kept == old:
-            return
+    def _write_cache(self, addresses: Sequence[str]) -> bool:
         try:
-            write_whole(self._cache, json.dumps({"addresses": kept}, indent=1), forced=False)
+            write_whole(self._cache, json.dumps({"addresses": addresses}, indent=1), forced=False)
         except OSError as exc:
             logger.warning("Known peers could not be saved to %s: %s", self._cache, exc)
+            return False
+        return True
+
+
+async def _answer(_caller: str, _message: Message) -> Message:
+    return Message()
+
+
+def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Addresses that end in a peer id, by it."""
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return by_peer

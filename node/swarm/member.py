@@ -274,8 +274,7 @@ class Member:
     async def align(self) -> Tip:
         """Reach the others if they can be reached, and come to their head and their round's age."""
         assert self.rounds is not None and self._catch_up is not None
-        if len(self.directory.live()) == 1:
-            await self.discovery.meet()
+        await self.discovery.seek()
         await self._catch_up.align()
         return self.rounds.chain.tip
 
@@ -456,6 +455,7 @@ async def start_member(options: MemberOptions) -> Member:
         member.gossip.run(),
         member.discovery.run(),
         member.discovery.hold(),
+        member.discovery.check_relays(),
         member.reachability.run(),
         member.keep_view(),
     )

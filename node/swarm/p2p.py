@@ -254,6 +254,18 @@ class P2PWire:
                 self._avoid(relay)  # The call ran out of time here.
             raise
 
+    async def is_carried_by(self, relay: str, verb: str, timeout_s: float) -> bool:
+        """Whether a relay carries a call from this node to itself."""
+        message = Message()
+        header = pack_header(verb, message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call_over([relay], self.peer_id, verb, header, message, 0, timeout_s)
+        except (PeerError, *_FOREIGN, *STUMBLES) as exc:
+            logger.debug("%s does not carry a call to this node: %r", relay[-6:], exc)
+            return False
+        return True
+
     def _avoid(self, peer_id: str) -> None:
         now_s = self._clock()
         self._avoided_until_s = {p: until_s for p, until_s in self._avoided_until_s.items() if until_s > now_s}

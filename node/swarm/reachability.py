@@ -13,7 +13,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,7 +184,8 @@ class Reachability:
         self._asked_at_s = -RENEW_S
         self._asked_for: set[str] = set()
         self._seen_at_s = 0.0
-        self._known_ips: set[str] = set()
+        self._known_ips: dict[str, float] = {}
+        """IP addresses at which others see this node, and when one of them said so last."""
         self._hurries = True
         """Whether to ask again as soon as SPACING_S allows it."""
         wire.serve({"probe": Service(self._on_probe, Channel.DHT), "seen": Service(self._on_seen, Channel.DHT)})
@@ -304,7 +305,7 @@ class Reachability:
             if findings:
                 self._families[version].take(findings, len(peers))
         findings = [finding for found in told for finding in found.values()]
-        self._known_ips = {finding.seen for finding in findings}
+        self._note_seen(finding.seen for finding in findings)
         self._refute(findings, len(askable))
         if (self.confirmed, self.announced) != addresses_before:
             await asyncio.to_thread(self._save)
@@ -373,10 +374,19 @@ class Reachability:
             return
         told = reply.header.get("seen")
         ips = {str(ip) for ip in map(_ip, told[: len(VERSIONS)] if isinstance(told, list) else []) if ip is not None}
-        if self._asked_for and ips - self._known_ips and len(self._known_ips) < MAX_SEEN:
+        if self._asked_for and self._note_seen(ips):
             logger.debug("%s sees this node at a new address", peer_id[-6:])
-            self._known_ips |= ips
             self._hurries = True
+
+    def _note_seen(self, ips: Iterable[str]) -> bool:
+        """Remember for RENEW_S that a peer has seen this node at these addresses. True if one of them is new."""
+        now_s = asyncio.get_running_loop().time()
+        self._known_ips = {ip: at_s for ip, at_s in self._known_ips.items() if now_s - at_s < RENEW_S}
+        before = set(self._known_ips)
+        for ip in ips:
+            if ip in before or len(self._known_ips) < MAX_SEEN:
+                self._known_ips[ip] = now_s
+        return not before.issuperset(self._known_ips)
 
     @property
     def outer(self) -> frozenset[str]:
@@ -411,12 +421,14 @@ class Reachability:
         targets = {version: ip for version, ip in widest_of(await self._where(caller)).items() if version in ports}
         async with self._probes:
             leads_to = await _resolved(announced)
-            found = []
+            tries = []
             for version, ip in targets.items():
                 tried = {direct_address(ip, ports[version]): ports[version]}
                 tried |= {address: port for address, port in announced.items() if ip in leads_to[address]}
-                found.append(await self._try(caller, ip, tried))
-        return Message({"found": found})
+                tries.append(self._try(caller, ip, tried))
+            # Side by side: one after the other, two closed ports take longer than the caller waits.
+            found = await asyncio.gather(*tries)
+        return Message({"found": list(found)})
 
     async def _try(self, caller: str, ip: str, tried: Mapping[str, int]) -> dict[str, object]:
         """Dial these ports at one IP address. Several addresses may mean the same port."""

@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -32,6 +33,12 @@ logger = logging.getLogger(__name__)
 MAX_CIRCUITS = 256
 """At once. Each takes two file descriptors, and at most about 0.5 MB of buffers while an end is slow."""
 PER_CALLER = 64
+"""Circuits; also streams on which a request is awaited."""
+REQUEST_S = 3.0
+"""Until a caller has said whom it wants to call."""
+IDLE_S = 60.0
+"""A circuit over which nothing has moved for so long is ended where a place is needed, and only then: calls such as
+`collect` and `propose` are silent until a round's transfers are over, which takes minutes with a large model."""
 MAX_CIRCUIT_S = 2 * 3600.0
 """However long the caller says that its call may take."""
 MORE_S = 5.0
@@ -40,10 +47,21 @@ LAST_S = 5.0
 """For what is on its way when the target has hung up."""
 PIECE_BYTES = 64 * 1024
 FREE_BYTES = 32 * 1024
-"""The first of each direction count, but do not wait: handshakes and heartbeats pass beside bulk."""
+"""The first of each direction do not wait, as far as the share of `Pace` for such bytes goes: handshakes and heartbeats
+pass beside bulk."""
 MAX_FRAME_BYTES = 512
 
 Ends = tuple[Reader, Writer]
+
+
+@dataclass(eq=False, slots=True)
+class _Circuit:
+    """A place that is taken."""
+
+    caller: str
+    moved_at_s: float
+    ended: asyncio.Event
+    """Set to end it."""
 
 
 def _write_frame(writer: Writer, content: list[Any]) -> None:
@@ -108,55 +126,96 @@ class Relay:
     ) -> None:
         """`open_target`: a stream to a peer, over a connection that is there; raises PeerError."""
         self._open_target, self._traffic = open_target, traffic
+        self._clock = clock
         self.pace = Pace(clock)
         """Of all that is carried, each way; beside the node's own limits. No limit at first."""
         self._paces = (down, self.pace, up)
-        self._running: Counter[str] = Counter()
+        self._circuits: set[_Circuit] = set()
+        self._asking: Counter[str] = Counter()
+        """Streams of each caller on which a request is awaited."""
 
     async def carry(self, caller: str, check: Callable[[str, str], None], ends: Ends) -> None:
         """One circuit, from the caller's request until one end hangs up. `check` raises PeerError to refuse."""
         reader, writer = ends
-        with self._place(caller) as is_free:
-            try:
-                if not is_free:
-                    raise PeerError("this relay carries as much as it can", code="busy")
-                async with asyncio.timeout(STALL_S):
-                    target, hello, for_s = await _read_frame(reader, str, bytes, float)
-                    if len(hello) != KEY_BYTES or not for_s > 0:
-                        raise PeerError("a request for a circuit has the wrong form")
-                    check(caller, target)
-                    there = await self._open_target(target)
-            except PeerError as exc:
-                self._traffic().reject(exc)
-                _write_frame(writer, [exc.code, str(exc)[:200]])
-                await writer.drain()
-                await linger(reader)
-                return
-            try:
-                _write_frame(there[1], [caller, hello])
-                _write_frame(writer, ["ok", ""])
-                await self._pipe(ends, there, min(for_s + MORE_S, MAX_CIRCUIT_S))
-            finally:
-                there[1].close()
+        try:
+            target, hello, for_s = await self._read_request(caller, check, reader)
+        except PeerError as exc:
+            await self._refuse(exc, ends)
+            return
+        try:
+            with self._place(caller) as circuit:
+                there = await self._open_target(target)
+                try:
+                    _write_frame(there[1], [caller, hello])
+                    _write_frame(writer, ["ok", ""])
+                    await self._pipe(ends, there, circuit, min(for_s + MORE_S, MAX_CIRCUIT_S))
+                finally:
+                    there[1].close()
+        except PeerError as exc:
+            await self._refuse(exc, ends)
+
+    async def _read_request(
+        self, caller: str, check: Callable[[str, str], None], reader: Reader
+    ) -> tuple[str, bytes, float]:
+        """Target, hello and seconds. Raises PeerError to refuse."""
+        check(caller, caller)  # Nothing of a stranger is awaited.
+        if self._asking[caller] >= PER_CALLER:
+            raise PeerError("too many requests for circuits at once", code="busy")
+        self._asking[caller] += 1
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                target, hello, for_s = await _read_frame(reader, str, bytes, float)
+        finally:
+            self._asking[caller] -= 1
+            if not self._asking[caller]:
+                del self._asking[caller]
+        if len(hello) != KEY_BYTES or not for_s > 0:
+            raise PeerError("a request for a circuit has the wrong form")
+        check(caller, target)
+        return target, hello, for_s
+
+    async def _refuse(self, exc: PeerError, ends: Ends) -> None:
+        reader, writer = ends
+        self._traffic().reject(exc)
+        _write_frame(writer, [exc.code, str(exc)[:200]])
+        await writer.drain()
+        await linger(reader)
 
     @contextmanager
-    def _place(self, caller: str) -> Iterator[bool]:
-        """Whether there is room for one more."""
-        is_free = self._running.total() < MAX_CIRCUITS and self._running[caller] < PER_CALLER
-        self._running[caller] += 1
+    def _place(self, caller: str) -> Iterator[_Circuit]:
+        """A circuit that counts. Raises PeerError where there is no room for one more."""
+        if self.count(caller) >= PER_CALLER or (len(self._circuits) >= MAX_CIRCUITS and not self._make_room()):
+            raise PeerError("this relay carries as much as it can", code="busy")
+        circuit = _Circuit(caller, self._clock(), asyncio.Event())
+        self._circuits.add(circuit)
         try:
-            yield is_free
+            yield circuit
         finally:
-            self._running[caller] -= 1
-            if not self._running[caller]:
-                del self._running[caller]
+            self._circuits.discard(circuit)
 
-    async def _pipe(self, caller: Ends, target: Ends, for_s: float) -> None:
+    def count(self, caller: str) -> int:
+        """Circuits of a caller."""
+        return sum(circuit.caller == caller for circuit in self._circuits)
+
+    def _make_room(self) -> bool:
+        """End an idle circuit of whoever has the most circuits. False where none is idle."""
+        now_s = self._clock()
+        idle = [circuit for circuit in self._circuits if now_s - circuit.moved_at_s >= IDLE_S]
+        if not idle:
+            return False
+        held = Counter(circuit.caller for circuit in self._circuits)
+        given_up = min(idle, key=lambda circuit: (-held[circuit.caller], circuit.moved_at_s))
+        given_up.ended.set()
+        self._circuits.discard(given_up)
+        return True
+
+    async def _pipe(self, caller: Ends, target: Ends, circuit: _Circuit, for_s: float) -> None:
         """Copy both ways until the caller hangs up, or the target has and nothing is left to come."""
-        forth = asyncio.create_task(self._copy(caller[0], target[1]))
-        back = asyncio.create_task(self._copy(target[0], caller[1]))
+        forth = asyncio.create_task(self._copy(caller[0], target[1], circuit))
+        back = asyncio.create_task(self._copy(target[0], caller[1], circuit))
+        ended = asyncio.create_task(circuit.ended.wait())
         try:
-            await asyncio.wait({forth, back}, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({forth, back, ended}, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
             if forth.done() and forth.exception() is not None:
                 await asyncio.wait({back}, timeout=LAST_S)  # It has refused, and its answer is on its way.
             elif back.done() and not forth.done():
@@ -167,20 +226,23 @@ class Relay:
                     while await caller[0].read(PIECE_BYTES):
                         pass
         finally:
-            for task in (forth, back):
+            for task in (forth, back, ended):
                 task.cancel()
-            await asyncio.gather(forth, back, return_exceptions=True)
+            await asyncio.gather(forth, back, ended, return_exceptions=True)
 
-    async def _copy(self, reader: Reader, writer: Writer) -> None:
+    async def _copy(self, reader: Reader, writer: Writer, circuit: _Circuit) -> None:
         passed_bytes = 0
         while True:
             is_paced = any(pace.bytes_s for pace in self._paces)
             piece = await reader.read(PACED_PIECE_BYTES if is_paced else PIECE_BYTES)
             if not piece:
                 return
-            wait_s = max(pace.book(len(piece)) for pace in self._paces)
-            if passed_bytes >= FREE_BYTES:
-                await asyncio.sleep(wait_s)
+            circuit.moved_at_s = self._clock()
+            if passed_bytes < FREE_BYTES and all(pace.spares(len(piece)) for pace in self._paces):
+                for pace in self._paces:
+                    pace.take_ahead(len(piece))
+            elif is_paced:
+                await asyncio.gather(*(pace.take(len(piece)) for pace in self._paces))
             passed_bytes += len(piece)
             self._traffic().received_bytes[Channel.RELAY] += len(piece)
             writer.write(piece)
@@ -188,3 +250,4 @@ class Relay:
             self._traffic().sent_bytes[Channel.RELAY] += len(piece)
             async with asyncio.timeout(STALL_S):
                 await writer.drain()
+            circuit.moved_at_s = self._clock()

@@ -14,6 +14,8 @@ from node.swarm.pace import Pace
 PIECE_BYTES = 256 * 1024
 PACED_PIECE_BYTES = 16 * 1024
 """Under a limit: small enough that many streams share a slow line evenly."""
+SMALL_HEADER_BYTES = 64 * 1024
+"""A longer header keeps to the limit as blobs do. Gossip in a swarm of thousands has headers up to 300 kB."""
 LEAST_BYTES_S = PIECE_BYTES / STALL_S
 """Slower than this in the long run, a peer is as good as one that hangs."""
 LINGER_S = 1.0
@@ -66,12 +68,18 @@ async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], p
 
     TimeoutError for a peer that takes nothing, or all of it too slowly.
     """
-    blob_bytes = sum(map(len, blobs))
-    writer.write(len(header).to_bytes(4, "big") + header)
-    await pace.take(len(header), wait=False)
+    length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
+    if len(header) <= SMALL_HEADER_BYTES:
+        if not pace.take_ahead(len(header)):
+            await pace.take(len(header))
+        writer.write(length + header)
+        bulk = blobs
+    else:
+        writer.write(length)
+        bulk = [header, *blobs]
     step = PACED_PIECE_BYTES if pace.bytes_s else PIECE_BYTES
-    patience = _Patience(blob_bytes)
-    for blob in blobs:
+    patience = _Patience(sum(map(len, bulk)))
+    for blob in bulk:
         view = memoryview(blob)
         for start in range(0, len(view), step):
             piece = view[start : start + step]
@@ -93,8 +101,11 @@ async def read_message(
         length = int.from_bytes(await reader.readexactly(4), "big")
     if length > MAX_HEADER_BYTES:
         raise PeerError("a header is longer than allowed", code="bad_size")
-    head = await _Patience(length).wait(reader.readexactly(length))
-    await pace.take(length, wait=False)
+    if length <= SMALL_HEADER_BYTES:
+        head = await _Patience(length).wait(reader.readexactly(length))
+        pace.take_ahead(length)  # Beyond their share they do not count, or strangers could stop this node's bulk.
+    else:
+        head = await _read_blob(reader, length, pace)
     verb, header, sizes = unpack_header(head, limit)
     blobs = [await _read_blob(reader, size, pace) for size in sizes]
     return verb, Message(header, blobs), 4 + length + sum(sizes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from node.errors import PeerError
 from node.status import Phase
 from node.swarm.base import Message
 from node.swarm.directory import PURPOSE, Directory, PeerRecord, sign_record
-from node.swarm.discovery import RECORD_LIFE_S, Discovery, dht_key
+from node.swarm.discovery import RECORD_LIFE_S, REDIALED, Discovery, dht_key
 from node.swarm.gossip import Gossip
 from node.swarm.identity import new_identity
 from node.swarm.p2p import CONNECT_TIMEOUT_S
@@ -100,7 +102,7 @@ def test_a_name_is_dialed_from_bootstrap_list_cache_and_record(swarm: Swarm, tmp
     async def hear() -> None:
         told = record(others[0], number=10**15, addresses=tuple(by_name[0]))
         assert finder.directory.merge([sign_record(others[0].identity, told)])
-        finder.discovery._learn()
+        await finder.discovery._learn()
 
     seat.do(hear())
     assert set(by_name[0]) <= set(json.loads(cache.read_text())["addresses"])
@@ -126,7 +128,7 @@ def test_bad_addresses_are_neither_kept_nor_invited_nor_the_end_of_the_search(sw
         number = (finder.directory.find(other.peer_id) or record(other)).number + 1
         told = record(other, number=number, addresses=tuple(addresses))
         assert finder.directory.merge([sign_record(other.identity, told)])
-        finder.discovery._learn()
+        await finder.discovery._learn()
 
     seat.do(hear(bad))
     assert json.loads(cache.read_text())["addresses"] == bad, "nothing was written"
@@ -135,11 +137,105 @@ def test_bad_addresses_are_neither_kept_nor_invited_nor_the_end_of_the_search(sw
 
 
 def test_what_the_cache_of_peers_says_may_be_anything(swarm: Swarm, tmp_path: Path) -> None:
-    cache = tmp_path / "peers.json"
-    finder = Finder(swarm.seats(1)[0], cache)
+    cache, (seat,) = tmp_path / "peers.json", swarm.seats(1)
     for text in ("", "[]", '{"addresses": 5}', '{"addresses": [1, null, "/", ["x"]]}', '{"addresses": {"/p2p/": 1}}'):
         cache.write_text(text)
-        assert not finder.meet(), text
+        assert not Finder(seat, cache).meet(), text
+
+
+def test_the_file_of_known_peers_is_read_once_and_written_when_it_changes(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, other = swarm.seats(2)
+    Finder(other, tmp_path / "other.json")
+    finder = Finder(seat, tmp_path / "peers.json", bootstrap=other.addresses())
+    threads: list[tuple[str, str]] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            threads.append((name, threading.current_thread().name))
+            return work(*args)
+
+        return note
+
+    for name in ("_read_cache", "_write_cache"):
+        monkeypatch.setattr(finder.discovery, name, noted(name, getattr(finder.discovery, name)))
+    assert finder.meet()
+
+    addresses = tuple(other.addresses())
+
+    async def hear(number: int) -> None:
+        told = record(other, number=number, addresses=addresses)
+        finder.directory.merge([sign_record(other.identity, told)])
+        await finder.discovery._learn()
+
+    for number in range(10**15, 10**15 + 5):
+        seat.do(hear(number))
+    assert [name for name, _ in threads] == ["_read_cache", "_write_cache"]
+    assert seat.folder.name not in {thread for _, thread in threads}, "not on the event loop"
+
+
+# islands
+
+
+@pytest.mark.parametrize("how", ["bootstrap", "host and port", "known from before"])
+def test_a_node_in_company_dials_those_that_it_misses(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Neighbours that met on a local network find the run once the internet is back."""
+    monkeypatch.setattr("node.swarm.discovery.REDIAL_S", 0.2)
+    monkeypatch.setattr("node.swarm.discovery.CALM_S", 0.2)
+    seat, neighbour, far = swarm.seats(3)
+    cache, bootstrap = tmp_path / "peers.json", far.addresses()
+    if how == "host and port":
+        bootstrap = [address.partition("/p2p/")[0] for address in bootstrap]
+    elif how == "known from before":
+        cache.write_text(json.dumps({"addresses": bootstrap}))
+        bootstrap = []
+    finder = Finder(seat, cache, bootstrap=bootstrap)
+    Finder(neighbour, tmp_path / "neighbour.json")
+    seat.do(finder.discovery.follow(neighbour.addresses()[0]))
+    assert [r.peer_id for r in finder.directory.live()[1:]] == [neighbour.peer_id]
+
+    async def no_dht() -> None:
+        """It keeps nothing for the tests that follow."""
+
+    monkeypatch.setattr(finder.discovery, "_use_dht", no_dht)
+    Finder(far, tmp_path / "far.json")  # Only now it answers gossip.
+
+    async def look() -> None:
+        running = asyncio.create_task(finder.discovery.run())
+        try:
+            async with asyncio.timeout(20):
+                while not finder.directory.knows(far.peer_id):  # noqa: ASYNC110 - what is awaited has no event
+                    await asyncio.sleep(0.05)
+        finally:
+            running.cancel()
+
+    seat.do(look())
+
+
+def test_few_of_many_known_peers_are_dialed_at_a_time_and_none_that_is_live(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, neighbour = swarm.seats(2)
+    cache = tmp_path / "peers.json"
+    known = [f"/ip4/198.18.0.{n}/tcp/9/p2p/{new_identity().peer_id}" for n in range(40)]
+    cache.write_text(json.dumps({"addresses": known}))
+    finder = Finder(seat, cache, bootstrap=neighbour.addresses())
+    Finder(neighbour, tmp_path / "neighbour.json")
+    seat.do(finder.discovery.follow(neighbour.addresses()[0]))
+    dialed: list[str] = []
+
+    async def dial(peer_id: str, _addresses: list[str]) -> bool:
+        dialed.append(peer_id)
+        return False
+
+    monkeypatch.setattr(finder.discovery, "_dial", dial)
+    seat.do(finder.discovery.seek())
+    assert len(set(dialed)) == len(dialed) == REDIALED and neighbour.peer_id not in dialed
+    seat.do(finder.discovery.seek())
+    assert len(dialed) == REDIALED, "the next time is a minute later"
 
 
 # hivemind's DHT

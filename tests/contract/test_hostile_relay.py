@@ -117,12 +117,12 @@ def test_a_relay_that_changes_a_byte_is_found_out(
     relay = relay_of(homes).relay
     pipe = relay._pipe
 
-    async def flip(caller: Ends, target: Ends, for_s: float) -> None:
+    async def flip(caller: Ends, target: Ends, *rest: Any) -> None:
         if direction == "forth":
             caller = Flipping(caller[0], 64), caller[1]
         else:
             target = Flipping(target[0], 96), target[1]
-        await pipe(caller, target, for_s)
+        await pipe(caller, target, *rest)
 
     monkeypatch.setattr(relay, "_pipe", flip)
     assert_no_call_gets_through(homes, "broke off")
@@ -153,9 +153,9 @@ def test_what_a_relay_has_kept_of_a_call_is_of_no_use_later(homes: Homes, monkey
             hellos.append(content[1])
         write_frame(writer, content)
 
-    async def pipe(caller: Ends, target: Ends, for_s: float) -> None:
-        back = asyncio.create_task(copy(target[0], caller[1]))
-        await copy(Keeping(caller[0]), target[1])
+    async def pipe(caller: Ends, target: Ends, circuit: Any, for_s: float) -> None:
+        back = asyncio.create_task(copy(target[0], caller[1], circuit))
+        await copy(Keeping(caller[0]), target[1], circuit)
         back.cancel()
 
     monkeypatch.setattr(relaying, "_write_frame", keep_hello)
@@ -193,7 +193,7 @@ def test_a_relay_sees_nothing_of_what_it_carries(homes: Homes, monkeypatch: pyte
         async def readexactly(self, n: int) -> bytes:
             return await self._reader.readexactly(n)
 
-    monkeypatch.setattr(relay, "_copy", lambda reader, writer: copy(Listening(reader), writer))
+    monkeypatch.setattr(relay, "_copy", lambda reader, writer, circuit: copy(Listening(reader), writer, circuit))
     secret = b"a secret of twenty-four!" * 100
     assert list(ask(homes.caller, homes.there, "echo", Message({}, [secret])).blobs) == [secret]
     assert len(seen) > 2 * len(secret)
@@ -216,4 +216,4 @@ def test_rubbish_for_a_circuit_is_refused_and_forgotten(homes: Homes, rubbish: b
     for protocol in (RELAY_PROTOCOL, RELAYED_PROTOCOL):
         homes.caller.do(send(protocol))
     assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
-    wait_until(lambda: relay_of(homes).relay._running.total() == 0)
+    wait_until(lambda: not relay_of(homes).relay._circuits)

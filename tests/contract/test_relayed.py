@@ -153,6 +153,18 @@ def test_a_relay_that_is_not_connected_to_the_peer_is_passed_over(swarm: Swarm) 
     assert refusal(homes.caller, homes.there, "echo") == "unreachable"
 
 
+def test_a_node_finds_out_whether_a_relay_carries_calls_to_it(swarm: Swarm) -> None:
+    if swarm.transport == "local":
+        pytest.skip("the local transport has no circuits")
+    homes = Homes(swarm)
+    wire, relay = homes.server.wire, homes.relays[0].peer_id
+    assert isinstance(wire, P2PWire)
+    assert homes.server.do(wire.is_carried_by(relay, "echo", 5.0))
+    assert homes.relayed_bytes() > 0
+    homes.table.strangers.add(homes.there)
+    assert not homes.server.do(wire.is_carried_by(relay, "echo", 5.0))
+
+
 @pytest.mark.parametrize("who", ["caller", "server"])
 def test_a_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
     homes = Homes(swarm)
@@ -314,11 +326,11 @@ def test_a_caller_holds_only_so_many_circuits(swarm: Swarm, monkeypatch: pytest.
     calls = [
         start(homes.caller, homes.caller.wire.call(homes.there, "slow", Message(), timeout_s=30)) for _ in range(3)
     ]
-    wait_until(lambda: relay.relay._running[homes.caller.peer_id] == 3)
+    wait_until(lambda: relay.relay.count(homes.caller.peer_id) == 3)
     with pytest.raises(PeerError, match="as much as it can"):
         ask(homes.caller, homes.there, "echo")
     assert ask(homes.server, homes.caller.peer_id, "echo").header["caller"] == homes.there, "another caller has its own"
     go_on.set()
     for call in calls:
         call.result(10)
-    wait_until(lambda: relay.relay._running.total() == 0)
+    wait_until(lambda: not relay.relay._circuits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import warnings
 from types import SimpleNamespace
@@ -9,16 +10,41 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.discovery import Discovery
+    from node.swarm.discovery import GIVEN_UP_S, Discovery
 
 RELAYS = [f"relay{number}" for number in range(10)]
 
 
+class Carriers:
+    """A wire that knows which relays carry a call to this node."""
+
+    def __init__(self, *bad: str) -> None:
+        self.bad, self.asked = set(bad), list[str]()
+
+    async def is_carried_by(self, relay: str, verb: str, timeout_s: float) -> bool:
+        self.asked.append(relay)
+        return relay not in self.bad
+
+
+def discovery(via: tuple[str, ...], seed: int, *bad: str, relays: list[str] = RELAYS, inbound: bool = False) -> Any:
+    made: Any = Discovery.__new__(Discovery)
+    made._directory = SimpleNamespace(live_relays=lambda: relays, me=SimpleNamespace(via=via, inbound=inbound))
+    made._rng, made._wire = random.Random(seed), Carriers(*bad)
+    made._given_up_until_s, made._failing = {}, frozenset()
+    return made
+
+
 def choose(via: tuple[str, ...], seed: int) -> list[str]:
-    directory: Any = SimpleNamespace(live_relays=lambda: RELAYS, me=SimpleNamespace(via=via))
-    discovery = Discovery.__new__(Discovery)
-    discovery._directory, discovery._rng = directory, random.Random(seed)
-    return discovery._choose_relays()
+    chosen: list[str] = discovery(via, seed)._choose_relays()
+    return chosen
+
+
+async def check(discovery: Any, times: int) -> list[str]:
+    """So many checks, and what is chosen then."""
+    for _ in range(times):
+        await discovery._check_relays()
+    chosen: list[str] = discovery._choose_relays()
+    return chosen
 
 
 def test_relays_that_work_are_kept_and_the_missing_ones_are_drawn() -> None:
@@ -30,3 +56,32 @@ def test_relays_that_work_are_kept_and_the_missing_ones_are_drawn() -> None:
 def test_a_node_that_reaches_one_relay_of_ten_comes_to_try_it() -> None:
     assert any("relay4" in choose((), seed) for seed in range(20))
     assert len({tuple(choose((), seed)) for seed in range(20)}) > 1
+
+
+def test_a_relay_that_does_not_carry_twice_in_a_row_gives_way_to_another() -> None:
+    async def run() -> None:
+        via = ("relay1", "relay2", "relay3")
+        node = discovery(via, 1, "relay2")
+        assert await check(node, 1) == list(via), "once may be by chance"
+        node._wire.bad.clear()
+        await check(node, 1)
+        node._wire.bad.add("relay2")
+        assert await check(node, 1) == list(via), "not in a row"
+        chosen = await check(node, 1)
+        assert chosen[:2] == ["relay1", "relay3"] and len(chosen) == 3 and "relay2" not in chosen
+        assert all("relay2" not in node._choose_relays() for _ in range(50))
+        node._wire.bad.clear()
+        node._given_up_until_s["relay2"] -= GIVEN_UP_S
+        assert await check(node, 1) == list(via), "not for ever"
+
+    asyncio.run(run())
+
+
+def test_a_relay_that_does_not_carry_is_better_than_none() -> None:
+    node = discovery(("relay1",), 1, "relay1", relays=["relay1"])
+    assert asyncio.run(check(node, 3)) == ["relay1"]
+
+
+def test_a_node_with_an_inbound_port_does_not_check_its_relays() -> None:
+    node = discovery(("relay1",), 1, "relay1", inbound=True)
+    assert asyncio.run(check(node, 3))[0] == "relay1" and not node._wire.asked

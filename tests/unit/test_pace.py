@@ -53,7 +53,7 @@ def test_what_is_small_does_not_wait_but_counts() -> None:
         bulk = asyncio.create_task(pace.take(200_000))
         await asyncio.sleep(0)
         began_s = clock()
-        await pace.take(100_000, wait=False)
+        assert pace.take_ahead(100_000)
         small_s = clock() - began_s
         await bulk
         await pace.take(1)
@@ -62,6 +62,47 @@ def test_what_is_small_does_not_wait_but_counts() -> None:
     small_s, next_s = asyncio.run(beside())
     assert small_s < 0.05
     assert next_s >= 0.3 * 0.99
+
+
+def test_what_does_not_wait_holds_bulk_up_no_longer_than_its_share() -> None:
+    async def flood() -> tuple[float, float]:
+        """A minute of it at a hundred times the limit; returns after how long bulk passes before and after."""
+        clock = asyncio.get_running_loop().time
+        pace, took_s = Pace(clock, 8.0), []
+        for pieces in (0, 6_000):
+            for _ in range(pieces):
+                pace.take_ahead(100_000)
+            began_s = clock()
+            await pace.take(16_000)
+            took_s.append(clock() - began_s)
+        return took_s[0], took_s[1]
+
+    calm_s, flooded_s = asyncio.run(flood())
+    assert calm_s < 0.1
+    assert flooded_s < 2.0
+
+
+def test_bulk_keeps_half_of_the_limit_beside_what_does_not_wait() -> None:
+    async def beside() -> float:
+        clock = asyncio.get_running_loop().time
+        pace, passed = Pace(clock, 8.0), 0
+        ends_s = clock() + 2.0
+
+        async def flood() -> None:
+            while clock() < ends_s:
+                if not pace.take_ahead(1_000):
+                    await asyncio.sleep(0.001)
+
+        flooding = asyncio.create_task(flood())
+        await asyncio.sleep(0.5)
+        began_s = clock()
+        while clock() < ends_s:
+            await pace.take(16_000)
+            passed += 16_000
+        await flooding
+        return passed / (clock() - began_s) / pace.bytes_s
+
+    assert asyncio.run(beside()) > 0.3
 
 
 def test_a_limit_below_the_least_is_refused_with_the_mend() -> None:

@@ -331,6 +331,31 @@ async def test_a_new_address_is_noticed_and_tried_at_once() -> None:
 
 
 @in_loop
+async def test_an_address_that_only_some_peers_see_is_new_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour sees another address than the peers that are asked to dial; each change is one more probe."""
+    hub, streets = LocalHub(), Streets()
+    me, neighbour, others = Peer(hub, streets), Peer(hub, streets), [Peer(hub, streets) for _ in range(2)]
+    known = me.reachability
+
+    async def on_seen(_caller: str, _message: Message) -> Message:
+        return Message({"seen": [LAN]})
+
+    neighbour.wire.serve({"seen": Service(on_seen, Channel.DHT)})
+    streets.lives_at[HOME, PORT] = me.peer_id
+    known._asked_for = {other.peer_id for other in others}
+    for expected in (True, False, False):
+        await me.ask(others)
+        known._hurries = False
+        await known._ask_seen(neighbour.peer_id)
+        assert known._hurries is expected
+        assert known.outer == {HOME, LAN}
+
+    monkeypatch.setattr("node.swarm.reachability.RENEW_S", 0.0)
+    await known._ask_seen(neighbour.peer_id)
+    assert known._hurries and known.outer == {LAN}, "what nobody has said for long is forgotten"
+
+
+@in_loop
 async def test_a_node_that_listens_nowhere_asks_nobody() -> None:
     me = Peer(LocalHub(), Streets(), ports={})
     with suppress(TimeoutError):
@@ -392,6 +417,24 @@ async def test_one_probe_per_caller_at_a_time_and_at_its_own_address_only() -> N
     with pytest.raises(PeerError) as caught:
         await probe(**GOOD)
     assert caught.value.code == "too_soon"
+
+
+@in_loop
+async def test_ports_of_both_ip_versions_that_do_not_answer_are_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.reachability.PROBE_S", 0.5)
+    monkeypatch.setattr("node.swarm.reachability.CALL_S", 0.8)
+    hub, streets = LocalHub(), Streets()
+
+    async def no_answer(_host: str, _port: int, timeout_s: float) -> str:
+        await asyncio.sleep(timeout_s)
+        raise PeerError("nobody", code="timeout")
+
+    monkeypatch.setattr(streets, "dial", no_answer)
+    me, other = Peer(hub, streets, HOME, "2001:db8::5", ports={4: PORT, 6: PORT}), Peer(hub, streets)
+    other.move(HOME, "2001:db8::9")
+    await me.ask([other])
+    assert me.reachability.code == "not_reached"
+    assert me.reachability.is_closed(4) and me.reachability.is_closed(6)
 
 
 @in_loop

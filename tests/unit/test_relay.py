@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgpack
@@ -100,7 +100,7 @@ async def test_bytes_pass_both_ways_until_the_caller_hangs_up() -> None:
     assert (
         bench.traffic.sent_bytes[Channel.RELAY] == bench.traffic.received_bytes[Channel.RELAY] == len("questionanswer")
     )
-    assert bench.relay._running.total() == 0
+    assert not bench.relay._circuits
 
 
 @on_a_loop
@@ -159,6 +159,43 @@ async def test_the_first_bytes_do_not_wait_and_the_rest_keeps_to_the_limit() -> 
     assert bench.to_target.closed.is_set()
 
 
+@on_a_loop
+async def test_many_short_circuits_together_keep_to_the_limit() -> None:
+    """Each carries less than what one circuit may send without waiting. Measured after the first second."""
+    bench = Bench()
+    bench.up.limit(4.0)
+    clock = asyncio.get_running_loop().time
+    ends_s, targets = clock() + 4.0, dict[str, Sink]()
+
+    async def open_target(peer_id: str) -> tuple[asyncio.StreamReader, Sink]:
+        return asyncio.StreamReader(), targets[peer_id]
+
+    bench.relay._open_target = open_target
+
+    async def call_again_and_again(caller: str) -> None:
+        while clock() < ends_s:
+            from_caller, to_caller, to_target = asyncio.StreamReader(), Sink(), Sink()
+            targets[caller] = to_target
+            request = msgpack.packb((caller, HELLO, 60.0))
+            from_caller.feed_data(len(request).to_bytes(2, "big") + request)
+            circuit = asyncio.create_task(bench.relay.carry(caller, bench._check, (from_caller, to_caller)))
+            await until(lambda to_caller=to_caller: bool(to_caller.data))
+            from_caller.feed_data(bytes(20_000))
+            await until(lambda there=to_target: len(there.data) >= 20_000)
+            from_caller.feed_eof()
+            await circuit
+
+    callers = [asyncio.create_task(call_again_and_again(f"caller {number}")) for number in range(20)]
+    await asyncio.sleep(1.0)
+    began_s, before = clock(), bench.traffic.sent_bytes[Channel.RELAY]
+    await asyncio.sleep(2.5)
+    bytes_s = (bench.traffic.sent_bytes[Channel.RELAY] - before) / (clock() - began_s)
+    for caller in callers:
+        caller.cancel()
+    await asyncio.gather(*callers, return_exceptions=True)
+    assert 0.5 < bytes_s / bench.up.bytes_s < 1.1
+
+
 WRONG = {
     "no list": "x",
     "too few": [TARGET, HELLO],
@@ -193,15 +230,106 @@ async def test_who_may_not_is_told_why_and_nothing_is_opened() -> None:
     await circuit
 
 
+def fill(bench: Bench, callers: Sequence[str], idle_s: float = 0.0) -> list[rules._Circuit]:
+    """Take one place for each of these."""
+    moved_at_s = asyncio.get_running_loop().time() - idle_s
+    circuits = [rules._Circuit(caller, moved_at_s, asyncio.Event()) for caller in callers]
+    bench.relay._circuits.update(circuits)
+    return circuits
+
+
+async def end(circuit: asyncio.Task[None]) -> None:
+    circuit.cancel()
+    await asyncio.gather(circuit, return_exceptions=True)
+
+
 @on_a_loop
 async def test_one_caller_does_not_take_all_places_and_all_together_no_more_than_there_are() -> None:
     bench = Bench()
-    for running in ({"caller": PER_CALLER}, {f"peer {i}": 1 for i in range(MAX_CIRCUITS)}):
-        bench.relay._running.clear()
-        bench.relay._running.update(running)
+    for callers in (["caller"] * PER_CALLER, [f"peer {i}" for i in range(MAX_CIRCUITS)]):
+        bench.relay._circuits.clear()
+        fill(bench, callers)
         bench.to_caller.data.clear()
         circuit = bench.ask()
         await until(lambda: bool(bench.to_caller.data))
         assert bench.answer[0] == "busy"
-        circuit.cancel()
-        await asyncio.gather(circuit, return_exceptions=True)
+        await end(circuit)
+
+
+@on_a_loop
+async def test_a_refused_or_silent_caller_takes_no_place() -> None:
+    bench = Bench()
+    silent = asyncio.create_task(bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller)))
+    await asyncio.sleep(0.05)
+    assert not bench.relay._circuits
+    await end(silent)
+    bench.refusal = PeerError("only for peers of the run", code="stranger")
+    circuit = bench.ask()
+    await until(lambda: bool(bench.to_caller.data))
+    assert not bench.relay._circuits and not circuit.done(), "it lingers without a place"
+    await end(circuit)
+
+
+@on_a_loop
+async def test_a_stranger_is_refused_before_it_has_said_anything() -> None:
+    bench = Bench()
+    bench.refusal = PeerError("only for peers of the run", code="stranger")
+    circuit = asyncio.create_task(bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller)))
+    async with asyncio.timeout(1):
+        await until(lambda: bool(bench.to_caller.data))
+    assert bench.answer[0] == "stranger"
+    await end(circuit)
+
+
+@on_a_loop
+async def test_a_caller_that_says_nothing_is_not_awaited_for_long() -> None:
+    bench = Bench()
+    request_s, rules.REQUEST_S = rules.REQUEST_S, 0.1
+    try:
+        with pytest.raises(TimeoutError):
+            await bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller))
+    finally:
+        rules.REQUEST_S = request_s
+    assert not bench.relay._asking
+
+
+@on_a_loop
+async def test_a_request_too_many_is_refused_unread() -> None:
+    bench = Bench()
+    bench.relay._asking["caller"] = PER_CALLER
+    circuit = bench.ask()
+    await until(lambda: bool(bench.to_caller.data))
+    assert bench.answer[0] == "busy"
+    await end(circuit)
+
+
+@on_a_loop
+async def test_where_all_places_are_taken_an_idle_circuit_of_the_caller_with_the_most_ends() -> None:
+    bench = Bench()
+    idle = bench.ask()
+    await until(lambda: bool(bench.to_caller.data))
+    (first,) = bench.relay._circuits
+    first.moved_at_s -= 2 * rules.IDLE_S
+    others = fill(bench, [f"peer {i}" for i in range(MAX_CIRCUITS - 2)], idle_s=3 * rules.IDLE_S)
+    fill(bench, ["caller"])
+    with bench.relay._place("new"):
+        assert first.ended.is_set() and first not in bench.relay._circuits
+        assert not any(circuit.ended.is_set() for circuit in others), "one each, so a call that waits goes on"
+        async with asyncio.timeout(1):
+            await idle
+        assert bench.to_target.closed.is_set()
+
+
+@on_a_loop
+async def test_an_idle_circuit_goes_on_while_there_are_places() -> None:
+    bench = Bench()
+    circuit = bench.ask()
+    await until(lambda: bool(bench.to_caller.data))
+    (held,) = bench.relay._circuits
+    held.moved_at_s -= 2 * rules.IDLE_S
+    with bench.relay._place("new"):
+        assert not held.ended.is_set()
+    bench.from_target.feed_data(b"answer")
+    await until(lambda: bytes(bench.to_caller.data).endswith(b"answer"))
+    assert held.moved_at_s > asyncio.get_running_loop().time() - 5, "what moves is not idle"
+    await end(circuit)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from node.errors import PeerError
 from node.swarm import streams
-from node.swarm.base import Message, pack_header
+from node.swarm.base import MAX_HEADER_BYTES, Message, pack_header
 from node.swarm.pace import Pace
 
 
@@ -63,3 +64,59 @@ def test_ones_own_limit_does_not_count_against_the_peer(monkeypatch: pytest.Monk
     began_s = time.monotonic()
     assert len(read_from(0.0, 51200, 51200, monkeypatch, mbit_s=0.12)) == 51200
     assert time.monotonic() - began_s > 3.3
+
+
+class Memory:
+    """A writer that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+
+    async def drain(self) -> None:
+        """At once."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def test_long_headers_of_a_stranger_do_not_hold_up_bulk() -> None:
+    """16 streams at 8 Mbit/s: all of it takes 18 s."""
+
+    async def flood() -> float:
+        clock = asyncio.get_running_loop().time
+        pace, header = Pace(clock, 8.0), b"\xff" * (MAX_HEADER_BYTES - 4)
+
+        async def send_header() -> None:
+            reader = asyncio.StreamReader()
+            reader.feed_data(len(header).to_bytes(4, "big") + header)
+            with pytest.raises(PeerError):
+                await streams.read_message(reader, lambda _: 0, pace)
+
+        strangers = [asyncio.create_task(send_header()) for _ in range(16)]
+        await asyncio.sleep(0.1)
+        began_s = clock()
+        await pace.take(16_000)
+        took_s = clock() - began_s
+        for stranger in strangers:
+            stranger.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        return took_s
+
+    assert asyncio.run(flood()) < 2.0
+
+
+@pytest.mark.parametrize("text_bytes", [10, streams.SMALL_HEADER_BYTES + 1])
+def test_a_header_of_any_length_arrives(text_bytes: int) -> None:
+    async def pass_on() -> None:
+        clock = asyncio.get_running_loop().time
+        message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()
+        size = await streams.write_message(writer, pack_header("verb", message), message.blobs, Pace(clock, 8.0))
+        reader.feed_data(bytes(writer.data))
+        verb, received, received_bytes = await streams.read_message(reader, lambda _: 10, Pace(clock, 8.0))
+        assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
+        assert size == received_bytes == len(writer.data)
+
+    asyncio.run(pass_on())
