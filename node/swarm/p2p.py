@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -44,13 +43,13 @@ from node.swarm.base import (
     plain,
 )
 from node.swarm.calls import while_there
-from node.swarm.identity import Identity, load_identity, new_identity
+from node.swarm.identity import Identity, load_identity
+from node.swarm.listener import find_listener
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
-from node.swarm.places import Here, choose, describe_dial
+from node.swarm.places import Here, choose, describe_dial, place_of
 from node.swarm.sealed import Handshake, SealBroken, SealedStream
 from node.swarm.streams import Reader, Writer, linger, read_message, write_message
-from node.swarm.tcp_probe import accepts_connections
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ AVOIDED_S = 30.0
 DHT_TIMEOUT_S = 10.0
 STREAMS_PER_CALLER = 64
 """Each holds a header in memory, whatever it asks for."""
-_RIGHT_PEER_ID = re.compile(r"peer id mismatch: .*remote key matches (\w+)")
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -372,32 +370,33 @@ class P2PWire:
         peer_id = next(iter(read.values()))[0]
         dialed, skipped = choose(list(read), self.here)
         failure = PeerError(f"no answer at {plain(describe_dial(dialed, skipped), 300)}", code="unreachable")
-        if not dialed:
-            raise failure
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                # libp2p waits longer and longer before it dials an address again that has not answered: up to 5 min.
-                if peer_id not in await self.transports() and not await accepts_connections(dialed):
+                if peer_id in await self.transports():
+                    return peer_id
+                leading = await self._leading(peer_id, dialed)
+                if not leading:
                     raise failure
-                await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
+                await self._client.connect(PeerID.from_base58(peer_id), leading)
         except (*_FOREIGN, ValueError) as exc:
             raise failure from exc
         return peer_id
 
-    async def ask_peer_id(self, address: str) -> str:
-        """The id of the peer at an address that names none. Raises PeerError.
+    async def _leading(self, peer_id: str, addresses: Sequence[str]) -> list[Multiaddr]:
+        """Of these addresses, what libp2p is to dial: one at which the peer answers, and those that are not TCP."""
+        places = {address: place_of(address) for address in addresses}
+        others = [found[1] for a, place in places.items() if place is None and (found := read_address(a))]
+        timeout_s = CONNECT_TIMEOUT_S / 2 if others else CONNECT_TIMEOUT_S
+        listener = await find_listener([place for place in places.values() if place], timeout_s, peer_id)
+        return others if listener is None else [Multiaddr(listener.address), *others]
 
-        libp2p dials no unknown peer, but where it is given a wrong id, its error names the right one.
-        """
-        wrong = PeerID.from_base58(new_identity().peer_id)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.connect(wrong, [Multiaddr(address)])
-        except (*_FOREIGN, ValueError) as exc:
-            if found := _RIGHT_PEER_ID.search(str(exc)):
-                return found[1]
-            raise PeerError(f"no answer at {plain(address, 200)}", code="unreachable") from exc
-        raise PeerError(f"no peer answers at {plain(address, 200)}", code="unreachable")
+    async def ask_peer_id(self, address: str) -> str:
+        """The id of the peer at a TCP address that names none. Raises PeerError."""
+        place = place_of(address)
+        listener = await find_listener([place], CONNECT_TIMEOUT_S) if place else None
+        if listener is None:
+            raise PeerError(f"no peer answers at {plain(address, 200)}", code="unreachable")
+        return listener.peer_id
 
     async def addresses(self) -> list[str]:
         """Where this node listens, each ending in /p2p/PEER_ID; nothing for a node that listens on nothing."""

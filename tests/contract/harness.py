@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -163,6 +164,49 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Detour:
+    """A TCP port that leads to another one. Its connections can be cut so that neither end notices."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def open(self, port: int = 0) -> int:
+        """The port on 127.0.0.1."""
+        self._server = await asyncio.start_server(self._lead, "127.0.0.1", port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._to_port)
+        self._writers += [writer, there[1]]
+        for source, target in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._copy(source, target))
+            self._tasks.add(task)
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def cut(self) -> None:
+        """The connections that are there carry nothing any more, and stay open; new ones are led on."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+        for writer in self._writers:
+            writer.transport.abort()
 
 
 class Node:
