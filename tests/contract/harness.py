@@ -112,12 +112,12 @@ class Seat:
             return LocalWire(self._hub, self.peer_id)
         options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",))
         wire = await open_wire(options, SignedRecordValidator(DHT_RUN))
-        found = wire.transports
+        found = wire.connected
 
-        async def seen() -> dict[str, str]:
-            return {peer: how for peer, how in (await found()).items() if peer not in self.unseen}
+        async def seen() -> set[str]:
+            return await found() - self.unseen
 
-        wire.transports = seen  # type: ignore[method-assign]
+        wire.connected = seen  # type: ignore[method-assign]
         return wire
 
     def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
@@ -136,6 +136,11 @@ class Seat:
             self.is_open = False
             self.do(self.wire.close())
 
+    def restart_wire(self) -> None:
+        """The same identity at another port."""
+        self.do(self.wire.close())
+        self.wire = self.do(self._open())
+
     def clear(self) -> None:
         """As new, for the next test."""
 
@@ -146,7 +151,8 @@ class Seat:
             if isinstance(self.wire, P2PWire):
                 self.unseen.clear()
                 self.wire._closed_to_dials.clear()
-                self.wire._avoided_until_s.clear()
+                self.wire._not_dialed.clear()
+                self.wire._bad_relays.clear()
 
         self.do(forget())
 
@@ -172,8 +178,9 @@ class Detour:
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
+        self.connections: set[asyncio.Task[None]] = set()
+        """That are open: one task for each direction."""
 
     async def open(self, port: int = 0) -> int:
         """The port on 127.0.0.1."""
@@ -185,7 +192,8 @@ class Detour:
         self._writers += [writer, there[1]]
         for source, target in ((reader, there[1]), (there[0], writer)):
             task = asyncio.create_task(self._copy(source, target))
-            self._tasks.add(task)
+            self.connections.add(task)
+            task.add_done_callback(self.connections.discard)
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
@@ -196,7 +204,7 @@ class Detour:
 
     async def cut(self) -> None:
         """The connections that are there carry nothing any more, and stay open; new ones are led on."""
-        tasks, self._tasks = self._tasks, set()
+        tasks = list(self.connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -423,6 +431,7 @@ class Swarm:
                     other.loop.call_soon_threadsafe(learn)
                     if other in hidden:
                         other.unseen.add(seat.peer_id)
+                        other.loop.call_soon_threadsafe(other.wire._forget_connected, seat.peer_id)
 
     def close(self) -> None:
         for seat in self._seats:
