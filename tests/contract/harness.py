@@ -32,7 +32,7 @@ from node.status import Phase
 from node.swarm import catchup, gossip, leader, rendezvous, rounds
 from node.swarm.attempt import Contribution
 from node.swarm.awake import AwakeClock
-from node.swarm.base import NoRoutes, Traffic, Wire
+from node.swarm.base import Busy, NoRoutes, Traffic, Wire
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Outer, Tip, open_chain, tip_at
 from node.swarm.directory import Directory, PeerRecord
@@ -146,6 +146,7 @@ class Seat:
 
         async def forget() -> None:
             self.wire._services.clear()  # type: ignore[attr-defined]
+            self.wire._busy = Busy()  # type: ignore[attr-defined]  # A handler of the test before may still hang.
             self.wire.traffic = Traffic()
             self.wire.routes = NoRoutes()
             if isinstance(self.wire, P2PWire):
