@@ -151,6 +151,7 @@ class Seat:
             self.wire.routes = NoRoutes()
             if isinstance(self.wire, P2PWire):
                 self.unseen.clear()
+                self.wire._connected = (set(), 0.0)
                 self.wire._closed_to_dials.clear()
                 self.wire._not_dialed.clear()
                 self.wire._bad_relays.clear()
