@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 CALL_S = 5.0
 MAX_AT_ONCE = 4
 """Bodies of one kind by one peer: those of attempts that were given up may still be on their way."""
+MAX_FETCHES = 2
+"""By one caller at once: a round's chunks are in memory for each until they are sent."""
 MAX_AHEAD = 1000
 """Attempts that a peer may be ahead; so nobody can use up the numbers."""
 
@@ -76,7 +78,7 @@ class Answers:
             "propose": large(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
             "commit": large(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
             "failed": small(self._on_failed),
-            "fetch": small(self._on_fetch),
+            "fetch": small(self._on_fetch, per_caller=MAX_FETCHES),
         }
 
     def _keyed(self, caller: str, message: Message) -> Attempt:
@@ -291,7 +293,7 @@ class Answers:
         wanted = message.header.get("hashes")
         if not isinstance(wanted, list) or len(wanted) > max(self._rounds.rules.bounds.chunks):
             raise PeerError("a fetch has the wrong form")
-        found = [self._rounds.results.get(digest) for digest in wanted]
-        if any(data is None for data in found):
+        found = await asyncio.to_thread(self._rounds.results.get_all, wanted)
+        if found is None:
             raise PeerError("this node does not have all of these chunks", code="round_failed")
-        return Message(blobs=await self._rounds.mishaps.serve([data for data in found if data is not None]))
+        return Message(blobs=await self._rounds.mishaps.serve(found))

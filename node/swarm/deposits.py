@@ -65,7 +65,7 @@ class Depositor:
         self._uplinks_bytes_s: dict[str, float] = {}
         """Of members, as they signed it last; without those that have not measured theirs."""
         self._distrusted: set[str] = set()
-        """They had a contribution of this node, and the reducers did not get it."""
+        """They did not take a contribution of this node in time, or the reducers did not get it from them."""
         self._given: tuple[Contribution, str] | None = None
         """What was handed over, and to whom."""
         self.is_sending = False
@@ -135,12 +135,17 @@ class Depositor:
 
     async def _give(self, peer: str, message: Message, mine: Contribution, is_wanted: Callable[[], bool]) -> bool:
         rounds = self._rounds
-        began_s = rounds.clock()
+        began_s, upload_s = rounds.clock(), self.upload_s
         try:
-            call = rounds.wire.call(peer, "deposit", message, timeout_s=rounds.rules.bulk_s)
+            timeout_s = min(rounds.rules.bulk_s, 2 * upload_s + CALL_S)
+            call = rounds.wire.call(peer, "deposit", message, timeout_s=timeout_s)
             await while_live(rounds.directory, peer, call, is_wanted)
         except PeerError as exc:
             logger.info("Peer %s did not take this node's contribution: %s", peer[-6:], exc)
+            # A refusal for want of room costs nothing, and a round may end before the contribution could be there.
+            excused_s = FIXED_S if exc.code == "busy" else 0.0 if is_wanted() else upload_s
+            if rounds.clock() - began_s > excused_s:
+                self._distrusted.add(peer)
             return False
         rounds.uplink.sent(mine.parent, message.blob_bytes, rounds.clock() - began_s)
         self._given = (mine, peer)

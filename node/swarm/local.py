@@ -122,12 +122,13 @@ class LocalWire:
             relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
             if exc.code not in ("unreachable", "not_dialed") or not relays:
                 raise
-        code = "no_relay"
+        codes = []
         for relay_id in relays:
             try:
                 relay = self._hub.find(self.peer_id, relay_id)
             except PeerError as exc:
                 refusal = exc
+                codes.append("no_relay")
                 continue
             try:
                 relay.routes.check_carried(self.peer_id, peer_id)
@@ -136,7 +137,8 @@ class LocalWire:
                 if exc.code not in ("unreachable", "not_dialed", "stranger", "no_relay"):
                     raise
                 refusal = exc
-                code = "unreachable" if exc.code in ("unreachable", "not_dialed") else code
+                codes.append(exc.code)
+        code = "unreachable" if {"unreachable", "not_dialed"}.issuperset(codes) else "no_relay"
         raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusal}", code=code)
 
     async def _ask(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -44,13 +43,14 @@ from node.swarm.base import (
     plain,
 )
 from node.swarm.calls import while_there
-from node.swarm.identity import Identity, load_identity, new_identity
+from node.swarm.identity import Identity, load_identity
+from node.swarm.listener import find_listener
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
-from node.swarm.places import Here, choose, describe_dial
+from node.swarm.places import Here, choose, describe_dial, place_of
 from node.swarm.sealed import Handshake, SealBroken, SealedStream
 from node.swarm.streams import Reader, Writer, linger, read_message, write_message
-from node.swarm.tcp_probe import accepts_connections
+from node.swarm.unanswered import Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,13 @@ CIRCUIT_S = 3.0
 """Until a circuit stands; another relay is tried after that, where there is one."""
 AVOIDED_S = 30.0
 """A peer that could not be dialed is called over its relays at once for so long; a relay that failed is tried last."""
+CONNECTED_S = 0.5
+"""For so long a connection that was there counts as there: p2pd takes several ms to list many peers."""
+SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
+"""A call with a longer body, or with more time, is bulk, or waits for bulk or heavy work."""
 DHT_TIMEOUT_S = 10.0
 STREAMS_PER_CALLER = 64
 """Each holds a header in memory, whatever it asks for."""
-_RIGHT_PEER_ID = re.compile(r"peer id mismatch: .*remote key matches (\w+)")
 _FOREIGN = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """What hivemind and asyncio raise for a peer or a daemon that is gone. (IncompleteReadError is an EOFError.)"""
 
@@ -80,6 +83,28 @@ class _Unconnected(PeerError):
 
 class _NoCircuit(PeerError):
     """A relay does not lead to the peer; with the relay's own code, where it has said why."""
+
+
+class Avoided:
+    """Peers that are avoided for AVOIDED_S after a failure."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until_s: dict[str, float] = {}
+
+    def __contains__(self, peer_id: str) -> bool:
+        return self._until_s.get(peer_id, 0.0) > self._clock()
+
+    def add(self, peer_id: str) -> None:
+        now_s = self._clock()
+        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[peer_id] = now_s + AVOIDED_S
+
+    def discard(self, peer_id: str) -> None:
+        self._until_s.pop(peer_id, None)
+
+    def clear(self) -> None:
+        self._until_s.clear()
 
 
 class P2PWire:
@@ -100,11 +125,14 @@ class P2PWire:
         """Decides which of a peer's addresses are dialed."""
         self._services: dict[str, Service] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
-        self._connected: set[str] = set()
+        self._connected: tuple[set[str], float] = (set(), 0.0)
+        """The peers that libp2p was connected with, and until when that is taken for true."""
         self._closed_to_dials: set[str] = set()
         """Peers without an inbound port: called over the connection that they have opened, or not at all."""
-        self._avoided_until_s: dict[str, float] = {}
-        """Peers that could not be dialed and relays that failed."""
+        self._not_dialed, self._bad_relays = Avoided(self._clock), Avoided(self._clock)
+        """Peers that could not be dialed lately, and relays that failed."""
+        self._unanswered = Unanswered(self._clock, self._drop_soon)
+        self._drops: set[asyncio.Task[None]] = set()
         self._busy = Busy()
         self._streams: dict[asyncio.Task[Any], str] = {}
         """Every call that is being answered, and whose it is."""
@@ -125,7 +153,7 @@ class P2PWire:
         except TimeoutError as exc:
             raise late(peer_id, verb, timeout_s) from exc
         except _FOREIGN as exc:
-            self._connected.discard(peer_id)
+            self._forget_connected(peer_id)
             raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
         except STUMBLES as exc:
             raise PeerError(f"peer {peer_id[-6:]} does not keep to the protocol ({verb})") from exc
@@ -145,25 +173,32 @@ class P2PWire:
         """Directly where that is possible, else over the peer's relays."""
         header = pack_header(verb, message)
         relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
-        dial = not (relays and self._is_avoided(peer_id))
+        dial = not (relays and peer_id in self._not_dialed)
+        began_s, open_s = self._clock(), min(TRY_S, timeout_s / 2) if relays else timeout_s
+        is_bulk = message.blob_bytes > SMALL_BYTES or timeout_s > SMALL_S
+        watch = partial(self._unanswered.watch, peer_id, began_s, is_bulk=is_bulk)
         try:
-            async with asyncio.timeout(min(TRY_S, timeout_s / 2) if relays else None):
+            async with asyncio.timeout(open_s if relays else None):
                 await self._ensure_connected(peer_id, dial=dial)
-                ends = await self._open(peer_id, PROTOCOL)
+                with watch(timeout_s=open_s):
+                    ends = await self._open(peer_id, PROTOCOL)
         except (_Unconnected, *_FOREIGN) as exc:
             if not relays:
                 raise
             if dial:
-                self._avoid(peer_id)
+                self._not_dialed.add(peer_id)
             logger.debug("%s is not called directly: %r", peer_id[-6:], exc)
         else:
             try:
-                return await self._exchange(ends, verb, header, message, max_reply_bytes)
+                with watch(timeout_s=timeout_s):
+                    reply = await self._exchange(ends, verb, header, message, max_reply_bytes)
+                self._unanswered.answered(peer_id)
+                return reply
             except _FOREIGN as exc:
                 if not relays:
                     raise
                 logger.debug("the call of %s broke off: %r", peer_id[-6:], exc)
-        self._connected.discard(peer_id)
+        self._forget_connected(peer_id)
         return await self._call_over(relays, peer_id, verb, header, message, max_reply_bytes, timeout_s)
 
     async def _call_over(
@@ -178,7 +213,7 @@ class P2PWire:
     ) -> Message:
         """Over one relay after another; those that failed lately are the last."""
         refusals: list[_NoCircuit] = []
-        for relay in (ordered := sorted(relays, key=self._is_avoided)):
+        for relay in (ordered := sorted(relays, key=self._bad_relays.__contains__)):
             try:
                 within_s = None if relay == ordered[-1] else min(CIRCUIT_S, timeout_s / 2)
                 circuit = await self._open_circuit(relay, peer_id, timeout_s, within_s)
@@ -187,12 +222,12 @@ class P2PWire:
             except _NoCircuit as exc:
                 refusals.append(exc)
             except _FOREIGN as exc:
-                self._avoid(relay)
+                self._bad_relays.add(relay)
                 refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
             logger.debug("%s is not called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
-        self._avoided_until_s.pop(peer_id, None)  # No relay leads there, so the next call tries to dial it again.
-        # Only a relay that has answered knows anything of the peer.
-        is_away = any(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
+        self._not_dialed.discard(peer_id)  # No relay leads there, so the next call tries to dial it again.
+        # Only a relay that has answered knows anything of the peer, and one alone may lie, or be out of date.
+        is_away = all(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
         code = "unreachable" if is_away else "no_relay"
         raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusals[-1]}", code=code)
 
@@ -239,19 +274,19 @@ class P2PWire:
                     raise
         except SealBroken as exc:
             self.traffic.reject(PeerError(str(exc), code="bad_signature"))
-            self._avoid(relay)
+            self._bad_relays.add(relay)
             raise _NoCircuit(str(exc), code="no_relay") from exc
         except _Unconnected as exc:
-            self._avoid(relay)
+            self._bad_relays.add(relay)
             raise _NoCircuit(f"the relay {relay[-6:]} is not reachable", code="no_relay") from exc
         except PeerError as exc:
             raise _NoCircuit(str(exc), code=exc.code) from exc
         except (*_FOREIGN, *STUMBLES) as exc:
-            self._avoid(relay)
+            self._bad_relays.add(relay)
             raise _NoCircuit(f"the relay {relay[-6:]} does not answer", code="no_relay") from exc
         except asyncio.CancelledError:
             if self._clock() - began_s > for_s / 4:
-                self._avoid(relay)  # The call ran out of time here.
+                self._bad_relays.add(relay)  # The call ran out of time here.
             raise
 
     async def is_carried_by(self, relay: str, verb: str, timeout_s: float) -> bool:
@@ -266,19 +301,11 @@ class P2PWire:
             return False
         return True
 
-    def _avoid(self, peer_id: str) -> None:
-        now_s = self._clock()
-        self._avoided_until_s = {p: until_s for p, until_s in self._avoided_until_s.items() if until_s > now_s}
-        self._avoided_until_s[peer_id] = now_s + AVOIDED_S
-
-    def _is_avoided(self, peer_id: str) -> bool:
-        return self._avoided_until_s.get(peer_id, 0.0) > self._clock()
-
     async def _open_target(self, peer_id: str) -> tuple[Reader, Writer]:
         """A stream for a circuit of others, over a connection that is there. Raises PeerError."""
         try:
             async with asyncio.timeout(CIRCUIT_S):
-                if peer_id in await self.transports():
+                if peer_id in await self.connected():
                     return await self._open(peer_id, RELAYED_PROTOCOL)
         except (*_FOREIGN, *STUMBLES) as exc:
             raise PeerError(f"the relay does not get through to {peer_id[-6:]}", code="unreachable") from exc
@@ -337,7 +364,7 @@ class P2PWire:
         with ExitStack() as held:
             try:
                 self._check_room(caller)
-                door = self._busy.door(self._services, caller, held)
+                door = self._door(caller, held)
                 verb, message, size = await read_message(reader, door, self.down, STALL_S)
                 service = self._services[verb]
                 channel = service.channel
@@ -353,6 +380,18 @@ class P2PWire:
             self.traffic.sent_bytes[channel] += sent_bytes
         await linger(reader)
 
+    def _door(self, caller: str, held: ExitStack) -> Callable[[str], int]:
+        """As `Busy.door`; a call that may be bulk keeps the caller's connection, too."""
+        door = self._busy.door(self._services, caller, held)
+
+        def enter(verb: str) -> int:
+            max_bytes = door(verb)
+            if self._services[verb].channel is not Channel.DHT:
+                held.enter_context(self._unanswered.bulk(caller))
+            return max_bytes
+
+        return enter
+
     # finding each other
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
@@ -362,21 +401,36 @@ class P2PWire:
 
     async def _ensure_connected(self, peer_id: str, *, dial: bool = True) -> None:
         """Raises _Unconnected where there is no connection, and none can be opened."""
+        there, until_s = self._connected
+        if peer_id in there and self._clock() < until_s:
+            return
+        if peer_id in await self._look():
+            return
         if peer_id in self._closed_to_dials or not dial:
-            if peer_id not in await self.transports():
-                what = f"peer {peer_id[-6:]} takes no calls and has not called this node"
-                raise _Unconnected(what, code="not_dialed")
-            return
-        if peer_id in self._connected or peer_id not in self._addresses:
-            return
+            what = f"peer {peer_id[-6:]} takes no calls and has not called this node"
+            raise _Unconnected(what, code="not_dialed")
+        if peer_id not in self._addresses:
+            return  # libp2p may know the way.
         try:
-            await self.connect(self._addresses[peer_id])
+            await self._dial(self._addresses[peer_id])
         except PeerError as exc:
             raise _Unconnected(str(exc), code=exc.code) from exc
-        self._connected.add(peer_id)
+
+    async def _look(self) -> set[str]:
+        there = await self.connected()
+        self._connected = there, self._clock() + CONNECTED_S
+        return there
+
+    def _forget_connected(self, peer_id: str) -> None:
+        """The next call asks libp2p whether the peer is connected."""
+        self._connected[0].discard(peer_id)
 
     async def connect(self, addresses: Sequence[str]) -> str:
-        """Dial one peer, at those of its addresses that lead somewhere from here. Returns its id; raises PeerError."""
+        """Open the connection to one peer if there is none. Returns its id; raises PeerError."""
+        return await self._dial(addresses, look=True)
+
+    async def _dial(self, addresses: Sequence[str], *, look: bool = False) -> str:
+        """Dial one peer, at those of its addresses that lead somewhere from here. `look`: unless it is connected."""
         read = {address: found for address in addresses if (found := read_address(address)) is not None}
         if not read:
             what = f"{plain(addresses[0], 100)} is no address of a peer" if addresses else "a peer tells no address"
@@ -384,32 +438,33 @@ class P2PWire:
         peer_id = next(iter(read.values()))[0]
         dialed, skipped = choose(list(read), self.here)
         failure = PeerError(f"no answer at {plain(describe_dial(dialed, skipped), 300)}", code="unreachable")
-        if not dialed:
-            raise failure
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                # libp2p waits longer and longer before it dials an address again that has not answered: up to 5 min.
-                if peer_id not in await self.transports() and not await accepts_connections(dialed):
+                if look and peer_id in await self._look():
+                    return peer_id
+                leading = await self._leading(peer_id, dialed)
+                if not leading:
                     raise failure
-                await self._client.connect(PeerID.from_base58(peer_id), [read[address][1] for address in dialed])
+                await self._client.connect(PeerID.from_base58(peer_id), leading)
         except (*_FOREIGN, ValueError) as exc:
             raise failure from exc
         return peer_id
 
-    async def ask_peer_id(self, address: str) -> str:
-        """The id of the peer at an address that names none. Raises PeerError.
+    async def _leading(self, peer_id: str, addresses: Sequence[str]) -> list[Multiaddr]:
+        """Of these addresses, what libp2p is to dial: one at which the peer answers, and those that are not TCP."""
+        places = {address: place_of(address) for address in addresses}
+        others = [found[1] for a, place in places.items() if place is None and (found := read_address(a))]
+        timeout_s = CONNECT_TIMEOUT_S / 2 if others else CONNECT_TIMEOUT_S
+        listener = await find_listener([place for place in places.values() if place], timeout_s, peer_id)
+        return others if listener is None else [Multiaddr(listener.address), *others]
 
-        libp2p dials no unknown peer, but where it is given a wrong id, its error names the right one.
-        """
-        wrong = PeerID.from_base58(new_identity().peer_id)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._client.connect(wrong, [Multiaddr(address)])
-        except (*_FOREIGN, ValueError) as exc:
-            if found := _RIGHT_PEER_ID.search(str(exc)):
-                return found[1]
-            raise PeerError(f"no answer at {plain(address, 200)}", code="unreachable") from exc
-        raise PeerError(f"no peer answers at {plain(address, 200)}", code="unreachable")
+    async def ask_peer_id(self, address: str) -> str:
+        """The id of the peer at a TCP address that names none. Raises PeerError."""
+        place = place_of(address)
+        listener = await find_listener([place], CONNECT_TIMEOUT_S) if place else None
+        if listener is None:
+            raise PeerError(f"no peer answers at {plain(address, 200)}", code="unreachable")
+        return listener.peer_id
 
     async def addresses(self) -> list[str]:
         """Where this node listens, each ending in /p2p/PEER_ID; nothing for a node that listens on nothing."""
@@ -422,48 +477,50 @@ class P2PWire:
         One that cannot be opened is tried again next time. None where libp2p's daemon does not tell its peers.
         """
         try:
-            there = set(await self.transports())
+            there = await self._look()
             missing = [peer_id for peer_id in peer_ids if peer_id not in there and peer_id in self._addresses]
             if not missing:
                 return there
-            self._connected.difference_update(missing)
             for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
                 if error is not None and not isinstance(error, (PeerError, *_FOREIGN)):
                     raise error
-            return set(await self.transports())
+            return await self._look()
         except _FOREIGN as exc:
             logger.debug("libp2p's daemon does not tell its peers: %r", exc)
             return None
 
     async def drop(self, peer_id: str) -> None:
         """Close the connection to a peer, so that the next call opens another."""
-        self._connected.discard(peer_id)
+        self._forget_connected(peer_id)
         with suppress(*_FOREIGN):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.disconnect(PeerID.from_base58(peer_id))
+        self._forget_connected(peer_id)  # Another call may have looked meanwhile.
+
+    def _drop_soon(self, peer_id: str) -> None:
+        logger.debug("%s does not answer over its connection, which is closed", peer_id[-6:])
+        task = asyncio.create_task(self.drop(peer_id))
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)
 
     async def seen(self) -> dict[str, tuple[str, ...]]:
-        """The IP addresses at which this node sees each peer that it is connected with directly. Raises PeerError."""
+        """The IP addresses at which this node sees each peer that it is connected with. Raises PeerError."""
         try:
             infos = await self._client.list_peers()
         except _FOREIGN as exc:
             raise PeerError("libp2p's daemon does not tell its peers", code="internal") from exc
         seen: dict[str, tuple[str, ...]] = {}
         for info in infos:
-            parts = [str(address).split("/") for address in info.addrs if "p2p-circuit" not in str(address)]
+            parts = [str(address).split("/") for address in info.addrs]
             ips = tuple(part[2] for part in parts if part[1] in ("ip4", "ip6"))
             if ips:
                 peer_id = info.peer_id.to_base58()
                 seen[peer_id] = (*seen.get(peer_id, ()), *ips)
         return seen
 
-    async def transports(self) -> dict[str, str]:
-        """`direct` or `relay` for every peer libp2p is connected with."""
-        infos = await self._client.list_peers()
-        return {
-            info.peer_id.to_base58(): "relay" if any("p2p-circuit" in str(a) for a in info.addrs) else "direct"
-            for info in infos
-        }
+    async def connected(self) -> set[str]:
+        """The peers that libp2p is connected with."""
+        return {info.peer_id.to_base58() for info in await self._client.list_peers()}
 
     # hivemind's DHT
 
@@ -491,7 +548,7 @@ class P2PWire:
             return None
 
     async def close(self) -> None:
-        for task in list(self._streams):
+        for task in (*self._streams, *self._drops):
             task.cancel()
         try:
             await asyncio.wait_for(self._dht.shutdown(), 2.0)

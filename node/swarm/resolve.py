@@ -6,27 +6,37 @@ import asyncio
 import logging
 import socket
 import threading
+from collections import Counter
 
 from node.swarm.places import Place
 
 logger = logging.getLogger(__name__)
 
-MAX_LOOKUPS = 4
-"""At the same time; a name server of the peer's own may keep each of them waiting for a minute."""
-_lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+MAX_LOOKUPS = 16
+"""At the same time; a name server of a peer's own may keep each of them waiting for a minute."""
+MAX_OF_ONE = 4
+"""Of them for one peer, so that a peer with many such names does not take the turn of others."""
+_lock = threading.Lock()
+_lookups: Counter[str] = Counter()
+"""Under way, for each peer."""
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
-async def resolve(place: Place, timeout_s: float) -> frozenset[str]:
-    """Empty where the name leads nowhere, the answer takes too long, or too many lookups are under way."""
+async def resolve(place: Place, timeout_s: float, peer_id: str = "") -> frozenset[str]:
+    """Empty where the name leads nowhere, the answer takes too long, or too many lookups are under way.
+
+    `peer_id`: whose name it is; those of nobody in particular share the bound of one peer.
+    """
     if place.ip is not None:
         return frozenset({str(place.ip)})
-    if not _lookups.acquire(blocking=False):
-        return frozenset()
+    with _lock:
+        if _lookups[peer_id] >= MAX_OF_ONE or _lookups.total() >= MAX_LOOKUPS:
+            return frozenset()
+        _lookups[peer_id] += 1
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[frozenset[str]] = loop.create_future()
     # A daemon thread of its own, as nothing can end a lookup: threads of a pool would be waited for at exit.
-    threading.Thread(target=_look_up, args=(place, loop, answer), name="resolve", daemon=True).start()
+    threading.Thread(target=_look_up, args=(place, peer_id, loop, answer), name="resolve", daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -35,7 +45,9 @@ async def resolve(place: Place, timeout_s: float) -> frozenset[str]:
         return frozenset()
 
 
-def _look_up(place: Place, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[frozenset[str]]) -> None:
+def _look_up(
+    place: Place, peer_id: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[frozenset[str]]
+) -> None:
     try:
         found = socket.getaddrinfo(place.host, place.port, _FAMILIES[place.kind], socket.SOCK_STREAM)
         ips = frozenset(str(address[4][0]) for address in found)
@@ -43,7 +55,10 @@ def _look_up(place: Place, loop: asyncio.AbstractEventLoop, answer: asyncio.Futu
         logger.debug("%s is not resolved: %s", place.host, exc)
         ips = frozenset()
     finally:
-        _lookups.release()
+        with _lock:
+            _lookups[peer_id] -= 1
+            if not _lookups[peer_id]:
+                del _lookups[peer_id]
 
     def tell() -> None:
         if not answer.done():

@@ -220,6 +220,16 @@ class Results:
     def get(self, digest: bytes) -> bytes | None:
         return self._chunks.get(digest) or self._store.get(digest)
 
+    def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
+        """These chunks, in order; None if one of them is not here. Accesses the disk; any thread may call it."""
+        found = []
+        for digest in hashes:
+            data = self.get(digest)
+            if data is None:
+                return None
+            found.append(data)
+        return found
+
     def hold(self, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
         """Keep these, whose hashes the caller has checked."""
         self._chunks.update(zip(hashes, chunks, strict=True))

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from node.status import Phase
 from node.swarm import catchup, gossip, leader, rendezvous, rounds
 from node.swarm.attempt import Contribution
 from node.swarm.awake import AwakeClock
-from node.swarm.base import NoRoutes, Traffic, Wire
+from node.swarm.base import Busy, NoRoutes, Traffic, Wire
 from node.swarm.catchup import CatchUp, Loss
 from node.swarm.chain import Outer, Tip, open_chain, tip_at
 from node.swarm.directory import Directory, PeerRecord
@@ -111,12 +112,12 @@ class Seat:
             return LocalWire(self._hub, self.peer_id)
         options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",))
         wire = await open_wire(options, SignedRecordValidator(DHT_RUN))
-        found = wire.transports
+        found = wire.connected
 
-        async def seen() -> dict[str, str]:
-            return {peer: how for peer, how in (await found()).items() if peer not in self.unseen}
+        async def seen() -> set[str]:
+            return await found() - self.unseen
 
-        wire.transports = seen  # type: ignore[method-assign]
+        wire.connected = seen  # type: ignore[method-assign]
         return wire
 
     def do(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
@@ -135,17 +136,25 @@ class Seat:
             self.is_open = False
             self.do(self.wire.close())
 
+    def restart_wire(self) -> None:
+        """The same identity at another port."""
+        self.do(self.wire.close())
+        self.wire = self.do(self._open())
+
     def clear(self) -> None:
         """As new, for the next test."""
 
         async def forget() -> None:
             self.wire._services.clear()  # type: ignore[attr-defined]
+            self.wire._busy = Busy()  # type: ignore[attr-defined]  # A handler of the test before may still hang.
             self.wire.traffic = Traffic()
             self.wire.routes = NoRoutes()
             if isinstance(self.wire, P2PWire):
                 self.unseen.clear()
+                self.wire._connected = (set(), 0.0)
                 self.wire._closed_to_dials.clear()
-                self.wire._avoided_until_s.clear()
+                self.wire._not_dialed.clear()
+                self.wire._bad_relays.clear()
 
         self.do(forget())
 
@@ -163,6 +172,51 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Detour:
+    """A TCP port that leads to another one. Its connections can be cut so that neither end notices."""
+
+    def __init__(self, to_port: int) -> None:
+        self._to_port = to_port
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+        self.connections: set[asyncio.Task[None]] = set()
+        """That are open: one task for each direction."""
+
+    async def open(self, port: int = 0) -> int:
+        """The port on 127.0.0.1."""
+        self._server = await asyncio.start_server(self._lead, "127.0.0.1", port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._to_port)
+        self._writers += [writer, there[1]]
+        for source, target in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._copy(source, target))
+            self.connections.add(task)
+            task.add_done_callback(self.connections.discard)
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def cut(self) -> None:
+        """The connections that are there carry nothing any more, and stay open; new ones are led on."""
+        tasks = list(self.connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+        for writer in self._writers:
+            writer.transport.abort()
 
 
 class Node:
@@ -379,6 +433,7 @@ class Swarm:
                     other.loop.call_soon_threadsafe(learn)
                     if other in hidden:
                         other.unseen.add(seat.peer_id)
+                        other.loop.call_soon_threadsafe(other.wire._forget_connected, seat.peer_id)
 
     def close(self) -> None:
         for seat in self._seats:

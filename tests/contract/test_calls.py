@@ -15,7 +15,8 @@ from node.status import Channel
 from node.swarm.base import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
 from node.swarm.identity import new_identity
 from node.swarm.local import LocalWire
-from tests.contract.harness import Seat, Swarm, wait_until
+from node.swarm.reachability import listen_ports
+from tests.contract.harness import WAIT_S, Detour, Seat, Swarm, wait_until
 
 LIMIT_BYTES = 2**20
 
@@ -350,3 +351,46 @@ def test_one_caller_has_so_many_streams_and_no_more(swarm: Swarm, monkeypatch: p
         caller.loop.call_soon_threadsafe(writer.close)
     wait_until(lambda: not streams)
     assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+def test_a_connection_that_leads_nowhere_any_more_is_replaced(swarm: Swarm) -> None:
+    if swarm.transport == "local":
+        pytest.skip("there are no connections")
+    caller, server = pair(swarm)
+    caller.restart_wire()  # The new one knows no other address of the server.
+    wire: Any = caller.wire
+    detour = Detour(listen_ports(server.addresses())[4])
+    port = caller.do(detour.open())
+    try:
+        caller.do(wire.drop(server.peer_id))
+        caller.learn(server.peer_id, [f"/ip4/127.0.0.1/tcp/{port}/p2p/{server.peer_id}"])
+        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+        assert len(detour.connections) == 2, "both halves of one connection"
+        caller.do(detour.cut())
+        for _ in range(2):
+            assert refusal(caller, server.peer_id, "echo", timeout_s=1.0) == "timeout"
+        wait_until(lambda: server.peer_id not in caller.do(wire.connected()))
+        assert ask(caller, server.peer_id, "echo", timeout_s=3.0).header["caller"] == caller.peer_id
+    finally:
+        caller.do(wire.drop(server.peer_id))
+        caller.learn(server.peer_id, server.addresses())
+        caller.do(detour.close())
+
+
+def test_a_peer_that_is_slow_while_bulk_is_on_its_way_keeps_its_connection(swarm: Swarm) -> None:
+    release = threading.Event()
+
+    async def slow(_caller: str, message: Message) -> Message:
+        await asyncio.to_thread(release.wait, 30)
+        return Message(blobs=message.blobs)
+
+    caller, server = pair(swarm, slow=slow, bulk=slow)
+    body = Message(blobs=[bytes(LIMIT_BYTES)])
+    call = caller.wire.call(server.peer_id, "bulk", body, timeout_s=WAIT_S)
+    running = asyncio.run_coroutine_threadsafe(call, caller.loop)
+    try:
+        for _ in range(3):
+            assert refusal(caller, server.peer_id, "slow", timeout_s=0.5) == "timeout"
+    finally:
+        release.set()
+    assert running.result(WAIT_S).blob_bytes == LIMIT_BYTES

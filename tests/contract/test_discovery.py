@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from node.swarm.base import Message
 from node.swarm.directory import PURPOSE, Directory, PeerRecord, sign_record
 from node.swarm.discovery import RECORD_LIFE_S, REDIALED, Discovery, dht_key
 from node.swarm.gossip import Gossip
-from node.swarm.identity import new_identity
+from node.swarm.identity import load_identity, new_identity
 from node.swarm.p2p import CONNECT_TIMEOUT_S
+from node.swarm.p2pd import DaemonOptions, start_daemon
 from node.swarm.places import MAX_DIALED
-from tests.contract.harness import DHT_RUN, Ether, Seat, Swarm
+from tests.contract.harness import DHT_RUN, Detour, Ether, Seat, Swarm
 
 RUN = DHT_RUN
 Changes = Callable[[dict[str, Any]], dict[str, Any]]
@@ -114,6 +117,74 @@ def test_addresses_that_lead_nowhere_do_not_delay_the_right_one(swarm: Swarm) ->
     began_at_s = time.monotonic()
     assert seat.do(seat.wire.connect([*nowhere, *other.addresses()])) == other.peer_id  # type: ignore[attr-defined]
     assert time.monotonic() - began_at_s < CONNECT_TIMEOUT_S - 1.0
+
+
+def free_port() -> int:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        return int(closed.getsockname()[1])
+
+
+def test_another_listener_at_a_peers_address_does_not_have_libp2p_dial_its_dead_ones(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    """libp2p refuses for seconds to dial an address again that has not answered."""
+    (seat,) = swarm.seats(1)
+    peer_id, port, dead_port = load_identity(tmp_path / "identity.key").peer_id, free_port(), free_port()
+    daemon = seat.do(start_daemon(DaemonOptions(tmp_path / "identity.key", (f"/ip4/127.0.0.1/tcp/{port}",))))
+    detour = Detour(port)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as printer:
+            ports = (printer.getsockname()[1], dead_port)
+            addresses = [f"/ip4/127.0.0.1/tcp/{one}/p2p/{peer_id}" for one in ports]
+            with pytest.raises(PeerError):
+                seat.do(seat.wire.connect(addresses))  # type: ignore[attr-defined]
+            seat.do(detour.open(dead_port))
+            assert seat.do(seat.wire.connect(addresses)) == peer_id  # type: ignore[attr-defined]
+    finally:
+        seat.do(detour.close())
+        seat.do(daemon.stop())
+
+
+def test_names_whose_lookup_hangs_do_not_hold_up_other_threads(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    (seat,) = swarm.seats(1)
+    over, look_up = threading.Event(), socket.getaddrinfo
+
+    def hang(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(host).endswith(".example"):
+            over.wait(60)
+            raise socket.gaierror("no such name")
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    nobody = new_identity().peer_id
+    names = [f"/dns4/hangs{n}.example/tcp/9/p2p/{nobody}" for n in range(MAX_DIALED)]
+
+    async def connect() -> float:
+        """Seconds that a thread of the loop was waited for meanwhile."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        connecting = asyncio.create_task(seat.wire.connect(names))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))}, timeout=10)
+        waited_s = time.monotonic() - began_s
+        with pytest.raises(PeerError):
+            await connecting
+        return waited_s
+
+    try:
+        assert seat.do(connect()) < 2.0
+    finally:
+        over.set()
+
+
+def test_the_id_of_a_peer_is_asked_at_an_address_without_one(swarm: Swarm) -> None:
+    seat, other = swarm.seats(2)
+    for address in other.addresses():
+        for plain in (address.partition("/p2p/")[0], named(address).partition("/p2p/")[0]):
+            assert seat.do(seat.wire.ask_peer_id(plain)) == other.peer_id  # type: ignore[attr-defined]
+    with pytest.raises(PeerError):
+        seat.do(seat.wire.ask_peer_id(f"/ip4/127.0.0.1/tcp/{free_port()}"))  # type: ignore[attr-defined]
 
 
 def test_bad_addresses_are_neither_kept_nor_invited_nor_the_end_of_the_search(swarm: Swarm, tmp_path: Path) -> None:

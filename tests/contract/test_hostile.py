@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -444,9 +446,9 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._true, name)
 
-        def get(self, digest: bytes) -> bytes | None:
-            data = self._true.get(digest)
-            return bytes(len(data)) if data else None
+        def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
+            found = self._true.get_all(hashes)
+            return found and [bytes(len(data)) for data in found]
 
     bad.rounds.results = Liar(bad.rounds.results)  # type: ignore[assignment]
     late = swarm.node(rules)
@@ -455,6 +457,35 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
     assert proof is not None
     assert late.seat.do(late.rounds.adopt(proof))
     assert late.tip.digest == nodes[0].tip.digest
+
+
+def test_chunks_are_read_beside_the_loop_and_for_one_caller_twice_at_a_time(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, other = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
+    (chunk, *_) = other.encode(torch.zeros(64))
+    reading, release = threading.Semaphore(0), threading.Event()
+
+    def read_slowly(_digest: bytes) -> bytes:
+        reading.release()
+        release.wait(20)
+        return chunk
+
+    monkeypatch.setattr(other.rounds.results._store, "get", read_slowly)
+
+    def fetch() -> Any:
+        call = caller.seat.wire.call(other.peer_id, "fetch", Message({"hashes": [bytes(32)]}), timeout_s=20)
+        return asyncio.run_coroutine_threadsafe(call, caller.seat.loop)
+
+    first, second = fetch(), fetch()
+    try:
+        assert reading.acquire(timeout=10) and reading.acquire(timeout=10)
+        with pytest.raises(PeerError) as caught:
+            fetch().result(10)
+        assert caught.value.code == "busy"
+    finally:
+        release.set()
+    assert [list(call.result(10).blobs) for call in (first, second)] == [[chunk], [chunk]]
 
 
 def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Swarm) -> None:

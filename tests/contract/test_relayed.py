@@ -165,6 +165,32 @@ def test_a_node_finds_out_whether_a_relay_carries_calls_to_it(swarm: Swarm) -> N
     assert not homes.server.do(wire.is_carried_by(relay, "echo", 5.0))
 
 
+def test_one_relay_that_knows_no_way_does_not_tell_that_the_peer_is_away(swarm: Swarm) -> None:
+    homes = Homes(swarm, relays=2)
+    (stray,) = swarm.acquainted(1)
+    stray.wire.routes = homes.table
+    stray.unseen.add(homes.there)
+    homes.caller.learn(stray.peer_id, stray.addresses())
+    for relay in homes.relays:
+        relay.close_wire()
+    homes.table.relays.insert(0, stray.peer_id)
+    assert refusal(homes.caller, homes.there, "echo") == "no_relay"
+
+
+def test_a_relay_that_has_restarted_elsewhere_is_dialed_there(swarm: Swarm) -> None:
+    if swarm.transport == "local":
+        pytest.skip("the local transport has no addresses")
+    homes = Homes(swarm)
+    (relay,) = homes.relays
+    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+    relay.restart_wire()
+    relay.wire.routes = homes.table
+    relay.wire.serve({"echo": Service(echo, Channel.REDUCE)})
+    homes.caller.learn(relay.peer_id, relay.addresses())
+    homes.server.do(homes.server.wire.connect(relay.addresses()))  # type: ignore[attr-defined]
+    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+
+
 @pytest.mark.parametrize("who", ["caller", "server"])
 def test_a_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
     homes = Homes(swarm)
@@ -251,12 +277,11 @@ def test_a_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, mon
     homes.caller.loop.call_soon_threadsafe(lambda: wire.learn(homes.there, nowhere, inbound=True))
     dials: list[str] = []
 
-    async def connect(addresses: Sequence[str]) -> str:
+    async def dial(addresses: Sequence[str]) -> str:
         dials.extend(addresses)
         raise PeerError(f"no answer at {addresses[0]}", code="unreachable")
 
-    monkeypatch.setattr(wire, "connect", connect)
-    wire._connected.discard(homes.there)
+    monkeypatch.setattr(wire, "_dial", dial)
     for _ in range(3):
         assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
     assert homes.relayed_bytes() > 0

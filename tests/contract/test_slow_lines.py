@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -144,6 +145,33 @@ def test_a_round_that_closes_without_it_ends_a_deposit(open_lines: Swarm) -> Non
     assert slow.peer_id not in included
     wait_until(lambda: not slow.rounds.depositor.is_sending)
     assert slow.rounds.depositor._given is None
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_a_depositary_that_takes_a_contribution_too_slowly_is_not_asked_again(
+    open_lines: Swarm, others_wait: bool
+) -> None:
+    nodes, slow = swarm_of(open_lines, 2)
+    by_id = {node.peer_id: node for node in nodes}
+    asked: list[str] = []
+
+    async def never_done(_caller: str, _message: Message) -> Message:
+        asked.append("")
+        await asyncio.sleep(60)
+        return Message()
+
+    first = slow.rounds.depositor._candidates()[0]
+    by_id[first].seat.wire.serve({"deposit": Service(never_done, Channel.REDUCE, 2**23)})
+    slow.offer(gradient(7, 1, PARAMETERS))
+    began_s = time.monotonic()
+    wait_until(lambda: bool(asked))
+    if others_wait:
+        wait_until(lambda: slow.rounds.depositor._given is not None, 30.0)
+        assert slow.rounds.depositor._given is not None and slow.rounds.depositor._given[1] != first
+    else:
+        wait_until(lambda: time.monotonic() - began_s > 2 * UPLOAD_S)
+    commit_rest(nodes, slow)
+    wait_until(lambda: first in slow.rounds.depositor._distrusted)
 
 
 # what is refused
