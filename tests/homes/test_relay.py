@@ -36,12 +36,12 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
         yield made
 
 
-def start(swarm: Swarm, homes: World, *relay_flags: str) -> tuple[list[Node], list[Node]]:
-    """Members in the first homes, behind NATs without a port, and a relay in each of the others.
+def start(swarm: Swarm, homes: World, *relay_flags: str, count: int = MEMBERS) -> tuple[list[Node], list[Node]]:
+    """So many members in the first homes, behind NATs without a port, and a relay in each of the others.
 
     All of them find each other through the relays.
     """
-    inside, outside = homes[:MEMBERS], homes[MEMBERS:]
+    inside, outside = homes[:count], homes[count:]
     relays = [_relay(swarm, home) for home in outside]
     at = ",".join(
         f"/ip4/{home.address}/tcp/{PORT}/p2p/{_id(relay)}" for home, relay in zip(outside, relays, strict=True)
