@@ -15,7 +15,7 @@ from tests.homes.world import World, why_not, world
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
 HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
-ROUNDS = 10 if HEAVY else 2
+ROUNDS = 6 if HEAVY else 2
 DIRECT_S = 90.0
 GOSSIP_BYTES = 5_000
 """What may still go over a relay while a call that has begun there ends."""
