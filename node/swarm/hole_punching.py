@@ -33,8 +33,10 @@ PAUSE_S = 120.0
 MAX_PAUSE_S = 3600.0
 SPACING_S = 60.0
 """Between two tries of one caller that this node answers."""
-MAX_ANSWERED = 4
-"""At once."""
+MAX_ANSWERED = 8
+"""Callers within SPACING_S."""
+BLIND_S = 1800.0
+"""Until a relay that did not answer over UDP is asked again: libp2p gives UDP up after 100 dials that mostly fail."""
 IDLE_S = 30.0
 """Until the connection to an observer that nobody needs is closed."""
 ASK_S = 10.0
@@ -54,6 +56,8 @@ class HolePunching:
         self._answered_at_s: dict[str, float] = {}
         self._observers: dict[str, float] = {}
         """When this node last needed the connection to each observer, by its peer id."""
+        self._blind_until_s: dict[str, float] = {}
+        """Relays that did not answer over UDP."""
         self._dials: set[asyncio.Task[None]] = set()
         """Those of the tries that this node answers."""
         service = Service(self._on_punch, Channel.DHT, per_caller=1, admits=directory.is_member)
@@ -100,11 +104,11 @@ class HolePunching:
             await self._wire.call(peer_id, "punch", Message({"relay": relay, "version": version}), timeout_s=PUNCH_S)
             await self._dial(peer_id, await self._ask_outer(relay, peer_id, version))
         except PeerError as exc:
-            self._failures[peer_id] = self._failures.get(peer_id, 0) + 1
+            self._failures[peer_id] = self._failures.get(peer_id, 0) + (exc.code != "too_soon")
             logger.debug("no direct connection to %s: %s", peer_id[-6:], exc)
         else:
             self._failures.pop(peer_id, None)
-        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(self._failures.get(peer_id, 1) - 1, 16))
+        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(max(0, self._failures.get(peer_id, 0) - 1), 16))
         self._due_at_s[peer_id] = self._clock() + pause_s
 
     async def _find_observer(self, relays: Sequence[str]) -> tuple[str, int]:
@@ -133,7 +137,7 @@ class HolePunching:
         if version not in (4, 6) or record is None or relay not in self._shared_relays(record):
             raise PeerError("that is no relay of both, or none is needed", code="no_relay")
         self._answered_at_s = {p: at_s for p, at_s in self._answered_at_s.items() if now_s - at_s < SPACING_S}
-        if caller in self._answered_at_s or len(self._dials) >= MAX_ANSWERED:
+        if caller in self._answered_at_s or len(self._answered_at_s) >= MAX_ANSWERED:
             raise PeerError("a try comes too soon after another", code="too_soon")
         self._answered_at_s[caller] = now_s
         await self._be_observed(relay, version)
@@ -154,12 +158,18 @@ class HolePunching:
         """Have a connection to the observer of a relay, over this IP version or any. Returns it; raises PeerError."""
         record, seen = self._directory.find(relay), await self._wire.seen()
         place = observer_place(record.addresses if record else (), seen.get(relay, ()), version)
+        if self._clock() < self._blind_until_s.get(relay, 0.0):
+            raise PeerError("the relay did not answer over UDP before", code="no_relay")
         reply = await self._wire.call(relay, "observer", Message(), timeout_s=ASK_S)
         observer = plain(reply.header.get("peer"), 64)
         if self._directory.knows(observer) or (observer in seen and observer not in self._observers):
             raise PeerError("a relay calls another peer its observer")
         self._observers[observer] = self._clock()
-        await self._wire.connect_quic(observer, place.host, place.port)
+        try:
+            await self._wire.connect_quic(observer, place.host, place.port)
+        except PeerError:
+            self._blind_until_s[relay] = self._clock() + BLIND_S
+            raise
         return 6 if place.kind == "ip6" else 4
 
     async def _ask_outer(self, relay: str, peer_id: str, version: int) -> tuple[str, int]:

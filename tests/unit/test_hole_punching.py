@@ -42,7 +42,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class Wire(LocalWire):
-    """Notes what is dialed over UDP. `nats_allow`: whether a dial of a member comes through."""
+    """Notes what is dialed over UDP."""
 
     def __init__(self, hub: LocalHub, peer_id: str, streets: Streets) -> None:
         super().__init__(hub, peer_id)
@@ -54,7 +54,7 @@ class Wire(LocalWire):
 
     async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
         self.dialed.append((peer_id, ip, port))
-        if peer_id != self.streets.observer and not self.streets.nats_allow:
+        if not (self.streets.relay_has_udp if peer_id == self.streets.observer else self.streets.nats_allow):
             raise PeerError("nobody", code="unreachable")
         self.connected.add(peer_id)
 
@@ -96,7 +96,7 @@ class Streets:
 
     def __init__(self) -> None:
         hub, self.relay = LocalHub(), new_identity()
-        self.observer, self.nats_allow = new_identity().peer_id, True
+        self.observer, self.nats_allow, self.relay_has_udp = new_identity().peer_id, True, True
         relay_wire = LocalWire(hub, self.relay.peer_id)
         relay_wire.serve({verb: Service(handler, Channel.DHT) for verb, handler in
                           (("observer", self._on_observer), ("outer", self._on_outer))})  # fmt: skip
@@ -193,6 +193,25 @@ async def test_a_caller_is_answered_once_a_minute_and_only_about_a_relay_of_both
         await one.punch(other.peer_id, streets.relay.peer_id)
     other.punching._answered_at_s[one.peer_id] -= SPACING_S
     await one.punch(other.peer_id, streets.relay.peer_id)
+
+
+@in_loop
+async def test_few_callers_a_minute_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.hole_punching.MAX_ANSWERED", 1)
+    streets = Streets()
+    streets.other.punching._answered_at_s["another"] = streets.other.now_s()
+    await streets.one_tries()
+    assert streets.other.wire.dialed == [], "too soon"
+    assert not streets.one.punching._failures[streets.other.peer_id], "it says nothing of the NATs"
+
+
+@in_loop
+async def test_a_relay_that_does_not_answer_over_udp_is_left_alone_for_a_while() -> None:
+    streets = Streets()
+    streets.relay_has_udp = False
+    for _ in range(3):
+        await streets.one_tries()
+    assert len(streets.one.wire.dialed) == 1 and streets.other.wire.dialed == []
 
 
 @in_loop
