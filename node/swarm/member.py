@@ -470,6 +470,7 @@ async def start_member(options: MemberOptions) -> Member:
         member.discovery.hold(),
         member.reachability.run(),
         member.hole_punching.run(),
+        member.observer.run(),
         member.keep_view(),
     )
     if options.lan_discovery:

@@ -2,7 +2,7 @@
 
 It listens with QUIC on UDP, at the number of this node's TCP port, and does nothing else. A daemon of its own, because
 libp2p opens no QUIC connection to a peer that it is connected with over TCP, and relayed calls stay on TCP. It is
-started when the first member asks for it.
+started when a member asks for it, and ended when none has for IDLE_S.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ RETRY_S = 600.0
 """Until a daemon that could not be started, such as on a UDP port that is taken, is tried again."""
 
 
+IDLE_S = 300.0
+"""Until a daemon that nobody asks for is ended: it takes 60 MB."""
+LOOK_S = 5.0
+
+
 class Observer:
     """Answers `observer` (its peer id) and `outer` (where it sees a peer). Ended by `close`."""
 
@@ -38,7 +43,7 @@ class Observer:
         self._listen = tuple(f"{address.replace('/tcp/', '/udp/')}/quic-v1" for address in listen)
         self._lock = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
-        self._retry_at_s = 0.0
+        self._retry_at_s = self._asked_at_s = 0.0
         self._peer_id = ""
         self._daemon: Daemon | None = None
         self._client: Client | None = None
@@ -49,10 +54,19 @@ class Observer:
             }
         )
 
+    async def run(self) -> None:
+        """End the daemon when it has been idle, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            async with self._lock:
+                if self._daemon is not None and self._clock() - self._asked_at_s > IDLE_S:
+                    await self.close()
+
     async def _on_observer(self, _caller: str, _message: Message) -> Message:
         if not (self._directory.me.relays and self._listen):
             raise PeerError("this node is no relay that listens on UDP", code="no_relay")
         async with self._lock:
+            self._asked_at_s = self._clock()
             if self._daemon is None or self._daemon.died.is_set():
                 await self._start()
         return Message({"peer": self._peer_id})

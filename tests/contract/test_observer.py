@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from node.swarm.base import Message
 from node.swarm.directory import Directory, PeerRecord, sign_record
 from node.swarm.observer import Observer
 from node.swarm.p2p import P2PWire
-from tests.contract.harness import Seat, Swarm
+from tests.contract.harness import Seat, Swarm, wait_until
 from tests.unit.test_p2pd import free_port
 
 RUN = "a" * 64
@@ -61,6 +62,25 @@ def test_two_that_connect_over_udp_are_told_where_each_other_is_seen(swarm: Swar
         (ip, its_port), (_, mine) = (ask(one, relay, "outer", of=seat.peer_id)["outer"] for seat in (other, one))
         assert ip == "127.0.0.1" and its_port != mine
     finally:
+        relay.do(observer.close())
+
+
+def test_an_observer_that_nobody_asks_for_ends_and_starts_again_with_the_same_peer_id(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if swarm.transport == "local":
+        pytest.skip("the local transport has no ports")
+    one, relay = swarm.acquainted(2)
+    observer = observer_of(relay, [one], tmp_path, free_port())
+    monkeypatch.setattr("node.swarm.observer.LOOK_S", 0.05)
+    monkeypatch.setattr("node.swarm.observer.IDLE_S", 0.1)
+    peer_id = ask(one, relay, "observer")["peer"]
+    watch = asyncio.run_coroutine_threadsafe(observer.run(), relay.loop)
+    try:
+        wait_until(lambda: observer._daemon is None)
+        assert ask(one, relay, "observer")["peer"] == peer_id
+    finally:
+        watch.cancel()
         relay.do(observer.close())
 
 
