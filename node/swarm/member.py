@@ -32,9 +32,11 @@ from node.swarm.discovery import Discovery, SignedRecordValidator
 from node.swarm.download import Download
 from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.gossip import Gossip
+from node.swarm.hole_punching import HolePunching
 from node.swarm.identity import load_identity
 from node.swarm.invitation import invite_note, invited, is_container, reach_of
 from node.swarm.lan import LanDiscovery
+from node.swarm.observer import Observer
 from node.swarm.offers import Target
 from node.swarm.p2p import P2PWire, open_wire
 from node.swarm.p2pd import DaemonOptions
@@ -146,6 +148,8 @@ class Member:
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
         )
+        self.observer = Observer(wire, directory, self._cache / "observer", wire.listens)
+        self.hole_punching = HolePunching(wire, directory)
         self.lan = LanDiscovery(
             options.run,
             wire.peer_id,
@@ -311,7 +315,7 @@ class Member:
         invite = self._invited(told if inbound else [a for a in listening if reach_of([a]) is not Scope.WIDE])
         self.view = View(
             peer_id=self.wire.peer_id,
-            rows=tuple(self.directory.rows()),
+            rows=tuple(map(self._row, self.directory.rows())),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
@@ -332,6 +336,11 @@ class Member:
             forwarded_bytes=self.wire.traffic.forwarded_bytes,
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
+
+    def _row(self, row: PeerRow) -> PeerRow:
+        """Between two without an inbound port, a connection that both have opened makes a direct peer."""
+        is_punched = not self.directory.me.inbound and row.transport == "relay" and row.peer_id in self._seen
+        return row.model_copy(update={"transport": "direct"}) if is_punched else row
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
         """For a person: why nobody calls this node directly, what would help, and over which relays others call it."""
@@ -396,6 +405,7 @@ class Member:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.rounds is not None:
             await self.rounds.close()
+        await self.observer.close()
         await self.wire.close()
 
 
@@ -405,7 +415,9 @@ async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
         reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
-        daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)))
+        # p2pd alone knows the ports that a router has mapped, and tells them only where it tells all it knows.
+        punching = not options.daemon.port_mapping
+        daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), punching=punching)
         try:
             with reserved:
                 wire = await open_wire(daemon, SignedRecordValidator(options.run))
@@ -457,6 +469,8 @@ async def start_member(options: MemberOptions) -> Member:
         member.discovery.hold(),
         member.discovery.check_relays(),
         member.reachability.run(),
+        member.hole_punching.run(),
+        member.observer.run(),
         member.keep_view(),
     )
     if options.lan_discovery:

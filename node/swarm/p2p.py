@@ -8,6 +8,7 @@ directly, not hivemind's DHT process).
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -47,7 +48,7 @@ from node.swarm.identity import Identity, load_identity
 from node.swarm.listener import find_listener
 from node.swarm.p2pd import Daemon, DaemonOptions, start_daemon
 from node.swarm.pace import Pace
-from node.swarm.places import Here, choose, describe_dial, place_of
+from node.swarm.places import Here, choose, describe_dial, interface_addresses, place_of, read_interfaces
 from node.swarm.sealed import Handshake, SealBroken, SealedStream
 from node.swarm.streams import Reader, Writer, linger, read_message, write_message
 from node.swarm.unanswered import Unanswered
@@ -60,6 +61,8 @@ RELAY_PROTOCOL = "/diloco/relay/1"
 RELAYED_PROTOCOL = "/diloco/relayed/1"
 """From a relay to the target of a circuit."""
 CONNECT_TIMEOUT_S = 5.0
+QUIC_TIMEOUT_S = 6.0
+"""libp2p's own is 5 s."""
 TRY_S = 3.0
 """For reaching a peer directly that can be called over a relay, too."""
 CIRCUIT_S = 3.0
@@ -123,6 +126,10 @@ class P2PWire:
         self._p2p, self._client, self._dht = p2p, client, dht
         self.here = Here()
         """Decides which of a peer's addresses are dialed."""
+        self.listens: Sequence[str] = ()
+        """Where p2pd listens, if it does not tell that itself."""
+        self.relayed_at_s: dict[str, float] = {}
+        """When each peer was last called over a relay."""
         self._services: dict[str, Service] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._connected: tuple[set[str], float] = (set(), 0.0)
@@ -217,6 +224,7 @@ class P2PWire:
             try:
                 within_s = None if relay == ordered[-1] else min(CIRCUIT_S, timeout_s / 2)
                 circuit = await self._open_circuit(relay, peer_id, timeout_s, within_s)
+                self.relayed_at_s[peer_id] = self._clock()
                 call = self._exchange((circuit, circuit), verb, header, message, max_reply_bytes)
                 return await while_there(partial(self.routes.is_gone, relay), call)
             except _NoCircuit as exc:
@@ -458,6 +466,18 @@ class P2PWire:
         listener = await find_listener([place for place in places.values() if place], timeout_s, peer_id)
         return others if listener is None else [Multiaddr(listener.address), *others]
 
+    async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
+        """Connect with a peer over UDP, from the port that this node listens on. Raises PeerError.
+
+        Does nothing where a connection stands.
+        """
+        address = f"/ip{ipaddress.ip_address(ip).version}/{ip}/udp/{port}/quic-v1"
+        try:
+            async with asyncio.timeout(QUIC_TIMEOUT_S):
+                await self._client.connect(PeerID.from_base58(peer_id), [Multiaddr(address)])
+        except (*_FOREIGN, ValueError, LookupError) as exc:
+            raise PeerError(f"{plain(peer_id, 64)[-6:]} does not answer over UDP", code="unreachable") from exc
+
     async def ask_peer_id(self, address: str) -> str:
         """The id of the peer at a TCP address that names none. Raises PeerError."""
         place = place_of(address)
@@ -468,6 +488,9 @@ class P2PWire:
 
     async def addresses(self) -> list[str]:
         """Where this node listens, each ending in /p2p/PEER_ID; nothing for a node that listens on nothing."""
+        if self.listens:
+            found = interface_addresses(self.listens, read_interfaces())
+            return [f"{address}/p2p/{self.peer_id}" for address in found]
         _, maddrs = await self._client.identify()  # hivemind's own call fails where there is none
         return [text if "/p2p/" in (text := str(m)) else f"{text}/p2p/{self.peer_id}" for m in maddrs]
 
@@ -579,6 +602,7 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> P
         client = await Client.create(daemon.control, daemon.client_address())
         dht = await DHTNode.create(p2p=p2p, record_validator=validator)
         wire = P2PWire(daemon, load_identity(options.identity_file), p2p, client, dht)
+        wire.listens = options.listen if options.hidden else ()
         await p2p.add_binary_stream_handler(PROTOCOL, wire._on_stream)
         await p2p.add_binary_stream_handler(RELAY_PROTOCOL, wire._on_relay)
         await p2p.add_binary_stream_handler(RELAYED_PROTOCOL, wire._on_relayed)

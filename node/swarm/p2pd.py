@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from node.errors import MachineError, SwarmError
 from node.multiaddress import parse
 from node.ports import refusal
+from node.swarm.places import interface_addresses, read_interfaces
 from node.swarm.sockets import SocketFolder, open_sockets
 
 logger = logging.getLogger(__name__)
@@ -62,11 +64,20 @@ class DaemonOptions:
     announce: Sequence[str] = ()
     """For the peer record. p2pd is not told: it would leave out the addresses of the interfaces."""
     port_mapping: bool = False
+    punching: bool = False
+    """Also listen with QUIC, for `hole_punching`, at a UDP port that no peer is told."""
+    is_in_dht: bool = True
+
+    @property
+    def hidden(self) -> list[str]:
+        """The QUIC addresses to listen on; none for a node that listens on loopback only."""
+        listen = [parse(address) for address in self.listen] if self.punching else []
+        open_hosts = {(a.host_type, a.host) for a in listen if not ipaddress.ip_address(a.host).is_loopback}
+        return [f"/{host_type}/{host}/udp/0/quic-v1" for host_type, host in sorted(open_hosts)]
 
     def arguments(self) -> list[str]:
         arguments = [
             f"-id={self.identity_file}",
-            "-dhtServer",
             "-b=0",
             "-tls=1",
             "-connManager=1",
@@ -75,7 +86,12 @@ class DaemonOptions:
             "-relayService=0",
             f"-natPortMap={int(self.port_mapping)}",
         ]
-        arguments.append("-hostAddrs=" + ",".join(self.listen) if self.listen else "-noListenAddrs")
+        listen = [*self.listen, *self.hidden]
+        arguments.append("-hostAddrs=" + ",".join(listen) if listen else "-noListenAddrs")
+        if self.is_in_dht:
+            arguments.append("-dhtServer")
+        if self.hidden:
+            arguments.append("-announceAddrs=" + ",".join(interface_addresses(self.listen, read_interfaces())))
         return arguments
 
 
@@ -164,7 +180,7 @@ async def _wait_ready(process: asyncio.subprocess.Process) -> None:
 
 
 def read_refusal(line: str) -> MachineError | None:
-    """Why p2pd cannot listen on one of its addresses, where this line of its log says so."""
+    """Why p2pd cannot listen on one of its addresses, where this line of its log says so; it does without UDP."""
     _, said, what = line.partition(_REFUSED)
     if not said:
         return None
@@ -175,6 +191,8 @@ def read_refusal(line: str) -> MachineError | None:
         return MachineError(
             f"libp2p's daemon cannot listen: {what.strip()}; change swarm.listen.", code="cannot_listen"
         )
+    if address.transport == "udp":
+        return None
     return refusal(next((number for text, number in _REFUSALS.items() if text in why), None), address)
 
 

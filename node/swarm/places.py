@@ -127,6 +127,18 @@ def _prefix_length(netmask: str) -> int:
     return int(ipaddress.ip_address(netmask)).bit_count()
 
 
+def interface_addresses(listen: Sequence[str], interfaces: Sequence[IPInterface]) -> list[str]:
+    """Direct addresses without a peer id: `listen`, with the machine's own addresses in place of 0.0.0.0 and ::."""
+    found = []
+    for place in filter(None, map(place_of, listen)):
+        if place.ip is None or not place.ip.is_unspecified:
+            found.append(direct_address(place.host, place.port))
+            continue
+        own = (one.ip for one in interfaces if one.ip.version == place.ip.version)
+        found += [direct_address(str(ip), place.port) for ip in own if ip.version == 4 or not ip.is_link_local]
+    return list(dict.fromkeys(found))
+
+
 def choose(addresses: Sequence[str], here: Here) -> tuple[list[str], list[str]]:
     """Of one peer's addresses, those to dial from here, and those that lead nowhere from here. Keeps their order.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from node.swarm.identity import load_identity
-from tests.homes.home import PORT, Home
+from tests.homes.home import Home
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
 from tests.homes.world import AttachedHome, World, why_not, world
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
@@ -36,15 +36,15 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
         yield made
 
 
-def start(swarm: Swarm, homes: World, *relay_flags: str) -> tuple[list[Node], list[Node]]:
-    """Members in the first homes, behind NATs without a port, and a relay in each of the others.
+def start(swarm: Swarm, homes: World, *relay_flags: str, count: int = MEMBERS) -> tuple[list[Node], list[Node]]:
+    """So many members in the first homes, behind NATs without a port, and a relay in each of the others.
 
     All of them find each other through the relays.
     """
-    inside, outside = homes[:MEMBERS], homes[MEMBERS:]
+    inside, outside = homes[:count], homes[count:]
     relays = [_relay(swarm, home) for home in outside]
     at = ",".join(
-        f"/ip4/{home.address}/tcp/{PORT}/p2p/{_id(relay)}" for home, relay in zip(outside, relays, strict=True)
+        f"{address}/p2p/{_id(relay)}" for home, relay in zip(outside, relays, strict=True) for address in home.announce
     )
     members = [found(swarm, inside[0], f"--swarm.bootstrap={at}", "--run.round.min_peers=2", pace=PACE)]
     for relay in relays:

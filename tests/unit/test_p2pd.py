@@ -6,6 +6,7 @@ import asyncio
 import socket
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from node.swarm.identity import load_identity
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own
     from node.swarm.member import _announced
-    from node.swarm.p2pd import DaemonOptions, start_daemon
+    from node.swarm.p2pd import DaemonOptions, read_refusal, start_daemon
 
 LIMIT_S = 60.0
 
@@ -51,6 +52,29 @@ def test_it_relays_for_nobody(tmp_path: Path) -> None:
     arguments = options(tmp_path / "a", "/ip4/127.0.0.1/tcp/0").arguments()
     assert {"-relay=0", "-relayService=0", "-autonat=0"} <= set(arguments)
     assert not any("autoRelay" in argument or "trustedRelays" in argument for argument in arguments)
+
+
+def test_the_udp_port_for_hole_punching_is_listened_on_and_told_to_nobody(tmp_path: Path) -> None:
+    both = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
+    given = replace(options(tmp_path / "a", *both), punching=True)
+    arguments = dict(argument.split("=", 1) for argument in given.arguments() if "=" in argument)
+    hidden = ["/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/udp/0/quic-v1"]
+    assert given.hidden == hidden and arguments["-hostAddrs"] == ",".join([*both, *hidden])
+    told = arguments["-announceAddrs"].split(",")
+    assert "/ip4/127.0.0.1/tcp/31337" in told and all(address.endswith("/tcp/31337") for address in told)
+    assert not any("0.0.0.0" in address or "/::/" in address for address in told)
+
+
+def test_a_node_that_listens_on_loopback_or_nothing_has_no_udp_port(tmp_path: Path) -> None:
+    for number, listen in enumerate(((), ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0"))):
+        given = replace(options(tmp_path / str(number), *listen), punching=True)
+        assert given.hidden == [] and not any("announceAddrs" in argument for argument in given.arguments())
+
+
+def test_a_udp_port_that_cannot_be_had_stops_nobody() -> None:
+    line = 'listening failed {"on": "/ip4/0.0.0.0/%s", "error": "listen: bind: address already in use"}'
+    assert read_refusal(line % "udp/31337/quic-v1") is None
+    assert (error := read_refusal(line % "tcp/31337")) is not None and error.code == "port_in_use"
 
 
 def test_a_second_daemon_on_the_same_port_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,16 @@ from ipaddress import ip_address, ip_interface
 import pytest
 
 from node.swarm.identity import new_identity
-from node.swarm.places import MAX_DIALED, Here, choose, describe_dial, place_of, read_interfaces, scope_of
+from node.swarm.places import (
+    MAX_DIALED,
+    Here,
+    choose,
+    describe_dial,
+    interface_addresses,
+    place_of,
+    read_interfaces,
+    scope_of,
+)
 
 PEER, RELAY = new_identity().peer_id, new_identity().peer_id
 CIRCUIT = f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}/p2p-circuit/p2p/{PEER}"
@@ -99,3 +108,12 @@ def test_scopes() -> None:
     scopes = {"127.3.2.1": 0, "::1": 0, "10.1.1.1": 1, "100.64.0.1": 1, "fe80::1": 1, "fd12::1": 1}
     scopes |= {"11.0.0.1": 2, "203.0.113.5": 2, "2001:db8::1": 2, "172.32.0.1": 2}
     assert {ip: int(scope_of(ip_address(ip))) for ip in scopes} == scopes
+
+
+def test_the_machines_own_addresses_stand_in_place_of_the_wildcard() -> None:
+    interfaces = tuple(map(ip_interface, ("127.0.0.1/8", "192.168.1.2/24", "fe80::2/64", "2001:db8::2/64")))
+    both = ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/8"]
+    assert interface_addresses(both, interfaces) == [
+        "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.2/tcp/7", "/ip6/2001:db8::2/tcp/8",
+    ]  # fmt: skip
+    assert interface_addresses(["/ip4/10.0.0.1/tcp/7", "/ip6/::/tcp/8"], interfaces[:1]) == ["/ip4/10.0.0.1/tcp/7"]

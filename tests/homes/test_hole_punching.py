@@ -1,0 +1,100 @@
+"""Real nodes behind NATs without a port: those whose NATs allow it connect directly, the others go on over relays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.homes.home import Home, Kind
+from tests.homes.nodes import peer_id
+from tests.homes.test_relay import ROUND_S, complete, relayed_bytes, start
+from tests.homes.world import World, why_not, world
+from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
+
+HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
+ROUNDS = 6 if HEAVY else 2
+DIRECT_S = 90.0
+GOSSIP_BYTES = 5_000
+"""What may still go over a relay while a call that has begun there ends."""
+heavy = pytest.mark.skipif(not HEAVY, reason="takes minutes: set DILOCO_TEST_HOMES=1")
+
+
+@pytest.fixture(autouse=True)
+def possible_here() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    with Swarm(tmp_path) as made:
+        yield made
+
+
+def homes_of(*kinds: Kind) -> list[Home]:
+    return [Home(kind, ipv6=kind == "public") for kind in kinds]
+
+
+def transports(members: Sequence[Node]) -> set[str]:
+    """How the members call each other, as each of them says."""
+    everybody = {peer_id(node) for node in members}
+    rows = [row for node in members for row in node.peers() if row["peer_id"] in everybody and not row["this_node"]]
+    return {row["transport"] for row in rows} if len(rows) == len(members) * (len(members) - 1) else set()
+
+
+def rounds_pass(members: Sequence[Node], relay: Node, count: int) -> int:
+    """Bytes that the relay carries in so many rounds, all of them with all members."""
+    everybody = {peer_id(node) for node in members}
+    since, before = members[0].status()["run"]["round"], relayed_bytes([relay])
+    members[0].until_round(since + count, count * ROUND_S)
+    carried, until = relayed_bytes([relay]) - before, members[0].status()["run"]["round"]
+    assert set(range(since + 1, until + 1)) <= set(complete(members[0], everybody)), "every round with all"
+    assert all(len(digests) == 1 for digests in common_rounds(members).values())
+    print(f"{carried} bytes carried in {until - since} rounds")
+    return carried
+
+
+def become_direct(homes: World, swarm: Swarm, count: int) -> tuple[list[Node], Node]:
+    members, (relay,) = start(swarm, homes, count=count)
+    wait_for(lambda: transports(members) == {"direct"}, DIRECT_S, "members do not connect directly")
+    return members, relay
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kinds",
+    [("cone", "cone"), pytest.param(("ipv6_only", "ipv6_only"), marks=heavy), pytest.param(("cone",) * 3, marks=heavy)],
+    ids="-".join,
+)
+def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
+    swarm: Swarm, kinds: tuple[Kind, ...]
+) -> None:
+    with world(homes_of(*kinds, "public")) as homes:
+        members, relay = become_direct(homes, swarm, len(kinds))
+        assert rounds_pass(members, relay, ROUNDS) < GOSSIP_BYTES
+        status = members[0].status()
+        assert status["reachability"] == "relay", "all but the punched peers call it over the relay"
+
+
+@heavy
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kinds", [("cone", "symmetric"), ("symmetric", "symmetric")], ids="-".join)
+def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
+    with world(homes_of(*kinds, "public")) as homes:
+        members, (relay,) = start(swarm, homes, count=len(kinds))
+        assert rounds_pass(members, relay, ROUNDS) > 1_000_000
+        assert transports(members) == {"relay"}
+
+
+@heavy
+@pytest.mark.timeout(900)
+def test_a_pair_whose_direct_connection_dies_goes_back_to_the_relay_and_connects_again(swarm: Swarm) -> None:
+    with world(homes_of("cone", "cone", "public")) as homes:
+        members, _ = become_direct(homes, swarm, 2)
+        since = members[0].status()["run"]["round"]
+        homes[1].change_address()
+        members[0].until_round(since + 3, 6 * ROUND_S)
+        wait_for(lambda: transports(members) == {"direct"}, 300.0, "members do not connect again")
