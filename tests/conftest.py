@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.swarm import warm
 
 # Before anything imports torch: two cores are shared by all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +22,19 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("DILOCO_"):
             monkeypatch.delenv(variable)
+
+
+NODES = ("tests/swarm/", "tests/homes/", "tests/browser/")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Real nodes start their workers from one process that has torch imported."""
+    if sys.platform == "linux" and any(item.nodeid.startswith(NODES) for item in request.session.items):
+        with warm.server():
+            yield
+    else:
+        yield
 
 
 BESIDE = (

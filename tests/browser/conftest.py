@@ -8,9 +8,9 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from tests.browser.harness import ARGUMENTS, CHROMIUM, WIDE, missing
-from tests.swarm.conftest import figures, pytest_terminal_summary, warm_workers
+from tests.swarm.conftest import figures, pytest_terminal_summary
 
-__all__ = ["figures", "pytest_terminal_summary", "warm_workers"]
+__all__ = ["figures", "pytest_terminal_summary"]
 
 
 @pytest.fixture(scope="module")

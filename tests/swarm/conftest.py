@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.swarm import warm
 from tests.swarm.harness import PATIENCE, Swarm
 
 FIGURE = "figure"
@@ -29,16 +27,6 @@ class Figures:
         line = f"{what}: {seconds:.3g} s (promised {promised_s:g} s)"
         self._properties.append((FIGURE, line))
         assert seconds <= PATIENCE * promised_s, line
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm_workers() -> Iterator[None]:
-    """Nodes of all tests start their workers from one process that has torch imported."""
-    if sys.platform != "linux":
-        yield
-        return
-    with warm.server():
-        yield
 
 
 @pytest.fixture

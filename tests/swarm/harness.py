@@ -153,7 +153,8 @@ class Node:
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 is_ours = process.pid in forked or process.environ().get(MARK) == self.mark
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                # One that is ending has no command line any more.
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.cmdline():
                     found.append(process)
         return found
 

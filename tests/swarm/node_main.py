@@ -22,7 +22,8 @@ TIMINGS = "SWARM_TEST_TIMINGS"
 def main() -> int:
     timings = Timings(**json.loads(os.environ.pop(TIMINGS, "{}")))
     supervisor.Parts = partial(supervisor.Parts, timings=timings)  # type: ignore[assignment, misc]
-    if warm.WARM in os.environ:
+    if warm.WARM in os.environ and not any(name.startswith("HF_") for name in os.environ):
+        # The hub's library reads its settings when it is imported, so with others a worker starts as users' do.
         warm.install()
     return cli.main()
 
