@@ -16,7 +16,7 @@ def test_three_nodes_found_a_run_survive_kill_9_leave_and_export_the_model(tmp_p
         founder = swarm.found()
         second, third = swarm.join("second", "third")
         nodes = (founder, second, third)
-        everybody = {node.status()["node"]["peer_id"] for node in nodes}
+        everybody = {node.until_training(2 * START_S)["node"]["peer_id"] for node in nodes}
 
         def round_of_all() -> bool:
             return any(
