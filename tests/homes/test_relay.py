@@ -139,7 +139,7 @@ def test_a_relay_that_is_killed_in_mid_round_costs_no_round(swarm: Swarm) -> Non
 
 @pytest.mark.timeout(900)
 def test_what_a_relay_uploads_keeps_to_its_limit(swarm: Swarm) -> None:
-    limit_mbit_s = 4.0
+    limit_mbit_s = 6.0
     with world([*[Home("symmetric")] * MEMBERS, Home("public")]) as homes:
         members, _ = start(swarm, homes, f"--limits.upload_mbit_s={limit_mbit_s}")
         home, since = homes[MEMBERS], members[0].status()["run"]["round"]
