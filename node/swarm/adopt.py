@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from node.diloco.aggregate import norm_bound
 from node.errors import PeerError, SwarmError
+from node.swarm.base import Message
 from node.swarm.chain import Tip, next_tip
 from node.swarm.records import Document, Join, Outcome, Proof, check_proof, included_joins, split_hashes, voters
 from node.swarm.reduce import Grid, exceeds
@@ -25,15 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_AGE_S = 1e6
+LATE_S = 1.0
+"""A node that was in a stage for longer before it had the mean asks once more when the round was committed."""
+ASK_S = 2.0
 EVICT_S = 600.0
 """One that signs two outcomes for one attempt is out for so long; it may have lost its memory in a crash."""
-
-
-def read_age_s(header: Mapping[str, Any]) -> float:
-    """How long ago the round that a message speaks of began, as its sender says; 0.0 where it does not."""
-    age_s = header.get("age_s")
-    return age_s if isinstance(age_s, float) and 0 <= age_s < MOST_AGE_S else 0.0
 
 
 class Adoption:
@@ -71,6 +68,8 @@ class Adoption:
             self.witness(proof.outcome, outcome)
             hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
             chunks, mean = await self.mean_of(outcome, included, hashes)
+            if rounds.stage_seconds > LATE_S:
+                committed_at_s = min(committed_at_s, await self._ask_commit_time(proof))
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")
             tip = await self._next_tip(proof, outcome, included, mean, committed_at_s)
@@ -111,8 +110,26 @@ class Adoption:
         except (SwarmError, OSError, ValueError) as exc:
             logger.warning("Round %d is on the disk, but cannot be taken again: %s", rounds.next_round, exc)
             rounds.chain.forget_stored()
-            await asyncio.to_thread(rounds.chain.store.keep_only, rounds.chain.heads())
+            if not isinstance(exc, OSError):  # What cannot be read now may be read at the next start.
+                await asyncio.to_thread(rounds.chain.store.keep_only, rounds.chain.heads())
             return False
+
+    async def _ask_commit_time(self, proof: Proof) -> float:
+        """When the round was committed, on this node's clock, as its leader says; now where it does not.
+
+        On a slow line the message of the commit waits for seconds behind the chunks of the mean. After a long fetch the
+        line is free, and the answer to this question arrives at once.
+        """
+        rounds, head, leader = self._rounds, proof.outcome.hash, proof.outcome.signer
+        if leader == rounds.me:
+            return rounds.clock()
+        try:
+            reply = await rounds.wire.call(leader, "proofs", Message({"after": head}), timeout_s=ASK_S)
+        except PeerError as exc:
+            logger.debug("The leader does not say when the round was committed: %s", exc)
+            return rounds.clock()
+        age_s = rounds.told_age_s(reply.header) if reply.header.get("head") == head else 0.0
+        return rounds.clock() - min(age_s, rounds.age_s)
 
     async def _next_tip(
         self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from node.errors import PeerError, RoundFailed
 from node.status import Channel
 from node.swarm import leader
-from node.swarm.adopt import EVICT_S, read_age_s
+from node.swarm.adopt import EVICT_S
 from node.swarm.attempt import Accepted, Attempt, known_code
 from node.swarm.base import MAX_HEADER_BYTES, Message, Service, plain
 from node.swarm.deposits import check_chunks
@@ -72,7 +72,7 @@ class Answers:
                 admits=self._rounds.directory.is_member,
                 place=self._rounds.depositary.place,
             ),
-            "forward": small(self._on_forward, admits=self._rounds.directory.is_member, per_caller=1),
+            "forward": small(self._on_forward, admits=self._rounds.directory.is_member, per_caller=MAX_AT_ONCE),
             "collect": small(self._on_collect),
             "average": small(self._on_average),
             "propose": large(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
@@ -197,6 +197,8 @@ class Answers:
         bounds, number = self._rounds.rules.bounds, self._rounds.next_round
         named = check_deposit(document, hashes, bounds, attempt.parent, number)
         parts = await asyncio.to_thread(check_chunks, named, chunks, message.blobs)
+        if sorted(parts) != sorted(bench.chunks):
+            raise PeerError("chunks of a deposit are not those that this node reduces", code="bad_size")
         try:
             await asyncio.to_thread(bench.check, document.signer, parts)
         except PeerError:
@@ -214,7 +216,10 @@ class Answers:
         wanted = message.header.get("chunks")
         if not isinstance(wanted, dict) or not all(isinstance(chunks, list) for chunks in wanted.values()):
             raise PeerError("a request to forward has the wrong form")
-        return Message({"taken": await self._rounds.depositary.forward(attempt, caller, wanted)})
+        wait_s = message.header.get("wait_s")
+        if not isinstance(wait_s, float) or not 0 < wait_s <= self._rounds.rules.bulk_s:
+            raise PeerError("a request to forward names no time")
+        return Message({"taken": await self._rounds.depositary.forward(attempt, caller, wanted, wait_s)})
 
     async def _on_collect(self, caller: str, message: Message) -> Message:
         attempt = self._led(caller, message)
@@ -279,7 +284,7 @@ class Answers:
 
     async def _on_commit(self, caller: str, message: Message) -> Message:
         # Whoever has the proof may send it, so its age is believed only as far back as the round itself goes.
-        committed_at_s = self._rounds.clock() - min(read_age_s(message.header), self._rounds.age_s)
+        committed_at_s = self._rounds.clock() - min(self._rounds.told_age_s(message.header), self._rounds.age_s)
         self._rounds.spawn(self._rounds.adopt_quietly(parse(Proof, message.blobs[0]), committed_at_s))
         return Message()
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm.adopt import read_age_s
 from node.swarm.base import Message, Service, Wire
 from node.swarm.chain import Tip
 from node.swarm.directory import Directory, PeerRecord
@@ -113,7 +112,7 @@ class CatchUp:
                 continue
             if moved:
                 logger.info("Caught up to round %d.", self._rounds.chain.tip.round)
-            elif reply.header.get("head") == tip.head:
+            elif record.head == tip.head == reply.header.get("head"):
                 self._set_age(reply)
             if led := moved or record.swarm_tokens <= tip.state.tokens:
                 break
@@ -128,7 +127,7 @@ class CatchUp:
         while True:
             before = self._rounds.chain.tip.head
             reply = await self._wire.call(peer_id, "proofs", Message({"after": before}), timeout_s=CALL_S)
-            began_at_s = self._rounds.clock() - read_age_s(reply.header)
+            began_at_s = self._rounds.clock() - self._rounds.told_age_s(reply.header)
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
@@ -182,7 +181,7 @@ class CatchUp:
 
     def _set_age(self, reply: Message) -> None:
         tip = self._rounds.chain.tip
-        self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - read_age_s(reply.header))
+        self._rounds.chain.tip = replace(tip, anchor_at_s=self._rounds.clock() - self._rounds.told_age_s(reply.header))
 
     async def _on_proofs(self, caller: str, message: Message) -> Message:
         """The next rounds. Status: ok, or unknown where this node cannot lead from there to its own head."""

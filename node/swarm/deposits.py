@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from node.errors import PeerError
@@ -36,8 +36,8 @@ MARGIN_RATIO = 0.1
 MEMORY_BYTES = 256 * 2**20
 """For what others deposit, where a contribution is small."""
 LEAST_PLACES, MOST_PLACES = 2, 64
-FORWARDS = 16
-"""Of one deposit: attempts of its round in which it is sent on."""
+ANSWER_S = 1.0
+"""A depositary answers so long before the member stops waiting."""
 SIDE_BY_SIDE = 2
 """Deposits on their way to one reducer at a time."""
 
@@ -89,10 +89,7 @@ class Depositor:
 
     @property
     def lead_s(self) -> float:
-        """How long before the end of a round a contribution has to leave; 0 where it need not be deposited.
-
-        By the best of the last rounds, as a busy processor makes a line look slower than it is.
-        """
+        """How long before the end of a round a contribution has to leave; 0 where it need not be deposited."""
         rounds = self._rounds
         rate, size_bytes = rounds.upload_bytes_s, rounds.grid.encoded_bytes()
         is_slow = rate > 0 and size_bytes / rate > grace_seconds(rounds.chain.tip.round_s) / 2
@@ -103,8 +100,8 @@ class Depositor:
         rounds = self._rounds
         if rounds.rules.overlapped:
             return []
-        leaders = set(rounds.directory.leaders())
-        known = {peer: rate for peer, rate in self._uplinks_bytes_s.items() if peer in leaders}
+        callable_now = set(rounds.directory.callable_members())
+        known = {peer: rate for peer, rate in self._uplinks_bytes_s.items() if peer in callable_now}
         found = depositaries(rounds.me, rounds.chain.tip.head, rounds.upload_bytes_s, known)
         return [peer for peer in found if peer not in self._distrusted]
 
@@ -144,10 +141,13 @@ class Depositor:
             logger.info("Peer %s did not take this node's contribution: %s", peer[-6:], exc)
             # A refusal for want of room costs nothing, and a round may end before the contribution could be there.
             excused_s = FIXED_S if exc.code == "busy" else 0.0 if is_wanted() else upload_s
-            if rounds.clock() - began_s > excused_s:
+            elapsed_s = rounds.clock() - began_s
+            if elapsed_s > excused_s:
                 self._distrusted.add(peer)
+            if elapsed_s > upload_s:  # The line is at most so fast: the next contribution leaves earlier.
+                rounds.uplink.sent(f"{mine.parent} deposit to {peer}", message.blob_bytes, elapsed_s)
             return False
-        rounds.uplink.sent(mine.parent, message.blob_bytes, rounds.clock() - began_s)
+        rounds.uplink.sent(f"{mine.parent} deposit to {peer}", message.blob_bytes, rounds.clock() - began_s)
         self._given = (mine, peer)
         logger.debug("Peer %s has this node's contribution.", peer[-6:])
         return True
@@ -163,12 +163,13 @@ class Depositor:
         timeout_s = min(rounds.rules.bulk_s, max(CALL_S, self.upload_s))
         taken: Any = None
         try:
-            call = rounds.wire.call(peer, "forward", Message({**key, "chunks": wanted}), timeout_s=timeout_s)
+            message = Message({**key, "chunks": wanted, "wait_s": timeout_s - ANSWER_S})
+            call = rounds.wire.call(peer, "forward", message, timeout_s=timeout_s)
             taken = (await while_live(rounds.directory, peer, call)).header.get("taken")
         except PeerError as exc:
             logger.info("Peer %s does not forward this node's contribution: %s", peer[-6:], exc)
         taken = [one for one in taken if one in wanted] if isinstance(taken, list) else []
-        if len(taken) < len(wanted):
+        if wanted and not taken:
             self._distrusted.add(peer)
             self._given = None
         return [one for one in plan.reducers if one not in taken]
@@ -181,7 +182,8 @@ class Held:
     document: Document
     hashes: bytes
     chunks: Sequence[bytes]
-    forwards: int = 0
+    attempts: set[int] = field(default_factory=set)
+    """Of its round, in which it was sent on: once in each."""
 
 
 class Depositary:
@@ -226,10 +228,16 @@ class Depositary:
         await asyncio.to_thread(check_chunks, named, range(len(named)), message.blobs)
         if parent != rounds.chain.tip.head:
             raise PeerError("that round is over", code="round_failed")
-        self._held[caller] = Held(document, b"".join(named), message.blobs)
+        before = self._held.get(caller)
+        self._held[caller] = Held(document, b"".join(named), message.blobs, before.attempts if before else set())
 
-    async def forward(self, attempt: Attempt, caller: str, wanted: Mapping[str, Sequence[int]]) -> list[str]:
-        """Send each of these reducers these chunks of the caller's deposit. Returns those that took them."""
+    async def forward(
+        self, attempt: Attempt, caller: str, wanted: Mapping[str, Sequence[int]], wait_s: float
+    ) -> list[str]:
+        """Send each of these reducers these chunks of the caller's deposit. Returns those that took them in `wait_s`.
+
+        The other sends go on: one reducer that hangs does not keep the member waiting for all.
+        """
         held = self._held.get(caller)
         if held is None:
             raise PeerError("this node has no contribution of that member", code="gone")
@@ -237,12 +245,14 @@ class Depositary:
         if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(held.chunks))):
             raise PeerError("a request to forward names chunks twice, or such as there are not")
         await self._rounds.mishaps.at("forward")
-        held.forwards += 1
-        if held.forwards > FORWARDS:
-            raise PeerError("that contribution was forwarded often enough", code="busy")
+        if attempt.number in held.attempts:
+            raise PeerError("that contribution was forwarded in this attempt already", code="busy")
+        held.attempts.add(attempt.number)
         key = {"parent": attempt.parent, "attempt": attempt.number}
-        sent = await asyncio.gather(*(self._send(peer, key, held, chunks) for peer, chunks in wanted.items()))
-        return [peer for peer, is_taken in zip(wanted, sent, strict=True) if is_taken]
+        sends = {peer: self._rounds.spawn(self._send(peer, key, held, chunks)) for peer, chunks in wanted.items()}
+        if sends:
+            await asyncio.wait(sends.values(), timeout=wait_s)
+        return [peer for peer, send in sends.items() if send.done() and not send.cancelled() and send.result()]
 
     async def _send(self, peer: str, key: Mapping[str, Any], held: Held, chunks: Sequence[int]) -> bool:
         rounds = self._rounds

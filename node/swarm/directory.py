@@ -225,8 +225,12 @@ class Directory:
         return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
 
     def leaders(self) -> list[str]:
-        """The members that may lead a round: those that all others can call; where there is none, all members."""
-        return self.callable_members() or [record.peer_id for record in self.members()]
+        """The members that may lead a round: those with an inbound port or a relay; where there is none, all members.
+
+        Those of `callable_members` lead first. The others are for attempts in which these fail.
+        """
+        members = self.members()
+        return [r.peer_id for r in members if r.inbound or self._relays_of(r)] or [r.peer_id for r in members]
 
     def callable_members(self) -> list[str]:
         """The members that lead and reduce: all others can call them.

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 V = TypeVar("V")
 LOOK_S = 0.1
+ASK_AGAIN_S = 1.0
+"""A member whose answer to a proposal was lost is asked again after this time."""
 TELL_S = 1.0
 CALL_S = 5.0
 MORE_VOTES_S = 0.5
@@ -184,7 +186,7 @@ async def _plan(rounds: Rounds, attempt: Attempt) -> Plan:
     declared = {join.signer: parse(Join, join.text) for join in joins}
     alone = list(declared) == [rounds.me]
     reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
-    if rounds.wronged and rounds.me in reducers:
+    if rounds.wronged and rounds.me in rounds.directory.callable_members():
         reducers = (rounds.me,)  # Nobody can tell which reducer was wrong; the next leader may be right.
     if not reducers:  # All that can be called are on slow lines.
         reducers = tuple(peer for peer in rounds.directory.callable_members() if peer in declared)
@@ -337,6 +339,9 @@ async def _ratify(rounds: Rounds, attempt: Attempt, accepted: Accepted) -> Proof
                 until_s = min(until_s, rounds.clock() + MORE_VOTES_S)
             if not calls and (ratified or not _is_majority(accepts, group)):
                 break
+            if not calls and asked > accepts.keys():
+                await asyncio.sleep(ASK_AGAIN_S)
+                asked &= accepts.keys()
     finally:
         _let_go(rounds, calls)
     if not _is_majority(accepts, group):

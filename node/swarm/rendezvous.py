@@ -180,9 +180,14 @@ def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[
 def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapping[str, float]) -> list[str]:
     """Members to which one on a slow uplink may hand its contribution for this round, in the order to try them.
 
-    Those with an uplink at least FASTER times as fast: handed to another slow one, it would cross two slow lines. Each
-    member has an order of its own, so that several do not choose the same.
+    Those with an uplink at least FASTER times as fast: handed to another slow one, it would cross two slow lines. None
+    where this node's uplink is not slow beside the usual one (the lower median of the others'): a minority that claims
+    fast lines does not become the one through which all others send. Each member has an order of its own, so that
+    several do not choose the same.
     """
+    others = [rate for peer, rate in uplinks_bytes_s.items() if peer != me]
+    if not others or FASTER * own_bytes_s > statistics.median_low(others):
+        return []
     fast = [peer for peer, rate in uplinks_bytes_s.items() if peer != me and rate >= FASTER * own_bytes_s > 0]
     return leader_order(f"deposit {me} {parent}", fast)
 

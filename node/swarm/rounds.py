@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed, SwarmError
-from node.swarm.adopt import Adoption, read_age_s
+from node.swarm.adopt import Adoption
 from node.swarm.answers import MAX_AHEAD, Answers
 from node.swarm.attempt import Accepted, Attempt, Contribution, first, known_code, raise_failure
 from node.swarm.base import Message, Wire, plain
@@ -40,7 +41,7 @@ from node.swarm.records import (
     parse,
 )
 from node.swarm.reduce import Grid
-from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, WAITING_CODES, Quorum, leader_of, slow_uplinks
+from node.swarm.rendezvous import LATELY, PATIENCE_RATIO, PATIENCE_S, WAITING_CODES, Quorum, leader_of, slow_uplinks
 from node.swarm.results import Results
 from node.swarm.uplink import Uplink
 
@@ -168,7 +169,8 @@ class Rounds:
                 joins = parse(Outcome, tip.proof.outcome.text).plan.joins
             uplinks = {join.signer: parse(Join, join.text).upload_bytes_s for join in joins}
             self._slow = (tip.head, slow_uplinks(uplinks))
-        return leader_of(tip.head, self.directory.leaders(), number, self._slow[1])
+        leaders, preferred = self.directory.leaders(), self.directory.callable_members()
+        return leader_of(tip.head, leaders, number, self._slow[1] | (set(leaders) - set(preferred)))
 
     @property
     def upload_bytes_s(self) -> float:
@@ -184,6 +186,16 @@ class Rounds:
     def age_s(self) -> float:
         """Seconds since the round that this node is in began."""
         return float(self.clock() - self.chain.tip.anchor_at_s)
+
+    def told_age_s(self, header: Mapping[str, Any]) -> float:
+        """How long ago the round that a message speaks of began, as its sender says; 0.0 where it does not.
+
+        At most PATIENCE_S above the length of a round, so that a false age does not make the round overdue.
+        """
+        age_s, round_s = header.get("age_s"), self.chain.tip.round_s
+        if not isinstance(age_s, float) or not 0 <= age_s < math.inf:
+            return 0.0
+        return age_s if round_s is None else min(age_s, round_s + PATIENCE_S)
 
     @property
     def grid(self) -> Grid:
@@ -297,7 +309,7 @@ class Rounds:
         attempt.waiting_reason = plain(reply.header.get("reason"), 200)
         attempt.waiting_code = code if code in WAITING_CODES else ""
         if status == "ahead":
-            committed_at_s = self.clock() - read_age_s(reply.header)
+            committed_at_s = self.clock() - self.told_age_s(reply.header)
             await self.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""), committed_at_s)
         elif status == "stale":
             raise_failure(attempt)  # It knows itself why.
@@ -339,7 +351,8 @@ class Rounds:
             call = self.wire.call(peer, "contribute", message, timeout_s=self.rules.bulk_s)
             await while_live(self.directory, peer, call)
             if peer != self.me:
-                self.uplink.sent(attempt.parent, message.blob_bytes, self.clock() - began_s)
+                batch = f"{attempt.parent} {attempt.number}"
+                self.uplink.sent(batch, message.blob_bytes, self.clock() - began_s)
         except PeerError as exc:
             # The reducer, not the sender, decides what arrived; the leader hears it from there.
             logger.info("Reducer %s did not take this node's chunks: %s", peer[-6:], exc)
@@ -413,7 +426,7 @@ class Rounds:
     def commit(
         self, tip: Tip, outcome: Outcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
     ) -> None:
-        mine, fetch_s = self.mine, max(0.0, self.clock() - committed_at_s)
+        mine = self.mine
         offered = mine is not None and mine.parent == outcome.plan.parent
         self.chain.advance(tip, outcome.plan.parent, proof)
         joins = {join.signer: parse(Join, join.text) for join in outcome.plan.joins}
@@ -424,10 +437,12 @@ class Rounds:
         self._leave_round()
         self.enter_stage("idle")
         stage_s, self._stage_s = self._stage_s, {}
+        # Overlapped, the moment that peers tell is the one at which the leader offered its contribution.
+        late_s = stage_s.get("commit", 0.0) if self.rules.overlapped else self.clock() - committed_at_s
         if offered and self.me in outcome.included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
         included = self.me in outcome.included
-        self._deliver(Committed(tip, outcome, included, offered, stage_s, fetch_s, is_replayed))
+        self._deliver(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()
@@ -454,6 +469,11 @@ class Rounds:
         self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
 
     # upkeep
+
+    @property
+    def stage_seconds(self) -> float:
+        """Since this node entered the stage in which it is."""
+        return self.clock() - self._stage_at_s
 
     def enter_stage(self, stage: str) -> None:
         now = self.clock()

@@ -22,15 +22,15 @@ class Uplink:
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[str, int, float]] = deque(maxlen=KEPT_ROUNDS)
-        """The round's parent, and the sum of its sends' bytes and of their rates, bytes/s."""
+        """The batch, and the sum of its sends' bytes and of their rates, bytes/s."""
 
-    def sent(self, parent: str, size_bytes: int, seconds: float) -> None:
-        """One send of the round after `parent` has been answered."""
+    def sent(self, batch: str, size_bytes: int, seconds: float) -> None:
+        """One send has been answered. The sends of one `batch`, an attempt's or a deposit, run side by side."""
         if size_bytes < MIN_SEND_BYTES or seconds <= 0:
             return
-        is_same = bool(self._rounds) and self._rounds[-1][0] == parent
-        _, size, rate = self._rounds.pop() if is_same else (parent, 0, 0.0)
-        self._rounds.append((parent, size + size_bytes, rate + size_bytes / seconds))
+        is_same = bool(self._rounds) and self._rounds[-1][0] == batch
+        _, size, rate = self._rounds.pop() if is_same else (batch, 0, 0.0)
+        self._rounds.append((batch, size + size_bytes, rate + size_bytes / seconds))
 
     @property
     def _rates(self) -> list[float]:

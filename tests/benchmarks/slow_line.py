@@ -1,12 +1,13 @@
 """A member on a slow line, and members of different speed: how much of their work counts, and what it costs the others.
 
-    python -m tests.benchmarks.slow_line [--rounds 30] [--beside 10] [--mbit 2]
+    python -m tests.benchmarks.slow_line [--parts line,speeds,big] [--rounds 30] [--beside 10] [--mbit 2]
 
 Real nodes in network namespaces, `blocking` fp16, 1.8 MB a contribution, rounds of 22 s by the clock; a sleep stands
 for each inner step. Three nodes without limits, first by themselves, then beside one whose line carries so many Mbit/s
 each way: in how many rounds that one is included, which share of its tokens is in the records, and how busy the others
 are with and without it. Then four nodes with speeds 1, 1, 1/4 and 1/16: the share of all tokens that is in the records.
-Needs root.
+Last, two nodes that train 85 million parameters, 170 MB a contribution, while other processes take half of the machine:
+in how many rounds each of them is. Needs root.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +51,26 @@ RUN: dict[str, Any] = {
     "sync": {"mode": "blocking", "codec": "fp16"},
     "evaluation": {"batches": 0},
 }
+BIG_RUN = RUN | {
+    "name": "big",
+    "model": MODEL
+    | {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "round": {"policy": "time", "inner_steps": 20, "min_peers": 2},
+}
+"""85 million parameters. Nothing stands for the inner steps: they are computed."""
+BIG_NODES = ("founder", "second")
+BIG_ROUND_S = 180.0
 LEARNT = 5
 """Rounds before those that are judged: until the members have measured their uplinks, and told."""
 SPEEDS = (1.0, 1.0, 1 / 4, 1 / 16)
 PATIENCE = 3.0
+PARTS = ("line", "speeds", "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +126,56 @@ def given(node: Node) -> Given:
     )
 
 
-def play(name: str, steps_s: dict[str, float], rounds: int, slow_mbit_s: float = 0.0) -> Arm:
-    """Nodes by name, each with the seconds of its inner steps; the last one's line is slow if that is above 0."""
+def play(
+    name: str,
+    steps_s: Mapping[str, float],
+    rounds: int,
+    slow_mbit_s: float = 0.0,
+    *,
+    run: Mapping[str, Any] = RUN,
+    round_s: float = ROUND_S,
+) -> Arm:
+    """Nodes by name, each with the seconds that are slept for an inner step (0: it is computed).
+
+    The last one's line is slow if `slow_mbit_s` is above 0. `round_s`: what a round may last, to be given up after
+    PATIENCE times that.
+    """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, World() as network:
         lines = [None] * (len(steps_s) - 1) + [(slow_mbit_s, slow_mbit_s) if slow_mbit_s else None]
         hosts = [network.attach(Home("public", lines=line)) for line in lines]
-        with Swarm(Path(folder), RUN) as swarm:
+        with Swarm(Path(folder), run) as swarm:
             invite: str | None = None
             for (node_name, step_s), host in zip(steps_s.items(), hosts, strict=True):
                 node = settle(swarm.node(node_name, join=invite), host)
                 if invite is not None:
                     node.preset = None
-                node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{step_s}"})
+                node.start(env={"DILOCO_FAULTS": f"inner@*=rest:{step_s}"} if step_s else {})
                 if invite is None:
                     node.until_training(START_S)
                     invite = node.invite()
             for node in swarm.nodes:
                 node.until_training(START_S)
-            return _judge(name, swarm.nodes, rounds)
+            return _judge(name, swarm.nodes, rounds, round_s)
 
 
-def _judge(name: str, nodes: Sequence[Node], rounds: int) -> Arm:
+@contextmanager
+def busy_machine(processes: int) -> Iterator[None]:
+    """So many processes that compute and nothing else."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def _judge(name: str, nodes: Sequence[Node], rounds: int, round_s: float) -> Arm:
     founder = nodes[0]
     first = max(node.status()["run"]["round"] for node in nodes) + LEARNT
-    wait_for_round(nodes, first, LEARNT * PATIENCE * ROUND_S)
+    wait_for_round(nodes, first, LEARNT * PATIENCE * round_s)
     before = tuple(given(node) for node in nodes)
-    wait_for_round(nodes, first + rounds, rounds * PATIENCE * ROUND_S)
+    wait_for_round(nodes, first + rounds, rounds * PATIENCE * round_s)
     after = tuple(given(node) for node in nodes)
     records = [r for r in founder.rounds() if first < r["round"] <= first + rounds and r["outcome"] != "failed"]
     included = [member["name"] for r in records for member in r["members"] if member["included"]]
@@ -153,29 +197,52 @@ def describe(arm: Arm) -> str:
     return f"{arm.name}, {arm.rounds} rounds, transfer {arm.transfer_s:.2f} s: {said}"
 
 
-def measure(rounds: int, beside: int, mbit_s: float) -> Result:
+def play_line(rounds: int, beside: int, mbit_s: float) -> tuple[list[Arm], list[Figure]]:
     fast = {"founder": STEP_S, "second": STEP_S, "third": STEP_S}
     alone = play("without it", fast, beside)
     print(describe(alone), flush=True)
     slow = play(f"beside one at {mbit_s:g} Mbit/s", {**fast, "slow": STEP_S}, rounds, mbit_s)
     print(describe(slow), flush=True)
-    speeds = {f"node{place}": STEP_S / speed for place, speed in enumerate(SPEEDS)}
-    mixed = play("speeds 1, 1, 1/4, 1/16", speeds, beside)
-    print(describe(mixed), flush=True)
-    figures = [
+    return [alone, slow], [
         Figure("slow line: rounds that it is in", "", slow.in_rounds["slow"] / slow.rounds, 0.5, "at least", low=1.0),
         Figure("slow line: share of its tokens in the records", "", slow.merged_ratio(["slow"]), 0.9, "", low=1.0),
         Figure(
             "slow line: busy, the others", "", slow.busy(list(fast)), alone.busy(list(fast)), "without it", low=0.95
         ),
-        Figure("speeds: share of all tokens in the records", "", mixed.merged_ratio(list(speeds)), 0.9, "", low=1.0),
     ]
-    arms = (alone, slow, mixed)
+
+
+def play_speeds(rounds: int) -> tuple[list[Arm], list[Figure]]:
+    speeds = {f"node{place}": STEP_S / speed for place, speed in enumerate(SPEEDS)}
+    mixed = play("speeds 1, 1, 1/4, 1/16", speeds, rounds)
+    print(describe(mixed), flush=True)
+    merged = mixed.merged_ratio(list(speeds))
+    return [mixed], [Figure("speeds: share of all tokens in the records", "", merged, 0.9, "", low=1.0)]
+
+
+def play_big(rounds: int) -> tuple[list[Arm], list[Figure]]:
+    with busy_machine(2):
+        big = play("85M on a busy machine", dict.fromkeys(BIG_NODES, 0.0), rounds, run=BIG_RUN, round_s=BIG_ROUND_S)
+    print(describe(big), flush=True)
+    least = min(big.in_rounds.values()) / big.rounds
+    return [big], [Figure("85M on a busy machine: rounds that both are in", "", least, 1 / 3, "at least", low=1.0)]
+
+
+def measure(parts: Sequence[str], rounds: int, beside: int, mbit_s: float) -> Result:
+    play_part = {
+        "line": lambda: play_line(rounds, beside, mbit_s),
+        "speeds": lambda: play_speeds(beside),
+        "big": lambda: play_big(beside),
+    }
+    done = [play_part[part]() for part in parts]
+    arms = [arm for played, _ in done for arm in played]
+    figures = [figure for _, told in done for figure in told]
     return Result("slow_line", figures, [describe(arm) for arm in arms], {"arms": [asdict(arm) for arm in arms]})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=30, help="judged, beside the slow line")
     parser.add_argument("--beside", type=int, default=10, help="judged, of the other swarms")
     parser.add_argument("--mbit", type=float, default=2.0, help="Mbit/s each way")
@@ -184,7 +251,10 @@ def main() -> int:
     if reason := why_not():
         print(reason)
         return 1
-    return measure(options.rounds, options.beside, options.mbit).conclude()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return measure(parts, options.rounds, options.beside, options.mbit).conclude()
 
 
 if __name__ == "__main__":

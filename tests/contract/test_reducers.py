@@ -14,6 +14,7 @@ from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
 from node.swarm.records import Plan
 from node.swarm.rounds import Committed
+from node.swarm.uplink import NEEDED_ROUNDS
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
@@ -103,6 +104,20 @@ def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swar
         proof = done.tip.proof
         assert proof is not None
         assert len(done.outcome.included) == 2 or proof.outcome.signer == bad.peer_id
+
+
+def test_a_hostile_reducer_is_not_the_only_one_for_ever_beside_a_member_on_a_slow_line(swarm: Swarm) -> None:
+    """The slow member leaves the reducing to the fast one, until a result of that one is refused."""
+    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    bad, slow = nodes
+    deceive(bad, "average", false_squares(1, 1))
+    for _ in range(NEEDED_ROUNDS):
+        slow.rounds.uplink.sent(f"before {_}", 10**6, 1000.0)
+        bad.rounds.uplink.sent(f"before {_}", 10**6, 0.01)
+    slow.rounds.depositor._uplinks_bytes_s = {bad.peer_id: 1e8}
+    assert slow.rounds.depositor.lead_s > 0, "it would deposit, and reduces nothing"
+    (done, *_) = round_of(nodes, 0)
+    assert set(done.outcome.included) == {node.peer_id for node in nodes}
 
 
 def send_to_some(node: Node, sent: Callable[[], None]) -> None:

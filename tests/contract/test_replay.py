@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from node.swarm.records import Proof
 from node.swarm.results import ResultStore
 from tests.contract.harness import Node, Swarm, round_of, start_tip
 
@@ -74,6 +75,20 @@ def test_a_damaged_round_and_what_follows_it_comes_from_the_others(swarm: Swarm)
     again.start_gossip()
     assert [again.committed().tip.round for _ in range(2)] == [2, 3]
     assert (again.tip.head, again.tip.digest) == (helper.tip.head, helper.tip.digest)
+
+
+def test_rounds_that_cannot_be_read_now_stay_on_the_disk(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = swarm.node(swarm.rules(PARAMETERS))
+    for round_ in range(ROUNDS):
+        round_of([node], round_)
+
+    def fail(_store: ResultStore, _proof: Proof) -> list[bytes]:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultStore, "load", fail)
+        assert replay(crash(swarm, node)) == []
+    assert replay(crash(swarm, node)) == list(range(ROUNDS))
 
 
 def test_rounds_of_another_line_are_not_taken_again(swarm: Swarm) -> None:

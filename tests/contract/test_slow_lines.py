@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 
 from node.errors import PeerError
 from node.status import Channel
+from node.swarm.attempt import Attempt, Contribution
 from node.swarm.base import Message, Service
 from node.swarm.deposits import FIXED_S, Depositary
 from node.swarm.faults import parse_faults
-from node.swarm.records import Deposit, results_root, sign
+from node.swarm.records import Deposit, Plan, results_root, sign
 from node.swarm.reduce import chunk_hash
 from tests.contract.harness import OUTER, WAIT_S, Node, Swarm, assert_same, gradient, round_of, start_tip, wait_until
 
@@ -174,6 +179,36 @@ def test_a_depositary_that_takes_a_contribution_too_slowly_is_not_asked_again(
     wait_until(lambda: first in slow.rounds.depositor._distrusted)
 
 
+def test_a_reducer_that_hangs_costs_a_member_neither_its_depositary_nor_a_second_upload(open_lines: Swarm) -> None:
+    nodes, slow = swarm_of(open_lines, 3)
+    holder = deposited(slow)
+    hung = next(node for node in nodes if node.peer_id != holder)
+    service = hung.seat.wire._services["contribute_for"]
+
+    async def hang(_caller: str, _message: Message) -> Message:
+        await asyncio.sleep(20)
+        return Message()
+
+    hung.seat.wire.serve({"contribute_for": replace(service, handler=hang)})
+    before = slow.seat.wire.traffic.sent_bytes[Channel.REDUCE]
+    included = commit_rest(nodes, slow)
+    assert slow.peer_id in included
+    sent = slow.seat.wire.traffic.sent_bytes[Channel.REDUCE] - before
+    assert sent < 0.7 * slow.rules.round_bytes, "it sends what the hung one reduces, and no more"
+    assert holder not in slow.rounds.depositor._distrusted
+
+
+def test_a_line_that_became_slower_is_measured_by_the_deposit_that_fails(open_lines: Swarm) -> None:
+    nodes, slow = swarm_of(open_lines, 3)
+    before_s = slow.rounds.depositor.upload_s
+    slow.seat.wire.up.limit(MBIT_S / 4)
+    slow.offer(gradient(7, 1, PARAMETERS))
+    wait_until(lambda: slow.rounds.depositor.is_sending)
+    time.sleep(1.5 * before_s)
+    assert slow.peer_id not in commit_rest(nodes, slow)
+    wait_until(lambda: slow.rounds.depositor.upload_s > 1.3 * before_s)
+
+
 # what is refused
 
 
@@ -206,10 +241,43 @@ def test_only_members_deposit_and_only_what_a_round_is_made_of(swarm: Swarm) -> 
     assert refusal(member, other, deposit_of(stranger, chunks)) == "bad_message"
     altered = Message(deposit_of(member, chunks).header, [bytes(len(chunk)) for chunk in chunks])
     assert refusal(member, other, altered) == "bad_signature"
-    key = {"parent": member.tip.head, "attempt": 0}
+    key = {"parent": member.tip.head, "attempt": 0, "wait_s": 1.0}
     assert refusal(other, member, Message({**key, "chunks": {member.peer_id: [0]}}), "forward") == "gone"
-    assert refusal(member, other, Message({**key, "chunks": {other.peer_id: [10**6]}}), "forward") == "bad_message"
-    assert refusal(member, other, Message({**key, "chunks": {other.peer_id: [0, 0]}}), "forward") == "bad_message"
+    for chunks in ([10**6], [0, 0]):
+        assert refusal(member, other, Message({**key, "chunks": {other.peer_id: chunks}}), "forward") == "bad_message"
+    forever = Message({**key, "wait_s": 1e9, "chunks": {other.peer_id: [0]}})
+    assert refusal(member, other, forever, "forward") == "bad_message"
+
+
+def test_an_empty_message_in_the_name_of_a_member_does_not_exclude_it(open_lines: Swarm) -> None:
+    """The signed deposit is known to every reducer, so any of them can send it on without its chunks."""
+    nodes, slow = swarm_of(open_lines, 3)
+    document = deposit_of(slow, slow.encode(gradient(7, 1, PARAMETERS)))
+    bad, *others = nodes
+
+    async def slander(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+        empty = Message({**rounds._key(attempt), **document.header, "chunks": []})
+        for node in others:
+            with suppress(PeerError):
+                await rounds.wire.call(node.peer_id, "contribute_for", empty, timeout_s=WAIT_S)
+        await type(rounds).send(rounds, attempt, plan, mine)
+
+    bad.rounds.send = MethodType(slander, bad.rounds)  # type: ignore[method-assign]
+    deposited(slow)
+    assert slow.peer_id in commit_rest(nodes, slow)
+
+
+def test_a_deposit_is_sent_on_once_in_each_attempt(swarm: Swarm) -> None:
+    rules = swarm.rules(1000, "fp32", min_peers=2)
+    member, holder = swarm.nodes(2, rules)
+    deposit = deposit_of(member, member.encode(gradient(0, 0, 1000)))
+    order = Message({"parent": member.tip.head, "attempt": 0, "wait_s": 0.5, "chunks": {}})
+    for _ in range(2):  # A newer deposit of the same round does not begin anew.
+        member.seat.do(member.seat.wire.call(holder.peer_id, "deposit", deposit, timeout_s=WAIT_S))
+        if holder.rounds.depositary._held[member.peer_id].attempts:
+            assert refusal(member, holder, order, "forward") == "busy"
+        else:
+            member.seat.do(member.seat.wire.call(holder.peer_id, "forward", order, timeout_s=WAIT_S))
 
 
 def test_what_others_deposit_is_bounded(swarm: Swarm) -> None:
@@ -231,7 +299,7 @@ def test_what_others_deposit_is_bounded(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("misses", [False, True], ids=["fetches for long", "misses the commit"])
-def test_who_hears_of_a_commit_late_counts_the_round_from_the_commit(open_lines: Swarm, misses: bool) -> None:
+def test_a_member_on_a_slow_line_counts_the_round_from_the_commit(open_lines: Swarm, misses: bool) -> None:
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     late = nodes[-1]
     late.seat.wire.down.limit(MBIT_S / 2)
@@ -245,6 +313,39 @@ def test_who_hears_of_a_commit_late_counts_the_round_from_the_commit(open_lines:
     began_s = [one.tip.anchor_at_s for one in done]
     assert late.tip.head == nodes[0].tip.head
     assert abs(began_s[2] - began_s[0]) < 0.3, "all count from the same moment: they share a clock here"
+
+
+def test_a_member_whose_news_of_the_commit_waits_behind_the_mean_counts_the_round_from_the_commit(
+    open_lines: Swarm,
+) -> None:
+    """While it fetches the mean, everything else that is sent to it arrives 2 s later."""
+    nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
+    leader = nodes[0].rounds.leader_at(0)
+    (late, *others) = sorted(nodes, key=lambda node: node.peer_id == leader)
+    late.seat.wire.down.limit(MBIT_S / 2)
+
+    def delay(node: Node, verb: str) -> None:
+        service = node.seat.wire._services[verb]
+
+        async def later(caller: str, message: Message) -> Message:
+            answer = service.handler(caller, message)
+            if late.rounds.adoption._mean is not None:
+                return await answer
+            if verb == "proofs":
+                told = await answer
+                await asyncio.sleep(2.0)
+                return told
+            await asyncio.sleep(2.0)
+            return await answer
+
+        node.seat.wire.serve({verb: replace(service, handler=later)})
+
+    delay(late, "commit")
+    for node in others:
+        delay(node, "proofs")
+    done = {node.peer_id: one for node, one in zip(nodes, round_of(nodes, 0), strict=True)}
+    began_s = [done[node.peer_id].tip.anchor_at_s for node in (late, *others)]
+    assert max(began_s) - min(began_s) < 0.3, "all count from the same moment: they share a clock here"
 
 
 def test_nobody_makes_a_round_older_than_it_is(swarm: Swarm) -> None:

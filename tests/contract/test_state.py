@@ -22,6 +22,7 @@ from node.swarm.chain import Tip
 from node.swarm.download import Download
 from node.swarm.offers import MAX_ASKED, Target
 from node.swarm.partial import forget
+from node.swarm.rendezvous import PATIENCE_S
 from node.swarm.results import KEPT_ROUNDS
 from node.swarm.state import Snapshot, StateServer, tip_of
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
@@ -311,6 +312,24 @@ def test_one_that_claims_to_be_ahead_does_not_keep_a_node_from_the_others(swarm:
     late.start_gossip()
     wait_until(lambda: late.tip.head == honest[0].tip.head)
     assert late.tip.digest == honest[0].tip.digest
+
+
+def test_a_stranger_does_not_say_how_old_the_round_is(swarm: Swarm) -> None:
+    """A false age would make the round overdue, and fewer votes would be enough."""
+    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
+    round_of(nodes, 0)
+    node, liar = nodes
+    head, began_at_s = node.tip.head, node.tip.anchor_at_s
+
+    async def lie(caller: str, message: Message) -> Message:
+        return Message({"status": "ok", "head": head, "age_s": 9e5})
+
+    liar.seat.wire.serve({"proofs": Service(lie, Channel.STATE)})
+    (known,) = node.directory.others()
+    node.seat.do(node.catch_up.replay([known.model_copy(update={"head": "cd" * 32, "swarm_tokens": 2**62})]))
+    assert node.tip.anchor_at_s == began_at_s
+    node.seat.do(node.catch_up.replay([known.model_copy(update={"head": head})]))
+    assert node.rounds.age_s < (node.tip.round_s or 0.0) + PATIENCE_S + 1.0
 
 
 def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:

@@ -16,19 +16,13 @@ from node.manifest import Invite, parse_invite
 from node.swarm.identity import new_identity
 from tests.homes.home import PORT, Home
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
-from tests.homes.world import AttachedHome, Machine, why_not, world
+from tests.homes.world import AttachedHome, Machine, world
 from tests.swarm.harness import Node, Swarm, tiny, wait_for
 
 LONG_S = 240.0
 FAST = Pace(step_s=0.02, inner_steps=200)
 CALM = Pace(step_s=0.5, inner_steps=200)
 MEMBERS = "--run.round.min_peers=2"
-
-
-@pytest.fixture(autouse=True)
-def _possible_here() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
 
 
 def direct(home: AttachedHome) -> str:

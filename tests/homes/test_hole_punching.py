@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from tests.homes.home import Home, Kind
 from tests.homes.nodes import peer_id
 from tests.homes.test_relay import ROUND_S, complete, relayed_bytes, start
-from tests.homes.world import World, why_not, world
+from tests.homes.world import World, world
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
 HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
@@ -20,18 +19,6 @@ DIRECT_S = 90.0
 GOSSIP_BYTES = 5_000
 """What may still go over a relay while a call that has begun there ends."""
 heavy = pytest.mark.skipif(not HEAVY, reason="takes minutes: set DILOCO_TEST_HOMES=1")
-
-
-@pytest.fixture(autouse=True)
-def possible_here() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with Swarm(tmp_path) as made:
-        yield made
 
 
 def homes_of(*kinds: Kind) -> list[Home]:

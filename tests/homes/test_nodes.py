@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.homes.home import Home, line_text
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
-from tests.homes.world import World, why_not, world
+from tests.homes.world import World, world
 from tests.swarm.harness import Node, Swarm, common_rounds
 
 pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason="real nodes: set DILOCO_TEST_HOMES=1")
@@ -23,12 +22,6 @@ GETTING_IN = 2
 """Rounds after all train that are not judged."""
 PATIENCE = 4.0
 """A round may take so many times its length on a busy machine."""
-
-
-@pytest.fixture(autouse=True)
-def possible_here() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
 
 
 def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list[Node]:
@@ -68,9 +61,9 @@ def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace
 
 
 @pytest.mark.timeout(1200)
-def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(tmp_path: Path) -> None:
+def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(swarm: Swarm) -> None:
     pace = Pace()
-    with world([Home("published")] * 3) as homes, Swarm(tmp_path) as swarm:
+    with world([Home("published")] * 3) as homes:
         nodes = start_all(homes, swarm, pace, announce=True)
         assert_all_are_in_all_rounds(homes, nodes, pace)
 
@@ -81,8 +74,8 @@ def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(tmp_pat
     [("published", "published", "published"), ("published", "forwarded", "forwarded", "cone")],
     ids=["three published", "published, forwarded, forwarded, cone"],
 )
-def test_every_home_is_in_every_round(kinds: Sequence[str], tmp_path: Path) -> None:
+def test_every_home_is_in_every_round(swarm: Swarm, kinds: Sequence[str]) -> None:
     pace = Pace()
-    with world([Home(kind) for kind in kinds]) as homes, Swarm(tmp_path) as swarm:  # type: ignore[arg-type]
+    with world([Home(kind) for kind in kinds]) as homes:  # type: ignore[arg-type]
         nodes = start_all(homes, swarm, pace, announce=False)
         assert_all_are_in_all_rounds(homes, nodes, pace)

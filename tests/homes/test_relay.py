@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from node.swarm.identity import load_identity
 from tests.homes.home import Home
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
-from tests.homes.world import AttachedHome, World, why_not, world
+from tests.homes.world import AttachedHome, World, world
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
 PACE = Pace(step_s=0.1, inner_steps=100)
@@ -22,18 +21,7 @@ ROUNDS = 20 if os.environ.get("DILOCO_TEST_HOMES") else 4
 ROUND_S = 90.0
 """Until a round is over, on a busy machine."""
 WINDOW_S = 10.0
-
-
-@pytest.fixture(autouse=True)
-def possible_here() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with Swarm(tmp_path) as made:
-        yield made
+MEASURED_S = 45.0
 
 
 def start(swarm: Swarm, homes: World, *relay_flags: str, count: int = MEMBERS) -> tuple[list[Node], list[Node]]:
@@ -144,10 +132,10 @@ def test_what_a_relay_uploads_keeps_to_its_limit(swarm: Swarm) -> None:
         members, _ = start(swarm, homes, f"--limits.upload_mbit_s={limit_mbit_s}")
         home, since = homes[MEMBERS], members[0].status()["run"]["round"]
         samples = [(time.monotonic(), home.sent_bytes())]
-        while members[0].status()["run"]["round"] < since + 3:
+        while samples[-1][0] - samples[0][0] < MEASURED_S or members[0].status()["run"]["round"] == since:
             time.sleep(0.5)
             samples.append((time.monotonic(), home.sent_bytes()))
-            assert time.monotonic() - samples[0][0] < 5 * ROUND_S, "rounds must go on"
+            assert samples[-1][0] - samples[0][0] < 3 * ROUND_S, "rounds must go on"
         rates = [
             (sent - earlier) * 8e-6 / (at_s - earlier_s)
             for at_s, sent in samples

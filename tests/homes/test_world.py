@@ -17,7 +17,7 @@ import pytest
 
 from tests.homes.home import PORT, Home, Kind
 from tests.homes.namespace import NAMES, inside
-from tests.homes.world import AttachedHome, Machine, World, remove_orphans, why_not, world
+from tests.homes.world import AttachedHome, Machine, World, remove_orphans, world
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 5.0
@@ -25,12 +25,6 @@ ANSWER_S = 5.0
 SILENCE_S = 1.0
 """For what must not."""
 LINE_S = 2.5
-
-
-@pytest.fixture(autouse=True)
-def possible_here() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
 
 
 def listen(machine: Machine, port: int = PORT, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:

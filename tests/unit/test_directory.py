@@ -214,6 +214,7 @@ def test_leaders_can_be_called_over_ipv4_else_at_all_else_over_relays() -> None:
     assert table.callable_members() == [YOU.peer_id]
     table.say(inbound=True, addresses=v4)
     assert table.callable_members() == [ME.peer_id]
+    assert table.leaders() == sorted([ME.peer_id, YOU.peer_id, THIRD.peer_id]), "the others lead where it fails"
     table.say(inbound=False)
     table.merge([signed(YOU, 2, inbound=False), signed(THIRD, 2, inbound=False)])
     assert table.callable_members() == [], "nobody reduces"

@@ -374,6 +374,11 @@ def test_only_a_much_faster_member_sends_for_one_on_a_slow_uplink() -> None:
     assert depositaries("me", "parent", 1e7, rates) == []
 
 
+def test_one_that_claims_a_fast_line_does_not_collect_the_deposits_of_equal_members() -> None:
+    assert depositaries("me", "parent", 1e6, {"a": 1e6, "b": 1e6, "liar": 9e11}) == []
+    assert depositaries("me", "parent", 1e6, {"fast": 1e7}) == ["fast"], "of two members the other one is the usual one"
+
+
 def test_depositaries_are_spread_over_the_fast_members() -> None:
     rates = {f"fast{i}": 1e7 for i in range(8)}
     first = Counter(depositaries(f"slow{i}", "parent", 1e5, rates)[0] for i in range(400))

@@ -29,6 +29,14 @@ def test_sends_side_by_side_share_the_line() -> None:
     assert uplink.bytes_s == pytest.approx(MB)
 
 
+def test_sends_of_two_attempts_of_one_round_are_not_added_up() -> None:
+    uplink = Uplink()
+    for number in range(NEEDED_ROUNDS):
+        for attempt in range(2):
+            uplink.sent(f"head {number} {attempt}", MB, 1.0)
+    assert uplink.bytes_s == pytest.approx(MB)
+
+
 def test_busy_rounds_do_not_count_and_old_ones_are_forgotten() -> None:
     uplink = Uplink()
     for number, rate in enumerate([0.2, 1.0, 0.1]):
