@@ -200,13 +200,14 @@ def test_a_reducer_that_hangs_costs_a_member_neither_its_depositary_nor_a_second
 
 def test_a_line_that_became_slower_is_measured_by_the_deposit_that_fails(open_lines: Swarm) -> None:
     nodes, slow = swarm_of(open_lines, 3)
-    before_s = slow.rounds.depositor.upload_s
-    slow.seat.wire.up.limit(MBIT_S / 4)
+    before_s, rate = slow.rounds.depositor.upload_s, slow.rounds.uplink.newest_bytes_s
+    for node in nodes:  # A limit of its own would be known to it.
+        node.seat.wire.down.limit(MBIT_S / 4)
     slow.offer(gradient(7, 1, PARAMETERS))
     wait_until(lambda: slow.rounds.depositor.is_sending)
     time.sleep(1.5 * before_s)
     assert slow.peer_id not in commit_rest(nodes, slow)
-    wait_until(lambda: slow.rounds.depositor.upload_s > 1.3 * before_s)
+    wait_until(lambda: slow.rounds.uplink.newest_bytes_s < 0.8 * rate)
 
 
 # what is refused
@@ -251,13 +252,13 @@ def test_only_members_deposit_and_only_what_a_round_is_made_of(swarm: Swarm) -> 
 
 def test_an_empty_message_in_the_name_of_a_member_does_not_exclude_it(open_lines: Swarm) -> None:
     """The signed deposit is known to every reducer, so any of them can send it on without its chunks."""
-    nodes, slow = swarm_of(open_lines, 3)
+    nodes, slow = swarm_of(open_lines, 3, "forward@*=stall:1")
     document = deposit_of(slow, slow.encode(gradient(7, 1, PARAMETERS)))
-    bad, *others = nodes
+    bad = nodes[0]
 
     async def slander(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         empty = Message({**rounds._key(attempt), **document.header, "chunks": []})
-        for node in others:
+        for node in nodes:
             with suppress(PeerError):
                 await rounds.wire.call(node.peer_id, "contribute_for", empty, timeout_s=WAIT_S)
         await type(rounds).send(rounds, attempt, plan, mine)
