@@ -2,8 +2,9 @@
 
 ACT: work (be a good worker), crash (exit at once), crash-once:FILE (crash unless FILE exists, and make it), refuse,
 refuse-cuda (while the settings ask for a GPU), port-taken, complete, rubbish (a line that is no message), deaf (never
-obey), silent (never beat), attempts (each round fails twice before it holds), save:SECONDS (say so for that long before
-it ends), disk-full (it cannot save at its end), brood:FILE (leave a grandchild that holds all pipes; its pid goes to FILE).
+obey), silent (never beat), attempts (each round fails twice before it holds), save:SECONDS (say so for that long
+before it ends), disk-full (it cannot save at its end), brood:FILE (leave a grandchild that holds all pipes; its pid
+goes to FILE).
 """
 
 from __future__ import annotations
