@@ -96,6 +96,8 @@ def _announce(texts: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
         if address.is_wildcard:
             raise ValueError(f"'{address}' is no address that others can call: name the one that they see")
+        if address.transport != "tcp":
+            raise ValueError(f"'{address}' is not TCP, and nobody dials it: write {address.as_tcp()}")
     return tuple(map(str, addresses))
 
 
@@ -116,7 +118,7 @@ class SwarmConfig(Section):
     """Most that is carried so, each way; 0: as much as `limits.upload_mbit_s` and `limits.download_mbit_s` leave, else
     at least 2."""
     port_mapping: bool = False
-    """Ask the router to open the port (UPnP, NAT-PMP)."""
+    """Ask the router to open the port (UPnP, NAT-PMP). Switches off direct connections by simultaneous open."""
     lan_discovery: bool = True
     """Announce this node on private networks, by multicast, so that nodes of a run find each other there."""
 

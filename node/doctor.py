@@ -184,25 +184,28 @@ def _ports(patient: Patient) -> Iterator[Finding]:
     try:
         file = PortFile(cache / API_PORT_FILE)
         with bind_api(config.api, file, is_default=patient.is_default("api.port"), keep=False) as sock:
-            yield _port("api.port", config.api.port, sock.getsockname()[1])
+            yield _port("api.port", config.api.port, sock.getsockname()[1], file)
     except (MachineError, UsageError) as exc:
         yield Finding("fault", "ports", f"api.port: {exc}")
     try:
         listen = [parse(address) for address in config.swarm.listen]
         may_move = patient.is_default("swarm.listen") and not config.swarm.announces_port
-        with choose(listen, PortFile(cache / LISTEN_PORT_FILE), may_move=may_move) as reserved:
+        file = PortFile(cache / LISTEN_PORT_FILE)
+        with choose(listen, file, may_move=may_move) as reserved:
             if not reserved.addresses:
                 yield Finding("warn", "ports", "swarm.listen is empty: nobody can call this node.")
             wanted = {address.host: address.port for address in listen}
             for address in reserved.addresses:
-                yield _port(f"swarm.listen on {address.host}", wanted[address.host], address.port)
+                yield _port(f"swarm.listen on {address.host}", wanted[address.host], address.port, file)
     except MachineError as exc:
         yield Finding("fault", "ports", f"swarm.listen: {exc}")
 
 
-def _port(key: str, wanted: int, port: int) -> Finding:
+def _port(key: str, wanted: int, port: int, file: PortFile) -> Finding:
     if wanted == 0:
         return Finding("ok", "ports", f"{key}: any free one.")
+    if wanted != port and file.recall(wanted) == port:
+        return Finding("ok", "ports", f"{key}: the node keeps {port}, which it took when {wanted} was in use.")
     if wanted != port:
         return Finding("ok", "ports", f"{key}: {wanted} is in use by another program; the node takes {port}.")
     return Finding("ok", "ports", f"{key}: {port} is free.")
@@ -295,7 +298,9 @@ def forecast(patient: Patient, parameters: int, step_s: float, still_s: float) -
     for mbit_s in (min(known),) if known else LINES_MBIT_S:
         transfer_s = transfer_seconds(size_bytes, mbit_s)
         busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", still_s=still_s)
-        yield Finding("ok", "forecast", f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {transfer_s:.2g} s).")
+        yield Finding(
+            "ok", "forecast", f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {_rounded(transfer_s)} s)."
+        )
 
 
 def _least_line(run: RunConfig, payload: int, step_s: float, still_s: float, limit_mbit_s: float) -> Finding:
@@ -304,11 +309,16 @@ def _least_line(run: RunConfig, payload: int, step_s: float, still_s: float, lim
     least = least_line_mbit_s(payload, inner_steps=steps, step_s=step_s, overlapped=overlapped, still_s=still_s)
     if math.isinf(least):
         return Finding("warn", "line", "A round of one inner step leaves no time for a transfer: raise inner_steps.")
-    text = f"A member contributes to every round on a line of {least:.2g} Mbit/s up and down, or a faster one"
+    text = f"A member contributes to every round on a line of {_rounded(least)} Mbit/s up and down, or a faster one"
     if limit_mbit_s < least:
         mend = "raise the limits, or choose a smaller codec, overlapped sync or more inner steps"
         return Finding("warn", "line", f"{text}; this node's limit is {limit_mbit_s:g}: {mend}.")
     return Finding("ok", "line", f"{text}.")
+
+
+def _rounded(number: float) -> str:
+    """To two digits, without an exponent."""
+    return f"{float(f'{number:.2g}'):,.10g}"
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

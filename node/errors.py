@@ -1,11 +1,11 @@
 """Every error of ours, in one tree. Knows exit codes; knows nothing else.
 
     NodeError                 70  our own fault, unless a subclass says otherwise
-    ├── UsageError             2  wrong flags, configuration, invite, data folder, port of the API
+    ├── UsageError             2  wrong flags, configuration, invite, data folder, host name of the API
     │   ├── ConfigError
     │   ├── InviteError
     │   └── DataFolderError
-    ├── MachineError           3  this machine cannot do it: memory, GPU, disk, port to listen on
+    ├── MachineError           3  this machine cannot do it: memory, GPU, disk, port of swarm or API
     │   └── QuotaError            limits.disk_gb leaves no room; what was to be written is not
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest offered does not have the hash of the invite

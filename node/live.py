@@ -144,7 +144,7 @@ def describe(status: Status) -> str:
         ("given", f"{done.tokens_total:,} tokens, {done.rounds_joined} of {done.rounds_attempted} rounds joined"),
         ("merged", f"{done.tokens_merged:,} tokens, {done.tokens_discarded:,} discarded"),
     ]
-    if status.reachability != "direct" and status.reachability_reason:
+    if status.reachability_reason:
         rows.append(("inbound", status.reachability_reason))
     if status.compute_utilization_ratio is not None:
         rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))

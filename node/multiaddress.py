@@ -48,6 +48,10 @@ class Multiaddress:
     def is_name(self) -> bool:
         return self.host_type.startswith("dns")
 
+    def as_tcp(self) -> Multiaddress:
+        """The same host and port over TCP."""
+        return replace(self, transport="tcp", quic=False)
+
     def at_port(self, port: int) -> Multiaddress:
         return replace(self, port=port)
 

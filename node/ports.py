@@ -26,6 +26,8 @@ PORTS_TRIED = 100
 """From the default one upwards; then any free one will do."""
 FREE_PORT_TRIES = 16
 IN_USE = "port_in_use"
+CODES = frozenset({IN_USE, "no_such_address", "port_not_permitted", "cannot_listen"})
+"""Of the errors of a port that cannot be listened on."""
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 

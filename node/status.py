@@ -322,7 +322,7 @@ class Report(Value):
     """What the formula says of it, with the measured step time, line and members (`node.diloco.forecast`)."""
     reachability: str = "none"
     """How others reach this node: `direct`, `relay` or `none`; also `none` until another peer has tried."""
-    reachability_code: str = ""
+    reachability_code: str = "not_tested"
     """One word: `reached`, `not_reached`, `not_tested`, `disputed` (those that tried do not agree) or `no_port`."""
     reachability_reason: str = ""
     """One sentence, with the mend."""
@@ -349,7 +349,7 @@ class Status(Value):
     compute_utilization_ratio: float | None
     forecast_utilization_ratio: float | None = None
     reachability: str
-    reachability_code: str = ""
+    reachability_code: str = "not_tested"
     reachability_reason: str = ""
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]

@@ -36,6 +36,7 @@ test("what this page has never heard of still has a word", () => {
   expect(reach("direct")).not.toBe(reach("none"));
   expect(reach("none", "not_tested")).toContain("Not tested yet");
   expect(reach("none", "not_reached")).toBe(reach("none"));
+  expect(reach("none", "not_reached", true)).toContain("carries no calls");
 });
 
 const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;
@@ -66,12 +67,16 @@ test("a node that has ended takes no orders, and says how it is started again", 
 test("a pause is told by the reader's clock", () => {
   const now = new Date(2026, 10, 22, 12, 0).getTime();
   const until = new Date(2026, 10, 23, 8, 0).toISOString();
-  const paused = (code: string, end: string | null) =>
-    reason(status("paused", { code, reason: "The node's.", pause: { by: "", until: end, after_round: null } }), now);
+  const paused = (code: string, end: string | null, lost = "") =>
+    reason(status("paused", { code, reason: `The node's.${lost}`, pause: { by: "", until: end, after_round: null } }), now);
   expect(paused("paused", until)).toBe("Paused until tomorrow 08:00.");
   expect(paused("paused", null)).toBe("Paused until you resume.");
   expect(paused("scheduled", until)).toBe("Outside of its hours until tomorrow 08:00.");
   expect(paused("on_battery", null)).toBe("The node's.");
+  const lost = "What it did since its last checkpoint is lost: its worker was killed.";
+  expect(paused("paused", null, ` ${lost}`)).toBe(`Paused until you resume. ${lost}`);
+  expect(paused("paused", until, ` ${lost}`)).toBe(`Paused until tomorrow 08:00. ${lost}`);
+  expect(paused("scheduled", until, ` ${lost}`)).toBe(`Outside of its hours until tomorrow 08:00. ${lost}`);
   expect(reason(status("training", { reason: "The node's." }), now)).toBe("The node's.");
 });
 

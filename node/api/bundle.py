@@ -28,6 +28,7 @@ from node.api.metrics import Build
 from node.api.scrub import Scrubber
 from node.api.seam import View
 from node.config import Config
+from node.multiaddress import parse
 
 PART_BYTES_MAX = 2_000_000
 """Of each file in it, before packing; there are ten at most."""
@@ -55,7 +56,8 @@ class Facts:
 
 def make_bundle(facts: Facts) -> bytes:
     """A zip file. Blocks: it reads the log and packs."""
-    scrub = Scrubber((*facts.secrets, facts.view.status.run.invite), _places(facts.config.node.data_dir))
+    places = [*_places(facts.config.node.data_dir), *_hosts(facts.config)]
+    scrub = Scrubber((*facts.secrets, facts.view.status.run.invite), places)
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in _parts(facts):
@@ -77,6 +79,17 @@ def _parts(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "metrics.txt", facts.metrics.decode()
     yield "log.jsonl", _lines(line.model_dump_json() for line in reversed(view.logs))
     yield "node.log", _tail(facts.config.node.data_dir / "logs" / "node.log")
+
+
+def _hosts(config: Config) -> Iterator[tuple[str, str]]:
+    """The names that are set, and by what they are replaced: alone where they have a dot, else with their port only,
+    as a single word may be any word of the log."""
+    for name in config.api.allowed_hosts:
+        if "." in name:
+            yield name, "(address)"
+    for address in map(parse, (*config.swarm.announce, *config.swarm.bootstrap)):
+        if address.is_name:
+            yield (address.host if "." in address.host else f"{address.host}:{address.port}"), "(address)"
 
 
 def _lines(texts: Iterator[str]) -> str:

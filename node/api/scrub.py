@@ -18,6 +18,10 @@ _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _PEM = re.compile(r"-----BEGIN [^-]+-----.*?(?:-----END [^-]+-----|\Z)", re.DOTALL)
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@\"']+@")
 _HOST = re.compile(r"(?<=://)[^\s/:\"'\[\]]+|(?<=://)\[[^\]]+\]")
+_NAME_AND_PORT = re.compile(
+    r"(?<![\w.-])(?:[A-Za-z0-9-]{1,63}\.){1,10}[A-Za-z][A-Za-z0-9-]{1,62}(?<!\.py):[0-9]{1,5}(?![\w:])"
+)
+"""A host's name with a dot; a line of a Python file looks the same."""
 _ADDRESS = re.compile(r"(?<![\w.:])[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*[0-9A-Fa-f:](?![\w])")
 
 
@@ -38,7 +42,7 @@ class Scrubber:
         text = _NAMED.sub(lambda found: found[1] + HIDDEN, _HUB_TOKEN.sub(HIDDEN, text))
         text = _MULTIADDRESS.sub("(address)", text)
         text = _CREDENTIALS.sub("", text)
-        text = _HOST.sub("(address)", text)
+        text = _NAME_AND_PORT.sub("(address)", _HOST.sub("(address)", text))
         return _ADDRESS.sub(_without_address, text)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from node import power
+from node import ports, power
 from node.api.metrics import Build, Metrics
 from node.api.seam import ActionName, Configured, PauseOrder, View
 from node.daemon.board import Board
@@ -42,6 +42,8 @@ RUN_COMPLETE = "run_complete"
 STAYS_STOPPED = "The node stopped as asked: `resume` takes it back to work."
 WORKER_CANNOT = (2, 3)
 """Exit codes of a worker that cannot do what its settings say."""
+NO_SETTINGS = ports.CODES | {"newer_checkpoint"}
+"""Codes of ends that no setting of the page causes or mends."""
 
 
 class Keeper:
@@ -275,7 +277,8 @@ class Keeper:
     def _finish(self, ended: Ended) -> bool:
         """The worker ended of itself. Returns whether the node ends with it, rather than waiting for `resume`."""
         stops = self._want in ("drain", "leave")
-        if ended.exit_code in WORKER_CANNOT and self._tuner.has_choices_for_worker and not stops:
+        by_settings = ended.exit_code in WORKER_CANNOT and ended.code not in NO_SETTINGS
+        if by_settings and self._tuner.has_choices_for_worker and not stops:
             self._give_up(ended.code, f"{ended.reason} What was set last can be changed back.")
             return False
         if ended.exit_code == 0:

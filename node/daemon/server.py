@@ -117,7 +117,8 @@ class _Listener(socket.socket):
 
 def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> socket.socket:
     """A listening socket; `connections_max` or half of the files that the process may open, whichever is less, is what
-    it accepts at a time. Raises MachineError where the port is taken, else UsageError; both name the mend."""
+    it accepts at a time. Raises MachineError where this machine cannot listen there, UsageError where `host` is no
+    address; both name the mend."""
     connections_max = min(connections_max, _raise_files() // 2)
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -134,8 +135,9 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
             raise MachineError(
                 f"Port {port} on {host} is in use by another program: take any free one with --api.port 0.", code=IN_USE
             ) from exc
-        raise UsageError(
-            f"The API cannot listen on {host} port {port} ({exc.strerror}): set --api.host and --api.port."
+        raise MachineError(
+            f"The API cannot listen on {host} port {port} ({exc.strerror}): set --api.host and --api.port.",
+            code="cannot_listen",
         ) from exc
     return sock
 

@@ -72,10 +72,6 @@ class Shift:
             self._child = None
 
     @property
-    def is_on(self) -> bool:
-        return self._child is not None
-
-    @property
     def was_asked(self) -> bool:
         """Whether this worker has been asked to end."""
         return self._child is not None and self._child.asked is not None

@@ -78,9 +78,9 @@ def run(
 ) -> int:
     """Be a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
 
-    Raises UsageError (exit code 2) where data folder or port cannot be had; where nobody chose the API's port, the next
-    free one is taken. `on_status` hears every change; `api.json`
-    and `api-token` are in the data folder before its first call. Only for the main thread: it takes SIGTERM and SIGINT.
+    Raises UsageError (exit code 2) where the data folder cannot be had, MachineError (3) where the API's port cannot;
+    where nobody chose that port, the next free one is taken. `on_status` hears every change; `api.json` and `api-token`
+    are in the data folder before its first call. Only for the main thread: it takes SIGTERM and SIGINT.
     """
     parts = parts or Parts()
     with (

@@ -6,7 +6,7 @@ these, addresses that mean something on this network or machine only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from node.swarm.directory import PeerRecord
@@ -15,6 +15,8 @@ from node.swarm.places import Here, Scope, place_of
 MAX_PEERS = 4
 """Peers that an invite names, so that it still works when one of them is gone."""
 MAX_ADDRESSES = 16
+OTHERS_S = 20.0
+"""So long after its start, a node with bootstrap peers gives no invite that works on this network only."""
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 
 
@@ -35,9 +37,7 @@ def invited(own: Sequence[str], others: Sequence[PeerRecord], seen: Mapping[str,
 
 def _fits(address: str, wanted: Scope) -> bool:
     place = place_of(address)
-    if place is None:
-        return wanted is Scope.WIDE  # A relay's: it leads there from everywhere.
-    return (place.scope is Scope.WIDE) == (wanted is Scope.WIDE)
+    return place is not None and (place.scope is Scope.WIDE) == (wanted is Scope.WIDE)
 
 
 def _seen_addresses(record: PeerRecord, ips: Sequence[str]) -> list[str]:
@@ -49,15 +49,30 @@ def _seen_addresses(record: PeerRecord, ips: Sequence[str]) -> list[str]:
 
 def reach_of(addresses: Sequence[str]) -> Scope:
     """From how far away an invite with these addresses can be used."""
-    places = [place_of(address) for address in addresses]
-    return max((Scope.WIDE if place is None else place.scope for place in places), default=Scope.HOST)
+    return max((place.scope for place in map(place_of, addresses) if place is not None), default=Scope.HOST)
 
 
-def invite_note(addresses: Sequence[str], here: Here, port: int, *, in_container: bool) -> str:
-    """One sentence, with the mend, where an invite with these addresses can be used on this host or network only."""
-    reach = reach_of(addresses)
-    if reach is Scope.WIDE or not addresses:
+def is_too_early(addresses: Sequence[str], *, has_bootstrap: bool, knows_others: bool, age_s: float) -> bool:
+    """Whether an invite with these addresses waits, as others, which can be called from outside, may be found yet."""
+    return has_bootstrap and not knows_others and age_s < OTHERS_S and reach_of(addresses) is not Scope.WIDE
+
+
+def invite_note(
+    addresses: Sequence[str], here: Here, port: int, *, in_container: bool, remembered: Collection[str] = ()
+) -> str:
+    """One sentence, with the mend, where an invite with these addresses may not work everywhere.
+
+    `remembered`: addresses without a peer id at which nobody has tried to reach this node since its start.
+    """
+    tested = [address for address in addresses if address.partition("/p2p/")[0] not in remembered]
+    if reach_of(tested) is Scope.WIDE or not addresses:
         return ""
+    reach = reach_of(addresses)
+    if reach is Scope.WIDE:
+        return (
+            "Nobody has tried this invite's addresses since this node's start: it works outside this network only if "
+            "they still lead to this node. Wait until another node has joined, or set swarm.announce."
+        )
     outside = {one.ip for one in here.interfaces if not one.ip.is_loopback and not one.ip.is_link_local}
     is_bridged = in_container and len({ip for ip in outside if ip.version == 4}) <= 1
     where = "machine" if reach is Scope.HOST or is_bridged else "network"

@@ -34,7 +34,7 @@ from node.swarm.faults import Faults, spoil_blobs
 from node.swarm.gossip import Gossip
 from node.swarm.hole_punching import HolePunching
 from node.swarm.identity import load_identity
-from node.swarm.invitation import invite_note, invited, is_container, reach_of
+from node.swarm.invitation import invite_note, invited, is_container, is_too_early, reach_of
 from node.swarm.lan import LanDiscovery
 from node.swarm.observer import Observer
 from node.swarm.offers import Target
@@ -99,7 +99,7 @@ class View:
     addresses: tuple[str, ...] = ()
     """Where others find the swarm: this node's own, or those of peers that can be called where it cannot."""
     reachability: str = "none"
-    reachability_code: str = ""
+    reachability_code: str = "not_tested"
     reachability_reason: str = ""
     invite_note: str = ""
     """Where an invite with these addresses cannot be used, with the mend; empty where it works everywhere."""
@@ -147,6 +147,7 @@ class Member:
             rng=self._rng,
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
+            is_relay=options.is_relay,
         )
         self.observer = Observer(wire, directory, self._cache / "observer", wire.listens)
         self.hole_punching = HolePunching(wire, directory)
@@ -159,6 +160,7 @@ class Member:
             dial=self.discovery.follow,
         )
         self._in_container = is_container()
+        self._began_at_s = asyncio.get_running_loop().time()
         self._around_at_s = -AROUND_S
         self._seen: Mapping[str, Sequence[str]] = {}
         self._invite_note = ""
@@ -381,14 +383,19 @@ class Member:
         """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
         others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
         told = [r.model_copy(update={"addresses": addresses_of(r.peer_id, r.addresses)}) for r in others]
-        return invited(own, told, self._seen)
+        addresses = invited(own, told, self._seen)
+        waits = is_too_early(
+            addresses,
+            has_bootstrap=bool(self.options.bootstrap),
+            knows_others=bool(self._seen) and len(self.directory.live()) > 1,
+            age_s=asyncio.get_running_loop().time() - self._began_at_s,
+        )
+        return () if waits else addresses
 
     def _note(self, invite: Sequence[str]) -> str:
         """Where the invite cannot be used. Said in the log when that changes."""
-        if self.options.bootstrap and not (self._seen and len(self.directory.live()) > 1):
-            return self._invite_note  # The others, which an invite names, too, are not known yet.
-        port = next(iter(self._ports.values()), 0)
-        note = invite_note(invite, self.wire.here, port, in_container=self._in_container)
+        port, remembered = next(iter(self._ports.values()), 0), self.reachability.remembered
+        note = invite_note(invite, self.wire.here, port, in_container=self._in_container, remembered=remembered)
         if note != self._invite_note:
             before, self._invite_note = self._invite_note, note
             if note:

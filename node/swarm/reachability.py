@@ -115,6 +115,8 @@ class Family:
     """Addresses at which others have reached this node, for each scope. Kept until others find something else."""
     findings: tuple[Finding, ...] = ()
     """Of those that were asked last."""
+    remembered: frozenset[str] = frozenset()
+    """Of `confirmed`, those of before this node's start, which nobody has reached since."""
     in_doubt: bool = False
     """They were reached before, and were not the last time."""
 
@@ -144,6 +146,7 @@ class Family:
             if most:
                 named = [address for address, count in votes.items() if count == most]
                 self.confirmed[scope] = tuple(sorted(named)[:MAX_CONFIRMED])
+                self.remembered -= set(named)
 
     @property
     def addresses(self) -> list[str]:
@@ -166,13 +169,14 @@ class Reachability:
         announced: Sequence[str] = (),
         cache: Path | None = None,
         dial: Dial = peer_at,
+        is_relay: bool = False,
     ) -> None:
         """`ports`: the TCP port that this node listens on, by IP version; without an entry, none.
 
         `announced`: multiaddresses that the user says others reach. `cache`: a file that keeps confirmed addresses.
         """
         self._wire, self._directory, self._seen, self._dial = wire, directory, seen, dial
-        self._changed, self._rng, self._cache = changed, rng, cache
+        self._changed, self._rng, self._cache, self._is_relay = changed, rng, cache, is_relay
         self._announced = tuple(address.partition("/p2p/")[0] for address in announced)[:MAX_ANNOUNCED]
         self._families = {version: Family(ports.get(version, 0)) for version in VERSIONS}
         self._refuted: frozenset[str] = frozenset()
@@ -210,6 +214,12 @@ class Reachability:
         return tuple(a for version in VERSIONS for a in self._families[version].addresses)
 
     @property
+    def remembered(self) -> frozenset[str]:
+        """Of the confirmed ones, those that nobody has reached since this node's start and its owner does not name."""
+        known = frozenset[str]().union(*(family.remembered for family in self._families.values()))
+        return known.intersection(self.confirmed).difference(self._announced)
+
+    @property
     def announced(self) -> tuple[str, ...]:
         """What the user announces, less what peers have dialed in vain."""
         return tuple(address for address in self._announced if address not in self._refuted)
@@ -231,13 +241,24 @@ class Reachability:
     def reason(self) -> str:
         """One sentence for a person, with the mend."""
         port = next((family.port for family in self._families.values() if family.port), 0)
+        reached = [a for family in self._families.values() for a in family.addresses if a not in family.remembered]
+        listens_not = (
+            "This relay listens on no TCP port, so it carries no calls; set swarm.listen."
+            if self._is_relay
+            else "This node listens on no TCP port, so no peer can call it directly; set swarm.listen."
+        )
+        closed = (
+            f"this relay carries no calls until others reach TCP port {port}; forward or publish it."
+            if self._is_relay
+            else "this node trains and contributes, but no peer can call it directly; forward that port or set "
+            "swarm.announce."
+        )
         text = {
-            "no_port": "This node listens on no TCP port, so no peer can call it directly; set swarm.listen.",
+            "no_port": listens_not,
             "not_tested": "Not tested yet: no other peer has tried to connect.",
             "disputed": f"Not tested yet: the peers that tried TCP port {port} do not agree ({self._counts(None)}).",
-            "reached": f"Other peers reach this node at {_places(self.confirmed)} ({self._counts(True)}).",
-            "not_reached": f"No inbound connection reached TCP port {port}{self._failure()}: this node trains and "
-            "contributes, but no peer can call it directly; forward that port or set swarm.announce.",
+            "reached": f"Other peers reach this node at {_places(reached)} ({self._counts(True)}).",
+            "not_reached": f"No inbound connection reached TCP port {port}{self._failure()}: {closed}",
         }[self.code]
         if self._refuted:
             text += f" Nobody reaches {_places(sorted(self._refuted))}, which swarm.announce names."
@@ -466,6 +487,7 @@ class Reachability:
             family = self._families[place.ip.version]
             if family.port and (place.port == family.port or address in self._announced):
                 family.confirmed[place.scope] = (*family.confirmed.get(place.scope, ()), address)
+                family.remembered |= {address}
 
     def _save(self) -> None:
         if self._cache is None:

@@ -39,10 +39,9 @@ def stages_of(stage_s: Mapping[str, float], *, blocked_s: float, apply_s: float)
 class Books:
     """One writer: the main thread."""
 
-    def __init__(self, session: Session, teller: Teller, ledger: Ledger) -> None:
-        self._session, self._teller, self._ledger = session, teller, ledger
+    def __init__(self, session: Session, teller: Teller, ledger: Ledger, left_out: LeftOut) -> None:
+        self._session, self._teller, self._ledger, self._left_out = session, teller, ledger, left_out
         self._traffic_before = (0, 0)
-        self._left_out = LeftOut(session.manifest.run.sync)
 
     def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
         """A round holds. `blocked_s`: this node stood still for it; `step_s`: its own inner step, for the forecast."""

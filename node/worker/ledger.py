@@ -80,6 +80,12 @@ class Ledger:
         self.rounds_joined += included
         self.last_round = round_
 
+    def count_tokens(self, round_: int, *, merged: int, discarded: int, is_replayed: bool) -> None:
+        """What became of this node's tokens at a round's end. A replayed round that was counted before counts once."""
+        if not is_replayed or round_ > self.last_round:
+            self.tokens_merged += merged
+            self.tokens_discarded += discarded
+
     def round_done(self, *, at_s: float) -> None:
         """A round has ended just now. `at_s`: Unix time, for display."""
         self._switch(self._activity)

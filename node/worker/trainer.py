@@ -28,6 +28,7 @@ from node.worker.accounts import Accounts
 from node.worker.books import Books
 from node.worker.evaluation import Evaluation
 from node.worker.ledger import Ledger
+from node.worker.left_out import LeftOut
 from node.worker.local import Local
 from node.worker.outgoing import Outgoing, are_numbers
 from node.worker.saver import Calendar, Saver
@@ -62,15 +63,17 @@ class Trainer:
         saves: CheckpointConfig,
         teller: Teller,
         ledger: Ledger,
+        left_out: LeftOut,
         check: Callable[[], None],
         round_over: Callable[[], None],
     ) -> None:
+        """`left_out` outlives this trainer: a node that rejoins may go on being left out."""
         assert session.tip is not None
         self.session, self.run, self.local = session, session.manifest.run, local
         self.teller, self.ledger, self._check, self._round_over = teller, ledger, check, round_over
         self.tip: Tip = session.tip
         self.progress = Progress()
-        self._books = Books(session, teller, ledger)
+        self._books = Books(session, teller, ledger, left_out)
         self._accounts = Accounts(self.run.sync.fragment_count)
         self._saver = Saver(session.store, session.source, session.swarm.faults)
         self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
@@ -360,8 +363,12 @@ class Trainer:
         is_newest = self.session.swarm.mailbox.empty()
         landing = self._accounts.land(fragment, done.included, self.progress.steps, is_newest=is_newest)
         self.ledger.carried += landing.is_carried
-        self.ledger.tokens_merged += landing.counted_tokens // self.run.sync.fragment_count
-        self._discard(landing.discarded_tokens)
+        self.ledger.count_tokens(
+            done.tip.round,
+            merged=landing.counted_tokens // self.run.sync.fragment_count,
+            discarded=landing.discarded_tokens // self.run.sync.fragment_count,
+            is_replayed=done.is_replayed,
+        )
         if is_newest:  # Of rounds that this node replays it had no chance to be a part.
             worked = landing.flight is not None or landing.is_carried or landing.discarded_tokens > 0
             self._books.look_if_left_out(done, worked=worked, round_s=old.round_s, step_s=self.local.step_s)

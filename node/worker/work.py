@@ -28,6 +28,7 @@ from node.training.replica import Replica
 from node.worker.channel import Channel, ChannelHandler, StopAsked
 from node.worker.helpers import check_ranks, gather
 from node.worker.ledger import Ledger
+from node.worker.left_out import LeftOut
 from node.worker.local import Local
 from node.worker.loop import train
 from node.worker.materials import Materials, begin_loading, load_materials
@@ -80,6 +81,7 @@ class Work:
         self._drain_since_s: float | None = None
         self._end_reason = "Stopped as asked."
         self._round_over = False
+        self._closed_text = ""
 
     def run(self) -> tuple[str, str]:
         """Until asked to stop, or the run is complete. Returns code and reason of the end; raises NodeError."""
@@ -200,9 +202,11 @@ class Work:
 
     def _train_on(self, session: Session, local: Local) -> None:
         """From round to round, and again from the others' state where this node's line of rounds led nowhere."""
+        left_out, saves = LeftOut(session.manifest.run.sync), self._config.checkpoint
         while True:
-            saves = self._config.checkpoint
-            trainer = Trainer(session, local, saves, self._teller, self._ledger, self._check, self._after_round)
+            trainer = Trainer(
+                session, local, saves, self._teller, self._ledger, left_out, self._check, self._after_round
+            )
             self._trainer = trainer
             try:
                 self._align(session, trainer)
@@ -287,4 +291,14 @@ class Work:
         self._teller.run = self._teller.run.model_copy(update=place)
         with self._ledger.doing(Activity.IDLE if self._start.mode == "relay" else Activity.PAUSED):
             while True:
+                if self._start.mode == "relay":
+                    self._tell_if_closed()
                 self._opening.pause(SERVE_POLL_S)
+
+    def _tell_if_closed(self) -> None:
+        """A relay that nobody reaches is of no use: its owner is told, until others reach it."""
+        view = self._teller.view
+        text = view.reachability_reason if view.reachability_code in ("not_reached", "no_port") else ""
+        if text != self._closed_text:
+            self._closed_text = text
+            self._teller.notice("relay_closed", text)

@@ -1,9 +1,10 @@
 """A worker without torch: a real process that speaks the link and behaves as told. Run as `fake_worker.py ACT --fd N`.
 
 ACT: work (be a good worker), crash (exit at once), crash-once:FILE (crash unless FILE exists, and make it), refuse,
-refuse-cuda (while the settings ask for a GPU), complete, rubbish (a line that is no message), deaf (never obey), silent
-(never beat), attempts (each round fails twice before it holds), save:SECONDS (say so for that long before it ends),
-disk-full (it cannot save at its end), brood:FILE (leave a grandchild that holds all pipes; its pid goes to FILE).
+refuse-cuda (while the settings ask for a GPU), port-taken, complete, rubbish (a line that is no message), deaf (never
+obey), silent (never beat), attempts (each round fails twice before it holds), save:SECONDS (say so for that long
+before it ends), disk-full (it cannot save at its end), brood:FILE (leave a grandchild that holds all pipes; its pid
+goes to FILE).
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def main() -> None:
         link.sendall(b'{"type": "nonsense"}\n')
     if act == "refuse-cuda" and start.config["devices"]["device"] == "cuda":
         link.sendall(encode(Ended(exit_code=3, code="no_gpu", reason="There is no GPU.")))
+    elif act == "port-taken":
+        link.sendall(encode(Ended(exit_code=3, code="port_in_use", reason="Another program has the port.")))
     elif act == "refuse":
         link.sendall(encode(Ended(exit_code=4, code="refused", reason="The swarm said no.")))
     elif act == "complete":

@@ -23,7 +23,17 @@ from node.status import Outcome, PeerRow, Report, RoundRecord, RunInfo
 from tests.api.conftest import BASE, TOKEN, StillNode
 
 INVITE = str(Invite("ab" * 32, ("/ip4/203.0.113.7/tcp/31337/p2p/QmPeer",)))
-SECRETS = [TOKEN, INVITE, "203.0.113.7", "198.51.100.9", "2001:db8::7", "my.home.example", "SESAME", "MIIBVQIBADAN"]
+SECRETS = [
+    TOKEN,
+    INVITE,
+    "203.0.113.7",
+    "198.51.100.9",
+    "2001:db8::7",
+    "my.home.example",
+    "nas:31338",
+    "SESAME",
+    "MIIBVQIBADAN",
+]
 SECRETS += ["hf_AbCdEfGhIjKlMn", "correct-horse", "s3ss10n-key"]
 
 
@@ -33,7 +43,9 @@ def setup(node: StillNode, folder: Path) -> Config:
         peer_id="QmPeer", short_id="QmPeer", name="Ada", phase="training", round=1, tokens_per_second=1.0,
         transport="direct", version="1", state_digest="", last_seen_s=0.0,
     )  # fmt: skip
-    node.board.told(Report(run=RunInfo(invite=INVITE), swarm=(row,), reachability_reason="198.51.100.9:31337 is shut."))
+    node.board.told(
+        Report(run=RunInfo(invite=INVITE), swarm=(row,), reachability_reason="my.home.example:31337, nas:31338")
+    )
     node.board.add_round(RoundRecord(round=1, outcome=Outcome.COMPLETE, reason="[2001:db8::7]:1 was late"))
     lines = [
         f"Authorization: Bearer {TOKEN}", f"http://127.0.0.1:8080/#token={TOKEN}", f"joined by {INVITE}",
@@ -51,7 +63,7 @@ def setup(node: StillNode, folder: Path) -> Config:
             "api": {"allowed_hosts": ["my.home.example"], "host": "198.51.100.9"},
             "swarm": {
                 "bootstrap": ["/ip4/203.0.113.7/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"],
-                "announce": ["/dns4/my.home.example/tcp/1"],
+                "announce": ["/dns4/my.home.example/tcp/1", "nas:31338"],
             },
         }
     )
@@ -123,6 +135,9 @@ def test_its_size_is_bounded_however_much_there_is(
         ("(192.0.2.1)", "((address))"),
         ("http://[::1]:8080/x", "http://(address):8080/x"),
         ("/ip6/2001:db8::1/tcp/1/p2p/Qm x", "(address) x"),
+        ("reach this node at home.example:31337 (2 of 2)", "reach this node at (address) (2 of 2)"),
+        ("'my.nas.home.example:1', x.y", "'(address)', x.y"),
+        ("node/worker/work.py:31 and work.py:31", "node/worker/work.py:31 and work.py:31"),
         ("diloco1-abc_-9 x", "(hidden) x"),
         ("Bearer abc.def", "Bearer (hidden)"),
         ("s3cret and more", "(hidden) and more"),

@@ -141,3 +141,9 @@ def test_what_was_set_last_and_does_not_work_can_be_set_back(tmp_path: Path) -> 
         assert daemon.http.patch(PATH, json={"devices": {"device": None}}).status_code == 200
         assert daemon.act("resume").status_code == 202
         daemon.until_phase("training")
+
+
+def test_a_taken_port_ends_the_node_whatever_is_set_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"limits.upload_mbit_s": 7}')
+    with Daemon(tmp_path, "port-taken") as daemon:
+        assert daemon.end()[0] == 3

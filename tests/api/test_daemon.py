@@ -243,6 +243,9 @@ def test_port_in_use_and_unusable_folder(tmp_path: Path) -> None:
         run(config, join=None)
     with pytest.raises(UsageError, match=r"--api\.host"):
         bind("no.such.host.invalid", 0)
+    with pytest.raises(MachineError, match=r"--api\.host") as caught:
+        bind("203.0.113.7", 0)
+    assert (caught.value.exit_code, caught.value.code) == (3, "cannot_listen")
 
 
 def test_metrics_and_logs_of_the_worker_come_through(tmp_path: Path) -> None:

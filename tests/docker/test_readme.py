@@ -70,7 +70,7 @@ def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> N
     # Names and ports of the test's own, beside what runs on this machine; the rest is as it stands.
     replaced = {
         "diloco": alone.name, "diloco:/data": f"{alone.volume}:/data", "diloco1-...": founder.invite(),
-        "31337:31337": "31337", "127.0.0.1:8080:8080": "127.0.0.1::8080",
+        "31337:31337": "31337", "31337:31337/udp": "31337/udp", "127.0.0.1:8080:8080": "127.0.0.1::8080",
     }  # fmt: skip
     words = shlex.split(line)
     assert set(replaced) <= set(words), line

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.worker.books import stages_of
+    from node.manifest import SyncConfig
+    from node.swarm.member import View
+    from node.worker.books import Books, stages_of
+    from node.worker.left_out import ROUNDS, LeftOut
 
 STAGES = {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.5}
 
@@ -31,3 +36,22 @@ def test_what_was_waited_for_is_the_end_of_the_round(blocked_s: float, stood: di
 
 def test_a_round_that_others_made_has_no_stages() -> None:
     assert stages_of({}, blocked_s=0.0, apply_s=0.25) == {}
+
+
+def test_a_node_that_rejoins_is_still_left_out_until_it_is_included() -> None:
+    told: list[str] = []
+    session: Any = SimpleNamespace(swarm=SimpleNamespace(view=View()))
+    teller: Any = SimpleNamespace(notice=lambda _code, text: told.append(text))
+    ledger: Any = None
+    left_out = LeftOut(SyncConfig())
+
+    def over(included: bool) -> None:
+        """A round's end in the books of a new trainer."""
+        done: Any = SimpleNamespace(included=included, fetch_s=1.0)
+        Books(session, teller, ledger, left_out).look_if_left_out(done, worked=True, round_s=9.0, step_s=1.0)
+
+    for _ in range(ROUNDS):
+        over(included=False)
+    assert len(told) == 1 and f"The last {ROUNDS} rounds" in told[0]
+    over(included=True)
+    assert told[1:] == [""]

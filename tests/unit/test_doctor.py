@@ -10,7 +10,8 @@ import pytest
 
 from node.cli import main
 from node.config import Config
-from node.doctor import Patient, _ports
+from node.doctor import Patient, _ports, _rounded
+from node.ports import LISTEN_PORT_FILE, PortFile
 
 PEER = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
 
@@ -86,6 +87,24 @@ def test_a_default_port_that_is_taken_is_no_fault(tmp_path: Path, listener: sock
     assert [finding.verdict for finding in found] == ["ok", "ok"]
     assert all(f"{port} is in use by another program; the node takes" in finding.text for finding in found)
     assert list(tmp_path.iterdir()) == [], "examining leaves nothing behind"
+
+
+def test_a_node_that_has_moved_to_another_port_keeps_it(tmp_path: Path, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        kept = free.getsockname()[1]
+    file = PortFile(tmp_path / "cache" / LISTEN_PORT_FILE)
+    file.remember(port, kept)
+    config = Config.model_validate(
+        {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{port}",)}, "api": {"port": 0}, "node": {"data_dir": tmp_path}}
+    )
+    patient = Patient(config, None, None, 1, is_running=False, origins={"swarm.listen": "default"})
+    assert f"the node keeps {kept}, which it took when {port} was in use" in list(_ports(patient))[1].text
+
+
+@pytest.mark.parametrize(("number", "text"), [(142.3, "140"), (0.0123, "0.012"), (12345.0, "12,000"), (3.0, "3")])
+def test_numbers_have_two_digits_and_no_exponent(number: float, text: str) -> None:
+    assert _rounded(number) == text
 
 
 def test_an_address_of_another_machine_is_a_fault_of_its_own(

@@ -9,7 +9,7 @@ import pytest
 
 from node.swarm.directory import PeerRecord
 from node.swarm.identity import new_identity
-from node.swarm.invitation import MAX_PEERS, invite_note, invited, is_container
+from node.swarm.invitation import MAX_PEERS, OTHERS_S, invite_note, invited, is_container, is_too_early
 from node.swarm.places import Here
 
 ME = "/p2p/me"
@@ -58,7 +58,6 @@ def test_it_names_few_peers_and_the_nodes_own_addresses_first() -> None:
         # a container on the host's own network
         ([LAN, LOOP], HOME, True, "this network"),
         ([OUTER], HOME, False, ""),
-        ([LAN, "/ip4/1.2.3.4/tcp/1/p2p/QmR/p2p-circuit/p2p/me"], HOME, False, ""),
         ([], HOME, False, ""),
     ],
 )
@@ -69,6 +68,29 @@ def test_its_owner_is_told_where_it_does_not_work(
     assert bool(note) == bool(where) and where in note
     if where:
         assert "DILOCO_SWARM__ANNOUNCE" in note and "/tcp/31337" in note and "forward or publish" in note
+
+
+@pytest.mark.parametrize(
+    ("addresses", "has_bootstrap", "knows_others", "age_s", "early"),
+    [
+        ([LAN], True, False, 1.0, True),
+        ([LAN], True, True, 1.0, False),
+        ([LAN], True, False, OTHERS_S, False),
+        ([LAN], False, False, 1.0, False),
+        ([OUTER], True, False, 1.0, False),
+    ],
+)
+def test_a_local_invite_waits_a_while_for_bootstrap_peers(
+    addresses: list[str], has_bootstrap: bool, knows_others: bool, age_s: float, early: bool
+) -> None:
+    assert is_too_early(addresses, has_bootstrap=has_bootstrap, knows_others=knows_others, age_s=age_s) is early
+
+
+def test_an_address_that_nobody_has_tried_since_the_start_does_not_make_an_invite_good() -> None:
+    before_start = {OUTER.partition("/p2p/")[0]}
+    assert "since this node's start" in invite_note([OUTER], HOME, 1, in_container=False, remembered=before_start)
+    tested = other("ip4/198.51.100.7").addresses[0]
+    assert invite_note([OUTER, tested], HOME, 1, in_container=False, remembered=before_start) == ""
 
 
 def test_a_container_is_known_by_its_mark(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from node import logs
 from node.live import LiveView, dashboard_link, describe, render, short_duration
-from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from node.status import NodeInfo, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
 
 
 def status(phase: Phase = Phase.TRAINING, *, invite: str = "", note: str = "", reason: str = "") -> Status:
@@ -91,6 +91,17 @@ def test_an_invite_for_this_network_only_says_so_and_a_better_one_is_printed_onc
 def test_a_node_that_nobody_has_tried_to_reach_is_not_tested_yet(code: str, word: str) -> None:
     told = status().model_copy(update={"reachability_code": code, "reachability_reason": "It is so."})
     assert f"reachable: {word}" in describe(told) and "It is so." in describe(told)
+
+
+def test_before_the_swarm_is_open_nothing_is_tested() -> None:
+    assert Report().reachability_code == "not_tested" and "reachable: not tested yet" in describe(status())
+
+
+def test_the_address_that_works_is_told() -> None:
+    told = status().model_copy(
+        update={"reachability": "direct", "reachability_reason": "Others reach it at 1.2.3.4:5."}
+    )
+    assert "1.2.3.4:5" in describe(told)
 
 
 def test_the_link_of_an_earlier_process_is_not_ours(tmp_path: Path) -> None:

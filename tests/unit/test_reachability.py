@@ -105,6 +105,7 @@ class Peer:
         ports: Mapping[int, int] | None = None,
         announced: Sequence[str] = (),
         cache: Path | None = None,
+        is_relay: bool = False,
     ) -> None:
         identity = new_identity()
         self.peer_id = identity.peer_id
@@ -126,6 +127,7 @@ class Peer:
             announced=announced,
             cache=cache,
             dial=streets.dial,
+            is_relay=is_relay,
         )
 
     def _change(self, inbound: bool) -> None:
@@ -291,6 +293,7 @@ async def test_confirmed_addresses_outlive_a_restart_and_move_with_the_node(tmp_
     again = Peer(hub, streets, cache=cache)
     again.reachability._load()
     assert again.reachability.confirmed == (DIRECT,) and again.reachability.is_inbound is None
+    assert again.reachability.remembered == {DIRECT}
     other_port = Peer(hub, streets, cache=cache, ports={4: PORT + 1})
     other_port.reachability._load()
     assert other_port.reachability.confirmed == (), "that port leads here no more"
@@ -300,7 +303,31 @@ async def test_confirmed_addresses_outlive_a_restart_and_move_with_the_node(tmp_
     await again.reachability._ask_seen(others[0].peer_id)
     await again.ask(others)
     moved = f"/ip4/{OTHER_HOME}/tcp/{PORT}"
+    assert not again.reachability.remembered
     assert again.reachability.confirmed == (moved,) and json.loads(cache.read_text())["confirmed"] == [moved]
+
+
+@in_loop
+async def test_an_address_of_before_the_start_is_not_said_to_be_reached(tmp_path: Path) -> None:
+    cache, near = tmp_path / "addresses.json", f"/ip4/192.168.1.2/tcp/{PORT}"
+    cache.write_text(json.dumps({"confirmed": [DIRECT, near]}))
+    hub, streets = LocalHub(), Streets()
+    me, others = Peer(hub, streets, cache=cache), [Peer(hub, streets) for _ in range(2)]
+    me.reachability._load()
+    streets.lives_at[HOME, PORT] = me.peer_id
+    await me.ask(others)
+    known = me.reachability
+    assert known.reason == f"Other peers reach this node at {HOME}:{PORT} (2 of 2 that tried)."
+    assert known.confirmed == (DIRECT, near) and known.remembered == {near}
+
+
+@in_loop
+async def test_a_relay_whose_port_is_closed_is_told_that_it_is_of_no_use() -> None:
+    hub, streets = LocalHub(), Streets()
+    relay, others = Peer(hub, streets, is_relay=True), [Peer(hub, streets) for _ in range(2)]
+    await relay.ask(others)
+    assert relay.reachability.code == "not_reached" and "trains" not in relay.reachability.reason
+    assert f"this relay carries no calls until others reach TCP port {PORT}" in relay.reachability.reason
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"confirmed": 5}', '{"confirmed": [1, null, "/", "/ip4/1.2.3.4/tcp/7"]}'])

@@ -103,6 +103,7 @@ def test_plain_addresses_become_multiaddresses() -> None:
         ("listen", "/ip4/0.0.0.0/tcp/1,/ip4/127.0.0.1/tcp/1", "leave it out"),
         ("announce", "foo", "write HOST, HOST:PORT or a multiaddress"),
         ("announce", "0.0.0.0:5", "name the one that they see"),
+        ("announce", "/ip4/1.2.3.4/udp/5/quic-v1", "write /ip4/1.2.3.4/tcp/5"),
         ("bootstrap", "foo", "write HOST:PORT or a multiaddress"),
         ("bootstrap", "1.2.3.4", "write HOST:PORT or a multiaddress"),
         ("bootstrap", "1.2.3.4:0", "name the peer's own address and port"),

@@ -31,6 +31,15 @@ def made(folder: Path, clock: Clock) -> tuple[Ledger, Totals]:
     return ledger, Totals(folder, ledger, View, clock)
 
 
+def test_a_replayed_round_that_was_counted_counts_once() -> None:
+    ledger = Ledger(Clock())
+    ledger.count_tokens(0, merged=5, discarded=2, is_replayed=False)
+    ledger.count_round(0, Outcome.COMPLETE, attempted=True, included=True)
+    for round_ in (0, 1):
+        ledger.count_tokens(round_, merged=5, discarded=2, is_replayed=True)
+    assert (ledger.tokens_merged, ledger.tokens_discarded) == (10, 4)
+
+
 def work(ledger: Ledger, clock: Clock, tokens: int) -> None:
     clock.now_s += 1.0
     ledger.step_done(1.0, tokens)

@@ -20,6 +20,7 @@ from node.worker.channel import Channel, ChannelHandler
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from node.swarm.member import View
     from node.worker import work
 
 
@@ -78,3 +79,15 @@ def test_a_log_line_has_the_round_it_names_or_was_written_in(tmp_path: Path) -> 
         log.removeHandler(handler)
         rounds = [json.loads(lines.readline())["round"] for _ in range(4)]
     assert rounds == [None, None, 7, 8]
+
+
+def test_the_owner_of_a_relay_that_nobody_reaches_is_told_until_it_is_reached(
+    subject: work.Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(subject._teller, "notice", lambda code, text: told.append((code, text)))
+    for code in ("not_tested", "not_reached", "not_reached", "reached"):
+        view = View(reachability_code=code, reachability_reason="Publish the port.")
+        monkeypatch.setattr(work.Teller, "view", view)
+        subject._tell_if_closed()
+    assert told == [("relay_closed", "Publish the port."), ("relay_closed", "")]

@@ -52,7 +52,7 @@ function Given({ status }: { status: Status }) {
   return (
     <Section title="Contributed" id="given">
       <dl class="ledger">
-        <Fact label="Tokens" note={contribution.tokens_discarded ? `${count(contribution.tokens_discarded)} discarded` : ""}>
+        <Fact label="Tokens" note={tokensNote(contribution)}>
           {count(contribution.tokens_total)}
         </Fact>
         <Fact label="Rounds" note={share === null ? "none with others yet" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
@@ -88,6 +88,11 @@ function Run({ status }: { status: Status }) {
   );
 }
 
+function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Status["contribution"]): string {
+  const parts = [merged != null && `${count(merged)} merged`, discarded && `${count(discarded)} discarded`];
+  return parts.filter(Boolean).join(", ");
+}
+
 function Reach({ status: now }: { status: Status }) {
   const { connected, training } = now.peers;
   const alone = training <= 1 && connected === 0;
@@ -96,7 +101,7 @@ function Reach({ status: now }: { status: Status }) {
       <div class="network">
         <div>
           <p class="plain" data-reach={now.reachability}>
-            <strong>{reach(now.reachability, now.reachability_code)}</strong>
+            <strong>{reach(now.reachability, now.reachability_code, isRelay(now))}</strong>
           </p>
           {now.reachability_reason && (
             <p class="quiet">

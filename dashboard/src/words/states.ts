@@ -61,13 +61,17 @@ export function startAgain(status: Pick<Status, "code" | "final" | "node">): str
   return `diloco-node ${mode === "relay" ? "relay" : "run"} --data-dir ${word}`;
 }
 
+/** What the node adds to the reason of a pause whose worker could not save. */
+const LOST = / What it did since its last checkpoint is lost: .*$/s;
+
 /** The node's own reason; where that has a moment in it, told by the clock of whoever reads. */
 export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause">, now: number): string {
   const { phase, code, pause } = status;
   if (phase !== "paused") return status.reason;
   const until = moment(pause?.until);
-  if (code === "paused") return until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`;
-  if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.`;
+  const lost = LOST.exec(status.reason)?.[0] ?? "";
+  if (code === "paused") return (until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`) + lost;
+  if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.${lost}`;
   return status.reason;
 }
 
@@ -107,7 +111,8 @@ const REACH: Record<string, string> = {
 
 const UNTESTED = new Set(["not_tested", "disputed"]);
 
-export function reach(reachability: string, code?: string): string {
+export function reach(reachability: string, code?: string, relay = false): string {
   if (code !== undefined && UNTESTED.has(code)) return "Not tested yet whether others reach this node.";
+  if (relay && reachability === "none") return "Nobody can call this relay, so it carries no calls.";
   return REACH[reachability] ?? reachability;
 }
