@@ -25,6 +25,7 @@ from pathlib import Path
 import httpx
 
 from tests.benchmarks.figures import Figure, Result
+from tests.benchmarks.processes import end_all_on_sigterm
 from tests.homes.home import Home
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
 from tests.homes.world import World, why_not, world
@@ -154,6 +155,7 @@ def main() -> int:
     parser.add_argument("--inner-steps", type=int, default=100)
     parser.add_argument("--folder", type=Path, help="keep data folders and logs here")
     options = parser.parse_args()
+    end_all_on_sigterm()
     if reason := why_not():
         print(reason)
         return 3
