@@ -131,6 +131,12 @@ class Adoption:
         age_s = rounds.told_age_s(reply.header) if reply.header.get("head") == head else 0.0
         return rounds.clock() - min(age_s, rounds.age_s)
 
+    async def keep_own_line(self) -> None:
+        """Remove the stored rounds of other lines. No round is committed meanwhile."""
+        chain = self._rounds.chain
+        async with self._adopting:
+            await asyncio.to_thread(chain.store.keep_only, chain.heads())
+
     async def _next_tip(
         self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
     ) -> Tip:

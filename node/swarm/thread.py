@@ -138,8 +138,7 @@ class SwarmThread:
             with suppress(queue.Empty):  # All mail so far is of the line that this node has left.
                 while True:
                     self.mailbox.get_nowait()
-            chain = member.rounds.chain
-            await asyncio.to_thread(chain.store.keep_only, chain.heads())
+            await member.rounds.adoption.keep_own_line()
 
         self.start_call(restart).result(START_S)
 
