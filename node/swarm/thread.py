@@ -138,7 +138,7 @@ class SwarmThread:
             with suppress(queue.Empty):  # All mail so far is of the line that this node has left.
                 while True:
                     self.mailbox.get_nowait()
-            await member.rounds.adoption.keep_own_line()
+            member.rounds.spawn(member.rounds.adoption.keep_own_line())
 
         self.start_call(restart).result(START_S)
 
