@@ -179,6 +179,8 @@ class Reachability:
         self._changed, self._rng, self._cache, self._is_relay = changed, rng, cache, is_relay
         self._announced = tuple(address.partition("/p2p/")[0] for address in announced)[:MAX_ANNOUNCED]
         self._families = {version: Family(ports.get(version, 0)) for version in VERSIONS}
+        self._blind: dict[str, float] = {}
+        """Peers that see this node through a relay only, as they said, and when."""
         self._refuted: frozenset[str] = frozenset()
         """Of the announced addresses, those that peers have dialed in vain."""
         self._untested: frozenset[str] = frozenset()
@@ -299,11 +301,13 @@ class Reachability:
     async def _find_askable(self) -> set[str]:
         """Peers that see this node at its address, or will when it calls them.
 
-        A peer without an inbound port can dial all the same, and a relay may know no others; but one that is called
-        over a relay does not see this node.
+        A peer without an inbound port can dial all the same, and a relay may know no others. A peer that is called over
+        a relay does not see this node, and says so; until somebody has tried, it takes itself for callable.
         """
-        seen = await self._seen_quietly()
-        return {record.peer_id for record in self._directory.others() if record.inbound or record.peer_id in seen}
+        seen, now_s = await self._seen_quietly(), asyncio.get_running_loop().time()
+        self._blind = {p: at_s for p, at_s in self._blind.items() if now_s - at_s < RENEW_S and p not in seen}
+        others = self._directory.others()
+        return {r.peer_id for r in others if r.peer_id in seen or (r.inbound and r.peer_id not in self._blind)}
 
     def _is_due(self, since_s: float, askable: set[str]) -> bool:
         if since_s >= RENEW_S:
@@ -354,6 +358,8 @@ class Reachability:
             reply = await self._wire.call(peer_id, "probe", question, timeout_s=CALL_S)
         except PeerError as exc:
             logger.debug("%s does not tell whether it reaches this node: %s", peer_id[-6:], exc)
+            if exc.code == "not_seen":
+                self._blind[peer_id] = asyncio.get_running_loop().time()
             return {}
         return self._read_answer(reply, most)
 

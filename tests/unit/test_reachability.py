@@ -424,6 +424,27 @@ async def test_a_peer_that_is_called_over_a_relay_is_not_asked() -> None:
 
 
 @in_loop
+async def test_peers_that_see_this_node_through_a_relay_only_do_not_keep_it_in_doubt() -> None:
+    """Until somebody has tried, each takes itself for callable, so each seems to be a witness for the others."""
+    hub, streets = LocalHub(), Streets()
+    me, relay, *others = (Peer(hub, streets) for _ in range(5))
+    for other in (relay, *others):
+        me.directory.merge([other.directory.pulse()])
+    for other in others:
+        del hub.seen[other.peer_id]  # type: ignore[attr-defined]
+
+        async def on_probe(_caller: str, _message: Message) -> Message:
+            raise PeerError("this node sees the caller only through a relay", code="not_seen")
+
+        other.wire.serve({"probe": Service(on_probe, Channel.DHT)})
+    for _ in range(3):
+        relay.reachability._answered_at_s.clear()
+        await me.reachability.ask(sorted(await me.reachability._find_askable()))
+    assert await me.reachability._find_askable() == {relay.peer_id}
+    assert me.reachability.is_inbound is False
+
+
+@in_loop
 async def test_one_probe_per_caller_at_a_time_and_at_its_own_address_only() -> None:
     hub, streets = LocalHub(), Streets()
     caller, asked = Peer(hub, streets), Peer(hub, streets)
