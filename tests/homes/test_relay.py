@@ -90,6 +90,8 @@ def test_three_symmetric_nats_train_over_a_relay_without_a_model(swarm: Swarm) -
         formula = (until - since) * 2 * (MEMBERS - 1) * payload
         print(f"{carried} bytes carried in {until - since} rounds, about {carried / formula:.2f} of what members moved")
 
+        assert carried <= 1.1 * formula
+
         status = members[1].status()
         assert "over a relay (relay4)" in status["reachability_reason"]
         transports = {row["peer_id"]: row["transport"] for row in members[0].peers()}
