@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATE_S = 1.0
-"""A node that was in a stage for longer before it had the mean asks once more when the round was committed."""
+SLOW_FETCH_S = 1.0
+"""A member that fetched the mean for longer asks the leader when the round was committed."""
 ASK_S = 2.0
+"""For the answer."""
 EVICT_S = 600.0
 """One that signs two outcomes for one attempt is out for so long; it may have lost its memory in a crash."""
 
@@ -68,7 +69,7 @@ class Adoption:
             self.witness(proof.outcome, outcome)
             hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
             chunks, mean = await self.mean_of(outcome, included, hashes)
-            if rounds.stage_seconds > LATE_S:
+            if rounds.stage == "commit" and rounds.stage_seconds > SLOW_FETCH_S:
                 committed_at_s = min(committed_at_s, await self._ask_commit_time(proof))
             rounds.enter_stage("apply")
             await rounds.mishaps.at("apply")

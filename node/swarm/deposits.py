@@ -100,10 +100,9 @@ class Depositor:
         rounds = self._rounds
         if rounds.rules.overlapped:
             return []
+        found = depositaries(rounds.me, rounds.chain.tip.head, rounds.upload_bytes_s, self._uplinks_bytes_s)
         callable_now = set(rounds.directory.callable_members())
-        known = {peer: rate for peer, rate in self._uplinks_bytes_s.items() if peer in callable_now}
-        found = depositaries(rounds.me, rounds.chain.tip.head, rounds.upload_bytes_s, known)
-        return [peer for peer in found if peer not in self._distrusted]
+        return [peer for peer in found if peer in callable_now and peer not in self._distrusted]
 
     async def hand_over(self, mine: Contribution) -> None:
         """Deposit this contribution, if that is worth it and somebody takes it. Ends early when its round does."""
@@ -264,7 +263,7 @@ class Depositary:
         async with self._doors[peer]:
             try:
                 call = rounds.wire.call(peer, "contribute_for", message, timeout_s=rounds.rules.bulk_s)
-                await while_live(rounds.directory, peer, call)
+                await while_live(rounds.directory, peer, call, lambda: rounds.chain.tip.head == key["parent"])
             except PeerError as exc:
                 logger.info("Reducer %s did not take another member's chunks: %s", peer[-6:], exc)
                 return False

@@ -125,6 +125,7 @@ class ResultStore:
         for head in [head for head in self._rounds if head not in heads]:
             del self._rounds[head]
             self._path(head).unlink(missing_ok=True)
+        self.stored = [stored for stored in self.stored if stored.head in heads]
 
     def load(self, proof: Proof) -> list[bytes]:
         """All chunks of a round, in order. Raises OSError, or ValueError where one does not have its hash."""

@@ -106,14 +106,14 @@ def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swar
         assert len(done.outcome.included) == 2 or proof.outcome.signer == bad.peer_id
 
 
-def test_a_hostile_reducer_is_not_the_only_one_for_ever_beside_a_member_on_a_slow_line(swarm: Swarm) -> None:
-    """The slow member leaves the reducing to the fast one, until a result of that one is refused."""
+def test_a_member_on_a_slow_line_reduces_alone_after_a_result_was_refused(swarm: Swarm) -> None:
+    """The slow member leaves the reducing to the fast one, which is hostile, until its result is refused."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad, slow = nodes
     deceive(bad, "average", false_squares(1, 1))
-    for _ in range(NEEDED_ROUNDS):
-        slow.rounds.uplink.sent(f"before {_}", 10**6, 1000.0)
-        bad.rounds.uplink.sent(f"before {_}", 10**6, 0.01)
+    for number in range(NEEDED_ROUNDS):
+        slow.rounds.uplink.sent(f"before {number}", 10**6, 1000.0)
+        bad.rounds.uplink.sent(f"before {number}", 10**6, 0.01)
     slow.rounds.depositor._uplinks_bytes_s = {bad.peer_id: 1e8}
     assert slow.rounds.depositor.lead_s > 0, "it would deposit, and reduces nothing"
     (done, *_) = round_of(nodes, 0)

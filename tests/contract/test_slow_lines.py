@@ -21,6 +21,7 @@ from node.swarm.deposits import FIXED_S, Depositary
 from node.swarm.faults import parse_faults
 from node.swarm.records import Deposit, Plan, results_root, sign
 from node.swarm.reduce import chunk_hash
+from node.swarm.uplink import NEEDED_ROUNDS
 from tests.contract.harness import OUTER, WAIT_S, Node, Swarm, assert_same, gradient, round_of, start_tip, wait_until
 
 PARAMETERS = 250_000
@@ -266,6 +267,18 @@ def test_an_empty_message_in_the_name_of_a_member_does_not_exclude_it(open_lines
     bad.rounds.send = MethodType(slander, bad.rounds)  # type: ignore[method-assign]
     deposited(slow)
     assert slow.peer_id in commit_rest(nodes, slow)
+
+
+def test_members_that_cannot_be_called_count_where_a_member_judges_its_own_line(swarm: Swarm) -> None:
+    """Else the one member with an open port would only have to claim a fast line to receive all contributions."""
+    slow, liar, *others = nodes = swarm.nodes(4, swarm.rules(1000, "fp32", min_peers=2))
+    for node in (slow, *others):
+        node.directory.say(inbound=False)
+    wait_until(lambda: slow.directory.callable_members() == [liar.peer_id])
+    for number in range(NEEDED_ROUNDS):
+        slow.rounds.uplink.sent(f"before {number}", 10**6, 1.0)
+    slow.rounds.depositor._uplinks_bytes_s = {node.peer_id: 9e11 if node is liar else 1e6 for node in nodes[1:]}
+    assert slow.rounds.depositor._candidates() == []
 
 
 def test_a_deposit_is_sent_on_once_in_each_attempt(swarm: Swarm) -> None:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +331,27 @@ def test_a_stranger_does_not_say_how_old_the_round_is(swarm: Swarm) -> None:
     assert node.tip.anchor_at_s == began_at_s
     node.seat.do(node.catch_up.replay([known.model_copy(update={"head": head})]))
     assert node.rounds.age_s < (node.tip.round_s or 0.0) + PATIENCE_S + 1.0
+
+
+def test_a_node_that_catches_up_asks_once(swarm: Swarm) -> None:
+    """It was no member of the rounds that it takes over, so it needs no second word on when they were committed."""
+    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
+    for round_ in range(3):
+        round_of(nodes, round_)
+    asked: list[str] = []
+    for node in nodes:
+        service = node.seat.wire._services["proofs"]
+
+        async def count(caller: str, message: Message, rightly: Any = service.handler) -> Message:
+            asked.append(caller)
+            return await rightly(caller, message)
+
+        node.seat.wire.serve({"proofs": replace(service, handler=count)})
+    late = joiner(swarm, nodes)
+    late.rounds.stage, late.rounds._stage_at_s = "rendezvous", late.rounds.clock() - 5.0
+    late.seat.do(late.catch_up.align())
+    assert late.tip.head == nodes[0].tip.head
+    assert asked == [late.peer_id]
 
 
 def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:

@@ -80,7 +80,7 @@ def test_the_next_start_finds_the_rounds_with_their_proofs(tmp_path: Path) -> No
     assert again.load(first) == one and again.load(second) == two
     assert again.get(chunk_hash(b"two")) == b"two"
     again.keep_only({second.outcome.hash})
-    assert [r.proof for r in ResultStore(tmp_path).stored] == [second]
+    assert [r.proof for r in again.stored] == [second] == [r.proof for r in ResultStore(tmp_path).stored]
     assert len(list(tmp_path.iterdir())) == 2
 
 
