@@ -389,7 +389,11 @@ def test_nothing_is_left_after_the_end_even_if_it_fails() -> None:
         with world([Home("published"), Home("cone", machines=2)]) as homes:
             names.extend(path.name for path in NAMES.glob(f"{homes.internet.rpartition('-')[0]}-*"))
             there = ["ip", "netns", "exec", homes[1].machines[1].namespace, sys.executable, "-c"]
-            started.append(subprocess.Popen([*there, "import time; time.sleep(600)"], start_new_session=True))
+            sleep = [*there, "import time; print(flush=True); time.sleep(600)"]
+            started.append(subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.PIPE))
+            assert started[0].stdout is not None
+            with started[0].stdout as said:
+                assert said.readline(), "it is in its namespace"
             raise RuntimeError("on purpose")
 
     names: list[str] = []

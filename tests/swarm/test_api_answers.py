@@ -3,6 +3,7 @@ memory left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -62,11 +63,20 @@ def in_a_round_that_hangs(node: Node, plan: Path, figures: Figures) -> None:
 
 
 def out_of_memory(node: Node, figures: Figures) -> None:
-    """No more address space than it has: the next tensor does not fit."""
+    """No more address space than it has: the next tensor does not fit.
+
+    A round that fails for it frees what it held, so the limit follows what the worker has until it ends.
+    """
     worker = node.find("worker")
-    limit_bytes = worker.memory_info().vms
-    worker.rlimit(psutil.RLIMIT_AS, (limit_bytes, limit_bytes))
-    slow_s = answers(node, lambda: node.status()["code"] == "worker_crashed")
+
+    def crashed() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            limit_bytes = worker.memory_info().vms
+            if limit_bytes:  # 0 of a process that ended
+                worker.rlimit(psutil.RLIMIT_AS, (limit_bytes, limit_bytes))
+        return node.status()["code"] == "worker_crashed"
+
+    slow_s = answers(node, crashed)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
     status = node.status()
     assert "memory" in status["reason"], status["reason"]
