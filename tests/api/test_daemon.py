@@ -51,7 +51,7 @@ def test_signal_right_after_the_start(tmp_path: Path) -> None:
         daemon.ready()
         code, _, _, seconds = daemon.terminate()
         assert code == 0
-        assert seconds < 5
+        assert seconds < 15
 
 
 def test_resident_memory_and_private_files(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_deaf_worker_is_killed_at_leave(tmp_path: Path) -> None:
         worker = daemon.worker_pid()
         code, _, _, seconds = daemon.terminate()
         assert code == 0
-        assert 1.0 < seconds < 5
+        assert 1.0 < seconds < 15
         assert not alive(worker)
 
 
@@ -164,7 +164,7 @@ def test_second_interrupt_hurries(tmp_path: Path) -> None:
         daemon.until_phase("leaving")
         code, _, _, seconds = daemon.terminate(signal.SIGINT)
         assert code == 0
-        assert seconds < 5
+        assert seconds < 15
 
 
 def test_killed_supervisor_leaves_no_worker(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_leave_stops_the_work_and_resume_takes_it_up(tmp_path: Path) -> None:
         daemon.until_phase("training")
         assert daemon.worker_pid() != worker
         code, _, _, seconds = daemon.terminate()
-        assert (code, seconds < 5) == (0, True)
+        assert (code, seconds < 15) == (0, True)
 
 
 def test_drain_stops_the_work_too(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_worker_that_ends_of_itself_leaves_the_page(tmp_path: Path, act: str, ph
         assert daemon.act("resume").status_code == 202
         wait_for(lambda: (s := daemon.status())["phase"] == phase and s["since"] != first)
         returned, _, _, seconds = daemon.terminate()
-        assert (returned, seconds < 5) == (0, True)
+        assert (returned, seconds < 15) == (0, True)
 
 
 def test_signal_in_error_ends_with_0(tmp_path: Path) -> None:
@@ -90,4 +90,4 @@ def test_signal_while_leaving_ends_it(tmp_path: Path) -> None:
         daemon.ready().until_phase("training")
         daemon.act("leave")
         code, _, _, seconds = daemon.terminate()
-        assert (code, seconds < 5) == (0, True)
+        assert (code, seconds < 15) == (0, True)
