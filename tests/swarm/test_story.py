@@ -10,7 +10,7 @@ import pytest
 from tests.swarm.harness import START_S, Swarm, command, common_rounds, tiny, wait_for
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_three_nodes_found_a_run_survive_kill_9_leave_and_export_the_model(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 100, "min_peers": 2})) as swarm:
         founder = swarm.found()
@@ -46,7 +46,7 @@ def test_three_nodes_found_a_run_survive_kill_9_leave_and_export_the_model(tmp_p
         last = third.status()["run"]["round"]
         assert third.stop() == 0
         model = tmp_path / "model"
-        code, _, said = command("export", str(model), "--data-dir", str(third.folder), timeout_s=90.0)
+        code, _, said = command("export", str(model), "--data-dir", str(third.folder), timeout_s=240.0)
         assert code == 0, said
         assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
         assert third.checkpoints() and last >= 0

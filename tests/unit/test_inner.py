@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,7 +229,11 @@ def test_a_chunked_loss_makes_the_same_step(how: Execution, monkeypatch: pytest.
 )
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
-def test_recomputed_and_compiled_layers_make_the_same_step(recompute: bool, compiled: bool) -> None:
+def test_recomputed_and_compiled_layers_make_the_same_step(
+    recompute: bool, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The compiler's cache on the disk ignores ATEN_CPU_CAPABILITY: it returns code for another instruction set.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     whole_model, whole = loop()
     model = build_model(TINY, seed=1)
     prepare(model, recompute=recompute, compiled=compiled)
