@@ -87,15 +87,19 @@ def serve(folder: Path) -> None:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 request, fds = _receive(connection)
+                ready_fd, leads_fd = os.pipe()
                 pid = os.fork()
                 if pid == 0:
+                    os.close(ready_fd)
                     selector.close()
                     listener.close()
                     connection.close()
                     for other, _pid, _file in children.values():
                         other.close()
-                    _be_worker(request, fds, __main__)
-                for fd in fds:
+                    _be_worker(request, fds, leads_fd, __main__)
+                os.close(leads_fd)
+                os.read(ready_fd, 1)  # Until it leads a session: a signal to its group would reach nobody before.
+                for fd in (*fds, ready_fd):
                     os.close(fd)
                 file = folder / request["env"].get(MARK, "unmarked") / str(pid)
                 file.parent.mkdir(exist_ok=True)
@@ -130,12 +134,13 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(text), fds
 
 
-def _be_worker(request: dict[str, Any], fds: list[int], module: Any) -> None:
+def _be_worker(request: dict[str, Any], fds: list[int], leads_fd: int, module: Any) -> None:
     """What `exec` would have done, and then the worker's `main`."""
     link_fd, output_fd = fds
     status = 70
     try:
         os.setsid()
+        os.close(leads_fd)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _enter_network(request["network"])
