@@ -70,6 +70,8 @@ LEARNT = 5
 """Rounds before those that are judged: until the members have measured their uplinks, and told."""
 SPEEDS = (1.0, 1.0, 1 / 4, 1 / 16)
 PATIENCE = 3.0
+STOP_S = 90.0
+"""A node with 85M parameters saves its checkpoint before it ends, on a busy machine."""
 PARTS = ("line", "speeds", "big")
 
 
@@ -143,7 +145,7 @@ def play(
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, World() as network:
         lines = [None] * (len(steps_s) - 1) + [(slow_mbit_s, slow_mbit_s) if slow_mbit_s else None]
         hosts = [network.attach(Home("public", lines=line)) for line in lines]
-        with Swarm(Path(folder), run) as swarm:
+        with Swarm(Path(folder), run, STOP_S) as swarm:
             invite: str | None = None
             for (node_name, step_s), host in zip(steps_s.items(), hosts, strict=True):
                 node = settle(swarm.node(node_name, join=invite), host)

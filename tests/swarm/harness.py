@@ -331,10 +331,10 @@ def checkpoint_meta(path: Path) -> dict[str, Any]:
 
 
 class Swarm:
-    """Some nodes of one run. A context manager: at its end all are stopped, and nothing of them may remain."""
+    """Nodes of one run. A context manager: it ends all of them within `stop_s`, and no process may remain."""
 
-    def __init__(self, folder: Path, run: Mapping[str, Any] | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run: Mapping[str, Any] | None = None, stop_s: float = 15.0) -> None:
+        self.folder, self._stop_s = folder, stop_s
         folder.mkdir(parents=True, exist_ok=True)
         self.preset = write_preset(folder / "run.toml", run or TINY)
         self.nodes: list[Node] = []
@@ -348,7 +348,7 @@ class Swarm:
         for node in self.nodes:
             if node.process is not None and node.process.poll() is None:
                 node.process.send_signal(signal.SIGTERM)
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + self._stop_s
         for node in self.nodes:
             if node.process is not None:
                 with suppress(subprocess.TimeoutExpired):
