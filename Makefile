@@ -1,12 +1,11 @@
-# `make run` and `make test` are all that a fresh clone needs: each sets up .venv first, once per requirements.lock, and
-# builds the dashboard, once per change of its sources. pip and npm take their index, certificates and time-outs from the
-# environment.
+# `make run` and `make test` work in a fresh clone. They install .venv (again after a change of requirements.lock) and build
+# the dashboard (again after a change of its sources). pip and npm read index, certificates and timeouts from the environment.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The first one that runs (version managers leave names behind that do not) and is not too old or too new.
+# The first interpreter that runs and has a supported version. Version managers leave names behind that do not run.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(FITS)' 2>/dev/null && { echo $$p; break; }; done)
@@ -24,68 +23,73 @@ REVISION = $(shell git describe --always --abbrev=12 --dirty=+ --exclude='*' 2>/
 JOIN ?=
 NAME ?= first
 N ?= 4
+JOBS ?= 4
 ARGS ?=
 
-# The image: cpu or cuda; IMAGE_ARGS are the engine's, such as --build-arg TORCH_INDEX_URL=... (docker/Dockerfile).
+# TARGET: cpu or cuda. IMAGE_ARGS go to the engine, for example --build-arg TORCH_INDEX_URL=... (docker/Dockerfile).
 DOCKER ?= docker
 TARGET ?= cpu
 IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-all test-docker test-upgrade coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
 
 help:
-	@echo "make run                           a node on the built-in preset"
-	@echo "make run JOIN=INVITE NAME=second   another one beside it"
-	@echo "make test                          what a contributor runs before a commit: minutes"
-	@echo "make test-all                      everything that needs no GPU, with real swarms and a browser: what CI runs"
-	@echo "make lint                          style, types, imports"
-	@echo "make dashboard                     the page that nodes serve, built into node/api/static"
-	@echo "make swarm N=4                     N local nodes; Ctrl-C ends them all"
-	@echo "make homes N=6                     N nodes, each in a home of its own: NAT, line, router (root)"
-	@echo "make wheel                         the package, with the dashboard in it, as dist/*.whl"
-	@echo "make image TARGET=cpu              the container image: cpu or cuda"
-	@echo "make sbom                          what is in the image, with versions and licences: dist/sbom-cpu.tsv"
-	@echo "make test-docker                   the image, compose and a wheel for real (root; half an hour)"
-	@echo "make bench                         measurements (tests/benchmarks)"
-	@echo "make bench-sync                    what synchronising costs, with a report (root; more than an hour)"
-	@echo "make storm                         45 minutes: faults at random, then every fault at every place"
-	@echo "make lock                          write requirements.lock anew from pyproject.toml"
+	@echo "make run                           start a node on the built-in run"
+	@echo "make run JOIN=INVITE NAME=second   start another node that joins a run"
+	@echo "make swarm N=4                     start N nodes here; Ctrl-C ends them"
+	@echo "make homes N=6                     start N nodes in home networks (root)"
+	@echo
+	@echo "make test                          run before each commit: five minutes"
+	@echo "make test-all                      all tests that need no GPU: what CI runs"
+	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
+	@echo "make lint                          check style, types and import contracts"
+	@echo "make bench                         run the measurements of tests/benchmarks"
+	@echo "make bench-sync                    measure communication (root; over an hour)"
+	@echo "make storm                         inject faults into real nodes: 45 minutes"
+	@echo
+	@echo "make dashboard                     build the page into node/api/static"
+	@echo "make wheel                         build the package: dist/*.whl"
+	@echo "make image TARGET=cpu              build the container image: cpu or cuda"
+	@echo "make sbom                          list the contents of the image, with licences"
+	@echo "make lock                          rewrite requirements.lock"
+	@echo "make clean                         remove everything that was built"
 
 $(SET_UP): requirements.lock pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "diloco-node needs Python 3.11, 3.12 or 3.13, with its venv module." >&2; exit 2; }
-	@echo "Setting up $(VENV) (once; some minutes) ..."
+	@echo "Step 1 of 2: installing the Python packages into $(VENV) (once; some minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -r requirements.lock
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install --progress-bar off -r requirements.lock \
+		| .ci/progress $$(grep -c == requirements.lock)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(NODE_MODULES): dashboard/package-lock.json
 	@{ node -e '$(NODE_FITS)' && npm --version; } >/dev/null 2>&1 || \
 		{ echo "The dashboard's build needs Node.js 20.19 or newer, with npm." >&2; exit 2; }
-	@echo "Fetching what the dashboard's build needs (once) ..."
-	@cd dashboard && npm ci --no-audit --no-fund --loglevel=error
+	@echo "Step 2 of 2: downloading the dashboard's build tools (once)"
+	@(cd dashboard && npm ci --no-audit --no-fund --loglevel=error) | .ci/progress
 	@touch $@
 
 dashboard: $(DASHBOARD)
 $(DASHBOARD): $(NODE_MODULES) $(DASHBOARD_SOURCES)
 	@cd dashboard && npm run --silent build -- --logLevel warn
 
-# Every NAME has its own data folder.
+# Each NAME has its own data folder.
 run: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/diloco-node run --data-dir .data/$(NAME) --name $(NAME) $(if $(JOIN),--join $(JOIN)) $(ARGS)
 
-# What measures time needs the machine to itself.
+# Tests that measure time run alone.
 ALONE := tests/swarm/test_load.py tests/swarm/test_stopwatch.py
 
 test: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
-	@$(BIN)/python -m pytest -n 2 -m "not slow"
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 
 test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
-	@$(BIN)/python -m pytest -n 2 $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE))
 	@$(BIN)/python -m pytest $(ALONE)
 
 lint: $(SET_UP) $(NODE_MODULES)
@@ -98,18 +102,18 @@ lint: $(SET_UP) $(NODE_MODULES)
 swarm: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python tests/swarm/local_swarm.py --nodes $(N) --data-dir .data/swarm $(ARGS)
 
-# ARGS are the laboratory's: --kinds published,cone,symmetric --lines 100/20,2/2
+# ARGS go to tests.homes: --kinds published,cone,symmetric --lines 100/20,2/2
 homes: $(SET_UP) $(DASHBOARD)
 	@exec $(BIN)/python -m tests.homes --homes $(N) $(ARGS)
 
-# The commit goes into the wheel as a file, as there is no git where it is installed.
+# The commit goes into the wheel as a file, because an installed package has no git.
 wheel: $(SET_UP) $(DASHBOARD)
 	@rm -rf build dist/*.whl
 	@echo "$(REVISION)" > node/revision.txt
 	@trap 'rm -f node/revision.txt' EXIT; $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-# The dashboard is built inside, with Node.js from an image; IMAGE_DASHBOARD=prebuilt takes the one built here instead.
+# The dashboard is built in the image; IMAGE_DASHBOARD=prebuilt copies the local build instead.
 ifeq ($(IMAGE_DASHBOARD),prebuilt)
 image: $(DASHBOARD)
 endif
@@ -125,17 +129,25 @@ sbom:
 	@$(DOCKER) run --rm --interactive --network none --entrypoint python3 $(IMAGE) - < docker/sbom.py > dist/sbom-$(TARGET).tsv
 	@wc -l dist/sbom-$(TARGET).tsv
 
+# ARGS="-m ''" covers the slow tests as well.
+coverage: $(SET_UP) $(DASHBOARD)
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS) --cov --cov-report=term --cov-report=html
+
+# OTHER is an older checkout, whose nodes take part in one run with this one's.
+test-upgrade: $(SET_UP) $(DASHBOARD)
+	@DILOCO_TEST_OTHER=$(OTHER) $(BIN)/python -m pytest tests/swarm/test_upgrade.py
+
 test-docker: $(SET_UP) $(DASHBOARD)
 	@DILOCO_TEST_DOCKER=1 $(BIN)/python -m pytest tests/docker --timeout 900
 
 bench: $(SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
-# ARGS are the cells'. What is there of the convergence, `python -m tests.benchmarks.convergence`, comes into the report.
+# ARGS go to tests.benchmarks.sync. The report includes results of tests.benchmarks.convergence, if there are any.
 bench-sync: $(SET_UP)
 	@for what in "sync $(ARGS)" link_drop codecs report; do $(BIN)/python -m tests.benchmarks.$$what; done
 
-# ARGS are the storm's: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three run, whatever the first come to.
+# ARGS go to tests.swarm.storm: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three parts run even if one fails.
 storm: $(SET_UP)
 	@failed=0; for what in "tests.swarm.storm $(ARGS)" tests.contract.matrix tests.swarm.matrix; do \
 		$(BIN)/python -m $$what || failed=$$?; [[ $$failed != 130 ]] || break; done; exit $$failed
@@ -148,5 +160,5 @@ lock:
 	@rm -rf .venv-lock
 
 clean:
-	@rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	@rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage* htmlcov
 	@rm -rf dashboard/node_modules node/api/static

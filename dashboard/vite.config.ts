@@ -4,10 +4,10 @@ import type { Plugin } from "vite";
 import { defineConfig } from "vitest/config";
 
 const OUT = resolve(import.meta.dirname, "../node/api/static");
-/** All that a browser loads, compressed. A page that a volunteer's phone opens over the node's own uplink stays small. */
+/** Limit of all files that a browser loads, compressed. A phone loads the page over the node's uplink. */
 const BYTES_MAX = 150_000;
 
-/** Puts a .gz beside each file, which the node serves as it is; a build that grew too large is refused. */
+/** Writes a .gz next to each file, for the node to serve, and fails if the build is too large. */
 function compressed(): Plugin {
   return {
     name: "compressed",
@@ -21,7 +21,7 @@ function compressed(): Plugin {
           total += source.length;
           this.emitFile({ type: "asset", fileName: `${file.fileName}.gz`, source });
         }
-        if (total > BYTES_MAX) this.error(`The dashboard has ${total} bytes compressed, over ${BYTES_MAX}.`);
+        if (total > BYTES_MAX) this.error(`The dashboard has ${total} bytes compressed; the limit is ${BYTES_MAX}.`);
         this.info(`${total} bytes compressed, of ${BYTES_MAX}.`);
       },
     },
@@ -33,13 +33,13 @@ export default defineConfig({
     outDir: OUT,
     emptyOutDir: true,
     target: "es2022",
-    // Nothing inlined: the page's policy allows no data: addresses.
+    // The content security policy allows no data: URLs.
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
   },
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
   plugins: [compressed()],
   test: { include: ["test/**/*.test.ts"], env: { TZ: "Europe/Berlin" }, isolate: false, maxWorkers: 1 },
-  // `npx vite` beside a running node: DILOCO_URL=http://127.0.0.1:8080 npx vite
+  // Development with a running node: DILOCO_URL=http://127.0.0.1:8080 npx vite
   server: { proxy: { "/api": { target: process.env["DILOCO_URL"] ?? "http://127.0.0.1:8080" } } },
 });

@@ -1,6 +1,6 @@
-"""The container's health: asks the node's own /livez. Exit code 0 or 1, as the engine wants it.
+"""Health check of the container: requests the node's /livez and exits with 0 or 1.
 
-Knows api.json in the data folder and HTTP; imports nothing of ours and nothing installed, so that it costs little.
+Uses only the standard library, because it runs every 15 s. The address is in api.json in the data folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 4.0
-"""Below the engine's own, so that the reason is told."""
+"""Shorter than the engine's timeout, so that the reason is printed."""
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
         connection = http.client.HTTPConnection(address.netloc, timeout=TIMEOUT_S)
         if address.scheme == "https":
             trust = ssl.create_default_context()
-            # To itself, over loopback, and no secret is sent: whose name the certificate bears does not matter.
+            # Loopback only and without a secret: the name in the certificate does not matter.
             trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
             connection = http.client.HTTPSConnection(address.netloc, timeout=TIMEOUT_S, context=trust)
         connection.request("GET", "/livez")

@@ -1,7 +1,7 @@
-"""What is installed, as tab-separated lines: kind, name, version, licence. Read from an image by `make sbom`.
+"""Prints the installed packages as tab-separated lines: kind, name, version, licence. Used by `make sbom`.
 
-Runs inside the image, from standard input, with nothing but Python: packages by their own metadata, Debian's by dpkg
-and their copyright files, and what comes inside other packages from elsewhere.
+Runs inside the image from standard input, with the standard library only. Python packages are read from their metadata,
+Debian packages from dpkg and their copyright files.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ IN_PROSE = {
     r"public\s+domain": "public-domain",
 }
 """How Debian's older copyright files name what they do not quote."""
-SAID_LENGTH_MAX = 80
-"""Some packages put the whole text of their licence where its name belongs."""
+NAME_LENGTH_MAX = 80
+"""Some packages put the full licence text into the field of its name."""
 
 
 def python_licence(about: metadata.PackageMetadata) -> str:
-    """The SPDX expression where there is one; else the classifiers; else the free text."""
+    """The SPDX expression if there is one, else the classifiers, else the free text."""
     if expression := about.get("License-Expression"):
         return str(expression)
     classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier", []) if c.startswith("License :: ")]
     named = [name for name in classifiers if name != "OSI Approved"]
-    said = str(about.get("License") or "").strip().partition("\n")[0]
-    return "; ".join(named) or (said if len(said) <= SAID_LENGTH_MAX else "") or _from_files(about) or UNKNOWN
+    declared = str(about.get("License") or "").strip().partition("\n")[0]
+    return "; ".join(named) or (declared if len(declared) <= NAME_LENGTH_MAX else "") or _from_files(about) or UNKNOWN
 
 
 def _from_files(about: metadata.PackageMetadata) -> str:
@@ -45,15 +45,15 @@ def _from_files(about: metadata.PackageMetadata) -> str:
 
 
 def debian_licence(package: str) -> str:
-    """The short names in its machine-readable copyright file; else what a file for people names."""
+    """The short names of a machine-readable copyright file, else the licences that the text mentions."""
     path = Path("/usr/share/doc", package, "copyright")
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return UNKNOWN
     if re.search(r"^Format:", text, re.MULTILINE):
-        said = re.findall(r"^License: *([A-Za-z0-9][^\n]*)$", text, re.MULTILINE)
-        if found := sorted({name.strip() for name in said if len(name) <= SAID_LENGTH_MAX}):
+        declared = re.findall(r"^License: *([A-Za-z0-9][^\n]*)$", text, re.MULTILINE)
+        if found := sorted({name.strip() for name in declared if len(name) <= NAME_LENGTH_MAX}):
             return "; ".join(found)
     found = set(re.findall(r"/usr/share/common-licenses/([A-Za-z0-9.-]*[A-Za-z0-9])", text))
     found |= {short for words, short in IN_PROSE.items() if re.search(words, text, re.IGNORECASE)}

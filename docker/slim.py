@@ -1,6 +1,6 @@
-"""Takes out of an installed environment what a node never reads: headers, test suites, static libraries.
+"""Removes files that a node never reads from an environment: headers, test suites, static libraries.
 
-Run once while the image is built. Knows site-packages; knows no engine. What is taken is told, so nothing goes unseen.
+Runs once while the image is built, and prints how much it removed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ FILES = ("**/*.a", "torch/bin/*_test", "torch/bin/test_*", "torch/bin/protoc*", 
 
 def main(environment: Path) -> None:
     (packages,) = environment.glob("lib/python3.*/site-packages")
-    taken = 0
+    removed_bytes = 0
     for pattern in FOLDERS:
         for folder in sorted(packages.glob(pattern)):
-            taken += sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+            removed_bytes += sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
             shutil.rmtree(folder)
     for pattern in FILES:
         for path in packages.glob(pattern):
-            taken += path.lstat().st_size
+            removed_bytes += path.lstat().st_size
             path.unlink()
-    sys.stdout.write(f"{taken / 1e6:.0f} MB that no node reads are taken out.\n")
+    sys.stdout.write(f"{removed_bytes / 1e6:.0f} MB of unused files removed.\n")
 
 
 if __name__ == "__main__":

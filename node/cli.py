@@ -1,7 +1,7 @@
-"""The command line: `diloco-node COMMAND`. Knows flags, exit codes and rooms; loads torch only where it is needed.
+"""The command line: `diloco-node COMMAND`. Each command imports what it needs, so that `status` starts without torch.
 
-Settings of any section may stand among the flags (`--section.key value`). Errors of ours end in one sentence on stderr
-and their exit code; anything else is a bug of ours, and ends in 70.
+Settings of any section may stand among the flags (`--section.key value`). A NodeError ends in one sentence on stderr
+and its exit code; any other exception is a bug and ends in 70.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from node import __version__
+from node.config.loader import Loaded, known_keys, load
 from node.errors import MachineError, NodeError, UsageError
-from node.settings import Loaded, load, value_of
-from node.sources import known_keys
 
 EXIT_BUG = 70
 EPILOG = """\
-Every key of the configuration can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
---section.key VALUE; what comes later in this list wins. `diloco-node config` prints all of them.
+Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
+--section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 protocol version too old; 70 a fault of ours."""
+10 protocol version too old; 70 a bug in diloco-node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One start of the command line, taken apart."""
+    """Arguments and configuration of one invocation."""
 
     args: argparse.Namespace
     loaded: Loaded
@@ -43,38 +42,27 @@ class Call:
         return self.loaded.config.node.data_dir
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Entry point. Returns the exit code."""
-    return _main(sys.argv[1:] if argv is None else argv, os.environ)
-
-
-def _main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    debug = False
+    is_debug = False
     try:
-        rest, flags = split_flags(argv)
-        args = _parse(rest)
-        for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
-            if getattr(args, option, None) is not None:
-                flags += [f"--{key}={getattr(args, option)}"]
-        if "join" in args and args.join is None:
-            args.join = environ.get("DILOCO_JOIN") or None
-        call = Call(args, load(file=args.config, environ=environ, flags=flags))
-        debug = call.loaded.config.log.level == "debug"
-        code: int = args.does(call)
+        call = _read_call(sys.argv[1:] if argv is None else argv, environ)
+        is_debug = call.loaded.config.log.level == "debug"
+        code: int = call.args.command_function(call)
     except NodeError as exc:
         print(f"diloco-node: {exc}", file=sys.stderr)
         return exc.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`); nothing is left to tell it.
+        # The reader of the output has closed it (`| head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as exc:  # noqa: BLE001 - the root: whatever comes here is a bug, and gets its own exit code
-        if debug:
+    except Exception as exc:  # noqa: BLE001 - the root: any other exception is a bug and has its own exit code
+        if is_debug:
             traceback.print_exc()
         print(
-            f"diloco-node: this is a fault of ours ({type(exc).__name__}: {exc}); "
+            f"diloco-node: internal error ({type(exc).__name__}: {exc}); "
             "please report it with the output of the same command and --log.level debug.",
             file=sys.stderr,
         )
@@ -82,11 +70,22 @@ def _main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return code
 
 
-# Flags
+# Arguments
+
+
+def _read_call(argv: Sequence[str], environ: Mapping[str, str]) -> Call:
+    words, flags = split_flags(argv)
+    args = _parse(words)
+    for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
+        if getattr(args, option, None) is not None:
+            flags += [f"--{key}={getattr(args, option)}"]
+    if "join" in args and args.join is None:
+        args.join = environ.get("DILOCO_JOIN") or None
+    return Call(args, load(file=args.config, environ=environ, flags=flags))
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Commands and options on one side, settings (`--section.key` and their values) on the other."""
+    """Separate commands and options from settings (`--section.key` and their values)."""
     rest: list[str] = []
     flags: list[str] = []
     words = list(argv)
@@ -104,104 +103,106 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, flags
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, commands = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        options = [option for action in commands[args.command]._actions for option in action.option_strings]
-        known = [*options, *(f"--{key}" for key in known_keys())]
-        word = unknown[0].partition("=")[0]
-        if not word.startswith("-"):
-            raise UsageError(f"Unexpected argument {word!r}: see `diloco-node {args.command} --help`.")
-        near = difflib.get_close_matches(word.replace("_", "-"), known, 1, 0.0)
-        raise UsageError(f"Unknown flag {word}: the nearest known one is {near[0]}.")
-    return args
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse, in our words and with our exit."""
+    """Reports errors as UsageError."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].upper()}{message[1:]}: see `{self.prog} --help`.")
 
 
-def _parser() -> tuple[Parser, dict[str, Parser]]:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = Parser(
-        prog="diloco-node",
-        description="Lend this machine to the training of an open language model, and take it back whenever you like.",
-        epilog=EPILOG,
-        formatter_class=shape,
-        allow_abbrev=False,
-    )
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        if not word.startswith("-"):
+            raise UsageError(f"Unexpected argument {word!r}: see `diloco-node {args.command} --help`.")
+        options = [option for action in commands[args.command]._actions for option in action.option_strings]
+        known = [*options, *(f"--{key}" for key in known_keys())]
+        near = difflib.get_close_matches(word.replace("_", "-"), known, 1, 0.0)
+        raise UsageError(f"Unknown flag {word}: the nearest known one is {near[0]}.")
+    return args
+
+
+def _make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of its commands by name."""
+    layout = argparse.RawDescriptionHelpFormatter
+    about = "Contribute this machine to the training of an open language model, and take it back at any time."
+    parser = Parser(prog="diloco-node", description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"diloco-node {__version__}")
-    chosen = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands: dict[str, Parser] = {}
 
-    def add(name: str, does: Any, about: str) -> Parser:
-        command = chosen.add_parser(name, help=about, description=about, epilog=EPILOG, formatter_class=shape)
-        command.allow_abbrev = False
+    def add(name: str, function: Callable[[Call], int], about: str) -> Parser:
+        command = subparsers.add_parser(
+            name, help=about, description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False
+        )
         command.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings")
         command.add_argument("--data-dir", metavar="DIR", help="folder for identity, checkpoints and history")
-        command.set_defaults(does=does)
+        command.set_defaults(command_function=function)
         commands[name] = command
         return command
 
-    for name, about in (
-        ("run", "train as a member of a swarm; without --join found a new run, or go on with that of the data folder"),
-        ("relay", "be a bootstrap and relay peer: no training, no model; same page and API"),
-    ):
-        command = add(name, _run, about)
-        command.add_argument("--join", metavar="INVITE", help="the invite of a run, as `diloco-node invite` prints it")
-        command.add_argument("--name", metavar="NAME", help="how the other members see this node")
-    command = add("status", _status, "say what the node of this data folder is doing, and why")
-    command.add_argument("--json", action="store_true", help="the whole status as JSON")
-    command = add("pause", _act, "give the machine back at once, and stay a member")
-    one = command.add_mutually_exclusive_group()
-    one.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="how long, such as 45m, 2h, 1h30m")
-    one.add_argument(
-        "--until", metavar="MOMENT", type=_moment, help="such as 18:30, 'tomorrow 8:00', 'mon 8:00' or RFC 3339"
-    )
-    one.add_argument("--after-round", metavar="N", type=int, help="once round N is over; 0: once this round is")
-    add("resume", _act, "go on after a pause")
-    add("drain", _act, "take part in the current round, then stop")
-    add("leave", _act, "stop now, cleanly")
-    add("invite", _invite, "print the invite of this node's run")
-    add("config", _config, "print the resolved configuration, and where each value came from")
-    _of_the_model_and_the_machine(add)
+    _add_node_commands(add)
+    _add_model_commands(add)
     return parser, commands
 
 
-def _of_the_model_and_the_machine(add: Callable[..., Parser]) -> None:
-    command = add("doctor", _doctor, "check this machine before the first step, and say how busy it will be")
-    command.add_argument("--join", metavar="INVITE", help="also see whether the peers of this invite answer")
+def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    for name, about in (
+        ("run", "train as a member of a swarm; without --join continue the data folder's run or found a new one"),
+        ("relay", "run a bootstrap and relay peer: no training and no model, but the same dashboard and API"),
+    ):
+        command = add(name, _run, about)
+        command.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
+        command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
+    command = add("status", _status, "print what the node of this data folder does, and why")
+    command.add_argument("--json", action="store_true", help="print the whole status as JSON")
+    command = add("pause", _act, "free the machine at once, and stay a member")
+    until = command.add_mutually_exclusive_group()
+    until.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="such as 45m, 2h or 1h30m")
+    moment_help = "such as 18:30, 'tomorrow 8:00', 'mon 8:00' or RFC 3339"
+    until.add_argument("--until", metavar="MOMENT", type=_moment, help=moment_help)
+    until.add_argument(
+        "--after-round", metavar="N", type=int, help="pause when round N has ended; 0: when the current round has"
+    )
+    add("resume", _act, "end a pause")
+    add("drain", _act, "take part in the current round, then stop")
+    add("leave", _act, "stop now, cleanly")
+    add("invite", _invite, "print the invite of this node's run")
+    add("config", _config, "print every configuration key with its value and source")
+
+
+def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("doctor", _doctor, "check this machine before training, and forecast how busy it will be")
+    command.add_argument("--join", metavar="INVITE", help="also check whether the peers of this invite answer")
     command.add_argument(
-        "--members", metavar="N", type=int, default=8, help="members of the round to forecast (default: 8)"
+        "--members", metavar="N", type=int, default=8, help="members of a round in the forecast (default: 8)"
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
     command = add("generate", _generate, "continue a text with the current model")
-    command.add_argument("text", metavar="TEXT", help="how it begins")
+    command.add_argument("text", metavar="TEXT", help="beginning of the text")
     command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
     command.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest token each time (default: 0.8)"
+        "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
-    command.add_argument("--seed", metavar="N", type=int, help="for the same sample again")
+    command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
 
 
 def duration_s(text: str) -> float:
-    """`45m`, `2h`, `1h30m`, `90s`, `1d` in seconds."""
+    """Parse `45m`, `2h`, `1h30m`, `90s` or `1d` to seconds."""
     if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no length of time: write it as 45m, 2h or 1h30m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: write it as 45m, 2h or 1h30m")
     seconds = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(number) * seconds[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([dhms])", text))
 
 
 def _moment(text: str) -> str:
-    """RFC 3339, in UTC."""
+    """Parse a moment to RFC 3339 in UTC."""
     from datetime import UTC, datetime
 
-    from node.schedule import parse_moment
+    from node.config.weekly_hours import parse_moment
     from node.status import rfc3339
 
     try:
@@ -210,50 +211,48 @@ def _moment(text: str) -> str:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
-# Commands. What they need is imported inside them, so that `status` starts fast.
+# Commands
 
 
 def _run(call: Call) -> int:
     from rich.console import Console
 
-    from node import logs
-    from node.daemon import supervisor
-    from node.live import LiveView
+    from node.commands.terminal import LiveView
+    from node.daemon import app
+    from node.host import logs
 
-    config, join = call.loaded.config, call.args.join
+    config, origins, join = call.loaded.config, call.loaded.origins, call.args.join
     if join is not None:
-        from node.manifest import parse_invite
+        from node.config.manifest import parse_invite
 
-        if not config.node.persist:
-            parse_invite(join)  # Else the worker finds out, and the page is there to say it.
-        unused = [key for key, origin in call.loaded.origins.items() if key.startswith("run.") and _asked(origin)]
+        if not config.node.persist:  # else the dashboard reports a bad invite
+            parse_invite(join)
+        unused = [
+            key
+            for key, origin in origins.items()
+            if key.startswith("run.") and not origin.startswith(("default", "preset "))
+        ]
         if unused:
             print(
                 f"diloco-node: with --join the swarm decides, so these are not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
     console = Console()
-    live_line = console.is_terminal and config.log.format == "console"
-    logs.configure(config.log.level, config.log.format, to=console if live_line else sys.stderr)
+    has_live_line = console.is_terminal and config.log.format == "console"
+    logs.configure(config.log.level, config.log.format, to=console if has_live_line else sys.stderr)
     mode: Literal["train", "relay"] = "relay" if call.args.command == "relay" else "train"
-    with LiveView(console, call.data_dir, line=live_line, pid=os.getpid()) as view:
-        parts = supervisor.Parts(origins=call.loaded.origins)
-        return supervisor.run(config, join=join, mode=mode, on_status=view.update, parts=parts)
-
-
-def _asked(origin: str) -> bool:
-    """Whether the person set this value, rather than a default or a preset."""
-    return not origin.startswith(("default", "preset "))
+    with LiveView(console, call.data_dir, line=has_live_line, pid=os.getpid()) as view:
+        return app.run(config, join=join, mode=mode, on_status=view.update, parts=app.Parts(origins=origins))
 
 
 def _status(call: Call) -> int:
-    from node.client import Client
+    from node.commands.client import Client
 
     status = Client(call.data_dir).status()
     if call.args.json:
         print(json.dumps(status, indent=2, ensure_ascii=False))
         return 0
-    from node.live import describe
+    from node.commands.terminal import describe
     from node.status import Status
 
     print(describe(Status.model_validate(status)))
@@ -261,7 +260,7 @@ def _status(call: Call) -> int:
 
 
 def _act(call: Call) -> int:
-    from node.client import Client
+    from node.commands.client import Client
 
     client = Client(call.data_dir)
     order = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
@@ -274,11 +273,11 @@ def _act(call: Call) -> int:
 
 
 def _invite(call: Call) -> int:
-    from node.client import Client
+    from node.commands.client import Client
 
     run = Client(call.data_dir).status()["run"]
     if not run["invite"]:
-        raise UsageError("The node has no invite yet: it is still starting, ask again in a moment.", code="no_invite")
+        raise UsageError("The node has no invite yet, because it is starting: try again later.", code="no_invite")
     print(run["invite"])
     if run.get("invite_note"):
         print(f"diloco-node: {run['invite_note']}", file=sys.stderr)
@@ -286,53 +285,54 @@ def _invite(call: Call) -> int:
 
 
 def _config(call: Call) -> int:
-    from node.choices import with_choices
+    from node.config.overrides import with_overrides
 
-    loaded = with_choices(call.loaded)
-    rows = [(key, _toml(value_of(loaded, key)), loaded.origins[key]) for key in known_keys()]
+    loaded = with_overrides(call.loaded)
+    rows = [(key, _format_value(loaded.value_of(key)), loaded.origins[key]) for key in known_keys()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, origin in rows:
         print(f"{key:<{widths[0]}} = {value:<{min(widths[1], 40)}}  # {origin}")
     return 0
 
 
-def _toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """The value as TOML."""
     if isinstance(value, Path):
         value = str(value)
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
 def _doctor(call: Call) -> int:
-    from node.daemon.child import WORKER_ENVIRONMENT
+    from node.daemon.worker_process import WORKER_ENVIRONMENT
 
-    # Before torch is loaded: the trial is to run as the worker does.
+    # Set before torch is imported, so that the trial runs as the worker does.
     os.environ.update(WORKER_ENVIRONMENT | os.environ)
-    from node import doctor
-    from node.choices import with_choices
-    from node.client import Client
-    from node.export import manifest_of
-    from node.manifest import parse_invite
+    from node.commands import doctor
+    from node.commands.client import Client
+    from node.commands.export import manifest_of
+    from node.config.manifest import parse_invite
+    from node.config.overrides import with_overrides
 
     if call.args.members < 1:
         raise UsageError(f"A round has at least one member: --members {call.args.members} is too few.")
     invite = parse_invite(call.args.join) if call.args.join else None
     manifest = manifest_of(call.data_dir) if (call.data_dir / "manifest.json").exists() else None
     if manifest is not None and invite is not None and manifest.hash != invite.manifest_hash:
-        raise UsageError(f"{call.data_dir} belongs to another run: give this invite a --data-dir of its own.")
-    is_running = Client(call.data_dir).is_there()
-    loaded = with_choices(call.loaded)
-    patient = doctor.Patient(loaded.config, manifest, invite, call.args.members, is_running, loaded.origins)
+        raise UsageError(f"{call.data_dir} belongs to another run: use a separate --data-dir for this invite.")
     if manifest is None and invite is not None:
-        print("The run is not known before the first `run --join`: what follows is for this configuration's own.")
+        print("The run is unknown before the first `run --join`: these results are for this configuration's own run.")
+    is_running = Client(call.data_dir).is_there()
+    loaded = with_overrides(call.loaded)
+    setup = doctor.NodeSetup(loaded.config, manifest, invite, call.args.members, is_running, loaded.origins)
     findings = []
-    for finding in doctor.examine(patient):
+    for finding in doctor.run_checks(setup):
         findings.append(finding)
         print(finding, flush=True)
     return 0 if doctor.is_healthy(findings) else MachineError.exit_code
 
 
 def _export(call: Call) -> int:
-    from node.export import export
+    from node.commands.export import export
 
     target: Path = call.args.folder
     number = export(call.loaded.config, target.expanduser())
@@ -341,7 +341,7 @@ def _export(call: Call) -> int:
 
 
 def _generate(call: Call) -> int:
-    from node.generate import generate
+    from node.commands.generate import generate
 
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)

@@ -1,32 +1,32 @@
-"""Every error of ours, in one tree. Knows exit codes; knows nothing else.
+"""The exception tree of diloco-node, with the exit code of the process for each error.
 
-    NodeError                 70  our own fault, unless a subclass says otherwise
+    NodeError                 70  a bug, unless a subclass has another code
     ├── UsageError             2  wrong flags, configuration, invite, data folder, host name of the API
     │   ├── ConfigError
     │   ├── InviteError
     │   └── DataFolderError
-    ├── MachineError           3  this machine cannot do it: memory, GPU, disk, port of swarm or API
-    │   └── QuotaError            limits.disk_gb leaves no room; what was to be written is not
+    ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
+    │   └── QuotaError            limits.disk_gb leaves no room; nothing was written
     ├── RefusedError           4  the swarm refused this node
-    │   └── ManifestError         the manifest offered does not have the hash of the invite
-    ├── ProtocolError         10  the swarm speaks a newer protocol, or a newer version wrote this data folder
-    ├── TrainingError         70  loss or gradient is no longer a finite number; the parameters were not touched
-    ├── TextError            (internal; reading goes on elsewhere, or later)
-    │   ├── Unreachable           the source does not answer now; it may later
-    │   └── Damaged               this part of it cannot be read, now or later
-    └── SwarmError            (internal; always caught by a policy, never ends the process)
-        ├── RoundFailed           no complete result for this round; inputs are untouched
-        ├── PeerError             one peer broke a rule or went silent
-        └── TransferFailed        a state download ended early; what was verified is kept
+    │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
+    ├── ProtocolError         10  the swarm uses a newer protocol, or a newer version wrote this data folder
+    ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
+    ├── TextError            (internal; reading continues elsewhere or later)
+    │   ├── Unreachable           the source does not answer; it may later
+    │   └── Damaged               this part of the source cannot be read
+    └── SwarmError            (internal; always handled, never ends the process)
+        ├── RoundFailed           no complete result for this round; the inputs are unchanged
+        ├── PeerError             one peer broke a rule or did not answer
+        └── TransferFailed        a state download ended early; verified parts are kept
 
-The message of an error is one sentence for a person and names the mend. `code` is one word for a program.
+A message is one sentence for a person and names the remedy. `code` is one word for a program.
 """
 
 from __future__ import annotations
 
 
 class NodeError(Exception):
-    """Root of the tree. `str(error)` is one sentence with the mend; no traceback is shown for it."""
+    """Root of the tree. The command line prints `str(error)` without a traceback."""
 
     exit_code = 70
     code = "internal"
@@ -98,13 +98,13 @@ class SwarmError(NodeError):
 
 
 class RoundFailed(SwarmError):
-    """The round has no complete result. `code` is the reason used as label in `sync_failures_total`."""
+    """`code` is the label `reason` of the metric `sync_failures_total`."""
 
     code = "round_failed"
 
 
 class PeerError(SwarmError):
-    """One peer broke a rule or went silent. `code` is the reason used as label in `peer_rejected_total`."""
+    """`code` is the label `reason` of the metric `peer_rejected_total`."""
 
     code = "bad_message"
 

@@ -1,6 +1,6 @@
 """libp2p multiaddresses in the forms that a node uses: /HOST_TYPE/HOST/tcp|udp/PORT[/quic-v1][/p2p/PEER_ID].
 
-Anything else is a ValueError whose text names the remedy. Knows no network and no libp2p.
+Anything else raises a ValueError whose text names the remedy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _PORT = re.compile(r"[0-9]{1,5}")
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _PEER_ID_PREFIXES = ((34, bytes([0x12, 32])), (38, bytes([0, 36])))
-"""Length and first bytes of the multihashes that peer ids are: SHA-256 of an RSA key, or an Ed25519 key itself."""
+"""Length and first bytes of a peer id's multihash: SHA-256 of an RSA key, or an Ed25519 key itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiaddress:
-    """One address, checked."""
+    """A validated address."""
 
     host_type: HostType
     host: str
     """An IP address in its shortest form, or a DNS name."""
     port: int
-    """0 to 65535. What 0 means is the caller's rule."""
+    """0 to 65535. The caller defines the meaning of 0."""
     transport: Literal["tcp", "udp"] = "tcp"
     quic: bool = False
     peer_id: str = ""
@@ -41,7 +41,7 @@ class Multiaddress:
 
     @property
     def is_wildcard(self) -> bool:
-        """All addresses of the machine: 0.0.0.0 or ::."""
+        """Whether it stands for all addresses of the machine: 0.0.0.0 or ::."""
         return self.host in ("0.0.0.0", "::")
 
     @property
@@ -57,7 +57,7 @@ class Multiaddress:
 
 
 def parse(text: str) -> Multiaddress:
-    """Read a multiaddress. Raises ValueError."""
+    """Parse a multiaddress. Raises ValueError."""
     wrong = ValueError(f"{text!r} is no multiaddress: write one such as {FORM}")
     lead, *parts = text.split("/")
     if lead or len(parts) < 4 or parts[0] not in HOST_TYPES or parts[2] not in ("tcp", "udp"):
@@ -75,7 +75,7 @@ def parse(text: str) -> Multiaddress:
 
 
 def parse_plain(text: str, *, bare_port: int | None = None) -> Multiaddress:
-    """As `parse`, and HOST:PORT, [IPv6]:PORT; with `bare_port` also HOST alone, which gets that port."""
+    """Like `parse`, and HOST:PORT or [IPv6]:PORT; with `bare_port` also HOST alone, which gets that port."""
     if text.startswith("/"):
         return parse(text)
     bare = _bare_host(text)
@@ -92,7 +92,7 @@ def parse_plain(text: str, *, bare_port: int | None = None) -> Multiaddress:
 
 
 def _bare_host(text: str) -> tuple[HostType, str] | None:
-    """An IP address, or a DNS name with a dot, as a single word is more often a slip; None for anything else."""
+    """An IP address or a DNS name with a dot (a single word is more often a typo); None for anything else."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -1,11 +1,11 @@
-"""DiLoCo over torch.distributed, in one file to read: what the swarm must compute, bit for bit, when nobody fails.
+"""DiLoCo over torch.distributed in a single file: what the swarm must compute, bit for bit, if no member fails.
 
     torchrun --nproc-per-node 2 -m node.reference --preset-file r.toml --rounds 3 --stream-ids a b --out end.safetensors
 
-One process per stream id; without torchrun, one alone. Knows the algorithm and the training; no swarm, no daemon, no
-record, no clock: rounds are counted by steps, and every member takes part in all of them. It prints one JSON line a
-round and process. A swarm of the same members with policy `steps`, the same run id, initial parameters, device and
-thread count reaches the same digests, as the operations and their order are the same.
+One process per stream id; without torchrun, a single one. Rounds are counted by steps, and every member takes part in
+all of them. Each process prints one JSON line a round. A swarm of the same members with policy `steps`, the same run
+id, initial parameters, device and thread count reaches the same digests, as the operations and their order are the
+same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import chunk_bounds, make_codec
+from node.diloco.codec import ErrorFeedback, chunk_bounds, make_codec
 from node.diloco.digest import state_digest
-from node.diloco.feedback import ErrorFeedback
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
-from node.manifest import RunConfig
-from node.training.data import Corpus, Stream, load_corpus
+from node.training.corpus import Corpus, Stream, load_corpus
 from node.training.inner import Execution, InnerLoop
-from node.training.model import build_model, flatten, load_flat_, parameter_count
+from node.training.model import build_model, flatten, load_flat_, unit_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Contribution:
 
 
 class Member:
-    """One node of the run. `contribute` and `apply` take turns; in between, contributions go to everybody."""
+    """One node of the run. In each round: `contribute`, exchange contributions with all members, `apply`."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class Member:
         device: torch.device,
         precision: str,
     ) -> None:
+        """`anchor`: the initial parameters, fp32 [P] on the cpu."""
         self.state: OuterState = genesis(anchor)
         self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
         self._codec = make_codec(run.sync.codec)
@@ -72,12 +72,15 @@ class Member:
         self._feedback = ErrorFeedback(anchor.numel(), beta=beta) if run.sync.has_feedback else None
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
-        # Its moments are kept over rounds; only the parameters are set back to the anchor.
+        # The moments are kept across rounds; only the parameters are reset to the anchor.
         self._inner = InnerLoop(self._model, run.inner, device, Execution(precision))
         self._last_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
 
     def contribute(self) -> tuple[Contribution, float]:
-        """The inner loop: H steps of AdamW from the anchor. Returns also the mean loss, nats per token."""
+        """The inner loop: H steps of the inner optimizer from the anchor. Also returns the mean loss, nats per token.
+
+        What is sent is encode(anchor - local), with error feedback encode(anchor - local + residual).
+        """
         run = self._run
         stream = Stream(self._corpus, self._run_id, self._stream_id, self.state.round + 1)
         loss, tokens = 0.0, 0
@@ -91,12 +94,12 @@ class Member:
         encoded = b"".join(self._codec.encode(wanted[start:end]) for start, end in chunk_bounds(delta.numel()))
         contribution = Contribution(self._stream_id, tokens, encoded)
         if self._feedback is not None:
-            self._feedback.lost(wanted, torch.cat(list(self._chunks(contribution))))
+            self._feedback.record_error(wanted, torch.cat(list(self._chunks(contribution))))
             self._feedback.advance()
         return contribution, loss
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """The outer step: the weighted mean in order of stream id, itself encoded once and decoded, then Nesterov."""
+        """The outer step: the weighted mean in order of stream id, encoded once and decoded, then Nesterov."""
         members = sorted(contributions, key=lambda c: c.stream_id)
         weights = [c.weight for c in members]
         scales = clip_scales([self._norm(c) for c in members], weights)
@@ -110,18 +113,18 @@ class Member:
         load_flat_(self._model, self.state.anchor)
 
     def _chunks(self, contribution: Contribution) -> Iterator[Tensor]:
-        """What was sent, fp32 [n] for each chunk of the grid."""
+        """The decoded chunks, fp32 [n] each on the cpu."""
         at = 0
         for start, end in chunk_bounds(self.state.anchor.numel()):
-            size = self._codec.encoded_bytes(end - start)
-            yield self._codec.decode(memoryview(contribution.encoded)[at : at + size], end - start)
-            at += size
+            size_bytes = self._codec.encoded_bytes(end - start)
+            yield self._codec.decode(memoryview(contribution.encoded)[at : at + size_bytes], end - start)
+            at += size_bytes
 
     def _norm(self, contribution: Contribution) -> float:
         return math.sqrt(sum(square_norm(chunk) for chunk in self._chunks(contribution)))
 
     def _learning_rate(self, inner_step: int) -> float:
-        """`inner_step`: steps done in this round before the one that the rate is for."""
+        """The learning rate of the step after `inner_step` steps of this round."""
         run = self._run
         done = progress("steps", inner_step=inner_step, inner_steps=run.round.inner_steps, elapsed_s=0.0, round_s=None)
         return learning_rate(
@@ -134,23 +137,24 @@ class Member:
 
 
 def gather(own: Contribution, stream_ids: Sequence[str], device: torch.device) -> list[Contribution]:
-    """Everybody's contribution. All have one size and one weight, as each did H steps on one model."""
+    """The contributions of all processes. All have the same size and weight, as each made H steps on one model."""
     if not dist.is_initialized():
         return [own]
     mine = torch.frombuffer(bytearray(own.encoded), dtype=torch.uint8).to(device)
-    theirs = [torch.empty_like(mine) for _ in stream_ids]
-    dist.all_gather(theirs, mine)
+    gathered = [torch.empty_like(mine) for _ in stream_ids]
+    dist.all_gather(gathered, mine)
     return [
         Contribution(stream_id, own.weight, encoded.cpu().numpy().tobytes())
-        for stream_id, encoded in zip(stream_ids, theirs, strict=True)
+        for stream_id, encoded in zip(stream_ids, gathered, strict=True)
     ]
 
 
 def initial_anchor(run: RunConfig, *, seed: int, file: Path | None, device: torch.device) -> Tensor:
-    """Rank 0's parameters before round 0, fp32 cpu [P]: `anchor` of `file`, or drawn from `seed`. Others copy them."""
+    """Initial parameters, fp32 cpu [P]: `anchor` of `file`, or drawn from `seed`. All ranks get those of rank 0."""
     anchor = load_file(file)["anchor"] if file else flatten(build_model(run.model, seed=seed))
-    if anchor.shape != (parameter_count(run.model),) or anchor.dtype != torch.float32:
-        raise UsageError(f"{file} must hold {parameter_count(run.model)} fp32 parameters, as the preset's model has.")
+    parameters = sum(unit_elements(run.model))
+    if anchor.shape != (parameters,) or anchor.dtype != torch.float32:
+        raise UsageError(f"{file} must hold {parameters} fp32 parameters, as the preset's model has.")
     if dist.is_initialized():
         shared = anchor.to(device)
         dist.broadcast(shared, src=0)
@@ -159,7 +163,7 @@ def initial_anchor(run: RunConfig, *, seed: int, file: Path | None, device: torc
 
 
 def read_run(file: Path) -> RunConfig:
-    """The `run` table of a TOML or JSON file, or the whole file where it has none."""
+    """The `run` table of a TOML or JSON file, or the whole file if it has none. ConfigError for a bad file."""
     try:
         text = file.read_text(encoding="utf-8")
         raw = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -169,7 +173,7 @@ def read_run(file: Path) -> RunConfig:
 
 
 def save(state: OuterState, file: Path) -> None:
-    """`anchor` and `momentum` fp32 [P]; round, tokens and digest as metadata."""
+    """`anchor` and `momentum` as fp32 [P]; round, tokens and digest as metadata."""
     metadata = {"round": str(state.round), "tokens": str(state.tokens), "digest": state_digest(state)}
     save_file({"anchor": state.anchor, "momentum": state.momentum}, file, metadata)
 
@@ -186,7 +190,7 @@ def run_rounds(member: Member, rounds: int, exchange: Callable[[Contribution], l
             "swarm_tokens": member.state.tokens,
             "digest": state_digest(member.state),
         }
-        # One write a line, so that the lines of several processes never mix.
+        # One write a line, so that lines of several processes do not mix.
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
@@ -195,14 +199,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="node.reference", description="DiLoCo over torch.distributed.")
     parser.add_argument("--preset-file", type=Path, required=True, help="TOML or JSON with [run] tables")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--stream-ids", nargs="+", required=True, help="one per process: whose data stream it reads")
+    parser.add_argument("--stream-ids", nargs="+", required=True, help="one per process: the data stream that it reads")
     parser.add_argument("--run-id", default="0" * 32, help="of the manifest; the data streams depend on it")
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters")
-    parser.add_argument("--initial", type=Path, help="safetensors with the initial parameters as `anchor`")
+    parser.add_argument("--initial", type=Path, help="safetensors file with the initial parameters as `anchor`")
     parser.add_argument("--out", type=Path, help="safetensors file for the final outer state")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=0, help="threads for computing; 0: as torch likes")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: torch's default")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="longest wait for the other processes")
     return parser.parse_args(arguments)
 
@@ -226,11 +230,11 @@ def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
     if options.out and rank == 0:
         save(member.state, options.out)
     if dist.is_initialized():
-        dist.barrier()  # Nobody hangs up on one that still listens.
+        dist.barrier()  # No process may close its connections while another still receives.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code as in `node.errors`. Under torchrun the environment tells rank and world size."""
+    """Returns an exit code as in `node.errors`. Reads rank and world size from torchrun's environment."""
     options = parse_arguments(arguments)
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -259,5 +263,5 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's teardown: gloo's threads now and then abort a process there, with all its work done.
+    # Skip the interpreter's teardown, where gloo's threads occasionally abort a process that has finished its work.
     os._exit(status)

@@ -1,7 +1,6 @@
-"""What a node says about itself: the words, as immutable values. Knows no process, no network, no torch.
+"""The data model of a node's status: immutable values. Moments are UTC in RFC 3339.
 
-The worker fills a `Report`, the supervisor adds what only it knows and serves the whole as `Status`. Units are in the
-names; moments are UTC in RFC 3339.
+The worker sends a `Report`; the supervisor adds its own part and serves the result as `Status`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ SCHEMA_VERSION = 1
 
 
 class Value(BaseModel):
-    """Base of every value here: frozen, and closed to unknown fields."""
+    """Base class: frozen; unknown fields are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,12 +35,12 @@ class Phase(StrEnum):
 
 class Outcome(StrEnum):
     COMPLETE = "complete"
-    """Every member's contribution is in."""
+    """The result includes every member's contribution."""
     PARTIAL = "partial"
-    """Somebody's contribution was left out; the record says whose."""
+    """The result excludes some members; the record names them."""
     FAILED = "failed"
     SKIPPED = "skipped"
-    """The round was committed by others; this node took it over without contributing."""
+    """Other peers committed the round; this node adopted the result without contributing."""
     ALONE = "alone"
 
 
@@ -67,7 +66,7 @@ class Channel(StrEnum):
     REDUCE = "reduce"
     STATE = "state"
     RELAY = "relay"
-    """Carried for two other peers."""
+    """Relayed between two other peers."""
 
 
 FAILURE_REASONS = (
@@ -78,18 +77,18 @@ REACHABILITIES = ("direct", "relay", "none")
 TRANSPORTS = ("direct", "relay")
 
 
+def rfc3339(moment: datetime, timespec: Literal["seconds", "milliseconds"] = "seconds") -> str:
+    """The moment in UTC."""
+    return moment.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
 def utc_now(ago_s: float = 0.0) -> str:
-    """The wall clock, for display only: nothing decides by it."""
-    then = datetime.now(UTC) - timedelta(seconds=ago_s)
-    return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """The wall clock as RFC 3339, for display only."""
+    return rfc3339(datetime.now(UTC) - timedelta(seconds=ago_s), "milliseconds")
 
 
-def rfc3339(moment: datetime) -> str:
-    """UTC, to the second."""
-    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _in_calendar(moment: datetime) -> datetime:
+def _check_calendar(moment: datetime) -> datetime:
+    """Convert to UTC. Moments that some time zone cannot represent are refused."""
     try:
         moment = moment.astimezone(UTC)
     except OverflowError as exc:
@@ -99,20 +98,17 @@ def _in_calendar(moment: datetime) -> datetime:
     return moment
 
 
-Moment = Annotated[AwareDatetime, AfterValidator(_in_calendar)]
-"""UTC; any time zone can show it."""
+Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
 PausedBy = Literal["owner", "schedule", "battery", "user", ""]
 
 
 class PauseInfo(Value):
-    """Who wants this node paused."""
-
     by: PausedBy = ""
-    """Empty: nobody."""
+    """Who or what paused the node; empty while it is not paused."""
     until: str | None = None
-    """RFC 3339; None: until `resume`, or until what it is for has ended."""
+    """RFC 3339; None: until `resume`, or until the cause has ended."""
     after_round: int | None = None
-    """The owner has asked for a pause once this round is over."""
+    """The owner requested a pause at the end of this round."""
 
 
 class PhaseState(Value):
@@ -121,7 +117,7 @@ class PhaseState(Value):
     code: str = "starting"
     since: str = ""
     final: bool = False
-    """The node's process ends with this phase: no order reaches it any more."""
+    """The node's process ends with this phase and accepts no more actions."""
 
 
 class NodeInfo(Value):
@@ -130,37 +126,37 @@ class NodeInfo(Value):
     version: str = ""
     data_dir: str = ""
     mode: Literal["train", "relay"] = "train"
-    """What the node is for: a relay does not train."""
+    """A relay does not train."""
     started_at: str = ""
-    """When the supervisor started."""
+    """Start of the supervisor."""
 
 
 class Notice(Value):
-    """Something that its owner should know, for as long as it holds."""
+    """A message to the owner, shown for as long as it applies."""
 
     code: str
-    """One word for a program."""
+    """One word, for programs."""
     level: Literal["info", "warning", "error"] = "warning"
     text: str
-    """One sentence, with the mend."""
+    """One sentence that includes the remedy."""
 
 
 class RunInfo(Value):
     name: str = ""
-    """Of the run, as its manifest has it; empty until that is known."""
+    """From the manifest; empty until the manifest is known."""
     manifest_hash: str = ""
     invite: str = ""
     invite_note: str = ""
-    """One sentence, with the mend, where the invite can be used on this machine or network only; else empty."""
+    """One sentence with the remedy if the invite works on this machine or network only; else empty."""
     round: int = -1
     """Last committed round; -1 before the first."""
     swarm_round: int = -1
     """Highest committed round that any live peer claims."""
     swarm_tokens: int = 0
     total_tokens: int = 0
-    """With so many tokens of the swarm the run is complete; 0 until the manifest is known."""
+    """The run is complete at this many swarm tokens; 0 until the manifest is known."""
     head: str = ""
-    """Hash of the newest record in the chain of committed rounds (of the manifest before the first), hex."""
+    """Hash of the newest record in the chain of committed rounds, hex; the manifest's hash before the first round."""
     state_digest: str = ""
     """Hex digest of the outer state after `round`."""
 
@@ -169,12 +165,12 @@ class TrainingInfo(Value):
     loss: float | None = None
     """Mean cross-entropy of the last inner step, nats per token."""
     evaluation_loss: float | None = None
-    """Of the anchor on the held-out split, nats per token."""
+    """Loss of the anchor on the held-out split, nats per token."""
     learning_rate: float = 0.0
     inner_step: int = 0
     inner_steps: int = 0
     tokens_total: int = 0
-    """Tokens this node has trained on in its life."""
+    """Tokens that this node has trained on since its data folder was made."""
     tokens_per_second: float = 0.0
 
 
@@ -182,7 +178,7 @@ class Member(Value):
     peer_id: str
     name: str
     weight: int
-    """Tokens that stand behind the contribution."""
+    """Tokens of the contribution."""
     included: bool
 
 
@@ -192,17 +188,17 @@ class Seconds(Value):
     commit: float = 0.0
     apply: float = 0.0
     blocked: float = 0.0
-    """Time the trainer stood still."""
+    """Time for which the trainer was blocked."""
 
 
 class RoundRecord(Value):
-    """What this node tells about one round. The signed core, equal on all nodes, is `head`'s preimage."""
+    """One round as this node saw it. The signed part, equal on all nodes, is the preimage of `head`."""
 
     round: int
     outcome: Outcome
     members: tuple[Member, ...] = ()
     started_at: str = ""
-    """When this node began to look for the round's group; for rounds that it learned of later, when it did."""
+    """When this node began matchmaking for the round, or learned of a round that it missed."""
     seconds: Seconds = Seconds()
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -210,47 +206,47 @@ class RoundRecord(Value):
     state_digest: str = ""
     swarm_tokens: int = 0
     evaluation_loss: float | None = None
-    """Of the anchor before this round on the held-out text, nats per token: the median of the members that tell one."""
+    """Loss of the anchor before this round on the held-out text, nats per token: the median of the members' values."""
     dropped: int = Field(0, ge=0)
-    """So many rounds of this node's side of a split, the last of them `round`, do not hold any more."""
+    """Number of rounds, ending with `round`, that this node discarded when it left its side of a split."""
     reason: str = ""
 
 
 class SyncInfo(Value):
     stage: str = "idle"
     progress_ratio: float = 0.0
-    """Of the current round's inner steps, 0 to 1."""
+    """Share of the current round's inner steps, 0 to 1."""
     eta_s: float | None = None
-    """Until this node's next sync."""
+    """Time until this node's next sync."""
     last: RoundRecord | None = None
 
 
 class PeersInfo(Value):
     connected: int = 0
     training: int = 0
-    """Live members of this run that train, this node included."""
+    """Live training members of this run, including this node."""
 
 
 class PeerRow(Value):
-    """One peer as the directory tells it."""
+    """One row of the peer table."""
 
     peer_id: str
     short_id: str
     name: str
     phase: str
-    """As in the status; `relaying` of one that never trains."""
+    """As in `Phase`; `relaying` for a peer that never trains."""
     round: int
     tokens_per_second: float
     transport: str
     version: str
     state_digest: str
     last_seen_s: float
-    """Seconds since this node last had news of it."""
+    """Seconds since this node last heard of the peer."""
     this_node: bool = False
     compute_utilization_ratio: float | None = None
-    """Of its last complete round, as it says itself; None where it does not."""
+    """Of the peer's last complete round, self-reported; None if it reports none."""
     digest_agrees: bool | None = None
-    """Whether its state is, bit for bit, this node's after the same round; None where it cannot be told."""
+    """Whether its state equals this node's after the same round, bit for bit; None if unknown."""
 
 
 class DeviceInfo(Value):
@@ -263,7 +259,7 @@ class DeviceInfo(Value):
     temperature_celsius: float | None = None
     energy_joules: float | None = None
     power_watts: float | None = None
-    """What it draws now."""
+    """Current draw."""
 
 
 class ContributionInfo(Value):
@@ -271,21 +267,21 @@ class ContributionInfo(Value):
     rounds_attempted: int = 0
     tokens_total: int = 0
     tokens_merged: int = 0
-    """In the records of committed rounds; what is on its way to one is in neither of the two."""
+    """Tokens in the records of committed rounds. Tokens in flight are neither merged nor discarded."""
     tokens_discarded: int = 0
-    """Left out of too many rounds, or spoilt: they will never be in a record."""
+    """Tokens that were left out of too many rounds or damaged, and never will be in a record."""
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_relayed: int = 0
-    """Carried for peers that cannot reach each other, counted once; also in `bytes_sent` and `bytes_received`."""
+    """Relayed between peers that cannot reach each other, counted once; also in `bytes_sent` and `bytes_received`."""
     bytes_forwarded: int = 0
-    """Sent for members on slow lines: their contributions; part of `bytes_sent`."""
+    """Contributions sent on behalf of members with slow uplinks; part of `bytes_sent`."""
     training_s: float = 0.0
-    """Seconds of computing given."""
+    """Seconds of computation."""
 
 
-class Counters(Value):
-    """Totals since the worker's life began in this data folder; they only grow."""
+class Counters(Value, frozen=False):
+    """Totals since the data folder was made; they only grow. The worker counts in one; elsewhere it is a value."""
 
     activity_seconds: dict[Activity, float] = Field(default_factory=dict)
     tokens_processed: int = 0
@@ -294,7 +290,7 @@ class Counters(Value):
     forwarded_bytes: int = 0
     inner_steps: int = 0
     skipped_steps: int = 0
-    """Inner steps whose loss or gradient was no finite number; they changed nothing."""
+    """Inner steps that were skipped because the loss or gradient was not finite."""
     sync_rounds: dict[Outcome, int] = Field(default_factory=dict)
     sync_failures: dict[str, int] = Field(default_factory=dict)
     contributions_carried: int = 0
@@ -306,8 +302,18 @@ class Counters(Value):
     """Unix time of the last commit; 0 before the first."""
 
 
+class SavedCounters(Value):
+    """What a node has done since its data folder was made, as kept in `totals.json` and in every checkpoint."""
+
+    counters: Counters
+    rounds_joined: int
+    rounds_attempted: int
+    last_round: int = -1
+    """Newest round that is counted. A round that is replayed after a crash is not counted again."""
+
+
 class Report(Value):
-    """All that the worker knows, once a second at most. Replaces the one before it."""
+    """The whole state of the worker. Each report replaces the previous one."""
 
     state: PhaseState = PhaseState()
     peer_id: str = ""
@@ -317,22 +323,22 @@ class Report(Value):
     peers: PeersInfo = PeersInfo()
     swarm: tuple[PeerRow, ...] = ()
     compute_utilization_ratio: float | None = None
-    """Of the last complete round: compute seconds / wall seconds."""
+    """Compute seconds / wall seconds of the last complete round."""
     forecast_utilization_ratio: float | None = None
-    """What the formula says of it, with the measured step time, line and members (`node.diloco.forecast`)."""
+    """The value that `node.diloco.forecast` predicts from the measured step time, uplink and members."""
     reachability: str = "none"
-    """How others reach this node: `direct`, `relay` or `none`; also `none` until another peer has tried."""
+    """How other peers reach this node: `direct`, `relay` or `none`; `none` until a peer has tried."""
     reachability_code: str = "not_tested"
-    """One word: `reached`, `not_reached`, `not_tested`, `disputed` (those that tried do not agree) or `no_port`."""
+    """`reached`, `not_reached`, `not_tested`, `disputed` (the peers that tried disagree) or `no_port`."""
     reachability_reason: str = ""
-    """One sentence, with the mend."""
+    """One sentence that includes the remedy."""
     devices: tuple[DeviceInfo, ...] = ()
     contribution: ContributionInfo = ContributionInfo()
     counters: Counters = Counters()
 
 
 class Status(Value):
-    """`GET /api/v1/status`, and each full event."""
+    """Body of `GET /api/v1/status` and of each full event."""
 
     schema_version: int = SCHEMA_VERSION
     node: NodeInfo
@@ -341,7 +347,7 @@ class Status(Value):
     code: str
     since: str
     final: bool = False
-    """The node's process ends with this phase: no order reaches it any more, and only a new start takes it back."""
+    """The node's process ends with this phase and accepts no more actions; only a new start resumes work."""
     run: RunInfo
     training: TrainingInfo
     sync: SyncInfo
@@ -355,7 +361,6 @@ class Status(Value):
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
     notices: tuple[Notice, ...] = ()
-    """What its owner should know."""
     pause: PauseInfo = PauseInfo()
     schedule_next: str | None = None
-    """The next moment at which the node's hours begin or end; None where they never do."""
+    """The next moment at which the scheduled hours begin or end; None if they never do."""

@@ -1,7 +1,8 @@
-"""Shared by all tests: few threads, no settings of the person who runs them, and how two processes share them."""
+"""For all tests: few threads, no settings from the environment, the slow tier, and the order in several processes."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,78 +11,129 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.swarm import warm
+from tests.swarm import fork_server
 
-# Before anything imports torch: two cores are shared by all.
+# Set before torch is imported: all processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("DILOCO_"):
             monkeypatch.delenv(variable)
 
 
-NODES = ("tests/swarm/", "tests/homes/", "tests/browser/")
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Undo what a test changes in logging: a handler that stays would write to a stream that is closed."""
+    root, ours = logging.getLogger(), logging.getLogger("node")
+    handlers, level, own_level = list(root.handlers), root.level, ours.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    ours.setLevel(own_level)
+
+
+WITH_NODES = ("tests/benchmarks/", "tests/browser/", "tests/homes/", "tests/swarm/")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Real nodes start their workers from one process that has torch imported."""
-    if sys.platform == "linux" and any(item.nodeid.startswith(NODES) for item in request.session.items):
-        with warm.server():
+def fork_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nodes under test are forked from processes that have imported what they need."""
+    if sys.platform == "linux" and any(item.nodeid.startswith(WITH_NODES) for item in request.session.items):
+        with fork_server.servers():
             yield
     else:
         yield
 
 
-BESIDE = (
+TIMED_SWARMS = tuple(
+    f"tests/swarm/test_{name}.py"
+    for name in (
+        "api_answers", "devices", "interrupted", "join", "leave", "limits", "one_machine", "overlapped", "slow_disk",
+        "slow_peer",
+    )
+)  # fmt: skip
+"""Swarms of real processes that need the processor at certain moments. They run one after the other."""
+LONGEST = (
+    "tests/swarm/test_slow_lines.py",
     "tests/swarm/test_namespaces.py",
+    "tests/homes/test_relay.py",
     "tests/swarm/test_late.py",
-    "tests/browser/test_swarm.py",
-    "tests/browser/test_phases.py",
+    "tests/swarm/test_texts.py",
+    "tests/contract/test_slow_lines.py",
+    "tests/benchmarks/test_smoke.py",
+    "tests/browser/",
+    "tests/homes/",
+    "tests/swarm/",
 )
-"""Swarms that wait the most."""
+"""What starts first after the timed swarms, in this order."""
 
 
-def part_of(file: str) -> str:
-    """What is run by one process in one go: the swarms of real processes, but those; any other file."""
-    return "swarms" if file.startswith("tests/swarm/") and file not in BESIDE else file
+def scope_of(nodeid: str) -> str:
+    """The unit that one process of pytest-xdist runs in a row: all timed swarms, one benchmark, or one file."""
+    file = nodeid.split("::")[0]
+    if file == "tests/benchmarks/test_smoke.py":
+        return nodeid
+    return "timed swarms" if file in TIMED_SWARMS else file
 
 
-class Parts(LoadScopeScheduling):  # type: ignore[misc]
-    """With `-n 2`: the swarms one after the other, and beside them all the rest."""
+def rank_of(nodeid: str) -> int:
+    """The place of a test's scope in the order of the scopes."""
+    if scope_of(nodeid) == "timed swarms":
+        return -1
+    return next((rank for rank, start in enumerate(LONGEST) if nodeid.startswith(start)), len(LONGEST))
+
+
+class SwarmsInSequence(LoadScopeScheduling):  # type: ignore[misc]
+    """One process runs the timed swarms one after the other; the other processes run everything else."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return part_of(nodeid.split("::")[0])
+        return scope_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SwarmsInSequence:
     config.option.loadscopereorder = False
-    return Parts(config, log)
+    return SwarmsInSequence(config, log)
 
 
-SLOW_FOLDERS = ("tests/swarm/", "tests/homes/", "tests/browser/", "tests/docker/")
-QUICK = ("tests/swarm/test_story.py", "tests/browser/test_swarm.py::test_each_view_shows_what_the_node_says")
-"""Of those folders, what `make test` runs, too: one story of a swarm, and one look at the page in a browser."""
+SLOW = (
+    "tests/benchmarks/",
+    "tests/browser/",
+    "tests/docker/",
+    "tests/homes/",
+    "tests/swarm/",
+    "tests/contract/test_matrix.py",
+    "tests/contract/test_membership.py",
+    "tests/contract/test_quorum.py",
+    "tests/contract/test_slow_lines.py",
+    "tests/unit/test_reference.py",
+)
+"""Folders and files that only `make test-all` runs: real processes, or minutes of waiting."""
+QUICK = (
+    "tests/api/test_daemon.py",
+    "tests/browser/test_swarm.py::test_each_view_shows_what_the_node_says",
+    "tests/swarm/test_story.py",
+)
+"""What `make test` runs although it starts processes: the supervisor, one story of a swarm, each view in a browser."""
 
 
-def is_slow(nodeid: str) -> bool:
-    """Whether only `make test-all` runs this: real swarms, browsers, containers, and the contract over libp2p."""
-    if nodeid.startswith(SLOW_FOLDERS):
-        return not nodeid.startswith(QUICK)
-    return nodeid.startswith("tests/contract/") and "[p2p" in nodeid
+def is_slow(item: pytest.Item) -> bool:
+    """Whether only `make test-all` runs this: also API tests of a real supervisor, and contract tests over libp2p."""
+    if item.nodeid.startswith(QUICK):
+        return False
+    if item.nodeid.startswith("tests/api/"):
+        return hasattr(getattr(item, "module", None), "Daemon")
+    return item.nodeid.startswith(SLOW) or (item.nodeid.startswith("tests/contract/") and "[p2p" in item.nodeid)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is slow. In the processes that pytest-xdist starts, the longest tests come first."""
+    """Mark the slow tests. In the processes of pytest-xdist, the longest tests come first."""
     for item in items:
-        if is_slow(item.nodeid):
+        if is_slow(item):
             item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
-        files = [item.nodeid.split("::")[0] for item in items]
-        rank = {file: (part_of(file) != "swarms", file not in BESIDE) for file in files}
-        items.sort(key=lambda item: rank[item.nodeid.split("::")[0]])
+        items.sort(key=lambda item: rank_of(item.nodeid))

@@ -1,18 +1,18 @@
-/** The frame around the views: navigation, freshness, the announcement of states. */
+/** The frame of the page: navigation, connection state, announcements for screen readers. */
 
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { ageS, link, NO_ANSWER, now, stale, status, word } from "./live/store";
-import { Name } from "./ui/text";
-import { THEMES, theme } from "./ui/theme";
+import { Name } from "./components/text";
+import { theme, THEMES } from "./components/theme";
+import { brief } from "./format/format";
+import { reason } from "./format/status-text";
+import { ageS, link, NO_ANSWER, now, stale, status, word } from "./state/store";
 import { Login } from "./views/login";
 import { Logs } from "./views/logs";
 import { Overview } from "./views/overview";
 import { Settings } from "./views/settings";
 import { Swarm } from "./views/swarm";
-import { reason } from "./words/states";
-import { brief } from "./words/units";
 
 const VIEWS: { id: string; label: string; view: ComponentType }[] = [
   { id: "overview", label: "Overview", view: Overview },
@@ -24,7 +24,7 @@ const VIEWS: { id: string; label: string; view: ComponentType }[] = [
 const here = () => VIEWS.find((view) => `#/${view.id}` === location.hash)?.id ?? "overview";
 const route = signal(here());
 addEventListener("hashchange", () => {
-  // The skip link's target is no view.
+  // The target of the skip link is not a view.
   if (location.hash === "" || location.hash.startsWith("#/")) route.value = here();
 });
 
@@ -33,7 +33,7 @@ export function App() {
   const main = useRef<HTMLElement>(null);
   const first = useRef(true);
   useEffect(() => {
-    // A new view begins at its top, for the eye and for the keyboard.
+    // A new view starts at its top and takes the keyboard focus.
     if (!first.current) {
       main.current?.focus({ preventScroll: true });
       scrollTo(0, 0);
@@ -86,13 +86,13 @@ function Header({ locked }: { locked: boolean }) {
   );
 }
 
-/** How the news comes, and how old it is when that matters. */
+/** Whether the data is live, and its age if it is not. */
 function Freshness() {
   const words =
     link.value === "locked" ? ""
     : stale.value ? (status.value?.final ? "Ended" : `${brief(ageS.value)} old`)
     : status.value === null ? "…" : "Live";
-  const how = link.value === "polling" ? "Asked every 5 seconds: the event stream is not available." : undefined;
+  const how = link.value === "polling" ? "Polling every 5 seconds: the event stream is not available." : undefined;
   return (
     <span class={stale.value && !status.value?.final ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>
       {words}
@@ -105,7 +105,7 @@ function ThemeSwitch() {
     <fieldset class="theme">
       <legend class="unseen">Colours</legend>
       {THEMES.map((name) => (
-        <label key={name} title={{ auto: "As the system", light: "Light", dark: "Dark" }[name]}>
+        <label key={name} title={{ auto: "Same as the system", light: "Light", dark: "Dark" }[name]}>
           <input
             type="radio"
             name="theme"
@@ -122,7 +122,7 @@ function ThemeSwitch() {
   );
 }
 
-/** Tells a screen reader of a new state once, in the node's words at that moment; not of every changed figure. */
+/** Announces a new state to screen readers once, not every changed number. */
 function Announcer() {
   const said = useRef({ key: "", text: "" });
   const key = word.value;

@@ -1,10 +1,10 @@
-/** The page's start: token, theme, live feed, application. */
+/** Starts the page: token, theme, feed, application. */
 
 import { render } from "preact";
 import { takeToken } from "./api/client";
 import { App } from "./app";
-import { start } from "./live/store";
-import { startTheme } from "./ui/theme";
+import { startTheme } from "./components/theme";
+import { start } from "./state/store";
 import "./style/base.css";
 import "./style/shell.css";
 import "./style/overview.css";

@@ -3,7 +3,7 @@ import { api } from "../src/api/client";
 
 afterEach(() => vi.unstubAllGlobals());
 
-test("a zero goes into the address, and what is left out does not", async () => {
+test("queries contain zeros and omit undefined values", async () => {
   const asked: string[] = [];
   vi.stubGlobal("fetch", async (path: string) => {
     asked.push(path);

@@ -1,15 +1,15 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import type { Status } from "../src/api/types";
-import { Feed, type Link, LOST_POLL_MS, POLL_MS, RETRY_MS, SILENCE_MS } from "../src/live/feed";
+import type { Status } from "../src/api/schema";
+import { Feed, type Link, LOST_POLL_MS, POLL_MS, RETRY_MS, SILENCE_MS } from "../src/state/feed";
 
-/** A node behind the feed: what it answers now, and the streams that were opened to it. */
+/** A fake node: its current answer, and the streams that the feed opened. */
 class Node {
   answer: "ok" | "down" | "locked" = "ok";
   asked = 0;
   streams: { onStatus(status: Status): void; onFailure(): void; open: boolean }[] = [];
   links: Link[] = [];
   news: string[] = [];
-  heardAt: number | null = null;
+  receivedAt: number | null = null;
   readonly feed = new Feed(
     {
       openStream: (onStatus, onFailure) => {
@@ -28,9 +28,9 @@ class Node {
       cancel: (timer) => clearTimeout(timer as NodeJS.Timeout),
     },
     (status) => this.news.push(status.reason),
-    (link, heardAt) => {
+    (link, receivedAt) => {
       this.links.push(link);
-      this.heardAt = heardAt;
+      this.receivedAt = receivedAt;
     },
   );
 
@@ -63,7 +63,7 @@ async function streaming(): Promise<void> {
   node.stream?.onStatus(say("streamed"));
 }
 
-test("a full answer first, then one stream and no more questions while it speaks", async () => {
+test("polls once, then uses one stream while it sends events", async () => {
   await streaming();
   expect(node.news).toEqual(["asked", "streamed"]);
   for (let second = 0; second < 60; second += 1) {
@@ -73,22 +73,22 @@ test("a full answer first, then one stream and no more questions while it speaks
   expect([node.asked, node.streams.length, node.link]).toEqual([1, 1, "stream"]);
 });
 
-test("a silent stream is not trusted: the node is asked, and stays live when it answers", async () => {
+test("a silent stream causes a poll, and stays open if the node answers", async () => {
   await streaming();
   await pass(SILENCE_MS);
   expect([node.asked, node.link, node.open]).toEqual([2, "stream", 1]);
-  expect(node.heardAt).toBe(Date.now());
+  expect(node.receivedAt).toBe(Date.now());
 });
 
-test("a node that hangs behind an open stream is found out", async () => {
+test("a node that hangs behind an open stream counts as lost", async () => {
   await streaming();
   const heard = Date.now();
   node.answer = "down";
   await pass(SILENCE_MS);
-  expect([node.link, node.open, node.heardAt]).toEqual(["lost", 0, heard]);
+  expect([node.link, node.open, node.receivedAt]).toEqual(["lost", 0, heard]);
 });
 
-test("without a stream it polls every five seconds, and tries the stream again, ever more rarely", async () => {
+test("without a stream it polls every five seconds and retries the stream with growing delays", async () => {
   await streaming();
   node.stream?.onFailure();
   await pass(0);
@@ -105,7 +105,7 @@ test("without a stream it polls every five seconds, and tries the stream again, 
   expect(node.asked).toBeGreaterThan(before + 300);
 });
 
-test("a node that is gone is asked every two seconds, and its return is one full answer and a new stream", async () => {
+test("a lost node is polled every two seconds; after its return there is one new stream", async () => {
   await streaming();
   node.answer = "down";
   node.stream?.onFailure();
@@ -120,7 +120,7 @@ test("a node that is gone is asked every two seconds, and its return is one full
   expect([node.link, node.news.at(-1)]).toEqual(["stream", "back"]);
 });
 
-test("hidden: nothing is open and nothing is asked; looked at again: at once", async () => {
+test("a hidden tab closes the stream and does not poll; a visible one resumes at once", async () => {
   await streaming();
   node.feed.sleep();
   expect([node.open, node.link]).toEqual([0, "asleep"]);
@@ -132,7 +132,7 @@ test("hidden: nothing is open and nothing is asked; looked at again: at once", a
   expect([node.asked, node.open]).toEqual([asked + 1, 1]);
 });
 
-test("locked: it waits for the token, and goes on after it", async () => {
+test("a locked node is not polled until the login", async () => {
   node.answer = "locked";
   node.feed.wake();
   await pass(60_000);
@@ -143,7 +143,7 @@ test("locked: it waits for the token, and goes on after it", async () => {
   expect(node.open).toBe(1);
 });
 
-test("what an old stream or an old question says after sleep changes nothing", async () => {
+test("late answers and events after sleep are ignored", async () => {
   await streaming();
   const old = node.stream;
   node.feed.sleep();

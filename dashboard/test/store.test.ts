@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
-import type { Status } from "../src/api/types";
+import type { Status } from "../src/api/schema";
 
-/** The newest stream that the page opened. */
+/** Sends an event on the newest stream. */
 let tell: (status: Status) => void;
 let answer: Status;
 let page: EventTarget & { hidden: boolean };
@@ -37,8 +37,8 @@ afterEach(async () => {
   vi.useRealTimers();
 });
 
-test("a node that began anew is another process, also where nobody saw it go", async () => {
-  const { link, reconnects, start } = await import("../src/live/store");
+test("a restart is detected also while the tab was hidden", async () => {
+  const { link, reconnects, start } = await import("../src/state/store");
   answer = since("09:00");
   start();
   await vi.advanceTimersByTimeAsync(0);

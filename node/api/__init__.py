@@ -1,1 +1,1 @@
-"""HTTP over one node: pages, JSON, events, metrics. Knows no process and no worker; what it needs is in `seam.py`."""
+"""The HTTP API of one node: dashboard, JSON, events and metrics. It reaches the node through `node_interface` only."""

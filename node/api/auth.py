@@ -1,6 +1,6 @@
-"""Who may call: host names, same origin, token or session, throttle, body size. Pure ASGI around the whole application.
+"""Who may call the API: host names, same origin, token or session, throttling and body size.
 
-Everything is protected unless it is named in `PUBLIC`, so a new route needs no thought. Knows requests; knows no node.
+`Guard` is plain ASGI around the whole application. Every path needs the token or a session unless `PUBLIC` names it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import hmac
 import ipaddress
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from node.api.problem import problem_response
+from node.api.errors import problem_response
 
 PUBLIC = frozenset({"/", "/livez", "/readyz"})
 PUBLIC_PREFIX = "/assets/"
 METRICS = "/metrics"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_BYTES_MAX = 64 * 1024
-BODY_S = 10.0
-"""A body that has not arrived by then is given up."""
+BODY_TIMEOUT_S = 10.0
 SESSION_S = 7 * 86400.0
 SESSIONS_MAX = 64
 FAILURES_MAX = 10
@@ -41,34 +40,28 @@ SECURITY_HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    status: int
-    detail: str
-    headers: tuple[tuple[str, str], ...] = ()
-
-
 class Keys:
-    """The token, and the sessions that were opened with it. `clock` gives seconds that only grow."""
+    """The token and the sessions opened with it. `clock` is monotonic, in seconds."""
 
     def __init__(self, token: str, clock: Callable[[], float]) -> None:
         self._token = token.encode()
         self._clock = clock
         self._sessions: OrderedDict[str, float] = OrderedDict()
+        """Digest of a session's key -> when it ends."""
         self._failures: OrderedDict[str, deque[float]] = OrderedDict()
-        # Browsers share the cookies of all ports of one host: each node needs a name of its own.
+        # Browsers share cookies between all ports of a host, so each node needs its own name.
         self.cookie_name = "diloco_session_" + hashlib.sha256(self._token).hexdigest()[:8]
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must not stand in anything that is handed on."""
+        """Texts that must not appear in anything passed on."""
         return (self._token.decode(),)
 
-    def token_fits(self, offered: str) -> bool:
-        return hmac.compare_digest(offered.encode(), self._token)
+    def is_token(self, candidate: str) -> bool:
+        return hmac.compare_digest(candidate.encode(), self._token)
 
     def open_session(self) -> str:
-        """A new session's key; beyond SESSIONS_MAX the oldest ends."""
+        """Return a new session's key. Beyond SESSIONS_MAX the oldest session ends."""
         key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = self._clock() + SESSION_S
         while len(self._sessions) > SESSIONS_MAX:
@@ -78,14 +71,16 @@ class Keys:
     def close_session(self, key: str) -> None:
         self._sessions.pop(_digest(key), None)
 
-    def session_fits(self, key: str) -> bool:
-        # Looked up by digest, so the time it takes tells nothing about the keys.
+    def is_session(self, key: str) -> bool:
+        # Looked up by digest, so the time it takes reveals nothing about the keys.
         ends_at = self._sessions.get(_digest(key))
         return ends_at is not None and self._clock() < ends_at
 
-    def throttled(self, address: str) -> bool:
-        """Count one wrong token from `address`; whether that was too many. A right token is never throttled: it has
-        256 bits, and a stale browser tab that keeps asking must not lock its owner out."""
+    def record_failure(self, address: str) -> bool:
+        """Count one wrong token from `address`. Returns whether there were too many.
+
+        A right token is never throttled: it has 256 bits, and an old browser tab must not lock its owner out.
+        """
         now = self._clock()
         failures = self._failures.setdefault(address, deque(maxlen=FAILURES_MAX + 1))
         self._failures.move_to_end(address)
@@ -96,14 +91,14 @@ class Keys:
 
 
 class Guard:
-    """ASGI application that lets through what is allowed and answers the rest with a problem."""
+    """ASGI application that passes allowed requests on and answers the others with a problem."""
 
     def __init__(self, app: ASGIApp, keys: Keys, *, hosts: Iterable[str], metrics_public: bool) -> None:
-        """`hosts` are the allowed host names beside loopback's, without ports."""
+        """`hosts`: allowed host names besides those of loopback, without ports."""
         self._app = app
         self._keys = keys
-        # A wildcard is an address to bind, and no name: browsers let any page reach this machine under it.
-        named = {h.strip("[]").lower() for h in hosts if h} - {"0.0.0.0", "::"}
+        # A wildcard address is for binding only: browsers let any page reach this machine under it.
+        named = {host.strip("[]").lower() for host in hosts if host} - {"0.0.0.0", "::"}
         self._hosts = {"localhost", "127.0.0.1", "::1"} | named
         self._metrics_public = metrics_public
 
@@ -118,76 +113,71 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
+        refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None and scope["method"] not in SAFE_METHODS:
             try:
-                receive = await asyncio.wait_for(_whole_body(receive), BODY_S)
+                receive = await asyncio.wait_for(_read_body(receive), BODY_TIMEOUT_S)
             except TimeoutError:
-                refusal = Refusal(408, "The request's body did not arrive in time.")
+                refusal = problem_response(408, "The request's body did not arrive in time: send it again.")
             except OverflowError:
                 refusal = _too_large()
-        if refusal is None:
-            await self._app(scope, receive, send_with_headers)
-        else:
-            response = problem_response(refusal.status, refusal.detail, dict(refusal.headers))
-            await response(scope, receive, send_with_headers)
+        await (refusal or self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         return (
-            self._wrong_host(headers)
-            or self._wrong_origin(scope, headers)
-            or self._wrong_key(scope, headers)
-            or _wrong_length(headers)
+            self._check_host(headers)
+            or self._check_origin(scope, headers)
+            or self._check_key(scope, headers)
+            or _check_length(headers)
         )
 
-    def _wrong_host(self, headers: Headers) -> Refusal | None:
-        """Whatever the bind address: a foreign name that resolves to this machine must not reach it (DNS rebinding)."""
+    def _check_host(self, headers: Headers) -> Response | None:
+        """Refuse foreign names that resolve to this machine (DNS rebinding), whatever the bind address."""
         hosts = headers.getlist("host")
-        name = host_name(hosts[0]) if len(hosts) == 1 else ""
-        if name in self._hosts:
+        if len(hosts) == 1 and host_name(hosts[0]) in self._hosts:
             return None
-        return Refusal(403, "This host name is not allowed: add it to api.allowed_hosts if it is yours.")
+        return problem_response(403, "This host name is not allowed: add it to api.allowed_hosts if it is yours.")
 
-    def _wrong_origin(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _check_origin(self, scope: Scope, headers: Headers) -> Response | None:
+        """Unsafe requests come from the node's own page, or carry the token and no cookie."""
         if scope["method"] in SAFE_METHODS:
             return None
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        foreign = Refusal(403, "Requests that change something must come from this node's own page.")
-        if site is not None and site != "same-origin":
-            return foreign
-        if origin is not None and not _is_at(origin, headers["host"]):
-            return foreign
-        if site is not None or origin is not None:
-            return None
-        return foreign if bearer(headers) is None or "cookie" in headers else None
+        if site is None and origin is None:
+            is_own = bearer(headers) is not None and "cookie" not in headers
+        else:
+            is_own = site in (None, "same-origin") and (origin is None or _is_origin_of(origin, headers["host"]))
+        return None if is_own else problem_response(403, "Only this node's own page may send requests that change it.")
 
-    def _wrong_key(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _check_key(self, scope: Scope, headers: Headers) -> Response | None:
         path = scope["path"]
         if path in PUBLIC or path.startswith(PUBLIC_PREFIX):
             return None
-        if path == METRICS and (self._metrics_public or _on_loopback(scope, headers)):
+        if path == METRICS and (self._metrics_public or _is_from_loopback(scope, headers)):
             return None
-        challenge = (("WWW-Authenticate", 'Bearer realm="diloco-node"'),)
-        offered = bearer(headers)
-        if offered is not None:
-            if self._keys.token_fits(offered):
+        challenge: Mapping[str, str] = {"WWW-Authenticate": 'Bearer realm="diloco-node"'}
+        token = bearer(headers)
+        if token is not None:
+            if self._keys.is_token(token):
                 return None
-            address = scope["client"][0] if scope.get("client") else ""
-            if self._keys.throttled(address):
-                return Refusal(429, "Too many wrong tokens: wait a minute.", (("Retry-After", "60"),))
-            return Refusal(401, "The token is wrong: it is in the file api-token of the data folder.", challenge)
+            if self._keys.record_failure(scope["client"][0] if scope.get("client") else ""):
+                return problem_response(429, "Too many wrong tokens: wait a minute.", {"Retry-After": "60"})
+            return problem_response(
+                401, "The token is wrong: it is in the file api-token of the data folder.", challenge
+            )
         key = session_key(headers, self._keys.cookie_name)
-        if key is not None and self._keys.session_fits(key):
+        if key is not None and self._keys.is_session(key):
             return None
-        return Refusal(401, "A token or a session is needed: the token is in api-token in the data folder.", challenge)
+        return problem_response(
+            401, "A token or a session is needed: the token is in the file api-token of the data folder.", challenge
+        )
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, lower case; empty where it is malformed."""
+    """The name in a Host header, without port and brackets, in lower case; empty where it is malformed."""
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises for a port that is no number
+        _ = parts.port  # raises for a port that is not a number
     except ValueError:
         return ""
     if "@" in host or parts.path or parts.query or parts.fragment:
@@ -196,30 +186,31 @@ def host_name(host: str) -> str:
 
 
 def session_key(headers: Headers, cookie_name: str) -> str | None:
-    """The value of the cookie, as it stands; of several the last, for browsers name those of longer paths first.
+    """The cookie's raw value; of several the last, because browsers send those of longer paths first.
 
-    `http.cookies` does not do: it stops at the first cookie of some other program that it dislikes, and unquoting a
-    hostile one (starlette's parser does that too) takes it a second.
+    `http.cookies` stops at the first malformed cookie of another program, and unquoting a hostile one takes a second;
+    starlette's parser has the same flaw.
     """
     pairs = (pair.partition("=") for header in headers.getlist("cookie") for pair in header.split(";"))
-    fitting = [value.strip() for name, _, value in pairs if name.strip() == cookie_name]
-    return fitting[-1] if fitting else None
+    values = [value.strip() for name, _, value in pairs if name.strip() == cookie_name]
+    return values[-1] if values else None
 
 
 def bearer(headers: Headers) -> str | None:
+    """The token of the Authorization header."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-def _is_at(origin: str, host: str) -> bool:
+def _is_origin_of(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:  # a bracket that nobody closes, say: the origin of no page
+    except ValueError:  # such as an unclosed bracket
         return False
 
 
-def _on_loopback(scope: Scope, headers: Headers) -> bool:
-    """The caller sits on this machine, and no proxy says that it speaks for somebody else."""
+def _is_from_loopback(scope: Scope, headers: Headers) -> bool:
+    """Whether the caller is on this machine and is not a proxy for somebody elsewhere."""
     if "forwarded" in headers or "x-forwarded-for" in headers or not scope.get("client"):
         return False
     try:
@@ -230,38 +221,37 @@ def _on_loopback(scope: Scope, headers: Headers) -> bool:
     return (mapped or address).is_loopback
 
 
-def _wrong_length(headers: Headers) -> Refusal | None:
+def _check_length(headers: Headers) -> Response | None:
     length = headers.get("content-length", "0")
     if not length.isdecimal():
-        return Refusal(400, "Content-Length is not a number.")
+        return problem_response(400, "Content-Length is not a number.")
     return _too_large() if int(length) > BODY_BYTES_MAX else None
 
 
-def _too_large() -> Refusal:
-    return Refusal(413, f"The request's body is larger than {BODY_BYTES_MAX} bytes.")
+def _too_large() -> Response:
+    return problem_response(413, f"The request's body is larger than {BODY_BYTES_MAX} bytes: send less.")
 
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-async def _whole_body(receive: Receive) -> Receive:
-    """Read the body, and return a `receive` that gives it again. Raises OverflowError beyond BODY_BYTES_MAX."""
-    first: list[Message] = []
-    body = b""
-    more = True
+async def _read_body(receive: Receive) -> Receive:
+    """Read the body and return a `receive` that yields it again. Raises OverflowError beyond BODY_BYTES_MAX."""
+    body, more = b"", True
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            first = [message]
+            pending = [message]
             break
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > BODY_BYTES_MAX:
             raise OverflowError
-        first = [{"type": "http.request", "body": body, "more_body": False}]
+    else:
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def again() -> Message:
-        return first.pop() if first else await receive()
+    async def receive_again() -> Message:
+        return pending.pop() if pending else await receive()
 
-    return again
+    return receive_again

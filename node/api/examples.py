@@ -1,23 +1,11 @@
-"""An example of every answer, for the OpenAPI document. Made of the models themselves, so that none can be wrong."""
+"""Example responses for the OpenAPI document, built from the models so that they stay valid."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from node.api.models import (
-    Accepted,
-    Contribution,
-    Contributions,
-    Health,
-    History,
-    Logs,
-    ResolvedConfig,
-    Rounds,
-    SessionOpened,
-    Swarm,
-    Version,
-)
-from node.api.seam import LogLine
+from node.api import models
+from node.api.node_interface import LogLine
 from node.status import (
     ContributionInfo,
     DeviceInfo,
@@ -41,53 +29,30 @@ ADA, BOB = "12D3KooWAdaAdaAdaAda3fQ2xK", "12D3KooWBobBobBobBob8sT1vN"
 AT = "2026-11-22T01:02:03.456Z"
 DIGEST = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
+# fmt: off
 ROUND = RoundRecord(
-    round=41,
-    outcome=Outcome.COMPLETE,
+    round=41, outcome=Outcome.COMPLETE, started_at=AT, head=DIGEST, state_digest=DIGEST, swarm_tokens=16_500_000,
     members=(
         Member(peer_id=ADA, name="ada", weight=262144, included=True),
         Member(peer_id=BOB, name="bob", weight=131072, included=True),
     ),
-    started_at=AT,
     seconds=Seconds(rendezvous=0.4, reduce=3.1, commit=0.2, apply=0.1, blocked=3.8),
-    bytes_sent=31_000_000,
-    bytes_received=31_000_000,
-    head=DIGEST,
-    state_digest=DIGEST,
-    swarm_tokens=16_500_000,
-    evaluation_loss=2.31,
+    bytes_sent=31_000_000, bytes_received=31_000_000, evaluation_loss=2.31,
 )
-
 STATUS = Status(
     node=NodeInfo(name="ada", peer_id=ADA, version="0.1.0", data_dir="/data", started_at=AT),
-    phase=Phase.TRAINING,
-    reason="Training towards round 42.",
-    code="training",
-    since=AT,
+    phase=Phase.TRAINING, reason="Training towards round 42.", code="training", since=AT,
     run=RunInfo(
-        name="builtin",
-        manifest_hash=DIGEST,
-        round=41,
-        swarm_round=41,
-        swarm_tokens=16_500_000,
-        total_tokens=100_000_000,
-        head=DIGEST,
-        state_digest=DIGEST,
+        name="builtin", manifest_hash=DIGEST, round=41, swarm_round=41, swarm_tokens=16_500_000,
+        total_tokens=100_000_000, head=DIGEST, state_digest=DIGEST,
     ),
     training=TrainingInfo(
-        loss=2.29,
-        evaluation_loss=2.31,
-        learning_rate=4e-4,
-        inner_step=120,
-        inner_steps=500,
-        tokens_total=9_000_000,
+        loss=2.29, evaluation_loss=2.31, learning_rate=4e-4, inner_step=120, inner_steps=500, tokens_total=9_000_000,
         tokens_per_second=5200.0,
     ),
     sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, last=ROUND),
     peers=PeersInfo(connected=1, training=2),
-    compute_utilization_ratio=0.96,
-    forecast_utilization_ratio=0.97,
-    reachability="direct",
+    compute_utilization_ratio=0.96, forecast_utilization_ratio=0.97, reachability="direct",
     devices=(DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", utilization_ratio=0.98, power_watts=310.0),),
     limits={"cpu_threads": 0, "upload_mbit_s": 20.0, "download_mbit_s": 0.0},
     contribution=ContributionInfo(
@@ -95,85 +60,61 @@ STATUS = Status(
     ),
     notices=(Notice(code="newer_version", level="info", text="2 of 3 peers run a newer version: update."),),
 )
-
 PEER = PeerRow(
-    peer_id=BOB,
-    short_id=BOB[-6:],
-    name="bob",
-    phase="training",
-    round=41,
-    tokens_per_second=2600.0,
-    transport="relay",
-    version="0.1.0",
-    state_digest=DIGEST,
-    last_seen_s=0.8,
-    compute_utilization_ratio=0.94,
+    peer_id=BOB, short_id=BOB[-6:], name="bob", phase="training", round=41, tokens_per_second=2600.0,
+    transport="relay", version="0.1.0", state_digest=DIGEST, last_seen_s=0.8, compute_utilization_ratio=0.94,
     digest_agrees=True,
 )
+CONTRIBUTION = models.Contribution(
+    peer_id=ADA, short_id=ADA[-6:], name="ada", rounds=40, tokens=9_000_000, last_round=41, this_node=True
+)
+LOG_LINE = LogLine(
+    id=7, at=AT, level="info", logger="node.worker.trainer", message="Round 41: complete with 2 of 2 members.",
+    phase="training", round=41,
+)
+CONFIG = models.ResolvedConfig(
+    config={"limits": {"upload_mbit_s": 20.0}}, origins={"limits.upload_mbit_s": "settings page"},
+    changeable={"limits.upload_mbit_s": "now"}, pending_restart=(),
+)
+HEALTH = models.Health(ok=True, phase=Phase.TRAINING, code="training")
+HISTORY = models.History(
+    step_s=20.0, at_s=(1795309200.0, 1795309220.0), series={"training_loss": (2.31, None)}
+)
+VERSION = models.Version(
+    version="0.1.0", revision="ec6d688", python="3.11.7", torch="2.13.0", hivemind="1.1.12"
+)
+# fmt: on
 
-ANSWERS: dict[tuple[str, str], Value] = {
-    ("get", "/livez"): Health(ok=True, phase=Phase.TRAINING, code="training"),
-    ("get", "/readyz"): Health(ok=True, phase=Phase.TRAINING, code="training"),
+RESPONSES: dict[tuple[str, str], Value] = {
+    ("get", "/livez"): HEALTH,
+    ("get", "/readyz"): HEALTH,
     ("get", "/api/v1/status"): STATUS,
-    ("get", "/api/v1/swarm"): Swarm(peers=(PEER,)),
-    ("get", "/api/v1/rounds"): Rounds(rounds=(ROUND,)),
-    ("get", "/api/v1/history"): History(
-        step_s=20.0, at_s=(1795309200.0, 1795309220.0), series={"training_loss": (2.31, None)}
-    ),
-    ("get", "/api/v1/contributions"): Contributions(
-        contributions=(
-            Contribution(
-                peer_id=ADA, short_id=ADA[-6:], name="ada", rounds=40, tokens=9_000_000, last_round=41, this_node=True
-            ),
-        )
-    ),
-    ("get", "/api/v1/logs"): Logs(
-        records=(
-            LogLine(
-                id=7,
-                at=AT,
-                level="info",
-                logger="node.worker.trainer",
-                message="Round 41: complete with 2 of 2 members.",
-                phase="training",
-                round=41,
-            ),
-        ),
-        last_id=7,
-    ),
-    ("get", "/api/v1/version"): Version(
-        version="0.1.0", revision="ec6d688", python="3.11.7", torch="2.13.0", hivemind="1.1.12"
-    ),
-    ("get", "/api/v1/config"): ResolvedConfig(
-        config={"limits": {"upload_mbit_s": 20.0}},
-        origins={"limits.upload_mbit_s": "settings page"},
-        changeable={"limits.upload_mbit_s": "now"},
-        pending_restart=(),
-    ),
-    ("patch", "/api/v1/config"): ResolvedConfig(
-        config={"limits": {"upload_mbit_s": 20.0}},
-        origins={"limits.upload_mbit_s": "settings page"},
-        changeable={"limits.upload_mbit_s": "now"},
-        pending_restart=(),
-    ),
-    ("post", "/api/v1/actions/pause"): Accepted(phase=Phase.PAUSED),
-    ("post", "/api/v1/actions/resume"): Accepted(phase=Phase.TRAINING),
-    ("post", "/api/v1/actions/drain"): Accepted(phase=Phase.DRAINING),
-    ("post", "/api/v1/actions/leave"): Accepted(phase=Phase.LEAVING),
-    ("post", "/api/v1/session"): SessionOpened(cookie="diloco_session_1a2b3c4d"),
+    ("get", "/api/v1/swarm"): models.Swarm(peers=(PEER,)),
+    ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
+    ("get", "/api/v1/history"): HISTORY,
+    ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),
+    ("get", "/api/v1/logs"): models.Logs(records=(LOG_LINE,), last_id=7),
+    ("get", "/api/v1/version"): VERSION,
+    ("get", "/api/v1/config"): CONFIG,
+    ("patch", "/api/v1/config"): CONFIG,
+    ("post", "/api/v1/actions/pause"): models.Accepted(phase=Phase.PAUSED),
+    ("post", "/api/v1/actions/resume"): models.Accepted(phase=Phase.TRAINING),
+    ("post", "/api/v1/actions/drain"): models.Accepted(phase=Phase.DRAINING),
+    ("post", "/api/v1/actions/leave"): models.Accepted(phase=Phase.LEAVING),
+    ("post", "/api/v1/session"): models.SessionOpened(cookie="diloco_session_1a2b3c4d"),
 }
-BODIES: dict[tuple[str, str], Any] = {("post", "/api/v1/actions/pause"): {"for_s": 3600}}
+REQUESTS: dict[tuple[str, str], Any] = {("post", "/api/v1/actions/pause"): {"for_s": 3600}}
 
 
 def add_examples(document: dict[str, Any]) -> None:
-    """Put them into an OpenAPI document, where it has none of its own."""
+    """Add the examples to an OpenAPI document where it has none."""
     for path, item in document["paths"].items():
-        for verb, operation in item.items():
-            answer = ANSWERS.get((verb, path))
+        for method, operation in item.items():
+            example = RESPONSES.get((method, path))
             for status, response in operation["responses"].items():
                 content = response.get("content", {}).get("application/json")
-                if content is not None and answer is not None and status.startswith("2"):
-                    content.setdefault("example", answer.model_dump(mode="json"))
+                if content is not None and example is not None and status.startswith("2"):
+                    content.setdefault("example", example.model_dump(mode="json"))
             body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-            if body is not None and (verb, path) in BODIES:
-                body.setdefault("example", BODIES[verb, path])
+            if body is not None and (method, path) in REQUESTS:
+                body.setdefault("example", REQUESTS[method, path])

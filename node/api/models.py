@@ -1,10 +1,10 @@
-"""The bodies of the API's answers that are not in `node.status`. Lists come in an object. Knows only words."""
+"""Response bodies of the API that are not in `node.status`. Lists come inside an object."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from node.api.seam import LogLine
+from node.api.node_interface import LogLine
 from node.status import PeerRow, Phase, RoundRecord, Value
 
 
@@ -29,11 +29,11 @@ class History(Value):
     at_s: tuple[float, ...]
     """Unix time at which each step begins; the axis of all series."""
     series: dict[str, tuple[float | None, ...]]
-    """One value a step, null where nothing is known: the node was off, or the machine asleep."""
+    """One value per step; null where the node was off or the machine asleep."""
 
 
 class Contribution(Value):
-    """What one peer has given, in the rounds that this node knows of."""
+    """What one peer contributed to the rounds that this node knows."""
 
     peer_id: str
     short_id: str
@@ -53,7 +53,7 @@ class Logs(Value):
     records: tuple[LogLine, ...]
     """Oldest first."""
     last_id: int
-    """Ask with `after=last_id` for what comes next."""
+    """Pass it as `after` to get the records that follow."""
 
 
 class Version(Value):
@@ -66,13 +66,14 @@ class Version(Value):
 
 class ResolvedConfig(Value):
     config: dict[str, Any]
-    """Every key as it holds now; secrets are hidden."""
+    """The current value of every key; secrets are hidden."""
     origins: dict[str, str]
-    """Where each key came from, `default` included, under its dotted name."""
+    """Dotted key to the source of its value, `default` included."""
     changeable: dict[str, Literal["now", "restart"]]
-    """What `PATCH` takes: some keys hold at once, others from the worker's next start (pause and resume do that)."""
+    """The keys that `PATCH` accepts. `now` applies at once, `restart` from the worker's next start (pause and
+    resume)."""
     pending_restart: tuple[str, ...]
-    """Keys that have changed since the worker's start, and wait for its next one."""
+    """Keys that changed after the worker started and apply from its next start."""
 
 
 class Accepted(Value):

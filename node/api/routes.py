@@ -1,25 +1,389 @@
-"""The endpoints, put together. Each turns a request into a question to the node, and the answer into words.
-
-They know the node through `seam.py` only; who may call is decided in `auth.py`.
-"""
+"""All endpoints of the API except the dashboard. `auth.Guard` decides who may call them."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import asyncio
+import platform
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-from node.api import routes_about, routes_act, routes_health, routes_read
-from node.api.configure import add_config
-from node.api.problem import problem_responses
-from node.api.served import Served
+from fastapi import APIRouter, Body, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import AwareDatetime
 
-__all__ = ["Served", "make_router"]
+from node.api import models
+from node.api.auth import SESSION_S, Keys, bearer, session_key
+from node.api.errors import Fault, describe_problems, problem_response
+from node.api.metrics import Build, Metrics
+from node.api.node_interface import (
+    LOG_LEVELS,
+    SERIES,
+    ActionName,
+    Configured,
+    HistoryReader,
+    Level,
+    LogLine,
+    Node,
+    PauseOrder,
+    Settings,
+)
+from node.api.redaction import hide_secrets
+from node.api.support_bundle import BundleSource, make_bundle
+from node.config.overrides import OverrideError
+from node.config.schema import Config
+from node.status import PeerRow, Phase, RoundRecord, RunInfo, Status
+
+READY = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING})
+"""A connecting node is not ready: no peer has answered yet."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUNDLE_TIMEOUT_S = 20.0
+STREAMS_MAX = 128
+EVENT_INTERVAL_S = 1.0
+KEEP_ALIVE_S = 15.0
+RECONNECT_MS = 2000
+"""How long a browser waits before it reconnects to the event stream."""
+CONTRIBUTORS_MAX = 1000
+POINTS_MAX = 2000
+PATCH_EXAMPLE = {
+    "limits": {"upload_mbit_s": 20},
+    "schedule": {"active": ["mon-fri 22:00-08:00"]},
+    "node": {"name": None},
+}
+
+Responses = dict[int | str, dict[str, Any]]
 
 
-def make_router(served: Served) -> APIRouter:
-    router = APIRouter(responses=problem_responses(400, 401, 403, 405, 408, 413, 422, 429, 500))
-    routes_health.add(router, served)
-    routes_read.add(router, served)
-    routes_about.add(router, served)
-    add_config(router, served.settings)
-    routes_act.add(router, served)
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """Everything that the routes use."""
+
+    node: Node
+    history: HistoryReader
+    metrics: Metrics
+    keys: Keys
+    settings: Settings
+    config: Config
+    """The configuration at the start: port and allowed hosts do not change."""
+    build: Build
+
+
+def make_router(context: ApiContext) -> APIRouter:
+    router = APIRouter(responses=describe_problems(400, 401, 403, 405, 408, 413, 422, 429, 500))
+    _add_health(router, context)
+    _add_status(router, context.node)
+    _add_history(router, context)
+    _add_logs(router, context.node)
+    _add_events(router, context.node)
+    _add_version(router, context.build)
+    _add_support_bundle(router, context)
+    _add_config(router, context.settings)
+    _add_actions(router, context.node)
+    _add_session(router, context.keys)
     return router
+
+
+def _add_health(router: APIRouter, context: ApiContext) -> None:
+    def health(response: Response, ok: bool) -> models.Health:
+        status = context.node.view().status
+        response.status_code = 200 if ok else 503
+        return models.Health(ok=ok, phase=status.phase, code=status.code)
+
+    unhealthy: Responses = {503: {"model": models.Health, "description": "Not healthy, or not ready."}}
+
+    @router.get("/livez", response_model=models.Health, responses=unhealthy, tags=["health"])
+    async def livez(response: Response) -> models.Health:
+        """Whether the event loop answers and the worker's heartbeat is recent. Peers do not matter."""
+        return health(response, context.node.view().alive)
+
+    @router.get("/readyz", response_model=models.Health, responses=unhealthy, tags=["health"])
+    async def readyz(response: Response) -> models.Health:
+        """Whether the node is live and downloading, training, syncing or paused."""
+        view = context.node.view()
+        return health(response, view.alive and view.status.phase in READY)
+
+    text = {"schema": {"type": "string"}, "example": 'diloco_node_phase{phase="training"} 1.0\n'}
+    page: Responses = {200: {"description": "All metrics.", "content": {METRICS_TYPE: text}}}
+
+    @router.get("/metrics", response_class=Response, responses=page, tags=["health"])
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(context.metrics.render(), media_type=METRICS_TYPE)
+
+
+def _add_status(router: APIRouter, node: Node) -> None:
+    @router.get("/api/v1/status", tags=["node"])
+    async def status() -> Status:
+        """The whole snapshot of this node."""
+        return node.view().status
+
+    @router.get("/api/v1/swarm", tags=["node"])
+    async def swarm() -> models.Swarm:
+        """Every peer in this node's peer table."""
+        view = node.view()
+        return models.Swarm(peers=_compare_digests(view.swarm, view.rounds, view.status.run))
+
+    @router.get("/api/v1/rounds", tags=["node"])
+    async def rounds(
+        limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of records.")] = 50,
+    ) -> models.Rounds:
+        """Round records, newest first, including those from before a restart."""
+        return models.Rounds(rounds=tuple(node.view().rounds[:limit]))
+
+
+def _compare_digests(rows: Iterable[PeerRow], records: Sequence[RoundRecord], run: RunInfo) -> tuple[PeerRow, ...]:
+    """Set `digest_agrees`: whether a peer's state digest is this node's for the same round; None where unknown.
+
+    `records`: those of this node, newest first.
+    """
+    digests: dict[int, str] = {}
+    for record in reversed(records):
+        # A fork made this many rounds before it void.
+        for number in range(record.round - record.dropped + 1, record.round + 1):
+            digests.pop(number, None)
+        if record.state_digest:
+            digests[record.round] = record.state_digest
+    if run.state_digest:
+        digests[run.round] = run.state_digest
+
+    def agrees(row: PeerRow) -> bool | None:
+        own = digests.get(row.round)
+        return row.state_digest == own if own and row.state_digest else None
+
+    return tuple(row.model_copy(update={"digest_agrees": agrees(row)}) for row in rows)
+
+
+def _add_history(router: APIRouter, context: ApiContext) -> None:
+    unavailable = describe_problems(503)
+
+    @router.get("/api/v1/history", responses=unavailable, tags=["node"])
+    async def history(
+        series: Annotated[
+            str,
+            Query(max_length=1000, description=f"Names separated by commas; empty: all. Known: {', '.join(SERIES)}."),
+        ] = "",
+        since: Annotated[
+            AwareDatetime | None, Query(description="A moment with a time zone (RFC 3339); default: an hour ago.")
+        ] = None,
+        points: Annotated[int, Query(ge=1, le=POINTS_MAX, description="Maximum number of steps.")] = 300,
+    ) -> models.History:
+        """Series over one time axis, kept over restarts: means, rates and time shares; null where nothing is known."""
+        names = _parse_series(series)
+        chart = await context.history.chart(names, since.timestamp() if since else None, points)
+        columns = {name: tuple(column) for name, column in chart.columns.items()}
+        return models.History(step_s=chart.step_s, at_s=tuple(chart.at_s), series=columns)
+
+    @router.get("/api/v1/contributions", responses=unavailable, tags=["node"])
+    async def contributions() -> models.Contributions:
+        """What each peer contributed to the rounds that this node knows; the thousand with the most tokens."""
+        own_id = context.node.view().status.node.peer_id
+        shares = await context.history.shares(CONTRIBUTORS_MAX)
+        return models.Contributions(
+            contributions=tuple(
+                models.Contribution(**asdict(share), short_id=share.peer_id[-6:], this_node=share.peer_id == own_id)
+                for share in shares
+            )
+        )
+
+
+def _parse_series(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in SERIES:
+            message = f"there is no series {name!r}; the known ones are {', '.join(SERIES)}"
+            raise RequestValidationError([{"loc": ("query", "series"), "msg": message, "type": "value_error"}])
+    return names or SERIES
+
+
+def _add_logs(router: APIRouter, node: Node) -> None:
+    @router.get("/api/v1/logs", tags=["node"])
+    async def logs(
+        level: Annotated[Level, Query(description="Lowest level.")] = "debug",
+        after: Annotated[int | None, Query(ge=0, description="Only records with a higher id.")] = None,
+        limit: Annotated[int, Query(ge=1, le=2000, description="Maximum number of records.")] = 200,
+        search: Annotated[
+            str, Query(max_length=200, description="Part of the logger's name or of the message; case is ignored.")
+        ] = "",
+    ) -> models.Logs:
+        """Records of `level` and above, oldest first: the first `limit` after id `after`, or the newest `limit`."""
+        levels, needle = LOG_LEVELS[LOG_LEVELS.index(level) :], search.casefold()
+
+        def matches(line: LogLine) -> bool:
+            return (
+                line.level in levels
+                and line.id > (after or 0)
+                and (needle in line.logger.casefold() or needle in line.message.casefold())
+            )
+
+        records = [line for line in node.view().logs if matches(line)]
+        records = records[-limit:] if after is None else records[:limit]
+        return models.Logs(records=tuple(records), last_id=records[-1].id if records else after or 0)
+
+
+def _add_events(router: APIRouter, node: Node) -> None:
+    open_streams = 0
+
+    async def counted() -> AsyncIterator[bytes]:
+        nonlocal open_streams
+        open_streams += 1
+        try:
+            async for event in stream_events(node):
+                yield event
+        finally:
+            open_streams -= 1
+
+    described: Responses = {
+        200: {
+            "description": "Events named `status`, each with a full status.",
+            "content": {
+                "text/event-stream": {"schema": {"type": "string"}, "example": "event: status\ndata: {...}\n\n"}
+            },
+        },
+        **describe_problems(503),
+    }
+
+    @router.get("/api/v1/events", response_class=StreamingResponse, responses=described, tags=["node"])
+    async def events() -> Response:
+        """Server-sent events: the status at once, then after each change, at most once a second."""
+        if open_streams >= STREAMS_MAX:
+            return problem_response(503, "Too many event streams are open: close some.", {"Retry-After": "5"})
+        return StreamingResponse(counted(), media_type="text/event-stream")
+
+
+async def stream_events(
+    node: Node, *, interval_s: float = EVENT_INTERVAL_S, keep_alive_s: float = KEEP_ALIVE_S
+) -> AsyncIterator[bytes]:
+    """Server-sent events of the node's status, at most one per `interval_s`; a comment after `keep_alive_s` of silence.
+
+    The stream ends with the last status when the node ends.
+    """
+    yield f"retry: {RECONNECT_MS}\n\n".encode()
+    with node.subscribe() as queue:
+        while True:
+            try:
+                status = await asyncio.wait_for(queue.get(), keep_alive_s)
+            except TimeoutError:
+                yield b": keep-alive\n\n"
+                continue
+            body = (status or node.view().status).model_dump_json()
+            yield b"event: status\ndata: " + body.encode() + b"\n\n"
+            if status is None:
+                return
+            await asyncio.sleep(interval_s)
+
+
+def _add_version(router: APIRouter, build: Build) -> None:
+    @router.get("/api/v1/version", tags=["node"])
+    async def version() -> models.Version:
+        """Versions of the node and of its main dependencies."""
+        return models.Version(**asdict(build), python=platform.python_version())
+
+
+def _add_support_bundle(router: APIRouter, context: ApiContext) -> None:
+    making: asyncio.Future[bytes] | None = None
+    zip_file = {"schema": {"type": "string", "format": "binary"}}
+    described: Responses = {
+        200: {"description": "A zip file.", "content": {"application/zip": zip_file}},
+        **describe_problems(503),
+    }
+
+    @router.get("/api/v1/support-bundle", response_class=Response, responses=described, tags=["node"])
+    async def support_bundle() -> Response:
+        """Status, swarm, rounds, configuration, versions, machine and log, without secrets and addresses."""
+        nonlocal making
+        if making is None or making.done():
+            configured = context.settings.configured()
+            config, origins = configured.config, configured.origins
+            page, secrets = context.metrics.render(), context.keys.secrets
+            source = BundleSource(context.node.view(), config, origins, context.build, page, secrets)
+            making = asyncio.ensure_future(asyncio.to_thread(make_bundle, source))
+        try:
+            # Concurrent requests share one bundle.
+            content = await asyncio.wait_for(asyncio.shield(making), BUNDLE_TIMEOUT_S)
+        except TimeoutError:
+            return problem_response(503, "The bundle takes too long: ask again later.", {"Retry-After": "10"})
+        name = time.strftime("diloco-node-support-%Y%m%d-%H%M%S.zip", time.gmtime())
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return Response(content, media_type="application/zip", headers=headers)
+
+
+def _add_config(router: APIRouter, settings: Settings) -> None:
+    def resolved(configured: Configured) -> models.ResolvedConfig:
+        return models.ResolvedConfig(
+            config=hide_secrets(configured.config.model_dump(mode="json")),
+            origins=dict(configured.origins),
+            changeable=dict(configured.changeable),
+            pending_restart=configured.pending_restart,
+        )
+
+    @router.get("/api/v1/config", tags=["node"])
+    async def config() -> models.ResolvedConfig:
+        """The current configuration without secrets, and which of its keys can change while the node runs."""
+        return resolved(settings.configured())
+
+    @router.patch(
+        "/api/v1/config", response_model=models.ResolvedConfig, responses=describe_problems(422), tags=["actions"]
+    )
+    async def change(
+        patch: Annotated[dict[str, Any], Body(examples=[PATCH_EXAMPLE])],
+    ) -> models.ResolvedConfig | Response:
+        """Change some keys, all or none, also for later starts; null resets a key to its value before the change."""
+        try:
+            return resolved(settings.change(patch))
+        except OverrideError as exc:
+            faults = tuple(Fault(where=fault.key, message=fault.message) for fault in exc.faults)
+            return problem_response(422, str(exc), code=exc.code, faults=faults)
+
+
+def _add_actions(router: APIRouter, node: Node) -> None:
+    conflict = describe_problems(409)
+
+    def act(action: ActionName, order: PauseOrder | None = None) -> models.Accepted:
+        return models.Accepted(phase=node.act(action, order or PauseOrder()))
+
+    @router.post("/api/v1/actions/pause", status_code=202, responses=conflict, tags=["actions"])
+    async def pause(order: PauseOrder | None = None) -> models.Accepted:
+        """Free the device: for `for_s` seconds, until `until`, after round `after_round`, or until `resume`."""
+        return act("pause", order)
+
+    @router.post("/api/v1/actions/resume", status_code=202, responses=conflict, tags=["actions"])
+    async def resume() -> models.Accepted:
+        """End a pause, or start the worker again after the node gave up on it."""
+        return act("resume")
+
+    @router.post("/api/v1/actions/drain", status_code=202, responses=conflict, tags=["actions"])
+    async def drain() -> models.Accepted:
+        """Take part in the current round, then stop."""
+        return act("drain")
+
+    @router.post("/api/v1/actions/leave", status_code=202, responses=conflict, tags=["actions"])
+    async def leave() -> models.Accepted:
+        """Save, tell the peers, and stop at once."""
+        return act("leave")
+
+
+def _add_session(router: APIRouter, keys: Keys) -> None:
+    @router.post("/api/v1/session", tags=["session"])
+    async def open_session(request: Request, response: Response) -> models.SessionOpened:
+        """Exchange the token for a cookie, so that a page need not keep the token. A session cannot open another."""
+        if bearer(request.headers) is None:
+            raise HTTPException(401, "A session opens only with the token: send it as Authorization: Bearer.")
+        response.set_cookie(
+            keys.cookie_name,
+            keys.open_session(),
+            max_age=int(SESSION_S),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return models.SessionOpened(cookie=keys.cookie_name)
+
+    @router.delete("/api/v1/session", status_code=204, tags=["session"])
+    async def close_session(request: Request, response: Response) -> None:
+        """End the session and clear its cookie."""
+        key = session_key(request.headers, keys.cookie_name)
+        if key is not None:
+            keys.close_session(key)
+        response.delete_cookie(keys.cookie_name, httponly=True, samesite="strict")

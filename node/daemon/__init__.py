@@ -1,1 +1,1 @@
-"""The supervisor's process: it owns the data folder, the port and the worker. Knows no torch, no training, no swarm."""
+"""The supervisor's process, which owns the data directory, the API's port and the worker. It never imports torch."""

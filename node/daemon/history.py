@@ -1,328 +1,257 @@
-"""The history's file: rows in three fineness, round records, what each peer gave. SQLite; knows no thread and no clock.
+"""The history of a node: samples reports into rows, and reads and writes them on its own thread.
 
-Every row goes into all three tables at once, added to what is there, so nothing has to be thinned out later; each table
-keeps its newest rows only. All times are given. Used by one thread, and the file by one process: the folder is locked.
+The event loop never waits for the disk. While the file cannot be used, recording is paused with one warning; the node
+is not affected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import queue
 import sqlite3
-import zlib
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
-
-from node.api.seam import SERIES, Chart, Share
-from node.daemon.samples import MEANS, SUMS, Row
-from node.status import Activity, RoundRecord
+from node.api.metrics import Series
+from node.api.node_interface import Chart, HistoryUnavailable, PeerContribution
+from node.daemon.history_database import STAGES, SUMS, HistoryDatabase, Row, is_damage, set_aside
+from node.status import Activity, Channel, Outcome, Phase, Report, RoundRecord
 
 logger = logging.getLogger(__name__)
 
-FILE = "history.db"
-DAMAGED = "history.damaged.db"
-VERSION = 1
+T = TypeVar("T")
+STEP_S = 10
+"""Length of the finest rows."""
+GAP_S = 60.0
+"""A longer silence between two reports is a gap in the history."""
+QUEUE_MAX = 256
+"""Jobs that wait for the thread. Beyond that, rows are lost and questions are refused."""
+ANSWER_S = 5.0
+CLOSE_S = 0.8
+REOPEN_S = 30.0
+"""Time until the next attempt to open a file that could not be used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """A table of rows of one length."""
+class Clocks:
+    """`wall_s`: Unix time. `monotonic_s`: only grows, and stops while the machine sleeps."""
 
-    step: int
-    """Seconds."""
-    kept: int
-    """Rows; by number, so that a clock that is set wrong deletes nothing."""
-
-    @property
-    def table(self) -> str:
-        return f"rows_{self.step}"
+    wall_s: Callable[[], float]
+    monotonic_s: Callable[[], float]
 
 
-TIERS = (Tier(10, 8640), Tier(120, 10_080), Tier(3600, 17_520))
-"""A day, two weeks, two years of a node that is always on."""
-ROUNDS_KEPT = 1000
-PEERS_KEPT = 5000
-"""Identities cost nothing: those that gave least are let go."""
-RECENT_S = 3600.0
-BUSY_S = 1.0
-DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+class Sampler:
+    """Turns reports into rows. Row times follow the wall clock, durations the monotonic clock."""
 
-COLUMNS = (*MEANS, *SUMS)
+    def __init__(self, *, trains: bool) -> None:
+        """`trains`: whether activities and losses apply to this node."""
+        self._trains = trains
+        self._previous: tuple[float, Series] | None = None
+        """Monotonic clock and totals at the previous report."""
+        self._open: dict[int, Row] = {}
+
+    def add_report(self, wall_s: float, monotonic_s: float, report: Report, totals: Series) -> None:
+        """A report covers the time since the previous one. `totals`: the counters over all workers."""
+        previous, self._previous = self._previous, (monotonic_s, totals)
+        if previous is None:
+            return
+        elapsed_s = monotonic_s - previous[0]
+        if not 0 < elapsed_s <= GAP_S:
+            return
+        part = Row(0, elapsed_s, means=self._means(report), sums=self._sums(previous[1], totals, elapsed_s))
+        self._spread(part, wall_s - elapsed_s, wall_s)
+
+    def add_round(self, wall_s: float, record: RoundRecord) -> None:
+        """Add a round's seconds where it ended. A skipped round has none."""
+        if not record.head or record.outcome is Outcome.SKIPPED:
+            return
+        seconds = record.seconds.model_dump()
+        row = Row(0, rounds=1, sums=dict.fromkeys(SUMS) | {f"sync_{name}": seconds[name] for name in STAGES})
+        self._row_at(wall_s).add(row)
+
+    def take(self, wall_s: float | None) -> list[Row]:
+        """Remove and return the rows that are over at `wall_s`; None: all rows."""
+        now = math.inf if wall_s is None else wall_s
+        # Rows far ahead of a clock that was set back are over too.
+        done = [at for at in self._open if at + STEP_S <= now or at > now + STEP_S]
+        return [row for at in sorted(done) if (row := self._open.pop(at)).seen_s or row.rounds]
+
+    def _means(self, report: Report) -> dict[str, float | None]:
+        training = report.training
+        means: dict[str, float | None] = {
+            "training_loss": training.loss,
+            "evaluation_loss": training.evaluation_loss,
+            "tokens_per_second": training.tokens_per_second,
+            "swarm_tokens_per_second": sum(row.tokens_per_second for row in report.swarm),
+            "swarm_peers": float(report.peers.training),
+            "forecast_utilization_ratio": report.forecast_utilization_ratio,
+        }
+        if not self._trains:
+            means |= {"training_loss": None, "tokens_per_second": None, "forecast_utilization_ratio": None}
+        elif report.state.phase is Phase.PAUSED:
+            means["forecast_utilization_ratio"] = None
+        return {name: value if value is not None and math.isfinite(value) else None for name, value in means.items()}
+
+    def _sums(self, before: Series, now: Series, elapsed_s: float) -> dict[str, float | None]:
+        """Increases of the counters. Activities add up to `elapsed_s`: unaccounted time is idle."""
+
+        def increases(name: str, labels: Collection[str]) -> dict[str, float]:
+            return {label: max(0.0, now[(name, label)] - before[(name, label)]) for label in labels}
+
+        sums: dict[str, float | None] = dict.fromkeys(SUMS)
+        sums["sent_bytes"] = sum(increases("network_sent_bytes", tuple(Channel)).values())
+        sums["received_bytes"] = sum(increases("network_received_bytes", tuple(Channel)).values())
+        if self._trains:
+            spent = increases("activity_seconds", tuple(Activity))
+            total_s = sum(spent.values())
+            if total_s > elapsed_s:
+                spent = {activity: seconds * elapsed_s / total_s for activity, seconds in spent.items()}
+            else:
+                spent[Activity.IDLE] += elapsed_s - total_s
+            sums |= {f"activity_{activity}": seconds for activity, seconds in spent.items()}
+        return sums
+
+    def _spread(self, part: Row, from_s: float, to_s: float) -> None:
+        """Distribute `part` evenly over the rows from `from_s` to `to_s`."""
+        at_s = from_s
+        while at_s < to_s:
+            row = self._row_at(at_s)
+            end_s = min(to_s, float(row.at_s + STEP_S))
+            share = (end_s - at_s) / part.seen_s
+            sums = {name: None if value is None else value * share for name, value in part.sums.items()}
+            row.add(Row(row.at_s, end_s - at_s, means=part.means, sums=sums))
+            at_s = end_s
+
+    def _row_at(self, at_s: float) -> Row:
+        start = int(at_s // STEP_S) * STEP_S
+        return self._open.setdefault(start, Row(start))
 
 
 class History:
-    """An open file. Any method may raise sqlite3.Error; `is_damage` tells whether the file itself is at fault."""
+    """Implements `node_interface.Past`. `add_report` and `add_round` return at once."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open it, or make it. One that is damaged is set aside with a warning. Raises sqlite3.Error or OSError."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path = folder / FILE
-        try:
-            self._db = self._opened()
-        except sqlite3.Error as exc:
-            if not is_damage(exc):
-                raise
-            set_aside(folder, exc)
-            self._db = self._opened()
+    def __init__(self, folder: Path, clocks: Clocks, totals: Callable[[], Series], *, trains: bool) -> None:
+        """`totals`: the counters over all workers; called with each report."""
+        self._folder, self._clocks, self._totals = folder, clocks, totals
+        self._sampler = Sampler(trains=trains)
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(QUEUE_MAX)
+        self._database: HistoryDatabase | None = None
+        self._tried_at_s = -REOPEN_S
+        self._is_paused = False
+        self._thread = threading.Thread(target=self._work, name="history", daemon=True)
+        self._thread.start()
 
-    def _opened(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        try:
-            # Exclusive: no shared memory is needed, so it works on any file system.
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA journal_size_limit = 4194304")
-            if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-                raise _damage("it fails SQLite's check")
-            _make_tables(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
+    # on the event loop
 
-    def close(self) -> None:
-        self._db.close()
-
-    # writing
-
-    def write(self, rows: Iterable[Row]) -> None:
-        """Add rows to all tables, all or none."""
-        with _transaction(self._db):
-            for row in rows:
-                for tier in TIERS:
-                    self._add(tier, row)
-            for tier in TIERS:
-                self._db.execute(
-                    f"DELETE FROM {tier.table} WHERE at < "  # noqa: S608 - names of ours
-                    f"(SELECT at FROM {tier.table} ORDER BY at DESC LIMIT 1 OFFSET ?)",
-                    (tier.kept - 1,),
-                )
-
-    def _add(self, tier: Tier, row: Row) -> None:
-        at = row.at_s // tier.step * tier.step
-        found = self._db.execute(f"SELECT * FROM {tier.table} WHERE at = ?", (at,)).fetchone()  # noqa: S608
-        whole = Row(at)
-        if found is not None:
-            values = dict(zip(COLUMNS, found[3:], strict=True))
-            whole = Row(at, found[1], found[2], {n: values[n] for n in MEANS}, {n: values[n] for n in SUMS})
-        whole.add(row)
-        marks = ", ".join("?" * (3 + len(COLUMNS)))
-        values = whole.means | whole.sums
-        self._db.execute(
-            f"INSERT OR REPLACE INTO {tier.table} VALUES ({marks})",  # noqa: S608
-            (at, whole.seen_s, whole.rounds, *(values[name] for name in COLUMNS)),
-        )
+    def add_report(self, report: Report) -> None:
+        now_s = self._clocks.wall_s()
+        self._sampler.add_report(now_s, self._clocks.monotonic_s(), report, self._totals())
+        self._write_rows(now_s)
 
     def add_round(self, record: RoundRecord) -> None:
-        """Keep a record, and count what its members gave. A round that is told again is the same round."""
-        with _transaction(self._db):
-            if record.dropped:
-                self._void(record.round - record.dropped + 1, record.round)
-            counts = bool(record.head) and not record.dropped
-            if counts and self._db.execute("SELECT 1 FROM rounds WHERE head = ? AND counts", (record.head,)).fetchone():
+        self._sampler.add_round(self._clocks.wall_s(), record)
+        self._submit(lambda database: database.add_round(record))
+
+    async def rounds(self, limit: int) -> list[RoundRecord]:
+        return await self._ask(lambda database: database.rounds(limit))
+
+    async def chart(self, names: Collection[str], since_s: float | None, points: int) -> Chart:
+        now_s = self._clocks.wall_s()
+        return await self._ask(lambda database: database.chart(names, since_s, now_s, points))
+
+    async def shares(self, limit: int) -> Sequence[PeerContribution]:
+        return await self._ask(lambda database: database.shares(limit))
+
+    def close(self) -> None:
+        """Write the remaining rows and end the thread; within 2 CLOSE_S, even if the disk hangs."""
+        self._write_rows(None)
+        with suppress(queue.Full):
+            self._jobs.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("The history's disk does not respond: its last seconds are lost.")
+
+    def _write_rows(self, wall_s: float | None) -> None:
+        if rows := self._sampler.take(wall_s):
+            self._submit(lambda database: database.write(rows))
+
+    def _submit(self, change: Callable[[HistoryDatabase], object]) -> None:
+        try:
+            self._jobs.put_nowait(lambda: self._use(change))
+        except queue.Full:
+            self._pause("its disk is too slow")
+
+    async def _ask(self, question: Callable[[HistoryDatabase], T]) -> T:
+        """Run a query on the writer thread. Raises HistoryUnavailable."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            if not answer.set_running_or_notify_cancel():
                 return
-            self._db.execute(
-                "INSERT INTO rounds (round, head, counts, record) VALUES (?, ?, ?, ?)",
-                (record.round, record.head, counts, zlib.compress(record.model_dump_json().encode())),
-            )
-            self._db.execute(
-                "DELETE FROM rounds WHERE id <= (SELECT id FROM rounds ORDER BY id DESC LIMIT 1 OFFSET ?)",
-                (ROUNDS_KEPT,),
-            )
-            if counts:
-                self._credit(record, 1)
+            if not self._use(lambda database: answer.set_result(question(database))):
+                answer.set_exception(HistoryUnavailable("The history cannot be read now: the node's log says why."))
 
-    def _credit(self, record: RoundRecord, sign: int) -> None:
-        self._db.executemany(
-            "INSERT INTO peers (peer_id, name, rounds, tokens, last_round) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (peer_id) DO UPDATE SET rounds = max(0, rounds + excluded.rounds), "
-            "tokens = max(0, tokens + excluded.tokens), name = excluded.name, "
-            "last_round = max(last_round, excluded.last_round)",
-            [(m.peer_id, m.name, sign, sign * m.weight, record.round) for m in record.members if m.included],
-        )
-        if self._db.execute("SELECT count(*) FROM peers").fetchone()[0] > PEERS_KEPT:
-            self._db.execute(
-                "DELETE FROM peers WHERE peer_id NOT IN "
-                "(SELECT peer_id FROM peers ORDER BY tokens DESC, last_round DESC LIMIT ?)",
-                (PEERS_KEPT,),
-            )
+        try:
+            self._jobs.put_nowait(job)
+            return await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_S)
+        except (queue.Full, TimeoutError) as exc:
+            raise HistoryUnavailable("The history's disk is too slow now: ask again later.") from exc
 
-    def _void(self, first: int, last: int) -> None:
-        """These rounds do not hold any more: what they gave to the run is gone."""
-        found = self._db.execute(
-            "SELECT id, record FROM rounds WHERE counts AND round BETWEEN ? AND ?", (first, last)
-        ).fetchall()
-        for _, packed in found:
-            if (record := _unpacked(packed)) is not None:
-                self._credit(record, -1)
-        self._db.executemany("UPDATE rounds SET counts = 0 WHERE id = ?", [(key,) for key, _ in found])
+    # on the thread
 
-    # reading
-
-    def rounds(self, limit: int) -> list[RoundRecord]:
-        """The newest records, newest first."""
-        found = self._db.execute("SELECT record FROM rounds ORDER BY id DESC LIMIT ?", (limit,))
-        return [record for (packed,) in found if (record := _unpacked(packed)) is not None]
-
-    def shares(self, limit: int) -> list[Share]:
-        found = self._db.execute(
-            "SELECT peer_id, name, rounds, tokens, last_round FROM peers WHERE rounds > 0 "
-            "ORDER BY tokens DESC, peer_id LIMIT ?",
-            (limit,),
-        )
-        return [Share(*row) for row in found]
-
-    def chart(self, names: Collection[str], since_s: float | None, until_s: float, points: int) -> Chart:
-        """See `api.seam.Past.chart`. Reads at most one table's rows, whatever is asked for."""
-        start_s = max(until_s - RECENT_S if since_s is None else since_s, self._oldest(until_s))
-        tier = self._tier_for(start_s, until_s, points)
-        step = _step(start_s, until_s, points, tier.step)
-        start = math.floor(start_s / step) * step
-        wanted = [name for name in SERIES if name in names]
-        at_s = tuple(float(at) for at in range(start, math.ceil(until_s), step))
-        columns: dict[str, list[float | None]] = {name: [None] * len(at_s) for name in wanted}
-        fields = ", ".join(f"{_merged(column)} AS {column}" for column in COLUMNS)
-        found = self._db.execute(
-            f"SELECT at / ? * ? AS bucket, sum(seen_s), sum(rounds), {fields} "  # noqa: S608
-            f"FROM {tier.table} WHERE at >= ? AND at < ? GROUP BY bucket",
-            (step, step, start, start + step * len(at_s)),
-        )
-        for bucket, seen_s, rounds, *values in found:
-            place = (bucket - start) // step
-            told = _derived(dict(zip(COLUMNS, values, strict=True)), seen_s, rounds)
-            for name in wanted:
-                columns[name][place] = told[name]
-        return Chart(float(step), at_s, columns)
-
-    def _oldest(self, default_s: float) -> float:
-        """Start of the oldest row, by the finest table that has it still."""
-        for tier in TIERS:
-            at, count = self._span(tier)
-            if at is None or count < tier.kept:
-                break
-        return default_s if at is None else float(at)
-
-    def _span(self, tier: Tier) -> tuple[int | None, int]:
-        """Start of a table's oldest row, and how many there are."""
-        at, count = self._db.execute(f"SELECT min(at), count(*) FROM {tier.table}").fetchone()  # noqa: S608
-        return at, count
-
-    def _tier_for(self, start_s: float, until_s: float, points: int) -> Tier:
-        """The finest table that is worth it and goes back so far; where none does, the one that goes back furthest."""
-        wanted_s = (until_s - start_s) / points
-        fitting = [tier for tier in TIERS if tier.step <= wanted_s] or [TIERS[0]]
-        for tier in TIERS[TIERS.index(fitting[-1]) :]:
-            at, count = self._span(tier)
-            if at is None or at <= start_s or count < tier.kept:
-                return tier
-        return TIERS[-1]
-
-
-def is_damage(exc: BaseException) -> bool:
-    """Whether the file is at fault, rather than its disk."""
-    return getattr(exc, "sqlite_errorcode", 0) & 0xFF in DAMAGE
-
-
-def set_aside(folder: Path, exc: sqlite3.Error) -> None:
-    """Keep the newest damaged file for whoever wants to look at it, out of the way."""
-    (folder / FILE).replace(folder / DAMAGED)
-    for leftover in ("-wal", "-shm"):
-        with suppress(FileNotFoundError):
-            (folder / (FILE + leftover)).unlink()
-    logger.warning("The history was damaged (%s): it is set aside as %s, and a new one begins.", exc, folder / DAMAGED)
-
-
-def _step(start_s: float, until_s: float, points: int, unit: int) -> int:
-    """The least multiple of `unit` with which at most `points` steps reach from one to the other."""
-    step = max(unit, math.ceil((until_s - start_s) / points / unit) * unit)
-    while math.ceil(until_s) - math.floor(start_s / step) * step > points * step:
-        step += unit
-    return step
-
-
-def _merged(column: str) -> str:
-    """SQL that makes one value of several rows'; as `Row.add` does."""
-    if column in SUMS:
-        return f"sum({column})"
-    return f"sum({column} * seen_s) / nullif(sum(CASE WHEN {column} IS NOT NULL THEN seen_s END), 0)"
-
-
-def _derived(values: dict[str, float | None], seen_s: float, rounds: int) -> dict[str, float | None]:
-    """What the API tells: shares and rates of the time that is known of, means of the rounds."""
-
-    def per(name: str, whole: float) -> float | None:
-        value = values[name]
-        return value / whole if value is not None and whole > 0 else None
-
-    told = {name: values[name] for name in MEANS}
-    told |= {f"activity_{activity}": per(f"activity_{activity}", seen_s) for activity in Activity}
-    told |= {name: per(name, rounds) for name in SUMS if name.startswith("sync_")}
-    told |= {f"{name}_per_second": per(name, seen_s) for name in ("sent_bytes", "received_bytes")}
-    return told | {"utilization_ratio": told["activity_compute"]}
-
-
-def _make_tables(db: sqlite3.Connection) -> None:
-    found = db.execute("PRAGMA user_version").fetchone()[0]
-    if found not in (0, VERSION):
-        raise _damage(f"it is of version {found}, this node writes {VERSION}")
-    with _transaction(db):
-        columns = ", ".join(f"{name} REAL" for name in COLUMNS)
-        for tier in TIERS:
-            db.execute(
-                f"CREATE TABLE IF NOT EXISTS {tier.table} "
-                f"(at INTEGER PRIMARY KEY, seen_s REAL NOT NULL, rounds INTEGER NOT NULL, {columns})"
-            )
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS rounds (id INTEGER PRIMARY KEY AUTOINCREMENT, round INTEGER NOT NULL, "
-            "head TEXT NOT NULL, counts INTEGER NOT NULL, record BLOB NOT NULL)"
-        )
-        db.execute("CREATE INDEX IF NOT EXISTS rounds_head ON rounds (head)")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, "
-            "rounds INTEGER NOT NULL, tokens INTEGER NOT NULL, last_round INTEGER NOT NULL) WITHOUT ROWID"
-        )
-        db.execute(f"PRAGMA user_version = {VERSION}")
-
-
-def _damage(text: str) -> sqlite3.DatabaseError:
-    error = sqlite3.DatabaseError(text)
-    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return error
-
-
-class _transaction:  # noqa: N801 - reads like a function
-    """All of the block's changes, or none."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
             try:
-                self._db.execute("COMMIT")
-                return
-            except sqlite3.Error:
-                self._roll_back()
-                raise
-        self._roll_back()
+                job()
+            except Exception:
+                logger.exception("Bug in the history; it continues with the next job")
+        if self._database is not None:
+            with suppress(sqlite3.Error):
+                self._database.close()
 
-    def _roll_back(self) -> None:
-        # SQLite may have rolled back by itself, as when the disk is full.
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+    def _use(self, use: Callable[[HistoryDatabase], object]) -> bool:
+        """Call `use` with the open database. Returns False, and logs the reason once, if that is not possible."""
+        try:
+            if (database := self._open()) is None:
+                return False
+            use(database)
+        except (sqlite3.Error, OSError) as exc:
+            self._handle_failure(exc)
+            return False
+        if self._is_paused:
+            self._is_paused = False
+            logger.info("The history continues.")
+        return True
 
+    def _open(self) -> HistoryDatabase | None:
+        now_s = self._clocks.monotonic_s()
+        if self._database is None and now_s - self._tried_at_s >= REOPEN_S:
+            self._tried_at_s = now_s
+            self._database = HistoryDatabase(self._folder)
+        return self._database
 
-def _unpacked(packed: bytes) -> RoundRecord | None:
-    """None for what another version wrote in words that this one does not know."""
-    try:
-        return RoundRecord.model_validate_json(zlib.decompress(packed))
-    except (ValidationError, zlib.error):
-        return None
+    def _handle_failure(self, exc: sqlite3.Error | OSError) -> None:
+        if self._database is not None and isinstance(exc, sqlite3.Error) and is_damage(exc):
+            with suppress(sqlite3.Error):
+                self._database.close()
+            self._database = None
+            with suppress(OSError):
+                set_aside(self._folder, exc)
+                self._tried_at_s = self._clocks.monotonic_s() - REOPEN_S
+            return
+        self._pause(str(exc))
+
+    def _pause(self, reason: str) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            logger.warning(
+                "The status history is not recorded now (%s). Training is unaffected. Free space, or check the disk.",
+                reason,
+            )

@@ -1,249 +1,410 @@
-"""The supervisor's process root: data folder, port, signals, API and keeper are put together here and nowhere else.
+"""The supervisor: the state that the owner wants of this node, and the worker that brings it about.
 
-It answers while the worker works, hangs or dies. Knows no torch, no training, no swarm.
+One event loop, one thread: code between two awaits runs alone.
+
+    desired   worker's mode     phase
+    run       train or relay    as the worker reports; `starting` until its first report
+    pause     pause             paused, with the code of the pause policy's decision
+    drain     (stops: drain)    draining, then stopped
+    leave     (stops: leave)    leaving, then stopped
+    error     none              error, until resume or leave
+    stopped   none              stopped, until resume; only with `node.persist`
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import datetime
-from functools import partial
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 
-import uvicorn
-
-from node import __version__
-from node.api.app import build_app
-from node.api.auth import Keys
-from node.api.metrics import Build
-from node.api.routes import Served
-from node.api.seam import HistoryAway
-from node.config import Config
-from node.daemon.board import ROUNDS_KEPT, Board, BoardHandler
-from node.daemon.disk import Disk
-from node.daemon.folder import DataFolder
-from node.daemon.keeper import Keeper
-from node.daemon.logfile import FOLDER, LogFile
-from node.daemon.notices import NO_TLS, no_tls
-from node.daemon.pauses import Pauser, now_utc
-from node.daemon.probes import Probes, usual_probes
-from node.daemon.recorder import Clocks, Recorder
-from node.daemon.server import GRACE_S, Tls, bind_api, load_tls, make_server, url_of
-from node.daemon.shift import Timings
-from node.daemon.tuner import Tuner
-from node.daemon.wants import Mode
-from node.errors import NodeError
-from node.logs import Stamp, set_level
-from node.ports import API_PORT_FILE, PortFile, moved_notice
-from node.revision import revision
-from node.settings import DEFAULT
-from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
+from node.api.metrics import Build, Metrics
+from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, View
+from node.daemon.data_directory import DataDirectory, DiskMonitor
+from node.daemon.host_sensors import HostSensors
+from node.daemon.live_config import LiveConfig
+from node.daemon.log_handlers import log_worker_record
+from node.daemon.node_state import NodeState
+from node.daemon.pause_policy import PausePolicy
+from node.daemon.worker_process import Timings, WorkerExit, WorkerWatch
+from node.host import gpu_power, ports
+from node.host.logs import set_level
+from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
+from node.worker_protocol import (
+    Adjust,
+    DurationReport,
+    Ended,
+    LogReport,
+    NoticeReport,
+    RoundReport,
+    Start,
+    StatusReport,
+    Stop,
+    WorkerMessage,
+)
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "node.worker")
-SERVER_END_S = GRACE_S + 1.0
+Mode = Literal["train", "relay"]
+DesiredState = Literal["run", "pause", "drain", "leave", "error", "stopped"]
+
+RUN_COMPLETE = "run_complete"
+STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
+CANNOT_WORK = (2, 3)
+"""Exit codes of a worker that cannot do what its settings demand."""
+NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint"}
+"""Codes of worker exits that no setting of the page causes or repairs."""
+COUNTERS_INTERVAL_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What tests replace, and what only the command line knows."""
+class Supervisor:
+    """Implements `node_interface.Node` and `node_interface.Settings`. `run` is the node's life."""
 
-    worker_command: Sequence[str] = WORKER_COMMAND
-    timings: Timings = field(default_factory=Timings)
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Where each configured key came from, for `/api/v1/config`."""
-    clock: Callable[[], datetime] = now_utc
-    """The wall clock that pauses and hours go by."""
-    probes: Probes = field(default_factory=usual_probes)
+    def __init__(
+        self,
+        config: LiveConfig,
+        pause_policy: PausePolicy,
+        *,
+        directory: DataDirectory,
+        state: NodeState,
+        disk: DiskMonitor,
+        build: Build,
+        mode: Mode,
+        join: str | None,
+        worker_command: Sequence[str],
+        timings: Timings,
+    ) -> None:
+        known = state.counters.counters if state.counters is not None else Counters()
+        self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)
+        self._config, self._pause_policy = config, pause_policy
+        self._directory, self._state, self._disk = directory, state, disk
+        self._mode, self._join = mode, join
+        self._timings = timings
+        self._worker = WorkerWatch(worker_command, timings, self._receive)
+        self._pause = pause_policy.decide()
+        self._desired: DesiredState = "pause" if self._pause.by else "run"
+        self._changed = asyncio.Event()
+        """Set when the desired state changes."""
+        self._crashes = 0
+        self._lost_work = ""
+        """A sentence about work that the last training worker did not save."""
+        self._worker_notices: set[str] = set()
+        self._is_shutting_down = False
+        """The process ends, even with `node.persist`."""
+        self._stored_counters = state.counters
+        self._stored_at_s = time.monotonic()
+        self._store_lock = asyncio.Lock()
+        if self._persists and directory.was_stopped:
+            self._desired = "stopped"
+            self._enter(Phase.STOPPED, "stopped", STAYS_STOPPED)
+        self._publish_pause()
 
+    # node_interface.Node
 
-def run(
-    config: Config,
-    *,
-    join: str | None,
-    mode: Mode = "train",
-    on_status: Callable[[Status], None] | None = None,
-    parts: Parts | None = None,
-) -> int:
-    """Be a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
+    def view(self) -> View:
+        return self._state.view(alive=self._worker.silent_s < self._timings.stale_s)
 
-    Raises UsageError (exit code 2) where the data folder cannot be had, MachineError (3) where the API's port cannot;
-    where nobody chose that port, the next free one is taken. `on_status` hears every change; `api.json` and `api-token`
-    are in the data folder before its first call. Only for the main thread: it takes SIGTERM and SIGINT.
-    """
-    parts = parts or Parts()
-    with (
-        DataFolder.open(config.node.data_dir) as folder,
-        bind_api(
-            config.api,
-            PortFile(folder.path / "cache" / API_PORT_FILE),
-            is_default=parts.origins.get("api.port") == DEFAULT,
-        ) as sock,
-    ):
-        node = config.node.model_copy(update={"data_dir": folder.path})
-        config = config.model_copy(update={"node": node})
-        tls = load_tls(config.api.tls_cert, config.api.tls_key)
-        return asyncio.run(_serve(config, folder, (sock, tls), (mode, join), on_status, parts))
+    def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
+        return self._state.subscribe()
 
+    def act(self, action: ActionName, order: PauseOrder) -> Phase:
+        self._check_allowed(action)
+        logger.info("Asked to %s", action)
+        if action == "pause":
+            return self._act_pause(order)
+        if action == "resume":
+            return self._act_resume()
+        if self._persists:
+            self._directory.remember_stopped(True)  # At once, because a drain may take minutes.
+        if action == "drain":
+            if self._desired != "drain":
+                # A paused worker is in no round, so it leaves at once.
+                how: Literal["drain", "leave"] = "drain" if self._desired == "run" else "leave"
+                self._enter(Phase.DRAINING, "draining", "The node takes part in the current round, then stops.")
+                self._change_to("drain", Stop(how=how))
+            return Phase.DRAINING
+        if self._desired != "leave":
+            self._enter(Phase.LEAVING, "leaving", "The node saves its work and leaves the swarm.")
+            self._change_to("leave", Stop(how="leave"))
+        return Phase.LEAVING
 
-async def _serve(
-    config: Config,
-    folder: DataFolder,
-    port: tuple[socket.socket, Tls | None],
-    start: tuple[Mode, str | None],
-    on_status: Callable[[Status], None] | None,
-    parts: Parts,
-) -> int:
-    build = _build()
-    sock, tls = port
-    tuner = Tuner(config, parts.origins, folder)
-    set_level(tuner.config.log.level)
-    node = NodeInfo(
-        name=tuner.config.node.name,
-        version=build.version,
-        data_dir=str(folder.path),
-        mode=start[0],
-        started_at=utc_now(),
-    )
-    board = Board(node, tuner.config.limits.model_dump(), state=PhaseState(since=utc_now()), on_status=on_status)
-    folder.tell = partial(_tell, board, "not_kept")
-    if not config.node.persist:
-        folder.remember_stopped(False)  # a start is the owner's word
-    disk = Disk(tuner.config, folder, board)
-    pauser = Pauser(tuner.config.schedule, folder, parts.clock, trains=start[0] == "train")
-    keeper = Keeper(
-        tuner, pauser, folder=folder, board=board, disk=disk, build=build,
-        start=start, worker_command=parts.worker_command, timings=parts.timings,
-    )  # fmt: skip
-    recorder = Recorder(folder.path / "history", Clocks(time.time, time.monotonic), trains=start[0] == "train")
-    recorder.totals = keeper.metrics.totals
-    keys = Keys(folder.token, time.monotonic)
-    served = Served(keeper, recorder, keeper.metrics, keys, keeper, config, build)
-    server = make_server(build_app(served, hosts=[config.api.host, sock.getsockname()[0]]), tls)
-    with _logging_to(board, folder.path / FOLDER, config.log.format):
+    def _check_allowed(self, action: ActionName) -> None:
+        """Raise NotAllowed unless the node's phase permits the action."""
+        desired = self._desired
+        if desired == "leave" and action != "leave":
+            raise NotAllowed(f"The node is leaving: it can no longer {action}. Start it again instead.")
+        if desired == "drain" and action in ("pause", "resume"):
+            raise NotAllowed(f"The node is draining: it can no longer {action}. Start it again instead.")
+        if desired == "error" and action in ("pause", "drain"):
+            raise NotAllowed(f"The node has no worker that could {action}: `resume` tries again, `leave` ends it.")
+        if desired == "stopped" and action in ("pause", "drain"):
+            raise NotAllowed(f"The node has stopped, so it has nothing to {action}: `resume` starts it again.")
+        if action == "pause" and self._mode == "relay":
+            raise NotAllowed("A relay does not train, so it has nothing to pause: `leave` ends it.")
+
+    def _act_pause(self, order: PauseOrder) -> Phase:
+        after, round_now = order.after_round, self._state.status.run.round
+        if after is not None and (after <= round_now or self._desired != "run"):
+            order = PauseOrder()
+        self._pause_policy.pause(order)
+        self._apply_pause_policy()
+        return Phase.PAUSED
+
+    def _act_resume(self) -> Phase:
+        if self._desired != "run":
+            self._crashes = 0
+        self._pause_policy.resume()
+        self._apply_pause_policy()
+        if self._desired in ("error", "stopped"):
+            self._directory.remember_stopped(False)
+            self._resume()
+        return Phase.TRAINING if self._mode == "train" else Phase.STARTING
+
+    # node_interface.Settings
+
+    def configured(self) -> Configured:
+        return self._config.describe()
+
+    def change(self, patch: Mapping[str, Any]) -> Configured:
+        changed = self._config.change(patch, self._disk.check)
+        if changed:
+            config = self._config.config
+            logger.info("Changed by the owner: %s", ", ".join(changed))
+            set_level(config.log.level)
+            self._state.update_settings(config.node.name, config.limits.model_dump())
+            self._pause_policy.update_schedule(config.schedule)
+            self._disk.update(config)
+            self._worker.send(Adjust(config=config.model_dump(mode="json")))
+            self._apply_pause_policy()
+        return self._config.describe()
+
+    # signals
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._desired == "leave"
+
+    @property
+    def _persists(self) -> bool:
+        return self._config.config.node.persist and not self._is_shutting_down
+
+    def shut_down(self) -> None:
+        """Leave and end the process. Unlike the action `leave`, this is not remembered over a restart."""
+        self._is_shutting_down = True
+        if not self.is_leaving:
+            self.act("leave", PauseOrder())
+
+    def kill_worker(self) -> None:
+        """End the worker at once, unsaved, because the owner does not want to wait."""
+        self._worker.kill("the owner asked twice")
+
+    # background tasks
+
+    async def watch(self) -> None:
+        """Forever: the worker's deadlines, and the end of a pause."""
+        while True:
+            await asyncio.sleep(self._timings.tick_s)
+            self._worker.tick()
+            self._apply_pause_policy()
+
+    async def poll_sensors(self, sensors: HostSensors) -> None:
+        """Forever: those sensors that the configuration depends on."""
+        while True:
+            schedule, trains = self._config.config.schedule, self._mode == "train"
+            battery = idle_s = None
+            if trains and schedule.on_battery == "pause":
+                battery = await asyncio.to_thread(sensors.on_battery)
+            if trains and schedule.user_active == "pause":
+                idle_s = await asyncio.to_thread(sensors.idle_s)
+            self._pause_policy.update_sensors(battery, idle_s)
+            self._apply_pause_policy()
+            await asyncio.sleep(sensors.every_s)
+
+    async def store_counters(self) -> None:
+        """Forever: store the totals at the end of each round, and every COUNTERS_INTERVAL_S."""
+        while True:
+            await asyncio.sleep(self._timings.tick_s)
+            counters, stored = self._state.counters, self._stored_counters
+            is_due = time.monotonic() - self._stored_at_s >= COUNTERS_INTERVAL_S
+            if counters is not None and (is_due or stored is None or counters.last_round != stored.last_round):
+                await self._store_counters()
+
+    async def _store_counters(self) -> None:
+        async with self._store_lock:
+            counters = self._state.counters
+            if counters is not None and counters != self._stored_counters:
+                await asyncio.to_thread(self._directory.save_counters, counters)
+                self._stored_counters, self._stored_at_s = counters, time.monotonic()
+
+    # the node's life
+
+    async def run(self) -> int:
+        """Run workers until the node is to end. Returns the exit code."""
+        await asyncio.to_thread(gpu_power.restore, self._directory.path)
+        while True:
+            if self._desired in ("drain", "leave"):
+                reason = STAYS_STOPPED if self._persists else "The node stopped as asked."
+                self._enter(Phase.STOPPED, "stopped", f"{reason}{self._lost_work}", final=not self._persists)
+                if not self._persists:
+                    return 0
+                self._park("stopped")
+            if self._desired in ("error", "stopped"):
+                await self._changed.wait()
+                continue
+            self._announce()
+            exit_, asked = await self._run_worker("pause" if self._desired == "pause" else self._mode)
+            ended = exit_.ended
+            if ended is not None and (ended.exit_code or ended.code == RUN_COMPLETE or not asked):
+                if self._finish(ended):
+                    return 0 if self._is_shutting_down else ended.exit_code
+            elif ended is None and not asked:
+                await self._after_crash(exit_)
+
+    async def _run_worker(self, mode: Literal["train", "relay", "pause"]) -> tuple[WorkerExit, str | None]:
+        """Run one worker to its end. Returns how it ended, and how it was asked to stop, if it was."""
+        config = self._config.worker_starts(trains=mode == "train")
+        if mode != "pause":
+            self._lost_work = ""  # During a pause the reason still names it.
+        self._changed.clear()
+        start = Start(
+            mode=mode,
+            config=config.model_dump(mode="json"),
+            join=self._join,
+            may_move_port=self._config.may_move_port,
+            counters=self._state.counters,
+        )
         try:
-            with suppress(HistoryAway):
-                board.restore_rounds(await recorder.rounds(ROUNDS_KEPT))
-            board.memory = recorder
-            url = url_of(sock, tls=tls is not None)
-            folder.write_address(url, tls.certificate if tls else "")
-            board.notice(NO_TLS, no_tls(config.api))
-            logger.info("The API listens on %s", url)
-            _tell_port(board, config.api.port, sock.getsockname()[1])
-            beside = (keeper.watch(), disk.keep(), probe(keeper, parts.probes))
-            return await _until_end(keeper, board, server, sock, beside)
+            await self._worker.start(start)
+        except OSError as exc:
+            return WorkerExit(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
+        self.metrics.worker_started()
+        # The desired state or the settings may have changed during the start.
+        if self._changed.is_set():
+            self._worker.kill("it was no longer wanted")
+        elif self._config.config is not config:
+            self._worker.send(Adjust(config=self._config.config.model_dump(mode="json")))
+        try:
+            exit_, asked = await self._worker.wait()
         finally:
-            board.memory = None
-            recorder.close()
+            await asyncio.to_thread(gpu_power.restore, self._directory.path)
+            while self._worker_notices:
+                self._state.set_notice(self._worker_notices.pop(), None)
+            await self._store_counters()
+        if asked and exit_.is_unsaved and mode == "train":
+            self._lost_work = (
+                f" What it did since its last checkpoint is lost: {exit_.fault or 'its worker was killed'}."
+            )
+            logger.warning("The worker ended unsaved.%s", self._lost_work)
+        return exit_, asked
 
+    def _receive(self, message: WorkerMessage) -> None:
+        match message:
+            case StatusReport(report=report, last_round=last_round):
+                self.metrics.update(report)
+                self._state.apply_report(report, last_round)
+                if self._desired == "run" and not self._worker.was_asked:
+                    self._state.set_phase(None)
+            case RoundReport(record=record):
+                self._state.add_round(record)
+                after = self._pause_policy.after_round
+                is_committed = record.outcome is not Outcome.FAILED and not record.dropped
+                if self._desired == "run" and is_committed and after is not None and record.round >= after:
+                    self._pause_policy.pause(PauseOrder())
+                    self._apply_pause_policy()
+            case NoticeReport(code=code, notice=notice):
+                self._worker_notices.add(code)
+                self._state.set_notice(code, notice)
+            case DurationReport(seconds=seconds):
+                self.metrics.observe(seconds)
+            case LogReport():
+                log_worker_record(message)
 
-@contextmanager
-def _logging_to(board: Board, folder: Path, format: Literal["console", "json"]) -> Iterator[None]:
-    """Every record also to the board and to the folder, and all of them with phase and round."""
-    root = logging.getLogger()
-    added: list[logging.Handler] = [BoardHandler(board), LogFile(folder, format)]
-    stamp = Stamp(board.place)
-    for handler in added:
-        root.addHandler(handler)
-    stamped = list(root.handlers)
-    for handler in stamped:
-        handler.addFilter(stamp)
-    try:
-        yield
-    finally:
-        for handler in stamped:
-            handler.removeFilter(stamp)
-        for handler in added:
-            root.removeHandler(handler)
-            handler.close()
-
-
-async def _until_end(
-    keeper: Keeper,
-    board: Board,
-    server: uvicorn.Server,
-    sock: socket.socket,
-    beside: Iterable[Coroutine[Any, Any, None]],
-) -> int:
-    """Serve and tend; whichever ends first takes the other with it, and what runs beside.
-
-    What runs beside is for ever: a node that is watched by nobody is worse than none, so its failure is the node's.
-    """
-    watching = [asyncio.create_task(one) for one in beside]
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    tending = asyncio.create_task(keeper.tend())
-    loop = asyncio.get_running_loop()
-
-    def signalled(number: signal.Signals) -> None:
-        if tending.done():
+    async def _after_crash(self, exit_: WorkerExit) -> None:
+        """Back off before the next worker; after too many crashes, wait for the owner."""
+        timings = self._timings
+        if self._worker.lived_s > timings.healthy_s:
+            self._crashes = 0
+        self._crashes += 1
+        cause = exit_.describe()
+        logger.error("The worker crashed: %s", cause)
+        if self._desired in ("drain", "leave"):
             return
-        if keeper.leaving and number is signal.SIGINT:
-            keeper.hurry()
-        keeper.end()
+        if self._crashes > len(timings.backoff_s):
+            often = f" {self._crashes} times in a row" if self._crashes > 1 else ""
+            self._fail("worker_crashes", f"The worker crashed{often} ({cause}): repair the cause, then `resume`.")
+            return
+        backoff_s = timings.backoff_s[self._crashes - 1]
+        if self._desired == "run":
+            reason = f"The worker crashed ({cause}); it starts again in {backoff_s:g} s."
+            self._enter(Phase.STARTING, "worker_crashed", reason)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), backoff_s)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
-    try:
-        await asyncio.wait({serving, tending, *watching}, return_when=asyncio.FIRST_COMPLETED)
-        if tending.done():
-            return tending.result()
-        for task in watching:
-            if task.done():
-                task.result()
-        serving.result()
-        raise NodeError("The API's server ended by itself: start the node again, and report this with its log.")
-    finally:
-        tending.cancel()
-        for task in watching:
-            task.cancel()
-        board.close()
-        server.should_exit = True
-        await asyncio.wait({serving, tending}, timeout=SERVER_END_S)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    def _fail(self, code: str, reason: str) -> None:
+        """Run no worker until the owner resumes the node."""
+        self._park("error")
+        self._enter(Phase.ERROR, code, reason)
 
+    def _park(self, desired: Literal["error", "stopped"]) -> None:
+        self._desired = desired
+        self._changed.clear()
 
-async def probe(keeper: Keeper, probes: Probes) -> None:
-    """Look for ever, where what is seen would count."""
-    while True:
-        asks_battery, asks_user = keeper.heeds
-        battery = await asyncio.to_thread(probes.on_battery) if asks_battery else None
-        idle_s = await asyncio.to_thread(probes.idle_s) if asks_user else None
-        keeper.probed(battery, idle_s)
-        await asyncio.sleep(probes.every_s)
+    def _finish(self, ended: Ended) -> bool:
+        """The worker ended on its own. Returns whether the node ends too, rather than waiting for `resume`."""
+        is_stopping = self._desired in ("drain", "leave")
+        may_be_settings = ended.exit_code in CANNOT_WORK and ended.code not in NOT_BY_SETTINGS
+        if may_be_settings and self._config.overrides_worker_settings and not is_stopping:
+            self._fail(ended.code, f"{ended.reason} What was set last can be changed back.")
+            return False
+        if ended.exit_code == 0:
+            self._enter(Phase.STOPPED, ended.code, ended.reason, final=not self._persists)
+        else:
+            logger.error("The worker gave up (%s): %s", ended.code, ended.reason)
+            self._enter(Phase.ERROR, ended.code, ended.reason, final=not self._persists)
+        if self._persists:
+            self._park("error" if ended.exit_code and not is_stopping else "stopped")
+        return not self._persists
 
+    # transitions
 
-def _tell(board: Board, code: str, text: str) -> None:
-    """An empty text: it is over."""
-    board.notice(code, Notice(code=code, text=text) if text else None)
+    def _apply_pause_policy(self) -> None:
+        """Pause or resume as the policy decides, unless the node drains, leaves or has no worker."""
+        before, self._pause = self._pause, self._pause_policy.decide()
+        self._publish_pause()
+        if self._desired == "pause" and not self._pause.by:
+            self._resume()
+        elif self._desired == "run" and self._pause.by:
+            phase = self._state.status.phase
+            self._enter(phase, "pausing", "The node is about to pause: it saves its work and frees the device.")
+            self._change_to("pause", Stop(how="pause"))
+        elif self._desired == "pause" and self._pause != before and self._state.status.phase is Phase.PAUSED:
+            self._announce()
 
+    def _resume(self) -> None:
+        self._enter(Phase.STARTING, "resuming", "The node resumes its work.")
+        self._change_to("run", Stop(how="pause"))
 
-def _tell_port(board: Board, wanted: int, port: int) -> None:
-    if wanted in (0, port):
-        return
-    text = moved_notice("api.port", wanted, port)
-    logger.info("%s", text)
-    board.notice("api_port", Notice(code="api_port", level="info", text=text))
+    def _publish_pause(self) -> None:
+        change_at = self._pause_policy.next_hours_change()
+        schedule_next = rfc3339(change_at) if change_at is not None else None
+        self._state.set_pause(self._pause_policy.info(self._pause), schedule_next)
 
+    def _change_to(self, desired: DesiredState, stop: Stop) -> None:
+        """Change the desired state and ask the running worker to end; `run` does the rest."""
+        self._desired = desired
+        self._changed.set()
+        self._worker.stop(stop)
 
-def _build() -> Build:
-    """Versions from the packages' own words: importing torch only to ask would cost 300 MB."""
-    return Build(__version__, revision(), _version("torch"), _version("hivemind"))
+    def _announce(self) -> None:
+        """Enter the phase of the worker that is about to start."""
+        if self._desired == "pause":
+            self._enter(Phase.PAUSED, self._pause.code, f"{self._pause.reason}{self._lost_work}")
+        elif self._state.status.code not in ("worker_crashed", "resuming"):
+            self._enter(Phase.STARTING, "starting", "The node is starting.")
 
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:
+        """The only place where the supervisor sets a phase."""
+        self._state.set_phase(PhaseState(phase=phase, code=code, reason=reason, since=utc_now(), final=final))
+        logger.info("Phase %s (%s): %s", phase.value, code, reason)

@@ -1,1 +1,1 @@
-"""The algorithm: DiLoCo (arXiv 2311.08105) in pure torch. Knows no network, no file, no clock, and nothing of ours."""
+"""DiLoCo (arXiv 2311.08105) as pure functions and codecs in torch, without network, files or clock."""

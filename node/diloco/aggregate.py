@@ -1,43 +1,43 @@
-"""The weighted mean of contributions, clipped. Knows tensors and weights; not who sent them, nor how they were encoded.
+"""The weighted mean of clipped contributions.
 
-The result depends on the order, so the caller gives the parts in one order that all agree on (by peer id). Each
-multiplication and each addition is rounded by itself, so every machine gets the same bits. Norms and scales are Python
-floats (fp64) computed in one fixed order from numbers that all have, so they are equal everywhere, too.
+The result depends on the order of the parts, so all nodes pass them in one order (by peer id). Each multiplication and
+addition is rounded by itself, so every machine gets the same bits. Norms and scales are Python floats (fp64), computed
+in one order from numbers that all nodes have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_low
 
 import torch
 from torch import Tensor
 
 CLIP_RATIO = 2.0
-"""Contributions longer than so many times the median norm are shortened to it."""
-
-SUM_ELEMENTS = 2**18
+"""A contribution longer than this many times the median norm is scaled down to it."""
+SQUARE_ELEMENTS = 2**18
 """Elements that `square_norm` converts to fp64 at a time: 2 MiB, which fits in a core's cache."""
-
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 def shares(weights: Sequence[int]) -> list[float]:
-    """w_i / sum(w), each rounded to fp32. ValueError when there is no weight, or one below 1 (weights are tokens)."""
+    """w_i / sum(w), each rounded to fp32. Weights are tokens; ValueError without weights, or for one below 1."""
     if not weights:
         raise ValueError("A mean needs at least one weight.")
     if min(weights) < 1:
         raise ValueError(f"Weights must be at least 1, not {min(weights)}.")
     total = sum(weights)
-    return [_fp32(weight / total) for weight in weights]
+    return [_to_fp32(weight / total) for weight in weights]
 
 
 def clip_scales(norms: Sequence[float], weights: Sequence[int]) -> list[float]:
     """min(1, limit_i / norm_i), rounded to fp32, with limit_i = CLIP_RATIO * median(norms) * max(1, w_i / median(w)).
 
-    `norms`: L2 norms of the whole contributions; `weights`: their tokens. Who did more steps than the median may be
-    longer in proportion: an honest pseudo-gradient grows at most so. Medians are the lower ones, so with two members
-    the smaller counts; a contribution of zeros stays as it is.
+    `norms`: L2 norms of the whole contributions; `weights`: their tokens. A member with more steps than the median may
+    be longer in proportion, because an honest pseudo-gradient grows at most so. Medians are the lower ones, so of two
+    members the smaller counts. A contribution of zeros keeps scale 1. ValueError for a norm that is negative or not
+    finite.
     """
     if not all(math.isfinite(norm) and norm >= 0 for norm in norms):
         raise ValueError("Norms must be finite and not negative.")
@@ -45,31 +45,32 @@ def clip_scales(norms: Sequence[float], weights: Sequence[int]) -> list[float]:
         raise ValueError(f"{len(norms)} norms and {len(weights)} weights do not match.")
     if not norms:
         return []
-    norm, weight = _lower_median(norms), _lower_median(weights)
+    norm, weight = median_low(norms), median_low(weights)
     limits = [CLIP_RATIO * norm * max(1.0, w / weight) for w in weights]
-    return [1.0 if n <= limit else _fp32(limit / n) for n, limit in zip(norms, limits, strict=True)]
+    return [1.0 if n <= limit else _to_fp32(limit / n) for n, limit in zip(norms, limits, strict=True)]
 
 
 def norm_bound(weights: Sequence[int], norms: Sequence[float]) -> float:
-    """No weighted mean of clipped contributions with these norms is longer: sum of share_i * scale_i * norm_i."""
+    """Upper bound of the norm of the weighted mean of clipped contributions: sum of share_i * scale_i * norm_i."""
     scales = clip_scales(norms, weights)
     return sum(s * c * n for s, c, n in zip(shares(weights), scales, norms, strict=True))
 
 
 def square_norm(x: Tensor) -> float:
-    """Sum of squares of fp32 [n], good to 1e-12. Infinite where fp32 cannot hold it, which no finite norm equals.
+    """Sum of squares of fp32 [n], with a relative error below 1e-12; infinite where it exceeds the range of fp32.
 
-    Squares are added in fp64: how much an fp32 sum loses depends on the thread count and on the values.
+    Squares are added in fp64: the error of an fp32 sum would depend on the thread count and on the values.
     """
-    parts = (x[start : start + SUM_ELEMENTS].double() for start in range(0, x.numel(), SUM_ELEMENTS))
+    parts = (x[start : start + SQUARE_ELEMENTS].double() for start in range(0, x.numel(), SQUARE_ELEMENTS))
     total = math.fsum(torch.dot(part, part).item() for part in parts)
     return total if total <= FP32_MAX else math.inf
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
-    """sum of share_i * scale_i * part_i in the order given, fp32 [n]; the parts, fp32 [n] each, are left as they are.
+    """Sum of share_i * scale_i * part_i in the given order, fp32 [n]. The parts, fp32 [n] each, stay as they are.
 
-    `scales` are those of `clip_scales`; None: all 1. share_i * scale_i is rounded to fp32 once, before it multiplies.
+    `scales`: those of `clip_scales`; None: all 1. share_i * scale_i is rounded to fp32 once, before it multiplies.
+    ValueError for parts that differ in shape, number or dtype.
     """
     if len(parts) != len(weights) or (scales is not None and len(scales) != len(parts)):
         raise ValueError(f"{len(parts)} parts and {len(weights)} weights do not match.")
@@ -85,11 +86,7 @@ def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int], scales: Seque
     return total
 
 
-def _lower_median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def _fp32(value: float) -> float:
+def _to_fp32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 

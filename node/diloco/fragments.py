@@ -1,8 +1,8 @@
-"""Fragments: which parts of the parameters are synchronised together. Knows element ranges; no model, no round.
+"""Fragments: the parts of the parameter vector that are synchronised together.
 
-Streaming DiLoCo (2501.18512) splits the layers into strided fragments and gives each rounds of its own, so a round
-moves only P / F elements. Fragment f has the units f, f + F, f + 2F, .. of the model; a unit is a layer, or what stands
-before or after them. All tensors are flat: [P] is the whole vector, [P_f] a fragment, its ranges one after the other.
+Streaming DiLoCo (arXiv 2501.18512) splits the layers into F strided fragments and gives each its own rounds, so a round
+moves only P / F elements. Fragment f has the units f, f + F, f + 2F, .. of the model; a unit is a layer, or everything
+before or after the layers. [P] is the whole vector, [P_f] a fragment: its ranges one after the other.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from node.diloco.outer import OuterState, outer_step
 
 Ranges = tuple[tuple[int, int], ...]
-"""First element and end, in rising order, none touching the next."""
+"""First element and end of each range, in rising order; no range touches the next."""
 
 
 def strided(unit_elements: Sequence[int], fragments: int) -> list[Ranges]:
-    """The ranges of each fragment, of a vector whose units have so many elements. ValueError for more than units."""
+    """The ranges of each fragment of a vector with these unit sizes. ValueError for more fragments than units."""
     if not 1 <= fragments <= len(unit_elements):
         raise ValueError(f"{len(unit_elements)} units cannot be split into {fragments} fragments.")
     ends = list(accumulate(unit_elements))
     units = list(zip([0, *ends], ends, strict=False))
-    return [_joined(units[first::fragments]) for first in range(fragments)]
+    return [_join_adjacent(units[first::fragments]) for first in range(fragments)]
 
 
-def _joined(units: Sequence[tuple[int, int]]) -> Ranges:
+def _join_adjacent(units: Sequence[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for start, end in units:
-        touches = joined and joined[-1][1] == start
-        joined.append((joined.pop()[0] if touches else start, end))
+        is_adjacent = joined and joined[-1][1] == start
+        joined.append((joined.pop()[0] if is_adjacent else start, end))
     return tuple(joined)
 
 
@@ -41,13 +41,13 @@ def elements(ranges: Ranges) -> int:
 
 
 def take(vector: Tensor, ranges: Ranges) -> Tensor:
-    """The fragment [P_f] of a vector [P]; a view where it is one range, else a copy."""
+    """The fragment [P_f] of a vector [P]; a view if it is one range, else a copy."""
     parts = [vector[start:end] for start, end in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def put_(vector: Tensor, ranges: Ranges, fragment: Tensor) -> None:
-    """Write a fragment [P_f] into its places in a vector [P]."""
+    """Copy a fragment [P_f] into its ranges of a vector [P]."""
     at = 0
     for start, end in ranges:
         vector[start:end] = fragment[at : at + end - start]
@@ -55,7 +55,7 @@ def put_(vector: Tensor, ranges: Ranges, fragment: Tensor) -> None:
 
 
 def step(state: OuterState, ranges: Ranges, mean: Tensor, *, lr: float, momentum: float, tokens: int) -> OuterState:
-    """`outer_step` for one fragment, `mean` fp32 [P_f] on the cpu; the other elements stay as they are."""
+    """Apply `outer_step` to one fragment and leave all other elements as they are. `mean`: fp32 [P_f] on the cpu."""
     if ranges == ((0, state.anchor.numel()),):
         return outer_step(state, mean, lr=lr, momentum=momentum, tokens=tokens)
     part = OuterState(take(state.anchor, ranges), take(state.momentum, ranges), state.round, state.tokens)

@@ -1,26 +1,26 @@
-"""Faults on purpose, by name, at a given round and stage. Knows no reason for them.
+"""Fault injection for tests: a plan of named faults, each at a stage of a round.
 
-A plan is text such as `reduce@3=stall:20, commit@5!leader=die`: at the stage `reduce` of round 3 stand still for 20 s;
-at `commit` of round 5 kill this process with SIGKILL, if it is the one that leads that round. `@*` means every round.
-Roles go by the record before the round, so that all nodes agree on them, whoever has died since: `leader` is the one
-that its contributors would ask first to lead, `other` the one that they would ask next; a plan that all nodes are given
-hits one of them. Given in the environment variable DILOCO_FAULTS, or in a file that it names as `file:PATH`, which may
-come, change and go while the node runs; a node without it has an empty plan.
+A plan is text such as `reduce@3=stall:20, commit@5!leader=die`: stall for 20 s at the stage `reduce` of round 3; kill
+the process with SIGKILL at `commit` of round 5 if this node leads that round. `@*` means every round. `DILOCO_FAULTS`
+holds the plan, or names a file as `file:PATH` that may appear, change and disappear while the node runs. The default is
+no faults.
 
-Stages: `inner` (between the inner steps; what they come to), `rendezvous` (its join), `reduce` (a member sends its
-chunks), `forward` (it sends those of a member on a slow line), `average` (a reducer averages), `commit` (the leader
-proposes, a member votes), `apply` (the outer step), `serve` (result chunks to members, state to joiners), `save` (a
-checkpoint on its way to the disk), `load` (the newest one on its way back, round -1).
+Roles follow from the record before the round, so all nodes agree on them: `leader` would lead attempt 0 and `other`
+attempt 1. A plan with a role that all nodes get thus hits one of them.
 
-Kinds: `stall:S` lets this one task wait, `hang:S` the whole event loop (what SIGSTOP is to a node that is a thread),
-`die` is SIGKILL, `stop` SIGSTOP, `fail` an error that nobody expects, `corrupt` changes what the node holds just then
-(the anchor at `apply`). Three kinds spoil what the node sends just then: `garbage` are random bytes of the same length,
-`shape` is cut short or too long, `nan` has the right form and values that are not numbers; for a message without bulk
-they spoil its fields alike (`mishaps`). `inner@*=slow:F` is a slow device: each inner step takes F times as long;
-`inner@*=memory:N` has memory for N sequences at a time; `inner@R=overflow:N` makes the losses of N inner steps no
-numbers.
-`inner@*=rest:S` stands for a device that this machine does not have: each inner step is a sleep of S seconds, and
-every eighth changes the parameters by next to nothing.
+Stages: `inner` (between inner steps), `rendezvous` (sending the join), `reduce` (sending chunks), `forward` (sending a
+deposit's chunks), `average` (a reducer averages), `commit` (the leader proposes, a member votes), `apply` (the outer
+step), `serve` (serving result chunks and state), `save` (writing a checkpoint), `load` (reading it, round -1).
+
+Kinds:
+- `stall:S` delays this task, `hang:S` the whole event loop, for S seconds.
+- `die` is SIGKILL, `stop` is SIGSTOP, `fail` raises an unexpected error.
+- `corrupt` changes local data (the anchor at `apply`).
+- `garbage`, `shape` and `nan` damage the sent bytes: random bytes, a wrong length, or NaN values. In messages without
+  bulk data they damage fields (`consensus.fault_hooks`).
+- `inner@*=slow:F` makes each inner step F times as long; `inner@*=memory:N` leaves device memory for N sequences;
+  `inner@R=overflow:N` makes N losses of round R infinite; `inner@*=rest:S` replaces each inner step by a sleep of S
+  seconds, and every eighth step changes the parameters slightly.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from node.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 STAGES = ("inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save")
-SPOILS = ("garbage", "shape", "nan")
-KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *SPOILS, "slow", "rest", "memory", "overflow")
+DAMAGES = ("garbage", "shape", "nan")
+KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *DAMAGES, "slow", "rest", "memory", "overflow")
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
 """One NaN of fp32 or two of fp16."""
 StageName = Literal["inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save"]
 Role = Callable[[], str]
-"""What this node is in the round that it is in; asked only where a plan wants to know."""
+"""Returns this node's role in the current round. Called only if a fault names a role."""
 
 
 class InjectedFault(Exception):
-    """What `fail` raises: an error that nobody expects."""
+    """The unexpected error that `fail` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,71 +65,71 @@ class Fault:
     kind: str
     amount: float = 0.0
     role: str = ""
-    """Empty: whatever the node's role."""
+    """Empty: any role."""
 
 
-def nobody() -> str:
-    """The role of a node in no round."""
+def no_role() -> str:
+    """The role of a node that is not in a round."""
     return ""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """A plan of faults. Empty by default."""
+    """A fault plan. Empty by default."""
 
     plan: tuple[Fault, ...] = ()
     _times: Counter[Fault] = field(default_factory=Counter, compare=False)
     _spent: set[Fault] = field(default_factory=set, compare=False)
-    """A fault of one round happens once, also where the node comes through that round again."""
+    """A fault of a single round happens once, even if the node repeats the round."""
 
     def planned(self) -> tuple[Fault, ...]:
         return self.plan
 
-    async def at(self, stage: StageName, round: int, role: Role = nobody) -> None:
-        """Suffer what the plan says for this place."""
+    async def at(self, stage: StageName, round: int, role: Role = no_role) -> None:
+        """Apply the faults of this stage."""
         for fault in self._due(stage, round, role, KINDS[:5]):
             if fault.kind == "stall":
                 await asyncio.sleep(fault.amount)
             else:
-                self.suffer(fault)
+                self.apply(fault)
 
-    def meet(self, stage: StageName, round: int, role: Role = nobody) -> None:
-        """`at`, outside an event loop."""
+    def meet(self, stage: StageName, round: int, role: Role = no_role) -> None:
+        """Cause the planned fault of a stage, like `at`, but outside of an event loop."""
         for fault in self._due(stage, round, role, KINDS[:5]):
-            self.suffer(fault)
+            self.apply(fault)
 
-    def corrupts(self, stage: StageName, round: int, role: Role = nobody) -> bool:
-        """Whether the caller is to change what it holds here."""
+    def corrupts(self, stage: StageName, round: int, role: Role = no_role) -> bool:
+        """Whether the caller must corrupt its data at this stage."""
         return bool(self._due(stage, round, role, ("corrupt",)))
 
-    def spoils(self, stage: StageName, round: int, role: Role = nobody) -> str:
-        """How the caller is to spoil what it sends here: one of SPOILS, or empty."""
-        due = self._due(stage, round, role, SPOILS)
+    def damage_kind(self, stage: StageName, round: int, role: Role = no_role) -> str:
+        """How the caller must damage what it sends at this stage: one of DAMAGES, or empty."""
+        due = self._due(stage, round, role, DAMAGES)
         return due[0].kind if due else ""
 
     def slowness(self) -> float:
-        """How many times as long as it needs an inner step is to take."""
+        """Factor by which each inner step takes longer."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
 
     def rest_s(self) -> float:
-        """Seconds that an inner step sleeps in place of computing; 0: it computes."""
+        """Seconds that an inner step sleeps instead of computing; 0: it computes."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
 
     def has_room_for(self, rows: int, round: int) -> bool:
-        """Whether so many sequences fit into the device's memory at once."""
+        """Whether this many sequences fit into the device's memory at once."""
         room = (f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "memory") and f.round in (None, round))
         return rows <= min(room, default=rows)
 
-    def spoils_loss(self, round: int) -> bool:
-        """Whether this inner step, of this round, has a loss that is no number."""
+    def overflows_loss(self, round: int) -> bool:
+        """Whether the loss of this inner step is infinite."""
         for fault in self.plan:
             if (fault.stage, fault.kind) == ("inner", "overflow") and fault.round in (None, round):
                 self._times[fault] += 1
                 return self._times[fault] <= fault.amount
         return False
 
-    def suffer(self, fault: Fault) -> None:
-        """Without an event loop."""
+    def apply(self, fault: Fault) -> None:
+        """Apply one fault, outside of an event loop."""
         if fault.kind in ("stall", "hang"):
             time.sleep(fault.amount)
         elif fault.kind == "fail":
@@ -152,7 +152,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class FaultsInFile(Faults):
-    """A plan that is read anew each time; empty while there is no file."""
+    """A plan that is read from a file each time. Empty while the file does not exist."""
 
     path: Path = Path()
 
@@ -163,8 +163,8 @@ class FaultsInFile(Faults):
             return ()
 
 
-def spoil_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
-    """These blobs, spoilt: all as `garbage`; by turns an element cut off or added; each with a NaN at its end."""
+def damage_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
+    """Damaged blobs: `garbage` is random bytes, `shape` cuts or adds an element, `nan` ends each blob with NaN."""
     if kind == "garbage":
         rng = random.Random(len(blobs))  # noqa: S311 - the same bytes every time
         return [rng.randbytes(len(blob)) for blob in blobs]
@@ -176,7 +176,7 @@ def spoil_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def parse_faults(text: str) -> Faults:
-    """Read a plan. Raises ConfigError with what is allowed."""
+    """Parse a plan. Raises ConfigError with the allowed words."""
     return Faults(tuple(_parse(part.strip()) for part in text.split(",") if part.strip()))
 
 

@@ -1,7 +1,7 @@
-"""Who a node is: an Ed25519 key, and the libp2p peer id that *is* its public key. Knows no network.
+"""A node's identity: an Ed25519 key and the libp2p peer id that contains its public key.
 
-libp2p writes an Ed25519 public key into the peer id itself (identity multihash), so a signature is checked with nothing
-but the signer's peer id. Source: libp2p specs, peer-ids.
+A peer id is the identity multihash of the public key, so the peer id alone verifies a signature. Source: libp2p specs,
+peer-ids.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from node.errors import DataFolderError
 
 _PRIVATE_HEADER = b"\x08\x01\x12\x40"
-"""Protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes that follow (seed, public key)."""
+"""libp2p's PrivateKey protobuf: type Ed25519, followed by 64 bytes (seed, public key)."""
 _PUBLIC_HEADER = b"\x08\x01\x12\x20"
 _ID_HEADER = b"\x00\x24" + _PUBLIC_HEADER
 """Identity multihash of the 36 bytes of a protobuf PublicKey."""
 SIGNATURE_BYTES = 64
-"""Of Ed25519."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Identity:
     peer_id: str
 
     def sign(self, purpose: str, data: bytes) -> bytes:
-        """64 bytes. `purpose` keeps a signature for one kind of message from counting for another."""
+        """64 bytes. `purpose` keeps a signature for one kind of message from being valid for another."""
         return self.key.sign(purpose.encode() + b"\0" + data)
 
     def to_libp2p(self) -> bytes:
@@ -50,7 +49,7 @@ def new_identity() -> Identity:
 
 
 def load_identity(path: Path) -> Identity:
-    """Read the key file, or make it (mode 0600) if there is none. Raises DataFolderError on a damaged file."""
+    """Read the key file, or create it (mode 0600). Raises DataFolderError if it is damaged."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,4 @@
-"""A member of a swarm, put together: wire, directory, discovery, rounds, state. Lives on one asyncio loop.
-
-The composition root of this room. `thread` runs it beside a trainer.
-"""
+"""A member of a swarm: the composition root of the package. Lives on one event loop; `member_thread` runs it."""
 
 from __future__ import annotations
 
@@ -18,49 +15,55 @@ from pathlib import Path
 from typing import Any, Literal
 
 from node.errors import MachineError, PeerError, SwarmError
+from node.host.disk_quota import Room, any_room
+from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, choose, moved_notice
 from node.multiaddress import parse
-from node.ports import IN_USE, LISTEN_PORT_FILE, PortFile, choose, moved_notice
-from node.quota import Room, any_room
 from node.status import Channel, PeerRow, Phase
-from node.swarm.addresses import addresses_of
-from node.swarm.awake import AwakeClock
-from node.swarm.base import Message, Service
-from node.swarm.catchup import CatchUp, Loss
-from node.swarm.chain import Chain, Tip, open_chain
-from node.swarm.directory import MEMBER_PHASES, Directory, PeerRecord
-from node.swarm.discovery import Discovery, SignedRecordValidator
-from node.swarm.download import Download
-from node.swarm.faults import Faults, spoil_blobs
-from node.swarm.gossip import Gossip
-from node.swarm.hole_punching import HolePunching
+from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.chain.chain import Chain, Tip
+from node.swarm.connectivity.address_observer import AddressObserver
+from node.swarm.connectivity.hole_punching import HolePunching
+from node.swarm.connectivity.invite_addresses import (
+    choose_invite_addresses,
+    invite_note,
+    is_container,
+    is_too_early,
+    widest_reach,
+)
+from node.swarm.connectivity.reachability import Reachability, listen_ports
+from node.swarm.consensus.context import Rules
+from node.swarm.consensus.participant import Deliver, Participant
+from node.swarm.faults import Faults, damage_blobs
 from node.swarm.identity import load_identity
-from node.swarm.invitation import invite_note, invited, is_container, is_too_early, reach_of
-from node.swarm.lan import LanDiscovery
-from node.swarm.observer import Observer
-from node.swarm.offers import Target
-from node.swarm.p2p import P2PWire, open_wire
-from node.swarm.p2pd import DaemonOptions
-from node.swarm.places import Here, Scope, place_of, read_interfaces, with_peer
-from node.swarm.reachability import Reachability, listen_ports
-from node.swarm.results import ResultStore
-from node.swarm.rounds import Deliver, Rounds, Rules
-from node.swarm.state import StateServer, StateSource
+from node.swarm.membership.discovery import Discovery, SignedRecordValidator
+from node.swarm.membership.gossip import Gossip
+from node.swarm.membership.lan_discovery import LanDiscovery
+from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
+from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
+from node.swarm.state_sync.downloader import Downloader
+from node.swarm.state_sync.providers import Target
+from node.swarm.state_sync.server import StateServer, StateSource
+from node.swarm.suspend_clock import SuspendClock
+from node.swarm.transport.address_scope import LocalAddresses, Scope, parse_endpoint, read_interfaces, with_peer
+from node.swarm.transport.libp2p import Libp2pWire, addresses_of, open_wire
+from node.swarm.transport.p2pd import DaemonOptions
+from node.swarm.transport.wire import Message, Service
 
 logger = logging.getLogger(__name__)
 
 VIEW_S = 0.5
 CALL_S = 5.0
 LISTEN_TRIES = 3
-"""Another program may take a port between the moment it was found free and the one at which p2pd binds it."""
+"""Another program may take a port after it was found free and before p2pd binds it."""
 AROUND_S = 5.0
-"""Between two looks at this machine's interfaces and at where this node sees the others."""
+"""Seconds between two reads of this machine's interfaces and of the observed addresses of peers."""
 MAX_TOLD = 16
 """Addresses in a peer record."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """What a member must know before it knows its run's manifest."""
+    """Options of a member that do not depend on the run's manifest."""
 
     run: str
     """Hash of the manifest."""
@@ -71,25 +74,25 @@ class MemberOptions:
     bootstrap: Sequence[str] = ()
     faults: Faults = field(default_factory=Faults)
     upload_mbit_s: float = 0.0
-    """Limits of the volunteer; 0: none."""
+    """The volunteer's limits; 0: none."""
     download_mbit_s: float = 0.0
     may_move_port: bool = False
-    """Nobody chose the port to listen on: where it is taken, the next free one is used."""
+    """The port is a default, so another free port may replace it if it is taken."""
     lan_discovery: bool = True
     """Announce this node on private networks."""
     is_relay: bool = False
-    """It never trains."""
+    """This node only relays and never trains."""
     relays: bool = False
-    """It carries calls between peers that cannot reach each other, once others are known to reach it."""
+    """Relay calls between peers that cannot reach each other, once this node is reachable."""
     relay_mbit_s: float = 0.0
-    """Most that it carries so, each way; 0: as much as the other limits allow."""
+    """Limit of the relayed traffic in each direction; 0: only the other limits apply."""
     room: Room = any_room
-    """On the disk, for what is written much of."""
+    """Disk space for results and downloads."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What others may look at from their own thread: replaced as a whole, never changed."""
+class MemberSnapshot:
+    """Immutable view of a member for other threads."""
 
     peer_id: str = ""
     rows: tuple[PeerRow, ...] = ()
@@ -97,12 +100,12 @@ class View:
     training: int = 0
     swarm_round: int = -1
     addresses: tuple[str, ...] = ()
-    """Where others find the swarm: this node's own, or those of peers that can be called where it cannot."""
+    """Addresses for an invite: this node's, or those of reachable peers if this node is not reachable."""
     reachability: str = "none"
     reachability_code: str = "not_tested"
     reachability_reason: str = ""
     invite_note: str = ""
-    """Where an invite with these addresses cannot be used, with the mend; empty where it works everywhere."""
+    """From where the invite does not work, and the remedy; empty if it works everywhere."""
     stage: str = "idle"
     waiting_reason: str = ""
     waiting_code: str = ""
@@ -110,79 +113,84 @@ class View:
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     upload_bytes_s: float = 0.0
-    """Of this node's uplink, as measured and limited; 0: not known yet."""
+    """This node's uplink, measured and within the volunteer's limit; 0: unknown."""
     lead_s: float = 0.0
-    """How long before the end of a round this node's contribution should be on its way to a depositary; 0: no need."""
+    """How long before the end of a round to deposit the contribution (`Sender.lead_s`); 0: no deposit."""
     upload_s: float = 0.0
-    """For a whole contribution; 0: not known yet."""
+    """Seconds to upload a whole contribution; 0: unknown."""
     forwarded_bytes: int = 0
-    """Of contributions, for members on slow lines."""
+    """Bytes forwarded as a depositary."""
     problem: str = ""
-    """Why nobody was reached, while nobody is."""
+    """Why no peer is reached; empty otherwise."""
 
 
 class Member:
-    """One node in the swarm. Made by `start_member`; `close` ends everything it started."""
+    """One node in the swarm. `start_member` makes it; `close` ends everything that it started."""
 
-    def __init__(self, options: MemberOptions, wire: P2PWire, directory: Directory) -> None:
+    def __init__(self, options: MemberOptions, wire: Libp2pWire, peer_table: PeerTable) -> None:
         self.port_notice = ""
-        """What the owner should know of the port that was taken; empty where there is nothing to say."""
-        self.options, self.wire, self.directory = options, wire, directory
-        self.view = View(peer_id=wire.peer_id)
-        self._rng = random.Random(wire.peer_id)  # noqa: S311 - whom to gossip with is no secret
-        self.gossip = Gossip(wire, directory, self._rng)
+        """A notice for the volunteer if the listen port has changed; else empty."""
+        self.options, self.wire, self.peer_table = options, wire, peer_table
+        self.view = MemberSnapshot(peer_id=wire.peer_id)
+        self._rng = random.Random(wire.peer_id)  # noqa: S311 - not a secret
+        self.gossip = Gossip(wire, peer_table, self._rng)
         cache = options.data_dir / "peers.json"
         self.discovery = Discovery(
-            wire, directory, self.gossip, bootstrap=options.bootstrap, cache=cache, rng=self._rng
+            wire,
+            peer_table,
+            self.gossip,
+            bootstrap=options.bootstrap,
+            cache=cache,
+            rng=self._rng,
+            offers_relay=options.relays,
         )
-        self._ports = listen_ports(directory.me.addresses)
-        self.discovery.offers_relay = options.relays
-        wire.routes = directory
+        self._ports = listen_ports(peer_table.me.addresses)
+        wire.routes = peer_table
         self.reachability = Reachability(
             wire,
-            directory,
+            peer_table,
             wire.seen,
             self._ports,
-            changed=self._set_inbound,
+            on_change=self._set_inbound,
             rng=self._rng,
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
             is_relay=options.is_relay,
         )
-        self.observer = Observer(wire, directory, self._cache / "observer", wire.listens)
-        self.hole_punching = HolePunching(wire, directory)
+        self.observer = AddressObserver(wire, peer_table, self._cache / "observer", wire.listen_addresses)
+        self.hole_punching = HolePunching(wire, peer_table)
         self.lan = LanDiscovery(
             options.run,
             wire.peer_id,
-            lambda: wire.here,
-            is_alone=lambda: len(directory.live()) == 1,
-            is_known=lambda peer: directory.knows(peer) and not directory.is_gone(peer),
-            dial=self.discovery.follow,
+            lambda: wire.local_addresses,
+            is_alone=lambda: len(peer_table.live()) == 1,
+            is_known=lambda peer: peer_table.knows(peer) and not peer_table.is_gone(peer),
+            dial=self.discovery.dial,
         )
         self._in_container = is_container()
         self._began_at_s = asyncio.get_running_loop().time()
         self._around_at_s = -AROUND_S
         self._seen: Mapping[str, Sequence[str]] = {}
         self._invite_note = ""
-        self.rounds: Rounds | None = None
+        self.participant: Participant | None = None
         self._catch_up: CatchUp | None = None
-        self._download: Download | None = None
-        self._wanted_since: Callable[[], int | None] = lambda: None
+        self._download: Downloader | None = None
+        self._oldest_needed_round: Callable[[], int | None] = lambda: None
         self._tasks: list[asyncio.Task[Any]] = []
 
     def _set_inbound(self, inbound: bool) -> None:
-        self.directory.say(inbound=inbound)
+        self.peer_table.update_own(inbound=inbound)
 
     @property
     def _cache(self) -> Path:
         return self.options.data_dir / "cache"
 
     def run(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Start what runs until `close`."""
+        """Start background tasks that run until `close`."""
         self._tasks += [asyncio.create_task(one) for one in work]
 
     async def watch(self) -> None:
-        """End with an error when anything that should run for ever ends, or libp2p's daemon dies."""
+        """Raise when a background task ends or libp2p's daemon dies."""
         died = asyncio.create_task(self.wire.daemon.died.wait())
         try:
             while True:
@@ -195,31 +203,29 @@ class Member:
             died.cancel()
 
     def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float, relay_mbit_s: float) -> None:
-        """The volunteer has changed these; the others read the name with the next beat."""
-        self.directory.say(name=name or self.wire.peer_id[-6:])
-        for pace, mbit_s, before in (
-            (self.wire.up, upload_mbit_s, self.options.upload_mbit_s),
-            (self.wire.down, download_mbit_s, self.options.download_mbit_s),
-            (self.wire.relay.pace, relay_mbit_s, self.options.relay_mbit_s),
+        """Apply settings that the volunteer changed. Peers learn the name by gossip."""
+        self.peer_table.update_own(name=name or self.wire.peer_id[-6:])
+        for limiter, mbit_s, before in (
+            (self.wire.upload_limiter, upload_mbit_s, self.options.upload_mbit_s),
+            (self.wire.download_limiter, download_mbit_s, self.options.download_mbit_s),
+            (self.wire.relay.limiter, relay_mbit_s, self.options.relay_mbit_s),
         ):
             if mbit_s != before:
-                pace.limit(mbit_s)
+                limiter.limit(mbit_s)
         self.options = replace(
             self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s, relay_mbit_s=relay_mbit_s
         )
-        # Threads of their own ask torch for its number once, when they begin.
+        # A thread reads torch's number of threads when it starts, so the pool is replaced.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="swarm"))
 
-    # before the run is known
-
     async def fetch_manifest(self) -> bytes | None:
-        """The run's manifest from whoever answers; None while nobody does. The caller checks the hash.
+        """The run's manifest from the first peer that has it; None if no peer answers. The caller checks the hash.
 
-        A manifest of another run is returned only where every known peer answers, and none of them has the right one.
+        A manifest of another run is returned only if all known peers answer and none has the right one.
         """
-        await self.discovery.meet()
+        await self.discovery.bootstrap()
         other_run: bytes | None = None
-        for peer in [*(record.peer_id for record in self.directory.others()), *self.discovery.strangers]:
+        for peer in [*(record.peer_id for record in self.peer_table.others()), *self.discovery.strangers]:
             with suppress(PeerError):
                 reply = await self.wire.call(peer, "manifest", Message(), timeout_s=CALL_S)
                 if reply.blobs and hashlib.sha256(reply.blobs[0]).hexdigest() == self.options.run:
@@ -233,72 +239,70 @@ class Member:
 
         self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
 
-    # taking part
-
     async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
-        """One try. Raises TransferFailed, or MachineError where the disk does not take it."""
+        """Download the state once. Raises TransferFailed, or MachineError if the disk has no space."""
         if self._download is None:
             room, digest_at = self.options.room, self._digest_at
-            self._download = Download(self.wire, self.directory, rules, self._cache, self._rng, room, digest_at)
+            self._download = Downloader(self.wire, self.peer_table, rules, self._cache, self._rng, room, digest_at)
         return await self._download.run(target, on_progress)
 
     def serve_state(self, source: StateSource) -> None:
-        self._wanted_since = source.wanted_since
-        StateServer(self.wire, source, self._digest_at, self._uplink_is_busy, self._befall)
+        self._oldest_needed_round = source.oldest_needed_round
+        StateServer(self.wire, source, self._digest_at, self._uplink_is_busy, self._inject_faults)
 
-    async def _befall(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
-        if self.rounds is not None:
-            return await self.rounds.mishaps.serve(blobs)
-        faults, number = self.options.faults, self.directory.me.round + 1
+    async def _inject_faults(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
+        if self.participant is not None:
+            return await self.participant.ctx.hooks.serve(blobs)
+        faults, number = self.options.faults, self.peer_table.me.round + 1
         await faults.at("serve", number)
-        return spoil_blobs(faults.spoils("serve", number), blobs)
+        return damage_blobs(faults.damage_kind("serve", number), blobs)
 
     def _digest_at(self, head: str) -> str | None:
-        return self.rounds.chain.digest_at(head) if self.rounds is not None else None
+        return self.participant.ctx.chain.digest_at(head) if self.participant is not None else None
 
     def _uplink_is_busy(self) -> bool:
-        return self.rounds is not None and self.rounds.stage in ("reduce", "commit")
+        return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")
 
-    async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[Loss], None]) -> None:
-        """Rounds from this tip on. `on_lost`: only a download leads back to the others."""
+    async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[ResyncCause], None]) -> None:
+        """Take part in rounds from this tip on. `on_lost` is called when only a download leads back to the others."""
 
         def open_on_disk() -> Chain:
-            return open_chain(tip, ResultStore(self._cache, len(rules.grids), room=self.options.room))
+            store = ResultStore(self._cache, len(rules.layouts), room=self.options.room)
+            return Chain(tip, store, self._oldest_needed_round)
 
         chain = await asyncio.to_thread(open_on_disk)
-        chain.wanted_since = self._wanted_since
-        self.rounds = Rounds(self.wire, self.directory, rules, chain, self.options.faults, deliver)
+        self.participant = Participant(self.wire, self.peer_table, rules, chain, self.options.faults, deliver)
         self.show_tip(tip)
-        self._catch_up = CatchUp(self.wire, self.directory, self.rounds, on_lost)
-        self.run(self.rounds.run(), self._catch_up.run())
+        self._catch_up = CatchUp(self.participant, on_lost)
+        self.run(self.participant.run(), self._catch_up.run())
 
     async def replay_next(self) -> bool:
-        """Take one round again that this node committed before it was started again; False where there is none."""
-        assert self.rounds is not None
-        return await self.rounds.adoption.replay_next()
+        """Replay one stored round that this node committed before a restart; False if there is none."""
+        assert self.participant is not None
+        return await self.participant.committer.replay_next()
 
     async def align(self) -> Tip:
-        """Reach the others if they can be reached, and come to their head and their round's age."""
-        assert self.rounds is not None and self._catch_up is not None
-        await self.discovery.seek()
+        """Find other members, if any are reachable, and catch up to their head and the age of their round."""
+        assert self.participant is not None and self._catch_up is not None
+        await self.discovery.dial_missing()
         await self._catch_up.align()
-        return self.rounds.chain.tip
+        return self.participant.ctx.chain.tip
 
     def show_tip(self, tip: Tip) -> None:
-        """Say where this node stands."""
-        self.directory.say(round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
+        """Announce this node's tip in its peer record."""
+        self.peer_table.update_own(
+            round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens
+        )
 
     async def say(self, phase: Phase, *, at_once: bool = False) -> None:
-        """To the others, one that takes part in no round, such as a relay, is never a member of them."""
-        is_idle = self.rounds is None and phase in MEMBER_PHASES
-        self.directory.say(phase=Phase.PAUSED if is_idle else phase)
+        """Announce a phase. A node that takes no part in rounds, such as a relay, announces `paused` while it runs."""
+        is_idle = self.participant is None and phase in MEMBER_PHASES
+        self.peer_table.update_own(phase=Phase.PAUSED if is_idle else phase)
         if at_once:
             await self.gossip.announce()
 
-    # for people
-
     async def keep_view(self) -> None:
-        """Refresh `view` for ever."""
+        """Refresh `view` periodically."""
         while True:
             await self._refresh()
             await asyncio.sleep(VIEW_S)
@@ -307,17 +311,21 @@ class Member:
         listening = tuple(await self.wire.addresses())
         await self._look_around(listening)
         told = self._told(listening)
-        live = self.directory.live()
-        reason, code = self.rounds.waiting() if self.rounds and self.rounds.stage == "rendezvous" else ("", "")
-        inbound = self.directory.me.inbound
-        relays = self.directory.relays_to(self.wire.peer_id) if not inbound else []
+        live = self.peer_table.live()
+        reason, code = (
+            self.participant.waiting()
+            if self.participant and self.participant.stages.stage == "rendezvous"
+            else ("", "")
+        )
+        inbound = self.peer_table.me.inbound
+        relays = self.peer_table.relays_to(self.wire.peer_id) if not inbound else []
         self.discovery.is_reached = self.reachability.is_inbound is True
         reached_through: Literal["direct", "relay"] = "relay" if relays else "direct"
-        self.directory.say(addresses=told, transport=reached_through)
-        invite = self._invited(told if inbound else [a for a in listening if reach_of([a]) is not Scope.WIDE])
-        self.view = View(
+        self.peer_table.update_own(addresses=told, transport=reached_through)
+        invite = self._invited(told if inbound else [a for a in listening if widest_reach([a]) is not Scope.WIDE])
+        self.view = MemberSnapshot(
             peer_id=self.wire.peer_id,
-            rows=tuple(map(self._row, self.directory.rows())),
+            rows=tuple(map(self._row, self.peer_table.rows())),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
@@ -326,52 +334,51 @@ class Member:
             reachability_code=self.reachability.code,
             reachability_reason=self._relayed_reason(relays) if relays else self.reachability.reason,
             invite_note=self._note(invite),
-            stage=self.rounds.stage if self.rounds else "idle",
+            stage=self.participant.stages.stage if self.participant else "idle",
             waiting_reason=reason,
             waiting_code=code,
             sent_bytes=dict(self.wire.traffic.sent_bytes),
             received_bytes=dict(self.wire.traffic.received_bytes),
             rejected=dict(self.wire.traffic.rejected),
-            upload_bytes_s=self.rounds.upload_bytes_s if self.rounds else 0.0,
-            upload_s=self.rounds.depositor.upload_s if self.rounds else 0.0,
-            lead_s=self.rounds.lead_s if self.rounds else 0.0,
+            upload_bytes_s=self.participant.ctx.upload_bytes_s if self.participant else 0.0,
+            upload_s=self.participant.sender.upload_s if self.participant else 0.0,
+            lead_s=self.participant.sender.lead_s if self.participant else 0.0,
             forwarded_bytes=self.wire.traffic.forwarded_bytes,
             problem=self.discovery.last_problem if len(live) == 1 else "",
         )
 
     def _row(self, row: PeerRow) -> PeerRow:
-        """Between two without an inbound port, a connection that both have opened makes a direct peer."""
-        is_punched = not self.directory.me.inbound and row.transport == "relay" and row.peer_id in self._seen
+        """A row for the view. A hole-punched connection between two nodes without inbound port counts as direct."""
+        is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
         return row.model_copy(update={"transport": "direct"}) if is_punched else row
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
-        """For a person: why nobody calls this node directly, what would help, and over which relays others call it."""
-        names = {row.peer_id: row.name for row in self.directory.rows()}
+        """A sentence for the volunteer: why peers do not reach this node directly, the remedy, and its relays."""
+        names = {row.peer_id: row.name for row in self.peer_table.rows()}
         told = ", ".join(names.get(relay, relay[-6:]) for relay in relays)
         over = "a relay" if len(relays) == 1 else "relays"
-        return (
-            f"{self.reachability.reason} Others call this node over {over} ({told}), at the cost of the relay's line."
-        )
+        cost = "which costs the relay's bandwidth"
+        return f"{self.reachability.reason} Others reach this node through {over} ({told}), {cost}."
 
     async def _look_around(self, listening: Sequence[str]) -> None:
-        """Keep up with interfaces that come and go, and with where the peers are."""
-        now_s, is_alone = asyncio.get_running_loop().time(), len(self.directory.live()) == 1
+        """Update this machine's interfaces and the observed addresses of peers."""
+        now_s, is_alone = asyncio.get_running_loop().time(), len(self.peer_table.live()) == 1
         if now_s - self._around_at_s < AROUND_S and (self._seen or is_alone):
             return
         self._around_at_s = now_s
-        places = [place for place in map(place_of, listening) if place is not None]
-        self.wire.here = Here(
+        places = [place for place in map(parse_endpoint, listening) if place is not None]
+        self.wire.local_addresses = LocalAddresses(
             interfaces=read_interfaces(),
             listening=frozenset((place.host, place.port) for place in places),
-            outer=self.reachability.outer,
+            observed=self.reachability.observed,
         )
         with suppress(PeerError):
             self._seen = await self.wire.seen()
 
     def _told(self, listening: Sequence[str]) -> tuple[str, ...]:
-        """What this node's record lists: addresses that others have dialed, that its owner announces, of interfaces.
+        """Addresses for this node's record: confirmed by peers, announced by the volunteer, and of interfaces.
 
-        Where it is called over one IP version only, its interfaces' addresses of the other lead nowhere.
+        If the node is reachable over one IP version only, interface addresses of the other version are omitted.
         """
         known = self.reachability
         closed = [version for version in self._ports if known.is_closed(version) and known.is_inbound]
@@ -380,51 +387,53 @@ class Member:
         return tuple(dict.fromkeys(addresses))[:MAX_TOLD]
 
     def _invited(self, own: Sequence[str]) -> tuple[str, ...]:
-        """Whom an invite names: this node, where it can be called, and others that can, as it may be gone by then."""
-        others = sorted((r for r in self.directory.live()[1:] if r.inbound), key=lambda r: r.peer_id)
+        """Addresses for an invite: this node's if it is reachable, and those of other reachable peers."""
+        others = sorted((r for r in self.peer_table.live()[1:] if r.inbound), key=lambda r: r.peer_id)
         told = [r.model_copy(update={"addresses": addresses_of(r.peer_id, r.addresses)}) for r in others]
-        addresses = invited(own, told, self._seen)
+        addresses = choose_invite_addresses(own, told, self._seen)
         waits = is_too_early(
             addresses,
             has_bootstrap=bool(self.options.bootstrap),
-            knows_others=bool(self._seen) and len(self.directory.live()) > 1,
+            knows_others=bool(self._seen) and len(self.peer_table.live()) > 1,
             age_s=asyncio.get_running_loop().time() - self._began_at_s,
         )
         return () if waits else addresses
 
     def _note(self, invite: Sequence[str]) -> str:
-        """Where the invite cannot be used. Said in the log when that changes."""
+        """From where the invite does not work. Changes are logged."""
         port, remembered = next(iter(self._ports.values()), 0), self.reachability.remembered
-        note = invite_note(invite, self.wire.here, port, in_container=self._in_container, remembered=remembered)
+        note = invite_note(
+            invite, self.wire.local_addresses, port, in_container=self._in_container, remembered=remembered
+        )
         if note != self._invite_note:
             before, self._invite_note = self._invite_note, note
             if note:
                 logger.warning("%s", note)
             elif before:
-                logger.info("Others have reached this run from outside: the invite works from everywhere now.")
+                logger.info("Peers have reached this run from outside, so the invite now works from everywhere.")
         return note
 
     async def close(self, phase: Phase) -> None:
-        """Say goodbye as `phase`, and let go. Bounded to a few seconds."""
+        """Announce `phase` and stop everything. Takes a few seconds at most."""
         await self.say(phase, at_once=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.rounds is not None:
-            await self.rounds.close()
+        if self.participant is not None:
+            await self.participant.close()
         await self.observer.close()
         await self.wire.close()
 
 
-async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
-    """The wire, and what the owner should know of its port. Raises MachineError, where it has none, or SwarmError."""
+async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, str]:
+    """The wire, and a notice if its port has changed. Raises MachineError if no port is free, or SwarmError."""
     listen = [parse(address) for address in options.daemon.listen]
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
         reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
-        # p2pd alone knows the ports that a router has mapped, and tells them only where it tells all it knows.
+        # p2pd reports mapped ports only among all its addresses, which hole punching leaves out.
         punching = not options.daemon.port_mapping
-        daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), punching=punching)
+        daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), hole_punching=punching)
         try:
             with reserved:
                 wire = await open_wire(daemon, SignedRecordValidator(options.run))
@@ -441,7 +450,7 @@ async def _open_wire(options: MemberOptions) -> tuple[P2PWire, str]:
 
 
 def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str, ...]:
-    """Port 0 stands for the port that is listened on."""
+    """Replace port 0 by the listen port."""
     filled = []
     for address in map(parse, addresses):
         version = 6 if address.host_type in ("ip6", "dns6") else 4
@@ -450,12 +459,12 @@ def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str,
 
 
 async def start_member(options: MemberOptions) -> Member:
-    """Open the wire and start to look for others. Raises MachineError or SwarmError."""
+    """Open the wire and start discovery. Raises MachineError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
     wire, port_notice = await _open_wire(options)
-    wire.up.limit(options.upload_mbit_s)
-    wire.down.limit(options.download_mbit_s)
-    wire.relay.pace.limit(options.relay_mbit_s)
+    wire.upload_limiter.limit(options.upload_mbit_s)
+    wire.download_limiter.limit(options.download_mbit_s)
+    wire.relay.limiter.limit(options.relay_mbit_s)
     record = PeerRecord(
         peer_id=identity.peer_id,
         number=time.time_ns() // 1_000_000,
@@ -467,13 +476,13 @@ async def start_member(options: MemberOptions) -> Member:
         is_relay=options.is_relay,
         addresses=tuple((await wire.addresses())[:16]),
     )
-    clock = AwakeClock(asyncio.get_running_loop().time)
-    member = Member(options, wire, Directory(identity, record, clock, clock.drowsy))
+    clock = SuspendClock(asyncio.get_running_loop().time)
+    member = Member(options, wire, PeerTable(identity, record, clock, clock.just_resumed))
     member.port_notice = port_notice
     member.run(
         member.gossip.run(),
         member.discovery.run(),
-        member.discovery.hold(),
+        member.discovery.keep_connections(),
         member.discovery.check_relays(),
         member.reachability.run(),
         member.hole_punching.run(),
@@ -481,5 +490,5 @@ async def start_member(options: MemberOptions) -> Member:
         member.keep_view(),
     )
     if options.lan_discovery:
-        member.run(member.lan.announce(), member.lan.follow())
+        member.run(member.lan.announce(), member.lan.dial_announced())
     return member

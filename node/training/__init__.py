@@ -1,1 +1,1 @@
-"""One node's own training: model, data, inner loop, evaluation, device, checkpoints. Knows no network and no swarm."""
+"""One node's own training: model, data, inner loop, evaluation, device and checkpoints."""

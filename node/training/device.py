@@ -1,6 +1,6 @@
-"""What this machine computes on, and what that says of itself. Knows torch and NVIDIA's library; no model.
+"""The device that this process computes on, and its figures.
 
-Sets the number of threads of the whole process: call it once, from the process that trains.
+`choose_device` sets the number of threads of the whole process: call it once, from the process that trains.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from typing import Any
 import psutil
 import torch
 
-from node.config import DevicesConfig
+from node.config.schema import DevicesConfig
 from node.errors import MachineError
 from node.status import DeviceInfo
 
 _BF16_CAPABILITY = (8, 0)
 """First CUDA compute capability with bf16 matrix units (Ampere)."""
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ComputeDevice:
     device: torch.device
     precision: str
     """`fp32`, `bf16` or `fp16`."""
@@ -34,18 +36,19 @@ class Chosen:
     """For people, such as `NVIDIA GeForce RTX 4090`."""
 
 
-def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0, *, gpu_memory_ratio: float = 0.0) -> Chosen:
-    """Resolve `auto`, and set torch's threads: `cpu_threads`, at most the usable cores; 0: all of them. Of several
-    ranks each has its share of them, and the GPU of its number. `gpu_memory_ratio`: most of its memory; 0: all.
+def choose_device(
+    cfg: DevicesConfig, cpu_threads: int, rank: int = 0, *, gpu_memory_ratio: float = 0.0
+) -> ComputeDevice:
+    """Resolve `auto` and set torch's threads. Rank n uses GPU n, and `gpu_memory_ratio` of its memory; 0: all.
 
-    MachineError, with the mend, if a GPU or a precision is asked for that is not there.
+    MachineError if the configured GPU or precision is not available.
     """
-    torch.set_num_threads(threads_of(cpu_threads, cfg.ranks))
+    torch.set_num_threads(threads_per_rank(cpu_threads, cfg.ranks))
     has_gpu = torch.cuda.is_available()
     if cfg.device == "cuda" and not has_gpu:
-        raise MachineError(_why_no_gpu(), code="no_gpu")
+        raise _no_gpu_error()
     if cfg.device == "cpu" or not has_gpu:
-        return Chosen(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
+        return ComputeDevice(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
     if torch.cuda.device_count() < cfg.ranks:
         raise MachineError(
             f"devices.ranks is {cfg.ranks}, and {torch.cuda.device_count()} GPUs can be used here: set it to that.",
@@ -59,52 +62,31 @@ def choose_device(cfg: DevicesConfig, cpu_threads: int, rank: int = 0, *, gpu_me
     has_bf16 = torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
     if cfg.precision == "bf16" and not has_bf16:
         raise MachineError(f"{name} has no bf16: set devices.precision to fp16, fp32 or auto.", code="no_bf16")
-    usual = "bf16" if has_bf16 else "fp16"
-    return Chosen(device, usual if cfg.precision == "auto" else cfg.precision, name)
+    default = "bf16" if has_bf16 else "fp16"
+    return ComputeDevice(device, default if cfg.precision == "auto" else cfg.precision, name)
 
 
-def threads_of(cpu_threads: int, ranks: int) -> int:
-    """Of one rank."""
+def _no_gpu_error() -> MachineError:
+    if torch.version.cuda is None:
+        text = "this PyTorch is built without CUDA: install a CUDA build of torch"
+    else:
+        text = (
+            "no NVIDIA GPU can be used here: check nvidia-smi and that the driver is new enough for CUDA "
+            f"{torch.version.cuda}"
+        )
+    return MachineError(f"devices.device is cuda, but {text}, or set devices.device to auto or cpu.", code="no_gpu")
+
+
+def threads_per_rank(cpu_threads: int, ranks: int) -> int:
+    """`cpu_threads` (0: all), at most the usable cores, divided among the ranks."""
     cores = usable_cores()
     return max(1, (min(cpu_threads, cores) if cpu_threads else cores) // ranks)
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: its affinity, and the quota of its container if there is one."""
+    """Cores that this process may use: its affinity, and the quota of its container if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max")) or cores))
-
-
-def available_memory_bytes() -> float:
-    """Bytes of host memory that may still be taken: the machine's, and what its container leaves of it."""
-    free = float(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = next((int(value) for name, value in lines if name == "inactive_file"), 0)
-    except (OSError, ValueError):  # No container, or one without a limit, which says `max`.
-        return free
-    return min(free, float(limit - used + cached))
-
-
-def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
-    """Its figures now; None for what cannot be known. Of a CPU: the machine's load, this process's memory.
-
-    `own`: this process computes on it. Another rank's GPU is asked through its driver alone: CUDA would take some
-    hundred MB of it for a context.
-    """
-    return _describe_gpu(device, own=own) if device.type == "cuda" else _describe_cpu()
-
-
-def _why_no_gpu() -> str:
-    mend = "or set devices.device to auto or cpu."
-    if torch.version.cuda is None:
-        return f"devices.device is cuda, but this PyTorch is built without CUDA: install a CUDA build of torch, {mend}"
-    return (
-        f"devices.device is cuda, but no NVIDIA GPU can be used here: check nvidia-smi and that the driver is new "
-        f"enough for CUDA {torch.version.cuda}, {mend}"
-    )
+    return max(1, min(cores, _quota_cores(_CGROUP / "cpu.max") or cores))
 
 
 def _quota_cores(file: Path) -> int | None:
@@ -116,27 +98,43 @@ def _quota_cores(file: Path) -> int | None:
         return None
 
 
-def _cpu_name() -> str:
+def available_memory_bytes() -> float:
+    """Bytes of host memory that may still be used: of the machine, within the limit of its container."""
+    free = float(psutil.virtual_memory().available)
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "CPU"
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = next((int(value) for name, value in lines if name == "inactive_file"), 0)
+    except (OSError, ValueError):  # No container, or one without a limit, whose file says `max`.
+        return free
+    return min(free, float(limit - used + cached))
 
 
-def _describe_cpu() -> DeviceInfo:
-    return DeviceInfo(
-        kind="cpu",
-        name=_cpu_name(),
-        utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
-        memory_used_bytes=psutil.Process().memory_info().rss,
-        memory_size_bytes=psutil.virtual_memory().total,
-    )
+def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
+    """Bytes that this process may still allocate; `ratio`: its share of the GPU's memory, 0: all."""
+    free_bytes, size_bytes = torch.cuda.mem_get_info(device)
+    return min(free_bytes, ratio * size_bytes) if ratio else float(free_bytes)
 
 
-def _describe_gpu(device: torch.device, *, own: bool) -> DeviceInfo:
+def gpu_uuid(device: torch.device) -> str:
+    """The GPU's id in the form of NVIDIA's management library."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
+    """Current figures; None for what is unknown. Of a CPU: the machine's load, and this process's memory.
+
+    `own`: this process computes on it. Figures of another rank's GPU come from the driver alone: a CUDA context on it
+    would take some hundred MB of its memory.
+    """
+    if device.type != "cuda":
+        return DeviceInfo(
+            kind="cpu",
+            name=_cpu_name(),
+            utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
+            memory_used_bytes=psutil.Process().memory_info().rss,
+            memory_size_bytes=psutil.virtual_memory().total,
+        )
     properties = torch.cuda.get_device_properties(device)
     figures: dict[str, Any] = {"memory_size_bytes": properties.total_memory, **_nvml_figures(device)}
     if own:
@@ -145,19 +143,16 @@ def _describe_gpu(device: torch.device, *, own: bool) -> DeviceInfo:
     return DeviceInfo(kind="cuda", name=properties.name, **figures)
 
 
-def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
-    """Bytes that this process may still take; `ratio` of all of the GPU's memory at most, 0: all."""
-    free_bytes, size_bytes = torch.cuda.mem_get_info(device)
-    return min(free_bytes, ratio * size_bytes) if ratio else float(free_bytes)
-
-
-def uuid_of(device: torch.device) -> str:
-    """As NVIDIA's management library writes it."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"
 
 
 def _nvml_figures(device: torch.device) -> dict[str, float]:
-    """What only NVIDIA's management library knows; whatever it does not tell is left out."""
+    """Figures of NVIDIA's management library, without those that it cannot read."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -165,7 +160,7 @@ def _nvml_figures(device: torch.device) -> dict[str, float]:
     figures: dict[str, float] = {}
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid_of(device).encode())
+        handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device).encode())
     except nvml.NVMLError:
         return {}
     readings: dict[str, Callable[[], float]] = {
@@ -176,8 +171,6 @@ def _nvml_figures(device: torch.device) -> dict[str, float]:
         "energy_joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
     }
     for name, read in readings.items():
-        try:
+        with suppress(nvml.NVMLError):
             figures[name] = read()
-        except nvml.NVMLError:
-            continue
     return figures

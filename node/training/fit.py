@@ -1,9 +1,9 @@
-"""What a run needs of a machine, by formula, and how its steps are computed here, by trying. Knows torch; no swarm.
+"""Memory and disk that a run needs on this machine, by formula, and the micro-batch, found by trying.
 
-Bytes a parameter on the device: 4 of weights, 4 of gradients, AdamW's 8 (Muon's 4 where it has the parameter), 4 of
-what is being sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before
-and after an outer step, 4 of the pseudo-gradient, up to 4 of what travels, 12 of a checkpoint's weights and moments;
-with error feedback 8 of its residual, before and after a round. All of it pageable: nothing is pinned.
+Bytes a parameter on the device: 4 of weights, 4 of gradients, 8 of AdamW's moments (4 of Muon's), 4 of the copy that is
+sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before and after an
+outer step, 4 of the pseudo-gradient, up to 4 of the encoded data, 12 of a checkpoint's weights and moments; with error
+feedback 8 of its residual, before and after a round. All host memory is pageable.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from node.config import Config, DevicesConfig
+from node.config.manifest import RunConfig
+from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
-from node.manifest import ModelConfig, RunConfig
-from node.quota import LEAST_BYTES, META_BYTES, quota_bytes
-from node.training.device import Chosen, available_memory_bytes, free_gpu_memory_bytes
+from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.training.device import ComputeDevice, available_memory_bytes, free_gpu_memory_bytes
 from node.training.inner import Execution, InnerLoop
-from node.training.model import LOSS_TOKENS, prepare, unit_elements
+from node.training.model import LOSS_TOKENS, unit_elements
 
 GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
 FEEDBACK_BYTES = 8
-"""On the host besides; half of it in each checkpoint, too."""
+"""More on the host; half of it also in each checkpoint."""
 BASE_BYTES = 0.7 * GB
 """Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
@@ -42,17 +42,17 @@ LOGIT_BYTES = 12
 """An entry of the logits: as computed, as fp32, and its gradient."""
 MOST_LOGITS_BYTES = 1 * GB
 CPU_RATIO = 0.5
-"""Of the free memory that activations may take on a CPU, which ends a process that asks for more."""
+"""Share of the free memory for activations on a CPU, where the kernel kills a process that exceeds the memory."""
 WORTH_RATIO = 1.05
-"""Twice the sequences at once have to be so much faster, else fewer do."""
+"""A micro-batch twice as large must be this much faster, otherwise the smaller one is used."""
 PROBES = 3
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Of one node with one rank; `shortages` counts the others."""
+class Requirements:
+    """What one node with one rank needs; `compare_resources` adds the other ranks."""
 
     device_bytes: float
     """Without activations."""
@@ -61,34 +61,35 @@ class Needs:
     host_bytes: float
     disk_bytes: float
     least_disk_bytes: float
-    """Without whatever may go: the newest checkpoint, the one that is being written, and a round's result."""
+    """With everything removed that may be: the newest checkpoint, the one that is being written, a round's result."""
 
 
-def needs_of(run: RunConfig, config: Config, precision: str) -> Needs:
+def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Requirements:
+    """Compute the requirements by formula. `precision`: `fp32`, `bf16` or `fp16`."""
     parameters = sum(unit_elements(run.model))
-    payload = make_codec(run.sync.codec).encoded_bytes(parameters)
+    payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
     feedback = FEEDBACK_BYTES if run.sync.has_feedback else 0
     saved = CHECKPOINT_BYTES + feedback // 2
-    return Needs(
+    return Requirements(
         device_bytes=(DEVICE_BYTES + half) * parameters,
         row_bytes=row_bytes(run, config.devices, precision),
         host_bytes=(HOST_BYTES + feedback) * parameters + BASE_BYTES,
-        disk_bytes=(config.checkpoint.keep + 1) * saved * parameters + KEPT_RESULTS * payload,
-        least_disk_bytes=2 * (saved * parameters + META_BYTES) + payload,
+        disk_bytes=(config.checkpoint.keep + 1) * saved * parameters + KEPT_RESULTS * payload_bytes,
+        least_disk_bytes=2 * (saved * parameters + META_BYTES) + payload_bytes,
     )
 
 
 def row_bytes(run: RunConfig, devices: DevicesConfig, precision: str) -> float:
-    """Activations of one sequence of T tokens, kept from the way there to the way back.
+    """Activations of one sequence of T tokens that autograd keeps for the backward pass; an estimate.
 
-    A layer keeps of each token its inputs in fp32; in the precision of the products what the norms give, what attention
-    takes and gives, and four times the width of the feed-forward layer. An estimate: a test holds it to what autograd
-    keeps.
+    A layer keeps of each token its inputs in fp32, and in the precision of the products the outputs of the norms, the
+    inputs and outputs of attention, and four times the width of the feed-forward layer.
     """
     model, tokens = run.model, run.inner.sequence_length
-    computed = 4 if precision == "fp32" else 2
-    layer = _layer_numbers(model) * computed + 16 * model.hidden_size
+    heads, kv = model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
+    products = 2 * model.hidden_size + 4 * heads + 3 * kv + 4 * model.intermediate_size
+    layer = products * (4 if precision == "fp32" else 2) + 16 * model.hidden_size
     if devices.activation_checkpointing:
         kept = 4 * model.hidden_size * model.num_hidden_layers + layer
     else:
@@ -99,105 +100,91 @@ def row_bytes(run: RunConfig, devices: DevicesConfig, precision: str) -> float:
     return float(tokens * (kept + logits))
 
 
-def _layer_numbers(model: ModelConfig) -> float:
-    heads, kv = model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
-    return 2 * model.hidden_size + 4 * heads + 3 * kv + 4 * model.intermediate_size
-
-
 def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
-    tokens = rows * run.inner.sequence_length
-    auto = LOGIT_BYTES * run.model.vocab_size * tokens > MOST_LOGITS_BYTES
-    return {"auto": auto, "on": True, "off": False}[devices.chunked_loss]
+    if devices.chunked_loss != "auto":
+        return devices.chunked_loss == "on"
+    return LOGIT_BYTES * run.model.vocab_size * rows * run.inner.sequence_length > MOST_LOGITS_BYTES
 
 
-def check_fit(run: RunConfig, config: Config, chosen: Chosen) -> None:
-    """MachineError, with the figures, where the run does not fit into this machine's memory or disk."""
-    needs = needs_of(run, config, chosen.precision)
-    for what, needed, free, mend in shortages(needs, config, chosen):
+def check_fit(run: RunConfig, config: Config, chosen: ComputeDevice) -> None:
+    """MachineError, with the figures, if the run does not fit into this machine's memory or disk."""
+    needs = estimate_requirements(run, config, chosen.precision)
+    for what, needed, free, remedy in compare_resources(needs, config, chosen):
         if needed > free:
             raise MachineError(
-                f"This run needs {needed / GB:.3g} GB of {what} here, and {free / GB:.3g} GB are free: {mend}.",
+                f"This run needs {needed / GB:.3g} GB of {what} here, and {free / GB:.3g} GB are free: {remedy}.",
                 code="does_not_fit",
             )
 
 
-def shortages(needs: Needs, config: Config, chosen: Chosen) -> Iterator[tuple[str, float, float, str]]:
-    """What is needed of each kind, what is free of it, both in bytes, and what to do where that is less."""
+def compare_resources(
+    needs: Requirements, config: Config, chosen: ComputeDevice
+) -> Iterator[tuple[str, float, float, str]]:
+    """The name of each resource, bytes needed, bytes free, and the remedy if they do not suffice."""
     ranks = config.devices.ranks
     host = needs.host_bytes + (ranks - 1) * BASE_BYTES
     device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
     if chosen.device.type == "cuda":
         ratio = config.limits.gpu_memory_ratio
-        mend = "end what else uses the GPU, or join a run with a smaller model"
+        remedy = "end what else uses the GPU, or join a run with a smaller model"
         if ratio:
-            mend = f"raise limits.gpu_memory_ratio, {mend}"
-        yield "GPU memory", device + needs.row_bytes, free_gpu_memory_bytes(chosen.device, ratio), mend
+            remedy = f"raise limits.gpu_memory_ratio, {remedy}"
+        yield "GPU memory", device + needs.row_bytes, free_gpu_memory_bytes(chosen.device, ratio), remedy
     else:
         host += ranks * (device + needs.row_bytes)
     yield "memory", host, available_memory_bytes(), "end what else uses memory, or join a run with a smaller model"
-    folder = existing(config.node.data_dir)
-    mend = f"free some space in {folder}, or choose another folder with --data-dir"
+    folder = _existing_parent(config.node.data_dir)
+    remedy = f"free some space in {folder}, or choose another folder with --data-dir"
     quota = quota_bytes(config.limits.disk_gb)
     if quota:
         least = needs.least_disk_bytes + LEAST_BYTES
         yield "disk by limits.disk_gb", least, quota, f"set it to {1.05 * least / GB:.2g} or more, or to 0 for no limit"
-    # Where there is a limit, the oldest goes when it is reached.
+    # At the limit, the oldest files are removed.
     wanted = min(needs.disk_bytes, quota) if quota else needs.disk_bytes
-    yield "disk", wanted - _used(config.node.data_dir), float(shutil.disk_usage(folder).free), mend
+    used = sum(path.stat().st_size for path in config.node.data_dir.glob("checkpoints/*/*") if path.is_file())
+    yield "disk", wanted - used, float(shutil.disk_usage(folder).free), remedy
 
 
-def existing(folder: Path) -> Path:
-    """It, or the next above it that is there."""
+def _existing_parent(folder: Path) -> Path:
+    """The folder itself, or the nearest parent that exists."""
     folder = folder.expanduser()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _used(data_dir: Path) -> float:
-    """What the checkpoints have of the disk already."""
-    return float(sum(path.stat().st_size for path in data_dir.glob("checkpoints/*/*") if path.is_file()))
-
-
-def shape_execution(model: nn.Module, devices: DevicesConfig) -> None:
-    """Have the layers recompute or compile if asked; before the first step."""
-    prepare(model, recompute=devices.activation_checkpointing, compiled=devices.compile)
-
-
-def settle_execution(model: nn.Module, run: RunConfig, chosen: Chosen, devices: DevicesConfig) -> Execution:
-    """How steps are computed here, found with a model that `shape_execution` has had. On a GPU, moves it there."""
+def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig) -> Execution:
+    """How to compute steps here, for a model that `prepare_layers` has prepared. On a GPU, moves it there."""
     batch_size = -(-run.inner.batch_size // devices.ranks)
     how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, 1))
     if devices.micro_batch:
         rows = min(devices.micro_batch, batch_size)
     elif devices.sharding == "fsdp" and devices.ranks > 1:
-        rows = 1  # To try more, all ranks would have to.
+        rows = 1  # Trying more would need all ranks.
     elif chosen.device.type == "cuda":
-        rows = _tried(model, run, chosen, how)
+        rows = _find_micro_batch(model, run, chosen.device, how)
     else:
         room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
     logger.info("Micro-batch of %d of %d sequences, %s.", rows, batch_size, chosen.precision)
-    return Execution(chosen.precision, rows, _is_chunked(run, devices, rows))
+    return replace(how, micro_batch=rows, chunked_loss=_is_chunked(run, devices, rows))
 
 
-def _tried(model: nn.Module, run: RunConfig, chosen: Chosen, how: Execution) -> int:
-    """The fewest sequences at once that are about as fast as any number that fits."""
-    inner = InnerLoop(model, run.inner, chosen.device, how)
-    best, best_s, rows, rest = 0, float("inf"), 1, None
+def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, how: Execution) -> int:
+    """The smallest micro-batch that is about as fast as any that fits into the GPU's memory."""
+    inner = InnerLoop(model, run.inner, device, how)
+    best, best_s, rows, reserve = 0, float("inf"), 1, None
     try:
-        # What optimizer and sending will need is not free, so it is not to be found free now.
+        # Reserve the memory that the optimizer and the sent copy will need.
         parameters = sum(p.numel() for p in model.parameters())
-        rest = torch.empty((DEVICE_BYTES - 8) * parameters, dtype=torch.uint8, device=chosen.device)
+        reserve = torch.empty((DEVICE_BYTES - 8) * parameters, dtype=torch.uint8, device=device)
         while rows <= how.micro_batch:
             batch = torch.randint(run.model.vocab_size, (rows, run.inner.sequence_length + 1))
-            row_s = _probe_s(inner, batch, chosen.device) / rows
+            row_s = _measure_pass_s(inner, batch, device) / rows
             if row_s * WORTH_RATIO > best_s:
                 break
             best, best_s, rows = rows, row_s, 2 * rows
     except torch.OutOfMemoryError:
-        pass  # What was found before it is the answer.
-    del rest
+        pass  # The best size so far is the result.
+    del reserve
     torch.cuda.empty_cache()
     if not best:
         raise MachineError(
@@ -208,7 +195,7 @@ def _tried(model: nn.Module, run: RunConfig, chosen: Chosen, how: Execution) -> 
     return best
 
 
-def _probe_s(inner: InnerLoop, batch: torch.Tensor, device: torch.device) -> float:
+def _measure_pass_s(inner: InnerLoop, batch: torch.Tensor, device: torch.device) -> float:
     inner.probe(batch)
     torch.cuda.synchronize(device)
     began_s = time.monotonic()

@@ -1,6 +1,6 @@
-"""The Hugging Face hub, and folders of its form: names, the commit that one stands for, faults in our words.
+"""Names on the Hugging Face hub: their commits, and errors of the hub's libraries as ours.
 
-A name is OWNER/NAME with a revision behind it, which may move; a commit does not. Knows no text and no model.
+A name is OWNER/NAME with a revision, which may move to another commit; a run pins the commit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, MachineError, NodeError
-from node.manifest import RunConfig, parse_source
 
 HUB = "hub:"
 ANSWER_S = 20.0
-"""Longest wait for what a name stands for."""
+"""Longest wait for the commit of a name."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -25,15 +25,15 @@ def is_on_hub(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """OWNER/NAME, and the revision, of `hub:OWNER/NAME@REVISION`; without one: `main`."""
+    """OWNER/NAME and revision of `hub:OWNER/NAME@REVISION`; the default revision is `main`."""
     place, _, revision = name.removeprefix(HUB).partition("@")
     return place, revision or "main"
 
 
 def pinned(run: RunConfig) -> RunConfig:
-    """The run with the commits that its names on the hub stand for now, so that all members read the same bytes.
+    """The run with the current commits of its names on the hub, so that all members read the same bytes.
 
-    MachineError where the hub does not answer, or has no such thing. A commit that is named already is not asked for.
+    Names that are pinned already need no hub. MachineError if the hub does not answer or does not have the name.
     """
     data, model = run.data, run.model
     own = {
@@ -50,7 +50,7 @@ def _pinned_source(text: str) -> str:
     if not is_on_hub(text):
         return text
     source = parse_source(text)
-    commit = _commit_of("run.data.sources", source.place, source.revision or "main", "dataset")
+    commit = _find_commit("run.data.sources", source.place, source.revision or "main", "dataset")
     front, _, query = text.partition("?")
     return f"{front}?{urlencode({**dict(parse_qsl(query)), 'revision': commit}, safe=':[]')}"
 
@@ -59,11 +59,11 @@ def _pinned_name(key: str, name: str) -> str:
     if not is_on_hub(name):
         return name
     place, revision = split_name(name)
-    return f"{HUB}{place}@{_commit_of(key, place, revision, 'model')}"
+    return f"{HUB}{place}@{_find_commit(key, place, revision, 'model')}"
 
 
-def _commit_of(key: str, place: str, revision: str, kind: Literal["dataset", "model"]) -> str:
-    """40 hex digits. The account on the hub, if there is one, is asked for a model that this founder starts from."""
+def _find_commit(key: str, place: str, revision: str, kind: Literal["dataset", "model"]) -> str:
+    """40 hex digits. Only the founder reads `run.model.start`, so only for that it uses its account on the hub."""
     if _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi
@@ -72,48 +72,42 @@ def _commit_of(key: str, place: str, revision: str, kind: Literal["dataset", "mo
     try:
         found = HfApi(token=token).repo_info(place, repo_type=kind, revision=revision, timeout=ANSWER_S)
     except Exception as exc:
-        raise why_not(f"{key}: {HUB}{place}", exc) from exc
+        raise hub_error(f"{key}: {HUB}{place}", exc) from exc
     if not found.sha or not _COMMIT.fullmatch(found.sha):
-        raise MachineError(f"{key}: the hub tells no commit of {HUB}{place}: name one as its revision.", code="no_data")
+        raise MachineError(f"{key}: the hub gives no commit of {HUB}{place}: name one as its revision.", code="no_data")
     return found.sha
 
 
-def why_not(what: str, exc: Exception) -> MachineError:
-    """What the hub's libraries raised when they opened something on it."""
-    if is_of_the_network(exc):
-        return MachineError(
-            f"{what} cannot be reached ({first_line(exc)}): check this machine's network, then start again.",
-            code="no_data",
-        )
-    return MachineError(
-        f"{what} is not to be had ({first_line(exc)}): check its name, configuration and split, and whether it is "
-        "still there and open to all.",
-        code="no_data",
-    )
-
-
-def is_of_the_network(exc: Exception) -> bool:
-    """The line's or the server's fault, whichever client the libraries use today."""
+def hub_error(what: str, exc: Exception) -> MachineError:
+    """The error for an exception that the hub's libraries raised while they opened `what`."""
+    # A network error has the type of whichever HTTP client the libraries use.
     is_client = type(exc).__module__.startswith(("aiohttp", "http", "requests", "urllib3"))
-    answered = getattr(getattr(exc, "response", None), "status_code", 0)
-    return is_client or isinstance(exc, (ConnectionError, TimeoutError)) or answered >= 500
+    status = getattr(getattr(exc, "response", None), "status_code", 0)
+    if is_client or isinstance(exc, (ConnectionError, TimeoutError)) or status >= 500:
+        text = f"{what} cannot be reached ({first_sentence(exc)}): check this machine's network, then start again."
+    else:
+        text = (
+            f"{what} is not available ({first_sentence(exc)}): check its name, configuration and split, and whether it "
+            "still exists and is public."
+        )
+    return MachineError(text, code="no_data")
 
 
 @contextmanager
-def reading(what: str, check: str, mend: str) -> Iterator[None]:
-    """Around what a library makes of a folder or of the hub: MachineError where that is not to be had, ConfigError,
-    with the mend, for whatever else it finds wrong."""
+def translate_errors(what: str, *, check: str, remedy: str) -> Iterator[None]:
+    """Around a library's read of a folder or a name on the hub: an OSError becomes MachineError (`check` these), any
+    other exception ConfigError (do `remedy`)."""
     try:
         yield
     except NodeError:
         raise
     except OSError as exc:
-        raise MachineError(f"{what} could not be read ({first_line(exc)}): check {check}.", code="no_data") from exc
+        raise MachineError(f"{what} could not be read ({first_sentence(exc)}): check {check}.", code="no_data") from exc
     except Exception as exc:
-        raise ConfigError(f"{what} cannot be used ({first_line(exc)}): {mend}.") from exc
+        raise ConfigError(f"{what} cannot be used ({first_sentence(exc)}): {remedy}.") from exc
 
 
-def first_line(exc: BaseException) -> str:
-    """The first sentence of an exception's message, to stand inside one of ours."""
+def first_sentence(exc: BaseException) -> str:
+    """The first sentence of an exception's message, without its period, as a part of one of our sentences."""
     lines = str(exc).strip().splitlines() or [type(exc).__name__]
     return lines[0].split(". ")[0].rstrip(".")[:160]

@@ -1,28 +1,33 @@
-"""The inner loop's step: forward, backward, clip, optimizer. Knows one model and one device.
+"""The inner loop's step (forward, backward, clip, optimizer) and evaluation, for one model on one device.
 
-Knows no round and no data source. With fp16, gradients are scaled so that small ones survive, and unscaled before they
-are clipped; nothing outside the step sees the scale.
+With fp16, gradients are scaled so that small ones do not underflow, and unscaled before they are clipped; nothing
+outside the step sees the scale.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from node.config.manifest import InnerConfig
 from node.errors import MachineError, TrainingError
-from node.manifest import InnerConfig
 from node.training.model import NextTokenLoss, autocast
 from node.training.optimizers import Optimizers
-from node.training.ranks import Ranks, whole
+from node.training.ranks import Ranks, full_tensor
 
 MOST_SKIPPED = 32
-"""Inner steps in a row that may come to nothing; finding a scale for fp16 takes half of them."""
+"""Inner steps in a row that may be skipped; finding a scale for fp16 takes half of them."""
 FIRST_SCALE = 65536.0
+
+FaultHook = Callable[[int], float]
+"""Fault injection: called with the rows of each try. It may raise, and returns a factor for the loss."""
+Callback = Callable[[], None]
 
 logger = logging.getLogger(__name__)
 
@@ -34,32 +39,30 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     tokens: int
-    """0: a step that was skipped, as loss or gradient were no finite number."""
+    """0 for a skipped step, whose loss or gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a step is computed here; what it comes to does not depend on it, but for rounding."""
+    """How this machine computes a step. It changes the result only by rounding."""
 
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
     micro_batch: int = 0
     """Rows per forward pass; 0: the whole batch."""
     chunked_loss: bool = False
-    """Whether the logits are made for a part of the tokens at a time, twice."""
+    """Whether the logits are computed for a part of the tokens at a time, and again in the backward pass."""
 
 
-def no_room_for_one() -> MachineError:
+FP32 = Execution()
+
+
+def out_of_memory_error() -> MachineError:
     return MachineError(
         "The GPU's memory does not suffice for a single sequence: close what else uses the GPU, or set "
         "devices.activation_checkpointing.",
         code="out_of_memory",
     )
-
-
-FP32 = Execution()
-Spoil = Callable[[int], float]
-Between = Callable[[], None]
 
 
 class InnerLoop:
@@ -76,36 +79,37 @@ class InnerLoop:
         loss: nn.Module = NextTokenLoss(model, chunked=how.chunked_loss)
         self._ranks = ranks
         # Sharded before it is moved: a device may not hold all of it.
-        self._loss = ranks.wrap(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
+        self._loss = ranks.shard(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
         self._model = model.to(device).train()
-        self._device, self._how = device, how
+        self._device, self._precision = device, how.precision
         self.micro_batch = how.micro_batch
-        """Halved where the memory does not suffice."""
+        """Halved when the memory does not suffice."""
         self._clip_norm = cfg.clip_norm
         self._parameters = list(model.parameters())
         self._optimizers = Optimizers(model, cfg)
         self._scaler = torch.amp.GradScaler(device.type, FIRST_SCALE, enabled=how.precision == "fp16")
         self._skipped_in_a_row = 0
 
-    def step(self, batch: Tensor, lr: float, spoil: Spoil | None = None, between: Between = lambda: None) -> StepResult:
+    def step(
+        self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None
+    ) -> StepResult:
         """One inner step on `batch`, int64 [B, T + 1] on any device.
 
-        `between` is called after each micro-batch; what it raises ends the step, which then changes nothing.
-        `spoil`: faults on purpose; asked with the rows of each try, it may raise, and gives a factor for the loss.
+        An exception of `after_micro_batch` ends the step, which then changes nothing.
 
-        A loss or gradient that is no finite number changes nothing, and the step counts no tokens. Raises TrainingError
-        after MOST_SKIPPED of them in a row, and MachineError if the memory does not suffice for one row. Of a sharded
-        model torch.OutOfMemoryError: the other ranks stand inside a pass, and only their end helps them out of it.
+        A loss or gradient that is not finite changes nothing, and the step counts no tokens. Raises TrainingError after
+        MOST_SKIPPED of these in a row, and MachineError if the memory does not suffice for one row. A sharded model
+        raises torch.OutOfMemoryError: the other ranks wait inside a collective, which only their end can break.
         """
         try:
-            loss, norm = self._gradient(batch, lr, spoil, between)
+            loss, norm = self._compute_gradient(batch, lr, fault_hook, after_micro_batch)
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite:
                 for optimizer in self._optimizers.each:
                     self._scaler.step(optimizer)
             self._scaler.update()
         finally:
-            self._zero_grad()
+            self._optimizers.zero_grad()
         if is_finite:
             self._skipped_in_a_row = 0
             return StepResult(loss, norm, batch[:, 1:].numel())
@@ -114,72 +118,77 @@ class InnerLoop:
             self._skipped_in_a_row = 0
             raise TrainingError(
                 f"Training diverged: loss {loss}, gradient norm {norm}, {MOST_SKIPPED} steps in a row; they changed "
-                "nothing. Go back to the last checkpoint, and lower run.inner.lr if it comes again."
+                "nothing. Go back to the last checkpoint, and lower run.inner.lr if it happens again."
             )
         return StepResult(loss, norm, 0)
 
-    def _gradient(self, batch: Tensor, lr: float, spoil: Spoil | None, between: Between) -> tuple[float, float]:
-        """The clipped gradient of the batch, on the parameters; its loss and its norm before clipping."""
+    def _compute_gradient(
+        self, batch: Tensor, lr: float, fault_hook: FaultHook | None, after_micro_batch: Callback
+    ) -> tuple[float, float]:
+        """Leave the clipped gradient of the batch on the parameters. Returns the loss and the norm before clipping."""
         self._optimizers.set_lr(lr)
-        total = self._backward_that_fits(batch.to(self._device, non_blocking=True), spoil, between)
+        total = self._backward_within_memory(batch.to(self._device, non_blocking=True), fault_hook, after_micro_batch)
         for optimizer in self._optimizers.each:
             self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        # One read for both: on a GPU each one waits for all that is queued.
-        loss_value, norm_value = torch.stack((total, whole(norm))).tolist()
+        # One read for both: on a GPU each read waits for all queued work.
+        loss_value, norm_value = torch.stack((total, full_tensor(norm))).tolist()
         return float(loss_value), float(norm_value)
 
-    def _backward_that_fits(self, batch: Tensor, spoil: Spoil | None, between: Between) -> Tensor:
-        """The loss of the whole batch, with its gradient on the parameters, after as many tries as it takes."""
+    def _backward_within_memory(
+        self, batch: Tensor, fault_hook: FaultHook | None, after_micro_batch: Callback
+    ) -> Tensor:
+        """Leave the gradient of the whole batch on the parameters, with smaller micro-batches after each failed
+        allocation. Returns the loss, fp32 [] on the device."""
         own = self._ranks.own_rows(batch) if self._ranks is not None else batch
         while True:
-            failure: torch.OutOfMemoryError | None = None
+            error: torch.OutOfMemoryError | None = None
             try:
-                factor = spoil(self.micro_batch or len(own)) if spoil is not None else 1.0
-                total = self._backward(own, len(batch), between) * factor
+                factor = fault_hook(self.micro_batch or len(own)) if fault_hook is not None else 1.0
+                total = self._backward(own, len(batch), after_micro_batch) * factor
             except torch.OutOfMemoryError as exc:
                 if self._ranks is not None and self._ranks.is_sharded:
                     raise
-                failure = exc
-            if self._ranks is None and failure is None:
+                error = exc
+            if self._ranks is None and error is None:
                 return total
-            if self._ranks is not None and self._ranks.agree(failure is None):
+            if self._ranks is not None and self._ranks.all_succeeded(error is None):
                 self._ranks.sum_gradients_(self._parameters)
                 return self._ranks.sum_(total)
-            self._halve(len(own), failure)
+            self._halve_micro_batch(len(own), error)
 
-    def _halve(self, rows: int, exc: torch.OutOfMemoryError | None) -> None:
-        """Half as many rows at once from here on; MachineError where one row is too many."""
-        self._zero_grad()
-        before = self.micro_batch or rows
-        if before <= 1:
-            raise no_room_for_one() from exc
-        self.micro_batch = before // 2
+    def _halve_micro_batch(self, rows: int, cause: torch.OutOfMemoryError | None) -> None:
+        """MachineError where one row is too many."""
+        self._optimizers.zero_grad()
+        previous = self.micro_batch or rows
+        if previous <= 1:
+            raise out_of_memory_error() from cause
+        self.micro_batch = previous // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        logger.warning("Out of memory with %d sequences at once: from here on %d.", before, self.micro_batch)
+        logger.warning("Out of memory with %d sequences at once; continuing with %d.", previous, self.micro_batch)
 
-    def _backward(self, own: Tensor, rows: int, between: Between = lambda: None) -> Tensor:
-        """Gradients of this process's part of the mean loss over all rows; returns that part, fp32 on the device."""
+    def _backward(self, own: Tensor, rows: int, after_micro_batch: Callback = lambda: None) -> Tensor:
+        """Add the gradients of this process's share of the mean loss over all rows. Returns that share, fp32 []."""
         total = torch.zeros((), device=self._device)
         factor = self._ranks.loss_factor if self._ranks is not None else 1.0
         for part in torch.split(own, self.micro_batch or len(own)):
-            with autocast(self._device, self._how.precision):
+            with autocast(self._device, self._precision):
                 loss = self._loss(part)
             share = len(part) / rows
             self._scaler.scale(loss * (share * factor)).backward()
             total += loss.detach() * share
-            between()
+            after_micro_batch()
         return total
 
     @torch.no_grad()
     def loss_of(self, batch: Tensor) -> float:
-        """Mean cross-entropy of a batch, int64 [B, T + 1], nats per token; as evaluation has it. Changes nothing."""
+        """Mean cross-entropy of a batch, int64 [B, T + 1] on any device, nats per token. Changes nothing."""
         self._model.eval()
         total = 0.0
         try:
             for part in torch.split(batch, self.micro_batch or len(batch)):
-                with autocast(self._device, self._how.precision):
+                with autocast(self._device, self._precision):
                     loss = self._loss(part.to(self._device, non_blocking=True))
                 total += float(loss) * len(part) / len(batch)
         finally:
@@ -187,33 +196,51 @@ class InnerLoop:
         return total
 
     def probe(self, batch: Tensor) -> None:
-        """Forward and backward of a micro-batch that changes nothing. Raises torch.OutOfMemoryError."""
+        """Forward and backward pass of a micro-batch, without effect. Raises torch.OutOfMemoryError."""
         try:
             self._backward(batch.to(self._device), len(batch))
         finally:
-            self._zero_grad()
-
-    def _zero_grad(self) -> None:
-        for optimizer in self._optimizers.each:
-            optimizer.zero_grad()
+            self._optimizers.zero_grad()
 
     @torch.no_grad()
-    def nudge(self, share: float) -> None:
-        """All parameters times 1 + `share`: for a step that is only slept, so that there is something to send."""
+    def perturb(self, ratio: float) -> None:
+        """Multiply all parameters by 1 + `ratio`: a simulated step, which only sleeps, then has something to send."""
         for parameter in self._parameters:
-            parameter.mul_(1 + share)
+            parameter.mul_(1 + ratio)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, as `Optimizers.state_tensors`, and with fp16 `scale`: fp32 [2], the steps since it grew."""
-        if not self._scaler.is_enabled():
-            return self._optimizers.state_tensors()
-        told = self._scaler.state_dict()
-        return self._optimizers.state_tensors() | {"scale": torch.tensor([told["scale"], told["_growth_tracker"]])}
+        """`Optimizers.state_tensors`, and with fp16 `scale`, fp32 [2]: the scale, and the steps since it grew."""
+        tensors = self._optimizers.state_tensors()
+        if self._scaler.is_enabled():
+            state = self._scaler.state_dict()
+            tensors["scale"] = torch.tensor([state["scale"], state["_growth_tracker"]])
+        return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state_tensors` gave. KeyError or ValueError if it does not fit the model."""
+        """Load the result of `state_tensors`. KeyError or ValueError if it does not fit the model."""
         self._optimizers.load_state_tensors(tensors)
         if self._scaler.is_enabled() and "scale" in tensors:
             scale, tracker = tensors["scale"].tolist()
-            told = self._scaler.state_dict() | {"scale": scale or FIRST_SCALE, "_growth_tracker": int(tracker)}
-            self._scaler.load_state_dict(told)
+            state = self._scaler.state_dict() | {"scale": scale or FIRST_SCALE, "_growth_tracker": int(tracker)}
+            self._scaler.load_state_dict(state)
+
+
+def evaluate(
+    loss_of: Callable[[Tensor], float],
+    batches: Iterable[Tensor],
+    *,
+    budget_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Mean cross-entropy over all tokens of the batches, int64 [B, T + 1] each, nats per token; nan without batches.
+
+    After `budget_s` seconds it skips the remaining batches, but never the first one.
+    """
+    total_nats, tokens, end_s = 0.0, 0, clock() + budget_s
+    for batch in batches:
+        if tokens and clock() >= end_s:
+            break
+        count = batch[:, 1:].numel()
+        total_nats += loss_of(batch) * count
+        tokens += count
+    return total_nats / tokens if tokens else math.nan

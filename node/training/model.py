@@ -1,7 +1,7 @@
-"""The model: of `transformers`' Llama family, as one flat vector. Knows no data, no optimizer, no file.
+"""The model, of `transformers`' Llama family, and its parameters as one flat vector.
 
-Everybody's vector has the same order: `named_parameters()`, a tied matrix once, each tensor row-major. P is its length.
-Shapes: B rows, T tokens, V vocabulary.
+All nodes use the same order: `named_parameters()`, a tied matrix once, each tensor row-major. P is the vector's length.
+Shapes: B rows, T tokens, V vocabulary, N = B T, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from node.config.manifest import ModelConfig
+from node.config.schema import DevicesConfig
 from node.diloco.fragments import Ranges, elements
-from node.manifest import ModelConfig
-from node.training.ranks import is_sharded, like, whole
+from node.training.ranks import full_tensor, is_sharded, place_like
 
 LOSS_TOKENS = 4096
+"""Tokens of which a chunked loss holds the logits at a time."""
 CPU = torch.device("cpu")
+
+Change = Callable[[Tensor, slice, slice], Tensor]
 
 
 def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
-    """A freshly initialised model, fp32 on the CPU, in training mode. The global random state stays as it was."""
+    """A newly initialised model, fp32 on the cpu, in training mode. The global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return _build(cfg)
 
 
-def parameter_count(cfg: ModelConfig) -> int:
-    """P, without memory for a single one of them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in _build(cfg).parameters())
-
-
 def unit_elements(cfg: ModelConfig) -> list[int]:
-    """Elements of each unit in `flatten`'s order: what stands before the layers, each layer, what comes after them.
+    """Elements of each unit in `flatten`'s order: everything before the layers, each layer, everything after them.
 
-    Without the library, which takes seconds to load; a test holds it to what the library builds.
+    Their sum is P. Computed without the library, which takes seconds to import.
     """
     width, head = cfg.hidden_size, cfg.head_width
     query_width, kv_width = cfg.num_attention_heads * head, cfg.num_key_value_heads * head
@@ -50,8 +48,17 @@ def unit_elements(cfg: ModelConfig) -> list[int]:
     return [embedding, *[layer] * cfg.num_hidden_layers, width + (0 if cfg.tie_word_embeddings else embedding)]
 
 
+def prepare_layers(model: nn.Module, devices: DevicesConfig) -> None:
+    """Before the first step: recompute the layers' activations in the backward pass, or compile them, if configured."""
+    for layer in model.get_submodule("model.layers").children():
+        if devices.activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if devices.compile:
+            layer.compile()
+
+
 def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """Logits [B, T, V] in the dtype that the model computes in. No cache, no mask but the causal one."""
+    """Logits [B, T, V] in the dtype that the model computes in, with a causal mask and no cache."""
     logits_BTV: Tensor = model(input_ids=tokens_BT, use_cache=False).logits
     return logits_BTV
 
@@ -59,8 +66,8 @@ def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -> Tensor:
     """Mean cross-entropy, nats per token, fp32 scalar. `batch`: int64 [B, T + 1] on the model's device.
 
-    `chunked`: the logits are made for LOSS_TOKENS at a time and once more on the way back, so that those of a large
-    vocabulary never lie in memory all at once.
+    `chunked`: the logits are computed for LOSS_TOKENS at a time, and again in the backward pass, so that those of a
+    large vocabulary never all are in memory.
     """
     if not chunked:
         logits_BTV = forward(model, batch[:, :-1])
@@ -74,8 +81,12 @@ def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -
     return total / targets_N.numel()
 
 
+def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(head(hidden_ND).float(), targets_N, reduction="sum")
+
+
 class NextTokenLoss(nn.Module):
-    """`next_token_loss` as a module, whose call is the forward pass and nothing else is."""
+    """`next_token_loss` as a module: FSDP needs one whose call is the whole forward pass."""
 
     def __init__(self, model: nn.Module, *, chunked: bool) -> None:
         super().__init__()
@@ -85,24 +96,10 @@ class NextTokenLoss(nn.Module):
         return next_token_loss(self.language_model, batch, chunked=self._chunked)
 
 
-def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(head(hidden_ND).float(), targets_N, reduction="sum")
-
-
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Matrix products in half precision if `precision` is bf16 or fp16; parameters, norms and losses stay fp32."""
     half = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, half, enabled=precision != "fp32")
-
-
-def prepare(model: nn.Module, *, recompute: bool, compiled: bool) -> None:
-    """Before the first step. `recompute`: activations of a layer are made again on the way back; `compiled`: layers by
-    `torch.compile`."""
-    for layer in model.get_submodule("model.layers").children():
-        if recompute:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if compiled:
-            layer.compile()
 
 
 @torch.no_grad()
@@ -116,27 +113,20 @@ def flatten(model: nn.Module) -> Tensor:
     return flat
 
 
-def unflatten_like(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """Views into `flat` [P], one per parameter name and shaped like it."""
-    expected = sum(p.numel() for p in model.parameters())
-    if flat.shape != (expected,):
-        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model of {expected} parameters.")
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    parts = torch.split(flat, [p.numel() for p in parameters])
-    return {name: part.view(p.shape) for name, p, part in zip(names, parameters, parts, strict=True)}
-
-
 @torch.no_grad()
 def load_flat_(model: nn.Module, flat: Tensor) -> None:
-    """Overwrite all parameters in place, on whatever device they are. `flat`: [P]. ValueError if it does not fit."""
-    parts = unflatten_like(model, flat)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(parts[name])
+    """Overwrite all parameters in place, on any device. `flat`: [P] on any device. ValueError if it does not fit."""
+    parameters = list(model.parameters())
+    sizes = [p.numel() for p in parameters]
+    if flat.shape != (sum(sizes),):
+        raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit this model of {sum(sizes)} parameters.")
+    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
+        parameter.copy_(part.view(parameter.shape))
 
 
 @torch.no_grad()
 def take_flat(model: nn.Module, ranges: Ranges, device: torch.device = CPU) -> Tensor:
-    """A copy of some parameters, fp32 [P_f] on `device`; `ranges` are of the vector that `flatten` gives."""
+    """A copy of a fragment, fp32 [P_f] on `device`; `ranges` of the vector that `flatten` returns."""
     taken = torch.empty(elements(ranges), dtype=torch.float32, device=device)
     for _, _, part, at, _ in _parts(model, ranges):
         taken[at].copy_(part)
@@ -144,28 +134,28 @@ def take_flat(model: nn.Module, ranges: Ranges, device: torch.device = CPU) -> T
 
 
 @torch.no_grad()
-def change_flat_(model: nn.Module, ranges: Ranges, change: Callable[[Tensor, slice, slice], Tensor]) -> None:
-    """Overwrite those parameters in place, a part at a time, by what `change` makes of the part.
+def change_flat_(model: nn.Module, ranges: Ranges, change: Change) -> None:
+    """Overwrite a fragment in place, one part of a parameter at a time.
 
-    `change` gets the part, [n] on its device, its place in the fragment [P_f], and that in the vector [P]; it returns
-    [n], on any device.
+    `change` gets the part, [n] on its device, and its slices of the fragment [P_f] and of the whole vector [P]. It
+    returns the new values, [n] on any device.
     """
     for parameter, flat, part, at, place in _parts(model, ranges):
         part.copy_(change(part, at, place))
-        if is_sharded(parameter):  # Else `part` is a view of it.
-            parameter.copy_(like(flat.view(parameter.shape), parameter))
+        if is_sharded(parameter):  # Otherwise `part` is a view of it.
+            parameter.copy_(place_like(flat.view(parameter.shape), parameter))
 
 
 def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, Tensor, slice, slice]]:
-    """Of each parameter: it; all of it, flat; a view of what a range has of that, with its place in the fragment, and
-    in the vector."""
+    """The parameters in these ranges: each with all of it, flat, a view of the part in a range, and that part's slices
+    of the fragment and of the whole vector."""
     first = 0
     for parameter in model.parameters():
         end, at = first + parameter.numel(), 0
         for low, high in ranges:
             start, stop = max(low, first), min(high, end)
             if start < stop:
-                flat = whole(parameter.detach()).view(-1)
+                flat = full_tensor(parameter.detach()).view(-1)
                 part = flat[start - first : stop - first]
                 yield parameter, flat, part, slice(at + start - low, at + stop - low), slice(start, stop)
             at += high - low
@@ -173,13 +163,13 @@ def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, T
 
 
 def _build(cfg: ModelConfig) -> nn.Module:
-    # Here, not above: it takes seconds, and a node that only relays never needs it.
+    # Imported here, as it takes seconds, and a node that only relays never needs it.
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    own: dict[str, Any] = {"mistral": {"sliding_window": None}}.get(cfg.type, {})
+    own: dict[str, Any] = {"sliding_window": None} if cfg.type == "mistral" else {}
     if cfg.type != "qwen2" or cfg.head_dim:
         own["head_dim"] = cfg.head_width
     config = AutoConfig.for_model(

@@ -1,12 +1,12 @@
-"""Documents as rows of tokens: packed, not padded, shards in an order of each peer's own. Knows no files, no model.
+"""Documents packed into rows of tokens without padding; each peer reads the shards in its own order.
 
-Nobody hands out shards. Each peer reads all shards of a source in a random order of its own, drawn from the run and its
-peer id, and none twice before it has read all. So who comes or goes changes nothing for the others; of peers that have
-read the shares f_1, f_2, .. of the shards, the union is expected to be 1 - (1 - f_1)(1 - f_2).. of them, and what is
-read twice is the rest of f_1 + f_2 + ..: little as long as each reads little.
+No node assigns shards. Each peer reads all shards of a source in a random order of its own, drawn from the run and its
+peer id, and none twice before it has read all. So a peer that joins or leaves changes nothing for the others. If peers
+have read the shares f_1, f_2, .. of the shards, the expected union is 1 - (1 - f_1)(1 - f_2).. of them, and the rest of
+f_1 + f_2 + .. is read twice: little as long as each peer reads little.
 
-A peer reads several shards side by side, in lanes, and takes the rows of a batch from them in turn, so that those come
-from different files. Shapes: B rows of a batch, T sequence length.
+A peer reads several shards side by side, in lanes, and takes the rows of a batch from them in turn, so that the rows
+come from different files. Shapes: B rows of a batch, T sequence length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +23,18 @@ import torch
 from torch import Tensor
 
 from node.errors import Damaged, MachineError
-from node.training.documents import is_held_out
+from node.training.documents import Documents, is_held_out
 from node.training.tokenizer import Tokenizer
 
 LANES = 8
 LEAST_TRIES = 1024
-"""Shards in a row that may have no document for a lane: of a single document all but one have none."""
-
-Place = tuple[int, int]
-"""Which shard of the peer's order, and the number of the document in its file."""
+"""Shards in a row that may have no document for a lane: of a single document all but one shard have none."""
 
 logger = logging.getLogger(__name__)
 
 
-class Shards(Protocol):
-    """What `Documents` is."""
-
-    @property
-    def shards(self) -> int: ...
-
-    def read(self, shard: int, start: int) -> Iterator[tuple[int, str]]: ...
-
-
 class ShardOrder:
-    """The order in which one peer reads the shards of one source, without end: pass after pass, each anew."""
+    """The endless order in which one peer reads the shards of one source: a new permutation for each pass."""
 
     def __init__(self, name: str, shards: int) -> None:
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
@@ -62,11 +50,11 @@ class ShardOrder:
 
 
 class Lane:
-    """Every so many-th shard of the order, as one string of tokens without end."""
+    """Every `lanes`-th shard of the order, as one endless sequence of tokens."""
 
     def __init__(
         self,
-        documents: Shards,
+        documents: Documents,
         order: ShardOrder,
         tokenizer: Tokenizer,
         *,
@@ -74,29 +62,30 @@ class Lane:
         held_out_one_in: int,
         state: Sequence[int],
     ) -> None:
-        """`state`: as `state` gave it; of a new lane its number, 0 and 0."""
+        """`state`: as the property returned it; (number of the lane, 0, 0) for a new lane."""
         self._documents, self._order, self._tokenizer = documents, order, tokenizer
         self._lanes, self._held_out_one_in = lanes, held_out_one_in
         ordinal, document, self._offset = state
-        self._next: Place = (ordinal, document)
-        """From where to read."""
-        self._buffer: deque[tuple[Place, npt.NDArray[np.int32]]] = deque()
-        """Where each document begins, and its tokens; of the first one `_offset` are consumed."""
+        self._next = (ordinal, document)
+        """The next document to read: shard of the order, and number of the document in its file."""
+        self._buffer: deque[tuple[tuple[int, int], npt.NDArray[np.int32]]] = deque()
+        """The place of each document, and its tokens; of the first one `_offset` are consumed."""
         self._buffered = -self._offset
+        """Tokens that are buffered and not consumed."""
         self._reading: Iterator[tuple[int, str]] | None = None
-        self._fruitless = 0
+        self._empty_shards = 0
         """Shards in a row without a document."""
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Shard of the order, number of the document in its file, and tokens of that which are consumed."""
+        """Shard of the order, number of the document in its file, and how many of its tokens are consumed."""
         place = self._buffer[0][0] if self._buffer else self._next
         return (*place, self._offset)
 
     def row_into(self, out: npt.NDArray[np.int64]) -> None:
         """Fill `out` [T + 1] and consume T tokens: the last one is the next row's first.
 
-        Raises Unreachable, with nothing consumed; MachineError where no shard has any text.
+        Raises Unreachable, with nothing consumed; MachineError if no shard has any text.
         """
         while self._buffered < len(out):
             self._read_document()
@@ -107,11 +96,8 @@ class Lane:
             filled, skip = filled + len(part), 0
             if filled == len(out):
                 break
-        self._consume(len(out) - 1)
-
-    def _consume(self, count: int) -> None:
-        self._offset += count
-        self._buffered -= count
+        self._offset += len(out) - 1
+        self._buffered -= len(out) - 1
         while self._buffer and self._offset >= len(self._buffer[0][1]):
             self._offset -= len(self._buffer.popleft()[1])
 
@@ -122,11 +108,11 @@ class Lane:
         try:
             number, text = next(self._reading)
         except StopIteration:
-            self._leave_shard("no text")
+            self._next_shard("no text")
             return
         except Damaged as exc:
-            logger.warning("A part of the text is left out, it cannot be read: %s.", exc)
-            self._leave_shard(str(exc))
+            logger.warning("A part of the text cannot be read and is left out: %s.", exc)
+            self._next_shard(str(exc))
             return
         except Exception:
             self._reading = None
@@ -134,26 +120,26 @@ class Lane:
         self._next = (ordinal, number)
         if self._held_out_one_in and is_held_out(text, self._held_out_one_in):
             return
-        self._fruitless = 0
+        self._empty_shards = 0
         tokens = self._tokenizer.document(text)
         self._buffer.append(((ordinal, start), tokens))
         self._buffered += len(tokens)
 
-    def _leave_shard(self, why: str) -> None:
+    def _next_shard(self, reason: str) -> None:
         self._reading, self._next = None, (self._next[0] + self._lanes, 0)
-        self._fruitless += 1
-        if self._fruitless > max(LEAST_TRIES, 2 * self._documents.shards):
+        self._empty_shards += 1
+        if self._empty_shards > max(LEAST_TRIES, 2 * self._documents.shards):
             raise MachineError(
-                f"run.data.sources: no text in any of its files ({why}): mend or remove the file.", code="no_data"
+                f"run.data.sources: no text in any of its files ({reason}): repair or remove the file.", code="no_data"
             )
 
 
-class Packed:
-    """Rows from several sources by their weights; within a source from its lanes in turn."""
+class RowPacker:
+    """Rows of several sources by their weights; within a source from its lanes in turn."""
 
     def __init__(
         self,
-        sources: Sequence[Shards],
+        sources: Sequence[Documents],
         weights: Sequence[float],
         tokenizer: Tokenizer,
         *,
@@ -161,21 +147,21 @@ class Packed:
         held_out_one_in: int,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """`seed`: names run and peer. `state`: as `state` gave it."""
+        """`seed`: names run and peer. `state`: as the property returned it."""
         self._weights = [weight / sum(weights) for weight in weights]
-        counts = [min(LANES, source.shards) for source in sources]
-        fresh = [[(lane, 0, 0) for lane in range(count)] for count in counts]
-        if state is None:
-            state = {"taken": [0] * len(sources), "lanes": fresh, "shards": [source.shards for source in sources]}
-        places = list(state["lanes"])
-        for number, source in enumerate(sources):
-            if state["shards"][number] != source.shards:
-                logger.warning("Source %d of the text has other files than before: it is read anew.", number + 1)
-                places[number] = fresh[number]
-        self._begun: list[npt.NDArray[np.int64]] = []
-        """Rows of the batch that is being made."""
-        self._taken: list[int] = list(state["taken"])
         self._shards = [source.shards for source in sources]
+        fresh = [[(lane, 0, 0) for lane in range(min(LANES, shards))] for shards in self._shards]
+        if state is None:
+            state = {"taken": [0] * len(sources), "lanes": fresh, "shards": self._shards}
+        places = list(state["lanes"])
+        for number, shards in enumerate(self._shards):
+            if state["shards"][number] != shards:
+                logger.warning("The files of text source %d have changed: it is read from the beginning.", number + 1)
+                places[number] = fresh[number]
+        self._rows: list[npt.NDArray[np.int64]] = []
+        """Of the batch that is being packed."""
+        self._taken: list[int] = list(state["taken"])
+        """Rows taken from each source."""
         self._lanes = [
             [
                 Lane(
@@ -193,47 +179,44 @@ class Packed:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON: what is consumed."""
+        """What is consumed, as JSON. Valid between two batches."""
         lanes = [[list(lane.state) for lane in lanes] for lanes in self._lanes]
         return {"taken": list(self._taken), "lanes": lanes, "shards": list(self._shards)}
 
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
         """int64 cpu [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
 
-        Raises Unreachable; asked again it goes on with the rows that it has. `state` holds between two batches.
+        Raises Unreachable; the next call continues with the rows that it has.
         """
-        while len(self._begun) < batch_size:
-            source = self._due()
+        while len(self._rows) < batch_size:
+            source = self._next_source()
             lanes = self._lanes[source]
             row = np.empty(sequence_length + 1, dtype=np.int64)
             lanes[self._taken[source] % len(lanes)].row_into(row)
             self._taken[source] += 1
-            self._begun.append(row)
-        rows, self._begun = self._begun, []
+            self._rows.append(row)
+        rows, self._rows = self._rows, []
         return torch.from_numpy(np.stack(rows))
 
-    def _due(self) -> int:
+    def _next_source(self) -> int:
         """The source that is furthest behind its share."""
         rows = sum(self._taken) + 1
         behind = [weight * rows - taken for weight, taken in zip(self._weights, self._taken, strict=True)]
         return behind.index(max(behind))
 
 
-def first_rows(source: Shards, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
-    """[rows, length] from the beginning of a source, of its held-out documents where `one_in` is not 0.
+def first_rows(source: Documents, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
+    """[rows, length] from the beginning of a source: of its held-out documents, or of all if `one_in` is 0.
 
-    Fewer documents than that need are repeated. Raises Unreachable or Damaged; MachineError where there is none.
+    Too few documents are repeated. Raises Unreachable or Damaged; MachineError if there is none.
     """
     parts: list[npt.NDArray[np.int32]] = []
     found = 0
-    for shard in range(source.shards):
-        for _, text in source.read(shard, 0):
-            if one_in and not is_held_out(text, one_in):
-                continue
-            parts.append(tokenizer.document(text))
-            found += len(parts[-1])
-            if found >= rows * length:
-                break
+    for text in (text for shard in range(source.shards) for _, text in source.read(shard, 0)):
+        if one_in and not is_held_out(text, one_in):
+            continue
+        parts.append(tokenizer.document(text))
+        found += len(parts[-1])
         if found >= rows * length:
             break
     if not parts:

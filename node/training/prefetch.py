@@ -1,7 +1,7 @@
-"""Batches made ahead of need, on a thread of its own, so that the device does not wait. Knows no source and no model.
+"""Batches prepared in advance on a thread, so that the device does not wait for text.
 
-While a source does not answer, training goes on from what is ready; the source is asked again after longer and longer
-pauses. What was made and not taken is made again after a restart, so nothing is skipped and nothing comes twice.
+While a source does not answer, training continues from the buffer and the thread retries with growing pauses. Batches
+that were prepared and not taken are prepared again after a restart, so none is skipped and none comes twice.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from node.errors import Unreachable
+from node.training.packing import RowPacker
 
 BUFFER_BYTES = 64 * 1024 * 1024
 MOST_BATCHES = 64
@@ -27,20 +28,12 @@ CLOSE_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Rows(Protocol):
-    @property
-    def state(self) -> dict[str, Any]: ...
-
-    # Asked again after Unreachable, it goes on with what it had.
-    def next_batch(self, batch_size: int, sequence_length: int) -> Tensor: ...
-
-
 class Prefetcher:
-    """`make(state)` gives the rows from a place on."""
+    """A reader of packed text. It buffers the batches of `make(state)`, which starts there; None: at the beginning."""
 
     def __init__(
         self,
-        make: Callable[[dict[str, Any] | None], Rows],
+        make: Callable[[dict[str, Any] | None], RowPacker],
         batch_size: int,
         sequence_length: int,
         state: dict[str, Any] | None = None,
@@ -50,17 +43,20 @@ class Prefetcher:
         depth = max(LEAST_BATCHES, min(MOST_BATCHES, BUFFER_BYTES // batch_bytes))
         self._ready: queue.Queue[tuple[Tensor, dict[str, Any]] | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
-        self.state = state
-        """After what has been taken; None before the first batch of all."""
+        self.state = state or {}
+        """After the newest batch that was taken; empty before the first."""
         self.problem = ""
-        """Why nothing new comes just now; one sentence, or empty."""
-        self._thread = threading.Thread(target=self._fill, args=(state,), name="data", daemon=True)
+        """Why no new text arrives; one sentence, or empty."""
+        self._thread = threading.Thread(target=self._fill, args=(state or None,), name="data", daemon=True)
         self._thread.start()
 
-    def take(self) -> Tensor | None:
-        """The next batch, int64 cpu [B, T + 1]; None where there is none yet, after a moment.
+    def start_round(self, round_: int) -> None:
+        """The text continues across rounds."""
 
-        Raises what making it raised.
+    def next_batch(self) -> Tensor | None:
+        """The next batch, int64 cpu [B, T + 1]; None if there is none within WAIT_S.
+
+        Raises the exception of the source.
         """
         try:
             item = self._ready.get(timeout=WAIT_S)
@@ -73,28 +69,28 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Where the thread waits for a source it is not waited for longer than CLOSE_S; it ends by itself, then."""
+        """Stop the thread. After CLOSE_S a thread that waits for a source is left to end by itself."""
         self._stop.set()
         self._thread.join(CLOSE_S)
 
     def _fill(self, state: dict[str, Any] | None) -> None:
         pause_s = FIRST_PAUSE_S
-        rows: Rows | None = None
+        source: RowPacker | None = None
         while not self._stop.is_set():
             try:
-                rows = rows or self._make(state)
-                batch = rows.next_batch(*self._shape)
-                made, pause_s, self.problem = (batch, rows.state), FIRST_PAUSE_S, ""
+                source = source or self._make(state)
+                item = source.next_batch(*self._shape), source.state
             except Unreachable as exc:
-                self.problem = f"The text does not come ({exc})."
-                logger.warning("%s Training goes on with what is ready; next try in %.0f s.", self.problem, pause_s)
+                self.problem = f"The text cannot be reached ({exc})."
+                logger.warning("%s Training continues from the buffer; next try in %.0f s.", self.problem, pause_s)
                 self._stop.wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue
-            except Exception as exc:  # noqa: BLE001 - the thread that takes is the one to raise it
+            except Exception as exc:  # noqa: BLE001 - raised on the thread that takes batches
                 self._put(exc)
                 return
-            self._put(made)
+            pause_s, self.problem = FIRST_PAUSE_S, ""
+            self._put(item)
 
     def _put(self, item: tuple[Tensor, dict[str, Any]] | Exception) -> None:
         while not self._stop.is_set():

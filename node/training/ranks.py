@@ -1,15 +1,16 @@
-"""Several processes of one node that make an inner step together, a device each. Knows torch.distributed; no swarm.
+"""Several processes of one node that make each inner step together, one device each.
 
-Rank 0 is the worker, the one that the swarm knows. The others repeat what it does: it tells them each call, and all
-make it. `data-parallel`: each has all parameters and a part of the batch's rows, and gradients are summed after the
-last micro-batch. `fsdp`: parameters, gradients and moments are shards (FSDP2, `fully_shard`). The anchor is held once,
-by rank 0: all ranks share one host.
+Rank 0 is the worker, which the swarm knows. It broadcasts each call, and all ranks make it. `data-parallel`: each rank
+has all parameters and a part of the batch's rows, and gradients are summed after the last micro-batch. `fsdp`:
+parameters, gradients and moments are sharded (FSDP2, `fully_shard`). Rank 0 alone holds the anchor, as all ranks share
+one host.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,54 +20,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 TIMEOUT_S = 600.0
-"""Longest step; a rank that has died is noticed at once, by whoever watches the processes."""
-FOR_EVER = timedelta(days=3650)
-"""Between two calls: the others may have to wait for text, for peers, for a download."""
+"""Longest step. The worker that watches the processes notices a dead rank at once."""
+CALL_TIMEOUT = timedelta(days=3650)
+"""Between two calls: rank 0 may have to wait for text, peers or a download."""
 BUCKET_ELEMENTS = 1 << 25
 
 
+@dataclass(frozen=True, slots=True)
+class _TensorMeta:
+    """Takes the place of a tensor, which is broadcast next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Ranks:
-    """This process's place among them."""
+    """This process's membership in the group of ranks."""
 
     def __init__(self, rank: int, size: int, folder: Path, device: torch.device, *, is_sharded: bool) -> None:
-        """Returns when all have come. `folder`: where they meet; empty before, and nobody else's."""
+        """Returns when all ranks have joined. `folder`: for the rendezvous; empty, and used by nothing else."""
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
-        timeout = timedelta(seconds=TIMEOUT_S)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
         backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        self._calls = dist.new_group(backend="gloo", timeout=FOR_EVER)
+        self._calls = dist.new_group(backend="gloo", timeout=CALL_TIMEOUT)
 
-    # calls
-
-    def tell(self, name: str, *args: Any) -> None:
-        """Rank 0: have the others make this call, too. Tensors go by themselves, over the host's memory."""
+    def broadcast_call(self, name: str, *args: Any) -> None:
+        """Rank 0: make the other ranks call `name`. Tensors are sent separately, through the host's memory."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        plain = [_Shape.of(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        plain = [_TensorMeta(tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
         dist.broadcast_object_list([name, plain], src=0, group=self._calls)
         for tensor in tensors:
             dist.broadcast(tensor.cpu().contiguous(), src=0, group=self._calls)
 
-    def hear(self) -> tuple[str, list[Any]]:
-        """The others: the next call; its tensors on the cpu."""
-        told: list[Any] = [None, None]
-        dist.broadcast_object_list(told, src=0, group=self._calls)
-        name, plain = told
-        args = []
-        for arg in plain:
-            if isinstance(arg, _Shape):
-                tensor = torch.empty(arg.shape, dtype=arg.dtype)
-                dist.broadcast(tensor, src=0, group=self._calls)
-                args.append(tensor)
-            else:
-                args.append(arg)
+    def receive_call(self) -> tuple[str, list[Any]]:
+        """Other ranks: wait for the next call. Its tensors are on the cpu."""
+        received: list[Any] = [None, None]
+        dist.broadcast_object_list(received, src=0, group=self._calls)
+        name, args = received
+        for i, arg in enumerate(args):
+            if isinstance(arg, _TensorMeta):
+                args[i] = torch.empty(arg.shape, dtype=arg.dtype)
+                dist.broadcast(args[i], src=0, group=self._calls)
         return name, args
 
-    # steps
-
-    def wrap(self, loss: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
-        """The module whose call gives the loss; sharded where that is asked for, layer by layer, then the rest."""
+    def shard(self, loss: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
+        """The module whose call gives the loss. With `fsdp` it is sharded in place: each layer, then the rest."""
         if not self.is_sharded:
             return loss
         from torch.distributed.device_mesh import init_device_mesh
@@ -84,22 +85,22 @@ class Ranks:
 
     @property
     def loss_factor(self) -> float:
-        """Sharded gradients arrive as a mean over the ranks, and are to be a sum."""
+        """FSDP averages gradients over the ranks, and the step needs their sum."""
         return float(self.size) if self.is_sharded else 1.0
 
-    def agree(self, is_well: bool) -> bool:
-        """Whether all are well. Without shards nobody waits for another during a pass, so all come here.
+    def all_succeeded(self, succeeded: bool) -> bool:
+        """Whether the pass succeeded on all ranks.
 
-        With shards those that are well could not come; there, whoever is not does not, either, and all end.
+        With shards, a rank that succeeded cannot get here unless all did: the others would miss in its collectives.
         """
         if self.is_sharded:
-            return is_well
-        flag = torch.tensor([1 if is_well else 0])
+            return succeeded
+        flag = torch.tensor([1 if succeeded else 0])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._calls)
         return bool(flag.item())
 
     def sum_gradients_(self, parameters: Iterable[Tensor]) -> None:
-        """Gradients become their sum over the ranks, in place; sharded ones are already."""
+        """Sum gradients over the ranks, in place; FSDP has already reduced sharded ones."""
         if self.is_sharded:
             return
         bucket: list[Tensor] = []
@@ -110,29 +111,18 @@ class Ranks:
             bucket.append(parameter.grad)
             size += parameter.grad.numel()
             if size >= BUCKET_ELEMENTS:
-                _sum_together_(bucket)
+                _sum_bucket_(bucket)
                 bucket, size = [], 0
         if bucket:
-            _sum_together_(bucket)
+            _sum_bucket_(bucket)
 
     def sum_(self, scalar: Tensor) -> Tensor:
-        """Of a scalar, fp32 [] on the device, over the ranks; in place."""
+        """Sum a scalar, fp32 [] on the device, over the ranks, in place."""
         dist.all_reduce(scalar)
         return scalar
 
 
-class _Shape:
-    """Stands for a tensor that follows."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Shape:
-        return _Shape(tuple(tensor.shape), tensor.dtype)
-
-
-def _sum_together_(tensors: list[Tensor]) -> None:
+def _sum_bucket_(tensors: list[Tensor]) -> None:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat)
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
@@ -140,22 +130,22 @@ def _sum_together_(tensors: list[Tensor]) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; asked without that library, which takes a second to load."""
+    """Whether it is a DTensor; checked without importing that module, which takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank; of one that is not sharded itself. All ranks must come."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, on every rank (a collective); any other tensor itself."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
-def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """`value`, the same on every rank, placed as the parameter is; a copy on its device."""
+def place_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of `value`, which is the same on every rank, on the parameter's device and sharded as it is."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor
 
-        place: Any = parameter
+        sharded: Any = parameter
         on_device = value.to(parameter.device)
-        return distribute_tensor(on_device, place.device_mesh, place.placements, src_data_rank=None)
+        return distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
     return value.to(parameter.device, copy=True)

@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: written and checked in one go, read whole or by byte ranges. Knows no checkpoint.
+"""Tensors in safetensors files: written with a checksum in one pass, read whole or by byte ranges.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of the header; the header, JSON,
-with dtype, shape and place of each tensor; the bytes. Written here and not by the library: its writer tells no errno
-when the disk is full, and would need a second pass for the checksum.
+with dtype, shape and offsets of each tensor; the bytes. The library's writer is not used: it reports no errno when the
+disk is full, and the checksum would need a second pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 2**20
 _PIECE_BYTES = 16 * 2**20
 _DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class FileFacts(TypedDict):
@@ -47,24 +42,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.blake2b(digest_size=32)
     size_bytes = 0
     with path.open("xb", buffering=0) as file:
-        for piece in (memoryview(_LENGTH.pack(len(encoded)) + encoded), *map(_bytes_of, tensors.values())):
-            for part in _parts(piece):
-                _write_all(file.fileno(), part)
-                digest.update(part)
-                size_bytes += len(part)
+        for data in (memoryview(_LENGTH.pack(len(encoded)) + encoded), *map(_bytes_of, tensors.values())):
+            for piece in _pieces(data):
+                _write_all(file.fileno(), piece)
+                digest.update(piece)
+                size_bytes += len(piece)
         os.fsync(file.fileno())
     return FileFacts(bytes=size_bytes, blake2b=digest.hexdigest())
 
 
 def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
-    """All tensors, in memory of their own. ValueError if the file is not what was written."""
+    """All tensors, each in its own memory on the cpu. ValueError if the file is not as it was written."""
     size_bytes = path.stat().st_size
     if size_bytes != facts["bytes"]:
         raise ValueError(f"{path.name} has {size_bytes} bytes instead of {facts['bytes']}")
@@ -75,12 +70,11 @@ def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
         digest.update(os.pread(file.fileno(), data_start, 0))
         file.seek(data_start)
         for name, entry in header.items():
-            tensor = torch.empty(entry["shape"], dtype=_BY_NAME[entry["dtype"]])
-            for part in _parts(_bytes_of(tensor)):
-                if file.readinto(part) != len(part):
+            tensors[name] = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+            for piece in _pieces(_bytes_of(tensors[name])):
+                if file.readinto(piece) != len(piece):
                     raise ValueError(f"{path.name} ends early")
-                digest.update(part)
-            tensors[name] = tensor
+                digest.update(piece)
     if digest.hexdigest() != facts["blake2b"]:
         raise ValueError(f"{path.name} does not have its checksum")
     return tensors
@@ -89,7 +83,7 @@ def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
 def read_slice(path: Path, tensor_name: str, start_byte: int, length: int) -> bytes:
     """`length` bytes of one tensor, little-endian as on disk, without reading the rest.
 
-    ValueError if the tensor has no such bytes, OSError if the file is gone: checkpoints are pruned.
+    ValueError if the tensor has no such bytes. OSError if the file is gone, as old checkpoints are removed.
     """
     with path.open("rb", buffering=0) as file:
         header, data_start = _read_header(file.fileno())
@@ -110,7 +104,7 @@ def read_slice(path: Path, tensor_name: str, start_byte: int, length: int) -> by
 
 
 def _read_header(handle: int) -> tuple[dict[str, Any], int]:
-    """The header, its entries in the order of their bytes, and where these begin. Nothing in it is believed yet."""
+    """The validated header, its entries in the order of their bytes, and the offset of the first byte."""
     prefix = os.pread(handle, _LENGTH.size, 0)
     length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else _MAX_HEADER_BYTES + 1
     if length > _MAX_HEADER_BYTES:
@@ -122,7 +116,7 @@ def _read_header(handle: int) -> tuple[dict[str, Any], int]:
     at = 0
     for entry in header.values():
         begin, end = entry["data_offsets"]
-        size_bytes = math.prod(entry["shape"]) * _BY_NAME[entry["dtype"]].itemsize
+        size_bytes = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
         if begin != at or end - begin != size_bytes or min(entry["shape"], default=1) < 0:
             raise ValueError("the safetensors header contradicts itself")
         at = end
@@ -132,17 +126,17 @@ def _read_header(handle: int) -> tuple[dict[str, Any], int]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory if it is contiguous on the CPU, else a copy's."""
+    """The tensor's memory if it is contiguous on the cpu, otherwise that of a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer; numpy's stubs do not say so
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's stubs do not declare the buffer protocol
 
 
-def _parts(whole: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(whole), _PIECE_BYTES):
-        yield whole[start : start + _PIECE_BYTES]
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """One `write` may take less than it is given, also just before a full disk."""
+    """`os.write` may write less than it is given, also just before the disk is full."""
     while data:
         data = data[os.write(handle, data) :]

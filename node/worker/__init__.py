@@ -1,1 +1,1 @@
-"""The process that trains: owns torch and the swarm, obeys the supervisor; `python -m node.worker --fd N`."""
+"""The worker: the process that trains. It owns torch and the swarm, and obeys the supervisor."""

@@ -1,4 +1,4 @@
-"""The worker's process root: link, orders, log, and the last words."""
+"""Entry point of the worker process: `python -m node.worker --fd N`, with the supervisor's socket at N."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import socket
 import sys
 import traceback
 
-from node.config import Config
+from node.config.schema import Config
 from node.errors import NodeError, TrainingError
-from node.link import Ended
-from node.logs import set_level
+from node.host.logs import set_level
 from node.worker.channel import Channel, ChannelHandler
-from node.worker.parent import die_with_parent
+from node.worker.parent_death import die_with_parent
+from node.worker_protocol import Ended
 
 START_S = 30.0
 SWITCH_S = 0.0005
-"""How long the trainer's thread may wait for the interpreter while the swarm's thread has it; Python's own is 5 ms."""
+"""Longest wait of the trainer's thread for the interpreter lock while the swarm's thread holds it; default 5 ms."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="node.worker")
     parser.add_argument("--fd", type=int, required=True)
     arguments = parser.parse_args()
-    # And p2pd in turn when this one does.
     die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -36,12 +35,12 @@ def main() -> int:
     handler = ChannelHandler(channel)
     logging.getLogger().addHandler(handler)
     set_level(config.log.level)
-    # Here, not above: torch and hivemind take seconds, and hivemind sets up a log of its own.
-    from node.worker.work import Work, tame_foreign_logs
+    # Not at the top: importing torch and hivemind takes seconds, and hivemind configures logging.
+    from node.worker.bootstrap import Worker, redirect_library_logs
 
-    tame_foreign_logs()
+    redirect_library_logs()
     try:
-        code, reason = Work(channel, start, config, handler).run()
+        code, reason = Worker(channel, start, config, handler).run()
     except NodeError as exc:
         if exc.exit_code == NodeError.exit_code and not isinstance(exc, TrainingError):
             raise
@@ -55,11 +54,10 @@ if __name__ == "__main__":
     try:
         status = main()
     except Exception:  # noqa: BLE001 - the process root
-        # Said and ended at once: waiting for threads that nobody stopped would look like a hang.
         traceback.print_exc()
         status = NodeError.exit_code
     logging.shutdown()
-    # The kernel ends p2pd; waiting for library threads here could only delay a clean end.
     sys.stdout.flush()
     sys.stderr.flush()
+    # Do not wait for library threads, which would look like a hang; the kernel ends p2pd.
     os._exit(status)

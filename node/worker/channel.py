@@ -1,6 +1,6 @@
-"""The worker's end of the link. Knows sockets and threads; knows nothing of training.
+"""The worker's end of the connection to the supervisor. A thread reads orders; any thread may send.
 
-A thread reads orders; everybody may send. When the supervisor is gone the worker is asked to leave.
+The loss of the supervisor counts as an order to leave.
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from node.link import Adjust, Beat, Down, LogTold, Start, Stop, Unsaved, Up, decode_down, encode
+from node.status import rfc3339
+from node.worker_protocol import (
+    Adjust,
+    Beat,
+    LogReport,
+    Start,
+    Stop,
+    SupervisorMessage,
+    Unsaved,
+    WorkerMessage,
+    decode_supervisor_message,
+    encode,
+)
 
 BEAT_S = 1.0
 
 
 class StopAsked(Exception):
-    """The supervisor wants the worker to end; not an error."""
+    """The supervisor asked the worker to end. Not an error."""
 
 
 class Channel:
-    """Orders in, words out."""
+    """Receives orders and sends messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._file = sock.makefile("rb")
-        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
         self._beat_at_s = 0.0
         self.stop: Stop | None = None
-        """The last order to stop; None while there is none."""
+        """The newest order to stop."""
         self._adjusts: deque[Adjust] = deque(maxlen=1)
 
     def wait_start(self, timeout_s: float) -> Start:
@@ -42,14 +54,14 @@ class Channel:
         self._socket.settimeout(None)
         if not isinstance(message, Start):
             raise TimeoutError("no order to start")
-        threading.Thread(target=self._listen, name="link", daemon=True).start()
+        threading.Thread(target=self._receive, name="channel", daemon=True).start()
         return message
 
-    def _read(self) -> Down | None:
+    def _read(self) -> SupervisorMessage | None:
         line = self._file.readline()
-        return decode_down(line) if line.endswith(b"\n") else None
+        return decode_supervisor_message(line) if line.endswith(b"\n") else None
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         while (message := self._read()) is not None:
             if isinstance(message, Stop):
                 self.stop = message
@@ -58,22 +70,22 @@ class Channel:
         self.stop = self.stop or Stop(how="leave")
 
     def take_adjust(self) -> Adjust | None:
-        """The newest settings, if they have changed since the last call."""
+        """The newest settings if they changed since the last call."""
         try:
             return self._adjusts.popleft()
         except IndexError:
             return None
 
-    def send(self, message: Up) -> None:
-        """Whole lines only, from any thread. A supervisor that is gone is no error here: `stop` tells it."""
-        with self._lock:
+    def send(self, message: WorkerMessage) -> None:
+        """Callable from any thread. Sets `stop` if the supervisor is gone."""
+        with self._send_lock:
             try:
                 self._socket.sendall(encode(message))
             except OSError:
                 self.stop = self.stop or Stop(how="leave")
 
     def beat(self) -> None:
-        """Say that the main thread lives, at most every BEAT_S."""
+        """Send the main thread's heartbeat, at most every BEAT_S."""
         now_s = time.monotonic()
         if now_s - self._beat_at_s >= BEAT_S:
             self._beat_at_s = now_s
@@ -81,15 +93,15 @@ class Channel:
 
     @contextmanager
     def unsaved(self) -> Iterator[None]:
-        """Within the block this process has work that a stop must save; the supervisor is told so from the stop on."""
+        """Mark the block as having work that a stop must save: from a stop on, the supervisor receives `Unsaved`."""
         saved = threading.Event()
 
-        def tell() -> None:
+        def report_unsaved() -> None:
             while not saved.wait(BEAT_S):
                 if self.stop is not None:
                     self.send(Unsaved())
 
-        thread = threading.Thread(target=tell, name="unsaved", daemon=True)
+        thread = threading.Thread(target=report_unsaved, name="unsaved", daemon=True)
         thread.start()
         try:
             yield
@@ -98,25 +110,22 @@ class Channel:
             thread.join()
 
 
-def rfc3339(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 class ChannelHandler(logging.Handler):
-    """Log records go to the supervisor, which writes them; each with the round that it names, or was written in."""
+    """Sends log records to the supervisor, which writes them."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
         self.round_now: Callable[[], int | None] = lambda: None
+        """The round of records that name none."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self._channel.send(
-            LogTold(
+            LogReport(
                 level=record.levelname.lower(),
                 logger=record.name,
                 message=self.format(record),
-                at=rfc3339(record.created),
+                at=rfc3339(datetime.fromtimestamp(record.created, UTC), "milliseconds"),
                 round=getattr(record, "round", self.round_now()),
             )
         )

@@ -1,45 +1,45 @@
-"""Who evaluates the anchor after a round, and what is told of it. Knows the local model and the tip; no wire.
+"""Evaluation of a round's anchor by a few drawn nodes.
 
-Each value goes into the contribution to the next round, so into the record of that round, where all members find it.
+The loss goes into the node's contribution to the next round, and thereby into that round's record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from node.manifest import EvaluationConfig
-from node.swarm.chain import Tip
-from node.swarm.rendezvous import leader_order
+from node.config.manifest import EvaluationConfig
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.leader_election import leader_order
 from node.worker.channel import StopAsked
-from node.worker.local import Local
+from node.worker.inner_trainer import InnerTrainer
 
-MOST = 1e6
-"""Of a loss that a record takes."""
+MAX_LOSS = 1e6
+"""Largest loss that a record takes."""
 
 
-def is_drawn(me: str, tip: Tip, members: int) -> bool:
-    """Whether this node is among so many that evaluate the tip: any node can tell of any. 0: all do."""
-    return not members or me in leader_order(f"evaluate {tip.head}", sorted({me, *tip.last_weights}))[:members]
+def is_evaluator(peer_id: str, tip: Tip, evaluators: int) -> bool:
+    """Whether this node is one of the `evaluators` drawn for the tip; any node can compute the draw. 0: all are."""
+    order = leader_order(f"evaluate {tip.head}", sorted({peer_id, *tip.last_weights}))
+    return not evaluators or peer_id in order[:evaluators]
 
 
 class Evaluation:
-    """One node's. `newest` is of the tip that `follow` has seen last."""
+    def __init__(self, cfg: EvaluationConfig, inner: InnerTrainer) -> None:
+        self._cfg, self._inner = cfg, inner
+        self.loss: float | None = None
+        """Loss of the newest anchor; None if this node did not evaluate it."""
 
-    def __init__(self, cfg: EvaluationConfig, local: Local) -> None:
-        self._cfg, self._local = cfg, local
-        self.newest: float | None = None
-        """Loss of the newest anchor as this node has found it; None where it has not looked."""
+    def round_over(self, tip: Tip, peer_id: str, before_micro_batch: Callable[[], None]) -> None:
+        """Evaluate the tip's anchor if that is due and this node is drawn.
 
-    def follow(self, tip: Tip, me: str, between: Callable[[], None]) -> None:
-        """A round is over: evaluate its anchor, where that is due and this node is drawn.
-
-        StopAsked from `between` ends the evaluation without a loss, and goes no further: the caller is in the middle of
-        applying the round, and obeys the stop after that.
+        StopAsked from `before_micro_batch` ends the evaluation without a loss. It is not raised, as the caller is in
+        the middle of applying the round; the caller's next check raises it again.
         """
-        self.newest = None
-        if self._local.evaluates and tip.round % self._cfg.every_rounds == 0 and is_drawn(me, tip, self._cfg.members):
+        self.loss = None
+        is_due = self._inner.can_evaluate and tip.round % self._cfg.every_rounds == 0
+        if is_due and is_evaluator(peer_id, tip, self._cfg.members):
             try:
-                loss = self._local.evaluate(tip.state.anchor, between)
+                loss = self._inner.evaluate(tip.state.anchor, before_micro_batch)
             except StopAsked:
                 return
-            self.newest = loss if loss < MOST else None  # NaN is not below it either, and is told to nobody.
+            self.loss = loss if loss < MAX_LOSS else None  # Also None for NaN.

@@ -1,12 +1,12 @@
-"""DiLoCo, Algorithm 1 (arXiv 2311.08105), from one worker's side. Knows the order of things, not how they are done.
+"""DiLoCo, Algorithm 1 (arXiv 2311.08105), as one worker executes it.
 
-repeat:  H inner steps of AdamW from the anchor
+repeat:  H inner steps of AdamW, starting from the anchor
          Delta_i = anchor - local parameters
-         Delta   = the others' and ours, averaged by weight           (masterless, `node.swarm`)
-         anchor := Nesterov(anchor, Delta)                            (the same bits on every node)
-         local  := anchor
+         Delta   = weighted average of all workers' Delta_i        (without a master, `node.swarm`)
+         anchor  = Nesterov(anchor, Delta)                         (the same bits on every node)
+         local parameters = anchor
 
-Overlapped, the inner steps go on while Delta is averaged, and what they did is merged with the new anchor when it comes
+In overlapped modes the inner steps continue while Delta is averaged, and their progress is merged with the new anchor
 (Streaming DiLoCo, arXiv 2501.18512).
 """
 
@@ -16,14 +16,14 @@ from node.worker.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """Until the run is complete, or the trainer's check raises."""
-    while not trainer.run_is_complete():
-        trainer.show_training()
-        while not trainer.must_sync():
+    """Train until the run is complete. An order to stop and errors of the swarm are raised."""
+    while not trainer.run_is_complete:
+        trainer.report_training()
+        while not trainer.must_synchronize:
             trainer.inner_step()
-            trainer.obey_all_mail()
-            trainer.breathe()
-        if trainer.in_flight:
-            trainer.await_commit()
+            trainer.apply_committed_rounds()
+            trainer.attend()
+        if trainer.has_contribution_in_flight:
+            trainer.wait_for_outer_step()
         else:
-            trainer.offer()
+            trainer.send_pseudo_gradient()

@@ -1,6 +1,6 @@
-"""One node's side of DiLoCo: the steps that `loop` strings together. Knows its own parameters, the tip, the mailbox.
+"""The operations of one node's DiLoCo training, which `loop` repeats.
 
-The main thread owns everything here. The swarm's thread is reached through `offer` and the mailbox, and nothing else.
+The main thread owns a trainer. It reaches the swarm's thread through `SwarmThread.offer` and the mailbox only.
 """
 
 from __future__ import annotations
@@ -10,429 +10,440 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from node.config import CheckpointConfig
+from node.config.schema import CheckpointConfig
+from node.diloco.fragments import Ranges
 from node.diloco.schedule import is_time_up, learning_rate, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
-from node.swarm.attempt import Contribution
-from node.swarm.chain import Tip
-from node.swarm.faults import spoil_blobs
-from node.swarm.rendezvous import grace_seconds, role_of
-from node.swarm.rounds import Committed
-from node.worker import shown
-from node.worker.accounts import Accounts
-from node.worker.books import Books
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.commit import Committed
+from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
+from node.worker.contribution import ContributionTracker, FragmentUpdate
+from node.worker.counters import WorkCounters
+from node.worker.encoder import Encoder, is_encodable
 from node.worker.evaluation import Evaluation
-from node.worker.ledger import Ledger
-from node.worker.left_out import LeftOut
-from node.worker.local import Local
-from node.worker.outgoing import Outgoing, are_numbers
-from node.worker.saver import Calendar, Saver
+from node.worker.inner_trainer import InnerTrainer
+from node.worker.reporter import Reporter
+from node.worker.round_diagnostics import ExclusionNotice
+from node.worker.round_log import RoundLog
 from node.worker.session import Session
-from node.worker.snapshot import checkpoint_of
-from node.worker.teller import Teller
+from node.worker.step_faults import StepFaults
 
 logger = logging.getLogger(__name__)
 
-MAX_DROPPED = 3
-"""Times in a row that a node may go back to the anchor because its parameters are no numbers; then it gives up."""
-WAITING_RATIO = 2.0
+MAX_RESETS = 3
+"""Times in a row that a node resets diverged parameters to the anchor before it gives up."""
+BELOW_QUORUM_RATIO = 2.0
+"""With too few peers for a round, a node trains for so many round lengths before it waits."""
 POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where this node is in its round: since the anchor, or since it sent its newest contribution."""
+    """Progress of the inner phase, since the anchor or since the newest contribution was sent."""
 
     steps: int = 0
-    offset: float = 0.0
-    """Share of the round that was over when this node came to it; under `steps` only."""
+    offset_ratio: float = 0.0
+    """Share of the round that was over when this node joined; under the policy `steps` only."""
 
 
 class Trainer:
-    """Anchor, progress and rounds of one node. `round_over` is called when a contribution of this node has landed."""
-
     def __init__(
         self,
         session: Session,
-        local: Local,
-        saves: CheckpointConfig,
-        teller: Teller,
-        ledger: Ledger,
-        left_out: LeftOut,
+        inner: InnerTrainer,
+        cfg: CheckpointConfig,
+        reporter: Reporter,
+        counters: WorkCounters,
+        exclusion: ExclusionNotice,
         check: Callable[[], None],
-        round_over: Callable[[], None],
+        on_contribution_over: Callable[[], None],
     ) -> None:
-        """`left_out` outlives this trainer: a node that rejoins may go on being left out."""
+        """Resume from the session's checkpoint, or start from its downloaded state.
+
+        `exclusion` outlives this trainer, as a node may still be excluded after it rejoins. `check` raises StopAsked.
+        `on_contribution_over` is called when the round of a contribution is committed, with it or without.
+        """
         assert session.tip is not None
-        self.session, self.run, self.local = session, session.manifest.run, local
-        self.teller, self.ledger, self._check, self._round_over = teller, ledger, check, round_over
+        self._session, self._run, self._inner = session, session.manifest.run, inner
+        self._reporter, self._counters = reporter, counters
+        self._check, self._on_contribution_over = check, on_contribution_over
         self.tip: Tip = session.tip
-        self.progress = Progress()
-        self._books = Books(session, teller, ledger, left_out)
-        self._accounts = Accounts(self.run.sync.fragment_count)
-        self._saver = Saver(session.store, session.source, session.swarm.faults)
-        self._calendar = Calendar(self.tip.round, saves.every_s, self.run.sync.fragment_count)
-        self._evaluation = Evaluation(self.run.evaluation, local)
-        self._dropped = 0
+        self._progress = Progress()
         self._settle_s = 0.0
         """From the newest commit that this node waited for to its first inner step after it."""
         self._is_settling = False
-        """This node has waited for a commit, and not done a step since."""
-        self._newest: tuple[float, float] | None = None
-        """Loss and learning rate of the newest inner step; None before the first."""
-        self.resume()
-
-    # position
-
-    def resume(self) -> None:
-        """Go on from the session's checkpoint, or from its downloaded state."""
-        session, saved = self.session, self.session.checkpoint
-        tensors = saved.optimizer if saved is not None else {}
-        self._outgoing = Outgoing(session.rules.grids, self.run.sync, tensors)
+        self._resets = 0
+        self._last_step: tuple[float, float] | None = None
+        """Loss and learning rate of the newest inner step."""
+        fragments, saved = self._run.sync.fragment_count, session.checkpoint
+        self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
+        self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
+        self._evaluation = Evaluation(self._run.evaluation, inner)
+        self._round_log = RoundLog(session, reporter, counters, exclusion)
+        self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
+        self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
+        self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
         if saved is None:
-            self.local.begin(self.tip.state.anchor)
-            self.local.text.start_round(self.tip.round + 1)
+            inner.start(self.tip.state.anchor)
+            inner.text.start_round(self.tip.round + 1)
         else:
-            self.local.resume(saved)
-            self.progress = Progress(saved.inner_step)
-            self._accounts = Accounts(self.run.sync.fragment_count, saved.extra.get("owed", ()))
-            shown.evaluation(self.teller, saved.extra.get("evaluation_loss"), None)
-        self._show_position()
+            inner.resume(saved)
+            self._progress = Progress(saved.inner_step)
+            self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+        self._report_position()
 
-    def save(self) -> None:
-        """A checkpoint of outer and local state, on the disk when this returns. Raises MachineError if that is full."""
-        self._wait_saved()
-        self._begin_save()
-        self._wait_saved()
+    def align_to(self, tip: Tip, *, is_new: bool) -> None:
+        """Start at the same point of the round as the others. `is_new`: this node has no inner steps of its own."""
+        if tip.head != self.tip.head:
+            return
+        self.tip = tip
+        if is_new and self._run.round.policy == "steps" and tip.round_s:
+            age_s = time.monotonic() - tip.anchor_at_s
+            self._progress.offset_ratio = min(1.0, max(0.0, age_s / tip.round_s))
 
-    def _wait_saved(self) -> None:
-        """Until nothing is being written; telling of it, as gigabytes take their time."""
-        with self.ledger.doing(Activity.CHECKPOINT):
-            while not self._saver.wait(POLL_S):
-                self.teller.tell()
+    @property
+    def run_is_complete(self) -> bool:
+        return self.tip.state.tokens >= self._run.total_tokens
 
-    def _begin_save(self) -> None:
-        """Training goes on while it is written; `breathe` tells of a disk that does not take it."""
-        with self.ledger.doing(Activity.CHECKPOINT):
-            ledger = self.ledger.save(self.ledger.counters(self.session.swarm.view))
-            sent_steps, owed = self._accounts.for_checkpoint(self._next)
-            checkpoint = checkpoint_of(
-                self.session.manifest,
-                self.tip,
-                local=self.local.replica.parameters,
-                optimizer=self.local.replica.moments() | self._outgoing.tensors(),
-                inner_step=sent_steps + self.progress.steps,
-                text=self.local.place,
-                extra={"ledger": ledger, "owed": owed, "evaluation_loss": self.teller.training.evaluation_loss},
+    # the inner phase of a round
+
+    @property
+    def has_contribution_in_flight(self) -> bool:
+        return self._contributions.in_flight is not None
+
+    @property
+    def must_synchronize(self) -> bool:
+        """Whether a contribution is due, or the one in flight must be committed before further inner steps.
+
+        Blocking rounds allow no inner step meanwhile, overlapped rounds as many as a round has. The first round is
+        always blocking, as its length is unknown.
+        """
+        if self.has_contribution_in_flight:
+            return self._run.sync.mode == "blocking" or self.tip.round_s is None or self._done_ratio >= 1.0
+        return self._is_phase_over() and self._contributions.pending_tokens(self._next_fragment) > 0
+
+    def _is_phase_over(self) -> bool:
+        """Whether the inner phase is over.
+
+        It is over after H steps, or, with policy `time`, as soon as one more step would end too late.
+        """
+        policy, round_s = self._run.round, self.tip.round_s
+        if policy.policy == "time" and round_s is not None:
+            is_below_quorum = self._session.swarm.view.training < policy.min_peers
+            return is_time_up(
+                self._elapsed_s,
+                round_s=round_s * (BELOW_QUORUM_RATIO if is_below_quorum else 1.0),
+                step_s=self._inner.step_s or 0.0,
+                grace_s=self._session.rules.closing.grace_s(round_s),
+                lead_s=self._upload_lead_s,
             )
-            self._saver.begin(checkpoint, self.tip)
-        self._calendar.taken(self.tip.round)
+        return self._done_ratio >= 1.0 or self._first_round_is_due()
 
-    # the inner loop
+    def _first_round_is_due(self) -> bool:
+        """Under the policy `time` the first round ends when the first member has made its H steps."""
+        if self._run.round.policy == "steps" or self.tip.round_s is not None:
+            return False
+        rows = self._session.swarm.view.rows
+        return any(row.phase == Phase.SYNCING for row in rows if not row.this_node and row.round == self.tip.round)
 
     @property
-    def _next(self) -> int:
-        """The fragment whose round is the next one."""
-        return (self.tip.round + 1) % self.run.sync.fragment_count
+    def _next_fragment(self) -> int:
+        """The fragment of the round after the tip."""
+        return (self.tip.round + 1) % self._run.sync.fragment_count
 
     @property
-    def done_ratio(self) -> float:
-        """Share of the round's inner phase that is over, since the anchor or since sending; ready from 1 on."""
-        policy, inner_steps = self.run.round.policy, self.tip.inner_steps
-        steps = self.progress.steps + round(self.progress.offset * inner_steps)
-        past_s, round_s = self._elapsed_s, self.tip.round_s
-        return progress(policy, inner_step=steps, inner_steps=inner_steps, elapsed_s=past_s, round_s=round_s)
+    def _next_ranges(self) -> Ranges:
+        return self._session.rules.layout_at(self.tip.round + 1).ranges
+
+    @property
+    def _done_ratio(self) -> float:
+        """Progress of the inner phase; 1 and above: over."""
+        inner_steps = self.tip.inner_steps
+        return progress(
+            self._run.round.policy,
+            inner_step=self._progress.steps + round(self._progress.offset_ratio * inner_steps),
+            inner_steps=inner_steps,
+            elapsed_s=self._elapsed_s,
+            round_s=self.tip.round_s,
+        )
 
     @property
     def _elapsed_s(self) -> float:
-        """Since the round's start, or since sending."""
-        flight = self._accounts.flight
-        return time.monotonic() - (flight.at_s if flight is not None else self.tip.anchor_at_s)
+        """Time since the start of the round, or since the contribution in flight was sent."""
+        in_flight = self._contributions.in_flight
+        return time.monotonic() - (in_flight.sent_at if in_flight is not None else self.tip.anchor_at_s)
 
     @property
-    def _lead_s(self) -> float:
-        """How long before the end of a round this node's contribution is due: for a slow uplink."""
-        upload_s = self.session.swarm.view.lead_s
-        return upload_s + self._outgoing.seconds if upload_s else 0.0
-
-    @property
-    def in_flight(self) -> bool:
-        return self._accounts.flight is not None
-
-    def must_sync(self) -> bool:
-        """A contribution is due; or one is in flight, and nothing may be done before it has landed.
-
-        Blocking rounds allow no step meanwhile, overlapped ones as many as a round has; the first one, whose length
-        nobody knows, is a blocking one.
-        """
-        if self.in_flight:
-            return self.run.sync.mode == "blocking" or self.tip.round_s is None or self.done_ratio >= 1.0
-        return self._is_due()
-
-    def _is_due(self) -> bool:
-        """By the clock, and with too few peers there for a round: train on to twice its length; wait only then.
-
-        By the clock no step is begun that would end too late, but for the first of a contribution.
-        """
-        rounds, round_s = self.run.round, self.tip.round_s
-        if rounds.policy == "time" and round_s is not None:
-            below_quorum = self.session.swarm.view.training < rounds.min_peers
-            is_ready = is_time_up(
-                self._elapsed_s,
-                round_s=round_s * (WAITING_RATIO if below_quorum else 1.0),
-                step_s=self.local.step_s or 0.0,
-                grace_s=grace_seconds(round_s),
-                lead_s=self._lead_s,
-            )
-        else:
-            is_ready = self.done_ratio >= 1.0 or self._first_round_is_due()
-        return is_ready and self._accounts.tokens(self._next) > 0
-
-    def _first_round_is_due(self) -> bool:
-        """By the clock, while nobody knows how long a round lasts: when the first member has done its H steps."""
-        if self.run.round.policy == "steps" or self.tip.round_s is not None:
-            return False
-        others = (row for row in self.session.swarm.view.rows if not row.this_node and row.round == self.tip.round)
-        return any(row.phase == Phase.SYNCING for row in others)
+    def _upload_lead_s(self) -> float:
+        """How long before the end of a round the contribution is due; above 0 for a slow uplink."""
+        upload_s = self._session.swarm.view.lead_s
+        return upload_s + self._encoder.last_encoding_s if upload_s else 0.0
 
     def inner_step(self) -> None:
-        """One AdamW step on the next batch, at the learning rate of the swarm's tokens."""
-        faults = self.session.swarm.faults
+        """One step of the inner optimizer on the next batch."""
         if self._is_settling:
             self._is_settling, self._settle_s = False, max(0.0, time.monotonic() - self.tip.anchor_at_s)
-        faults.meet("inner", self.tip.round + 1, self._role)
+        self._faults.before_step()
         lr = self._learning_rate()
         try:
-            result = self.local.step(lr, faults, self.tip.round + 1, self._between_passes)
+            result = self._inner.step(lr, self._faults, self._after_micro_batch)
         except TrainingError as exc:
-            if not self.progress.steps or self._dropped >= MAX_DROPPED:
+            if not self._progress.steps or self._resets >= MAX_RESETS:
                 raise
-            self._drop(f"The local parameters no longer train ({exc})")
+            self._reset_to_anchor(f"The local parameters no longer train ({exc})")
             return
         if result is None:
-            shown.no_text(self.teller, self.local.text.problem)
+            self._reporter.enter_no_text(self._inner.text.problem)
             return
-        if self.teller.state.code == "no_text":
-            self.show_training()
-        self.progress.steps += 1
+        if self._reporter.state.code == "no_text":
+            self.report_training()
+        self._progress.steps += 1
         if not result.tokens:
-            logger.warning("An inner step came to nothing: its loss or gradient is no finite number; it is left out.")
+            logger.warning("An inner step was skipped: its loss or gradient is not finite.")
             return
-        self._accounts.earn(result.tokens)
-        self._newest = (result.loss, lr)
-        if self.teller.is_due:
-            self._show_step()
-
-    def _between_passes(self) -> None:
-        """Within a step, which may take long: tell, and obey, unless other ranks would wait for this one."""
-        if self.teller.is_due:  # The step before, else steps of more than a second would never be shown.
-            self._show_step()
-        self.teller.tell()
-        if not self.local.replica.is_shared:
-            self._check()
-
-    def breathe(self) -> None:
-        """Tell, and obey, between two inner steps."""
-        self._saver.check()
-        self._outgoing.check()
-        if self._calendar.is_due and not self._saver.is_busy:
-            self._begin_save()
-        self._tell_and_obey()
-
-    def _tell_and_obey(self) -> None:
-        """Raises what the check raises: StopAsked."""
-        self.teller.tell()
-        self._check()
+        self._contributions.add_tokens(result.tokens)
+        self._last_step = (result.loss, lr)
+        if self._reporter.is_due:
+            self._report_step()
 
     def _learning_rate(self) -> float:
-        run = self.run
-        usual = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
-        round_tokens = self.tip.last_round_tokens or usual
-        # What is in flight will be in the anchor before long.
-        anchor_tokens = self.tip.state.tokens + (round_tokens if self.in_flight else 0)
-        inner = run.inner
+        """The learning rate at the swarm's tokens, including those that are being averaged."""
+        run, inner = self._run, self._run.inner
+        first_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
+        round_tokens = self.tip.last_round_tokens or first_round_tokens
+        anchor_tokens = self.tip.state.tokens + (round_tokens if self.has_contribution_in_flight else 0)
         return learning_rate(
-            swarm_tokens_at(anchor_tokens, self.done_ratio, round_tokens),
+            swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens),
             peak=inner.lr,
             warmup_tokens=inner.warmup_tokens,
             total_tokens=run.total_tokens,
             min_ratio=inner.min_lr_ratio,
         )
 
+    def _after_micro_batch(self) -> None:
+        """Report, and obey orders, between the micro-batches of a step, because a step may take long.
+
+        A node with several ranks only reports: its other ranks would wait for the rest of the step.
+        """
+        if self._reporter.is_due:  # Report the previous step here, or steps longer than the interval never show.
+            self._report_step()
+        self._reporter.tell()
+        if not self._inner.replica.is_shared:
+            self._check()
+
+    def attend(self) -> None:
+        """Between two inner steps: check background work, start a checkpoint that is due, report, obey."""
+        self._checkpointer.check()
+        self._encoder.check()
+        if self._schedule.is_due and not self._checkpointer.is_busy:
+            self._begin_checkpoint()
+        self._report_and_check()
+
+    def _report_and_check(self) -> None:
+        self._reporter.tell()
+        self._check()
+
+    def _reset_to_anchor(self, why: str) -> None:
+        """Discard this node's inner steps, and report that."""
+        self._resets += 1
+        error = RoundFailed(f"{why}: this node discards them and continues from the anchor.", code="not_finite")
+        logger.warning("%s", error)
+        self._inner.reset_to(self.tip.state.anchor)
+        self._progress = Progress()
+        self._count_discarded(self._contributions.discard_pending())
+        self._round_log.round_failed(error, self.tip)
+
     # the outer step
 
-    def offer(self) -> None:
-        """Hand the pseudo-gradient to the swarm, once it is encoded; training goes on beside that."""
-        spoilt = self.session.swarm.faults.spoils("inner", self.tip.round + 1, self._role)
-        if spoilt in ("nan", "garbage"):
-            self.local.spoil(spoilt)
-        fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
-        parent, swarm, evaluated = self.tip.head, self.session.swarm, self._evaluation.newest
-        usual_s = self.tip.round_s / self.tip.inner_steps if self.tip.round_s else 1.0
-        step_s = self.local.step_s or usual_s
-        tokens = min(self._accounts.tokens(fragment), self.run.max_contribution_tokens)
-        sent = self.local.replica.take(ranges, on_host=False)
-        if not are_numbers(sent):
-            self._drop("The local parameters are not all finite numbers any more")
+    def send_pseudo_gradient(self) -> None:
+        """Start to encode the pseudo-gradient of the next fragment; the encoder's thread hands it to the swarm."""
+        damage = self._faults.before_contribution(self._inner.replica)
+        local = self._inner.replica.take(self._next_ranges, on_host=False)
+        if not is_encodable(local):
+            self._reset_to_anchor("The local parameters are no longer all finite numbers")
             return
-        self._dropped = 0
-        settle_s = self._settle_s if self.run.sync.mode == "blocking" else 0.0
-        self._show_step()
+        self._resets = 0
+        self._report_step()
+        swarm, parent, evaluation_loss = self._session.swarm, self.tip.head, self._evaluation.loss
+        typical_step_s = self.tip.round_s / self.tip.inner_steps if self.tip.round_s else 1.0
+        step_s = self._inner.step_s or typical_step_s
+        fragment = self._next_fragment
+        tokens = min(self._contributions.pending_tokens(fragment), self._run.max_contribution_tokens)
+        sync = self._run.sync
+        settle_s = self._settle_s if sync.mode == "blocking" else 0.0
 
-        def hand_over(chunks: Sequence[bytes], norm: float) -> None:
-            wrong = spoil_blobs(spoilt, chunks) if spoilt == "shape" else chunks
-            swarm.offer(Contribution(parent, wrong, tokens, step_s, norm, evaluated, settle_s))
+        def offer(chunks: Sequence[bytes], norm: float) -> None:
+            swarm.offer(Contribution(parent, damage(chunks), tokens, step_s, norm, evaluation_loss, settle_s))
 
-        keeps = self.run.sync.mode != "blocking" and self.run.sync.merge == "correction"
-        self._accounts.send(fragment, self.progress.steps, time.monotonic(), sent if keeps else None)
-        self.progress = Progress()
-        self.local.text.start_round(self.tip.round + 2)
-        self._outgoing.begin(fragment, self.tip.state.anchor, sent, hand_over)
+        needs_sent = sync.mode != "blocking" and sync.merge == "correction"
+        self._contributions.send(fragment, self._progress.steps, time.monotonic(), local if needs_sent else None)
+        self._progress = Progress()
+        self._inner.text.start_round(self.tip.round + 2)
+        self._encoder.begin(fragment, self.tip.state.anchor, local, offer)
 
-    def _drop(self, why: str) -> None:
-        """Back to the anchor: what this node did since is of no use to anybody, and it says so."""
-        self._dropped += 1
-        error = RoundFailed(f"{why}: this node drops them and goes on from the swarm's.", code="not_finite")
-        logger.warning("%s", error)
-        self.local.mend(self.tip.state.anchor)
-        self.progress = Progress()
-        self._discard(self._accounts.give_up())
-        self._books.round_failed(error, self.tip)
-
-    def _discard(self, tokens: int) -> None:
-        """Nobody will ever count these, each of them once for every fragment."""
-        self.ledger.tokens_discarded += tokens // self.run.sync.fragment_count
-
-    def _role(self) -> str:
-        """In the next round, for faults on purpose."""
-        return role_of(self.session.swarm.view.peer_id, self.tip.head, list(self.tip.last_weights))
-
-    def await_commit(self) -> None:
-        """Stand still until the round is over, whoever's contributions it holds."""
-        before = self.tip.head
-        began_s = time.monotonic()
-        with self.ledger.doing(Activity.SYNC_WAIT):
-            while self.tip.head == before:
-                self.obey_mail(timeout_s=POLL_S, blocked_since_s=began_s)
-                self._outgoing.check()
-                shown.waiting(self.teller, self.session.swarm.view, self.tip.round + 1)
-                self._tell_and_obey()
+    def wait_for_outer_step(self) -> None:
+        """Block until the round after the tip is committed, with this node's contribution or without."""
+        head, began_at = self.tip.head, time.monotonic()
+        with self._counters.doing(Activity.SYNC_WAIT):
+            while self.tip.head == head:
+                self._process_mail(POLL_S, blocked_since=began_at)
+                self._encoder.check()
+                self._reporter.enter_waiting(self._session.swarm.view, self.tip.round + 1)
+                self._report_and_check()
         self._is_settling = True
 
-    def obey_mail(self, timeout_s: float = 0.0, blocked_since_s: float | None = None) -> None:
-        """Take in what the swarm has committed, with or without this node."""
+    def apply_committed_rounds(self) -> None:
+        """Apply all rounds that were committed so far."""
+        while not self._has_caught_up:
+            self._process_mail()
+            self._report_and_check()
+
+    @property
+    def _has_caught_up(self) -> bool:
+        """Whether no further committed round is waiting."""
+        return self._session.swarm.mailbox.empty()
+
+    def _process_mail(self, timeout_s: float = 0.0, blocked_since: float | None = None) -> None:
+        """Process one item of the mailbox, if one comes within `timeout_s`. Raises errors of the swarm."""
         try:
-            mail = self.session.swarm.mailbox.get(timeout_s > 0, timeout_s or None)
+            mail = self._session.swarm.mailbox.get(timeout=timeout_s)
         except queue.Empty:
             return
         if isinstance(mail, Committed):
-            blocked_s = time.monotonic() - blocked_since_s if blocked_since_s is not None else 0.0
-            self._apply(mail, blocked_s)
+            self._apply(mail, time.monotonic() - blocked_since if blocked_since is not None else 0.0)
         elif isinstance(mail, RoundFailed):
-            self._books.round_failed(mail, self.tip)
+            self._round_log.round_failed(mail, self.tip)
         else:
             raise mail
 
-    def obey_all_mail(self) -> None:
-        """Take in everything that has been committed so far."""
-        while not self.session.swarm.mailbox.empty():
-            self.obey_mail()
-            self._tell_and_obey()
-
-    def take_age(self, tip: Tip, *, fresh: bool) -> None:
-        """Be as far into the round as the others are. `fresh`: this node has just come, it has no steps of its own."""
-        if tip.head != self.tip.head:
-            return
-        self.tip = tip
-        if fresh and self.run.round.policy == "steps" and tip.round_s:
-            age_s = time.monotonic() - tip.anchor_at_s
-            self.progress.offset = min(1.0, max(0.0, age_s / tip.round_s))
-
-    def _apply(self, done: Committed, blocked_s: float) -> None:
-        """The round's fragment goes to the new anchor, or with it; the other parameters stay as they are."""
-        if self._calendar.is_wanted and not self._saver.is_busy:
-            self._begin_save()
-        began_s = time.monotonic()
-        fragment, ranges = self._next, self.session.rules.grid_at(self.tip.round + 1).ranges
-        old, self.tip = self.tip, done.tip
-        is_newest = self.session.swarm.mailbox.empty()
-        landing = self._accounts.land(fragment, done.included, self.progress.steps, is_newest=is_newest)
-        self.ledger.carried += landing.is_carried
-        self.ledger.count_tokens(
-            done.tip.round,
-            merged=landing.counted_tokens // self.run.sync.fragment_count,
-            discarded=landing.discarded_tokens // self.run.sync.fragment_count,
-            is_replayed=done.is_replayed,
+    def _apply(self, committed: Committed, blocked_s: float) -> None:
+        """Make the committed round the tip, update the parameters of its fragment, and record the round."""
+        if self._schedule.is_wanted and not self._checkpointer.is_busy:
+            self._begin_checkpoint()
+        began_at = time.monotonic()
+        fragment, ranges = self._next_fragment, self._next_ranges
+        old, self.tip = self.tip, committed.tip
+        is_newest = self._has_caught_up
+        update = self._contributions.round_over(fragment, committed.included, self._progress.steps, is_newest=is_newest)
+        contributed = update.contribution is not None
+        self._count(update, committed)
+        if is_newest:
+            worked = contributed or update.is_carried or update.discarded_tokens > 0
+            self._round_log.update_exclusion_notice(
+                committed, worked=worked, round_s=old.round_s, step_s=self._inner.step_s
+            )
+        self._encoder.round_over(fragment, committed.included and contributed)
+        self._update_parameters(update, ranges, old)
+        self._reporter.tell()
+        if not contributed:
+            self._progress = Progress()
+        if self._has_caught_up and not committed.is_replayed:
+            self._evaluation.round_over(self.tip, self._session.swarm.view.peer_id, self._report_and_check)
+        self._inner.text.start_round(self.tip.round + 1)
+        record = self._round_log.round_over(
+            committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )
-        if is_newest:  # Of rounds that this node replays it had no chance to be a part.
-            worked = landing.flight is not None or landing.is_carried or landing.discarded_tokens > 0
-            self._books.look_if_left_out(done, worked=worked, round_s=old.round_s, step_s=self.local.step_s)
-        self._outgoing.landed(fragment, done.included and landing.flight is not None)
+        self._reporter.set_evaluation_loss(self._evaluation.loss, record)
+        self._report_position()
+        if self._has_caught_up:
+            self._schedule.round_over(self.tip.round)
+        if contributed:
+            self._on_contribution_over()
 
-        def moved(part: Tensor, at: slice, place: slice) -> Tensor:
-            after = self.tip.state.anchor[place].to(part.device)
-            before = old.state.anchor[place].to(part.device) if landing.is_carried else after
-            return landing.moved(part, at, before, after, self.run.sync.mix_alpha)
+    def _update_parameters(self, update: FragmentUpdate, ranges: Ranges, old: Tip) -> None:
+        """Merge the fragment's local parameters with the new anchor. All other parameters stay as they are."""
 
-        self.local.replica.change(ranges, moved)
-        self.teller.tell()
-        if landing.flight is None:
-            self.progress = Progress()
-        if self.session.swarm.mailbox.empty() and not done.is_replayed:  # Of rounds in a row, the last one will do.
-            self._evaluation.follow(self.tip, self.session.swarm.view.peer_id, self._tell_and_obey)
-        self.local.text.start_round(self.tip.round + 1)
-        apply_s = time.monotonic() - began_s
-        record = self._books.round_over(done, blocked_s=blocked_s, apply_s=apply_s, step_s=self.local.step_s)
-        shown.evaluation(self.teller, self._evaluation.newest, record)
-        self._show_position()
-        if self.session.swarm.mailbox.empty():
-            self._calendar.round_over(self.tip.round)
-        if landing.flight is not None:
-            self._round_over()
+        def merge(part: Tensor, at: slice, place: slice) -> Tensor:
+            new_anchor = self.tip.state.anchor[place].to(part.device)
+            old_anchor = old.state.anchor[place].to(part.device) if update.is_carried else new_anchor
+            return update.merge(part, at, old_anchor, new_anchor, self._run.sync.mix_alpha)
 
-    def finish(self) -> None:
-        """Nothing is encoded or written from here on; what could not be written is no matter any more."""
-        self._outgoing.wait()
+        self._inner.replica.change(ranges, merge)
+
+    def _count(self, update: FragmentUpdate, committed: Committed) -> None:
+        """Each token counts once per fragment, so 1/F per round."""
+        fragments = self._run.sync.fragment_count
+        self._counters.totals.contributions_carried += update.is_carried
+        self._counters.count_tokens(
+            committed.tip.round,
+            merged=update.counted_tokens // fragments,
+            discarded=update.discarded_tokens // fragments,
+            is_replayed=committed.is_replayed,
+        )
+
+    def _count_discarded(self, tokens: int) -> None:
+        self._counters.totals.tokens_discarded += tokens // self._run.sync.fragment_count
+
+    # checkpoints and the end
+
+    def save(self) -> None:
+        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it."""
+        self._wait_for_checkpoint()
+        self._begin_checkpoint()
+        self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
+        """Gigabytes take a while, so keep reporting."""
+        with self._counters.doing(Activity.CHECKPOINT):
+            while not self._checkpointer.wait(POLL_S):
+                self._reporter.tell()
+
+    def _begin_checkpoint(self) -> None:
+        """Training continues while it is written; `attend` raises its errors."""
+        with self._counters.doing(Activity.CHECKPOINT):
+            counters = self._counters.save(self._counters.counters(self._session.swarm.view))
+            sent_steps, pending = self._contributions.for_checkpoint(self._next_fragment)
+            evaluation_loss = self._reporter.training.evaluation_loss
+            outer = outer_checkpoint(self._session.manifest, self.tip)
+            checkpoint = replace(
+                outer,
+                local=self._inner.replica.parameters,
+                optimizer=self._inner.replica.optimizer_state() | self._encoder.tensors(),
+                inner_step=sent_steps + self._progress.steps,
+                text=self._inner.text_state,
+                extra=outer.extra | {"ledger": counters, "owed": pending, "evaluation_loss": evaluation_loss},
+            )
+            self._checkpointer.begin(checkpoint, self.tip)
+        self._schedule.taken(self.tip.round)
+
+    def abandon(self) -> None:
+        """Wait for background work, and discard this node's work: the chain that it belongs to lost."""
+        self._encoder.wait()
         with suppress(MachineError):
-            self._wait_saved()
+            self._wait_for_checkpoint()
+        if (in_flight := self._contributions.in_flight) is not None:
+            self._count_discarded(in_flight.tokens)
+        self._count_discarded(self._contributions.discard_pending())
 
-    def give_up_work(self) -> None:
-        """This node's line of rounds leads nowhere: what is in no record yet never will be in one."""
-        if (flight := self._accounts.flight) is not None:
-            self._discard(flight.tokens)
-        self._discard(self._accounts.give_up())
+    # reports
 
-    def run_is_complete(self) -> bool:
-        return self.tip.state.tokens >= self.run.total_tokens
+    def report_training(self) -> None:
+        overlaps = self.has_contribution_in_flight and self._run.sync.mode != "blocking"
+        self._reporter.enter_training(self.tip.round + 1, overlaps=overlaps)
 
-    # telling
+    def _report_step(self) -> None:
+        """Call only when a report is due: it costs more than it seems."""
+        if self._last_step is not None:
+            self._reporter.set_step(*self._last_step, self._progress.steps, self._inner.tokens_per_second)
+            self._report_time_left()
 
-    def _show_step(self) -> None:
-        """The newest one; only where somebody is about to be told, as it costs more than it seems."""
-        if self._newest is None:
-            return
-        shown.step(self.teller, *self._newest, self.progress.steps, self.local.tokens_per_second)
-        self._show_wait()
+    def _report_time_left(self) -> None:
+        """Time until the next contribution is due."""
+        done_ratio = min(1.0, self._done_ratio)
+        by_clock = self._run.round.policy == "time" and self.tip.round_s is not None
+        length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self._inner.step_s or 0.0)
+        lead_s = self._upload_lead_s if by_clock else 0.0
+        left_s = max(0.0, (1 - done_ratio) * length_s - lead_s) if length_s else None
+        self._reporter.set_sync_progress(done_ratio, left_s)
 
-    def _show_wait(self) -> None:
-        """How far it is to the next contribution."""
-        done = min(1.0, self.done_ratio)
-        by_clock = self.run.round.policy == "time" and self.tip.round_s is not None
-        length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self.local.step_s or 0.0)
-        lead_s = self._lead_s if by_clock else 0.0
-        shown.waits(self.teller, done, max(0.0, (1 - done) * length_s - lead_s) if length_s else None)
-
-    def _show_position(self) -> None:
-        """Where the node stands in the run."""
-        shown.position(self.teller, self.session, self.tip)
-        shown.steps(self.teller, self.progress.steps, self.tip.inner_steps)
-        self._show_wait()
-
-    def show_training(self) -> None:
-        overlaps = self.in_flight and self.run.sync.mode != "blocking"
-        shown.training(self.teller, self.tip.round + 1, overlaps=overlaps)
+    def _report_position(self) -> None:
+        """The node's position in the run."""
+        self._reporter.set_position(self._session.manifest, self.tip)
+        self._reporter.set_inner_steps(self._progress.steps, self.tip.inner_steps)
+        self._report_time_left()

@@ -1,10 +1,10 @@
-"""A small node behind the real application, and clients for it."""
+"""A fake node behind the real application, and clients for it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,30 +17,37 @@ from starlette.types import ASGIApp
 from node.api.app import build_app
 from node.api.auth import Keys
 from node.api.metrics import Build, Metrics
-from node.api.routes import Served
-from node.api.seam import ActionName, Configured, NotAllowed, PauseOrder, Space, View
-from node.choices import CHANGEABLE, over, read_patch
-from node.config import Config
-from node.daemon.board import Board
-from node.daemon.recorder import Clocks, Recorder
+from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrder, Space, View
+from node.api.routes import ApiContext
+from node.config.overrides import CHANGEABLE, apply_overrides, read_patch
+from node.config.schema import Config
+from node.daemon.history import Clocks, History
+from node.daemon.node_state import NodeState
 from node.status import Counters, NodeInfo, Phase, PhaseState, Status
 
 TOKEN = "t" * 43
 BASE = "http://127.0.0.1:8080"
+BUILD = Build("1.2", "abc", "2.13", "1.1")
 
 
 @dataclass
-class StillNode:
-    """A node that does nothing but remember; its board is the real one."""
+class FakeNode:
+    """A node that records the actions on it; state, metrics and history are the real ones."""
 
-    board: Board
+    board: NodeState
+    folder: Path
     alive: bool = True
-    past: Recorder | None = None
+    refuses: bool = False
     acted: list[tuple[ActionName, PauseOrder]] = field(default_factory=list)
-    refuse: bool = False
     config: Config = field(default_factory=lambda: Config.model_validate({"api": {"allowed_hosts": ["node.example"]}}))
+    keys: Keys = field(default_factory=lambda: Keys(TOKEN, time.monotonic))
     metrics: Metrics = field(init=False)
-    keys: Keys = field(init=False)
+    past: History = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(BUILD, self.view, space=lambda: Space({"cache": 3}, 1, 4), known=Counters())
+        self.past = History(self.folder, Clocks(time.time, time.monotonic), self.metrics.totals, trains=True)
+        self.board.record_to(self.past)
 
     def view(self) -> View:
         return self.board.view(alive=self.alive)
@@ -52,50 +59,65 @@ class StillNode:
         return Configured(self.config, {"api.allowed_hosts": "file"}, CHANGEABLE)
 
     def change(self, patch: Mapping[str, Any]) -> Configured:
-        self.config = over(self.config, read_patch(patch))
+        self.config = apply_overrides(self.config, read_patch(patch))
         return self.configured()
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
-        if self.refuse:
+        if self.refuses:
             raise NotAllowed("The node is leaving.")
         self.acted.append((action, order))
         return Phase.PAUSED
 
 
+@dataclass(frozen=True)
+class HttpClient:
+    """Synchronous calls of an ASGI application, each in its own event loop."""
+
+    app: ASGIApp
+    token: str | None
+    address: str
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(self.address, 1))
+            headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+            async with httpx.AsyncClient(transport=transport, base_url=BASE, headers=headers, timeout=30) as http:
+                return await http.request(method, path, **options)
+
+        return asyncio.run(send())
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("POST", path, **options)
+
+
+ClientMaker = Callable[..., HttpClient]
+
+
+def make_app(node: FakeNode, hosts: Iterable[str] = ()) -> ASGIApp:
+    context = ApiContext(node, node.past, node.metrics, node.keys, node, node.config, BUILD)
+    return build_app(context, hosts=hosts)
+
+
 @pytest.fixture
-def still_node(tmp_path: Path) -> Iterator[StillNode]:
-    node = StillNode(Board(NodeInfo(), {}, state=PhaseState()))
-    node.metrics = Metrics(
-        Build("1.2", "abc", "2.13", "1.1"), node.view, space=lambda: Space({"cache": 3}, 1, 4), known=Counters()
-    )
-    node.keys = Keys(TOKEN, time.monotonic)
-    node.past = Recorder(tmp_path / "history", Clocks(time.time, time.monotonic), trains=True)
-    node.past.totals = node.metrics.totals
-    node.board.memory = node.past
+def fake_node(tmp_path: Path) -> Iterator[FakeNode]:
+    node = FakeNode(NodeState(NodeInfo(), {}, state=PhaseState()), tmp_path / "history")
     yield node
     node.past.close()
 
 
 @pytest.fixture
-def app(still_node: StillNode) -> ASGIApp:
-    build = Build("1.2", "abc", "2.13", "1.1")
-    assert still_node.past is not None
-    served = Served(
-        still_node, still_node.past, still_node.metrics, still_node.keys, still_node, still_node.config, build
-    )
-    return build_app(served)
-
-
-ClientMaker = Callable[..., httpx.AsyncClient]
+def app(fake_node: FakeNode) -> ASGIApp:
+    return make_app(fake_node)
 
 
 @pytest.fixture
 def client(app: ASGIApp) -> ClientMaker:
-    """Makes clients: `client()` carries the token, `client(token=None)` nothing."""
+    """Makes clients: `client()` sends the token, `client(token=None)` none."""
 
-    def make(token: str | None = TOKEN, address: str = "127.0.0.1") -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 1))
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        return httpx.AsyncClient(transport=transport, base_url=BASE, headers=headers, timeout=5)
+    def make(token: str | None = TOKEN, address: str = "127.0.0.1") -> HttpClient:
+        return HttpClient(app, token, address)
 
     return make

@@ -1,4 +1,4 @@
-"""Helpers that start `node_main.py` as a process, talk to it over its real port, and end it by its own id."""
+"""Runs `node_main.py` as a process, talks to it over its real port, and ends it by its own id."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
-"""For what takes a second on a machine of one's own."""
+"""For what takes a second on an idle machine."""
 ASK_S = 20.0
 
 
@@ -41,10 +40,10 @@ def alive(pid: int) -> bool:
 class Daemon:
     """A supervisor under test. Use as a context manager."""
 
-    def __init__(self, data_dir: Path, act: str = "work", **timings: object) -> None:
+    def __init__(self, data_dir: Path, behaviour: str = "work", **timings: object) -> None:
         self.data_dir = data_dir
         self.client: httpx.Client | None = None
-        command = [sys.executable, str(Path(__file__).with_name("node_main.py")), str(data_dir), act]
+        command = [sys.executable, str(Path(__file__).with_name("node_main.py")), str(data_dir), behaviour]
         self.process = subprocess.Popen(
             [*command, json.dumps(timings)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -56,20 +55,18 @@ class Daemon:
     def __enter__(self) -> Daemon:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.client is not None:
             self.client.close()
         self.process.kill()
         self.process.communicate()
 
     def until_there(self) -> None:
-        """Until its address is known."""
+        """Wait until its address is known."""
         wait_for((self.data_dir / "api.json").exists)
 
     def ready(self) -> Daemon:
-        wait_for((self.data_dir / "api.json").exists)
+        self.until_there()
         address = json.loads((self.data_dir / "api.json").read_text())
         assert address["pid"] == self.process.pid
         token = (self.data_dir / "api-token").read_text().strip()
@@ -93,20 +90,20 @@ class Daemon:
         return self.http.post(f"/api/v1/actions/{action}", json=body or {})
 
     def until_phase(self, phase: str, code: str | None = None) -> dict[str, Any]:
-        def there() -> dict[str, Any] | None:
+        def reached() -> dict[str, Any] | None:
             status = self.status()
             return status if status["phase"] == phase and code in (None, status["code"]) else None
 
-        return dict(wait_for(there))
+        return dict(wait_for(reached))
 
     def worker_pid(self, other_than: int = 0) -> int:
-        """Of the worker that reports now; the scripted one tells it as peer id."""
+        """Process id of the present worker, which the fake worker reports as its peer id."""
 
-        def there() -> int:
+        def found() -> int:
             pid = int(self.status()["node"]["peer_id"].removeprefix("fake-") or 0)
             return pid if pid != other_than else 0
 
-        return int(wait_for(there))
+        return int(wait_for(found))
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str, float]:
         """Exit code, stdout, stderr, seconds."""

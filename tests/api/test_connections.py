@@ -1,4 +1,4 @@
-"""Connections that anybody may open: silent ones end, those beyond the cap are closed, the rest is served meanwhile."""
+"""Limits on connections: silent ones and those beyond the maximum are closed, and the others are served."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from node.daemon.server import CONNECTIONS_MAX, FILES, GRACE_S, HEAD_S, Tls, bind, load_tls, make_server, url_of
-from tests.api.conftest import TOKEN, StillNode
+from node.daemon.http_server import CONNECTIONS_MAX, FILES, GRACE_S, HEAD_S, Tls, bind, load_tls, make_server, url_of
+from tests.api.conftest import TOKEN, FakeNode
 from tests.api.daemon import PATIENCE_S, ROOT, Daemon, wait_for
 from tests.api.test_tls import make_certificate
 
@@ -31,7 +31,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Served:
-    """A real server on a free port, and callers of it."""
+    """A real server on a free port, and its clients."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None) -> None:
         self.url = url_of(sock, tls=tls is not None)
@@ -61,7 +61,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, tls: Tls | None, *, most: int = 64, head_s: float = SHORT_S) -> AsyncIterator[Served]:
-    """What it should end within is twice the grace: silent connections may be open then."""
+    """The server must end within twice the grace period, because silent connections may be open then."""
     with bind("127.0.0.1", 0, connections_max=most) as sock:
         server = make_server(app, tls, head_s=head_s)
         running = asyncio.create_task(server.serve(sockets=[sock]))
@@ -89,7 +89,7 @@ def asking(path: str, verb: str = "GET", more: str = "") -> bytes:
 
 
 async def answer(pair: Pair) -> int:
-    """The status code of an answer that is read to its end."""
+    """Read a response to its end and return its status code."""
     head = await asyncio.wait_for(pair[0].readuntil(b"\r\n\r\n"), PATIENCE_S)
     length = int(head.lower().partition(b"content-length: ")[2].split()[0])
     await asyncio.wait_for(pair[0].readexactly(length), PATIENCE_S)
@@ -97,14 +97,14 @@ async def answer(pair: Pair) -> int:
 
 
 async def ended_at(pair: Pair) -> float:
-    """When the other side closed."""
+    """When the server closed the connection."""
     with suppress(ConnectionError):
         assert await asyncio.wait_for(pair[0].read(), PATIENCE_S) == b""
     return time.monotonic()
 
 
 async def drip(pair: Pair) -> None:
-    """More often than any wait for silence could bear, and never a whole head."""
+    """Send single bytes faster than any idle timeout, and never a complete head."""
     while True:
         pair[1].write(b"x")
         await asyncio.sleep(SHORT_S / 4)
@@ -136,8 +136,8 @@ def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> Non
     asyncio.run(main())
 
 
-def test_streams_uploads_and_used_connections_outlive_the_wait(
-    app: ASGIApp, tls: Tls | None, still_node: StillNode
+def test_streams_uploads_and_active_connections_outlive_the_timeout(
+    app: ASGIApp, tls: Tls | None, fake_node: FakeNode
 ) -> None:
     async def upload(pair: Pair) -> int:
         for byte in b'{"for_s": 9}':
@@ -157,15 +157,15 @@ def test_streams_uploads_and_used_connections_outlive_the_wait(
                 assert await answer(used) == 200
                 await asyncio.sleep(SHORT_S / 4)
             assert await uploading == 202
-            still_node.board.configured("anew", {})
+            fake_node.board.update_settings("anew", {})
             while not (await anext(lines)).startswith("data"):
                 pass
-            still_node.board.close()
+            fake_node.board.close()
 
     asyncio.run(main())
 
 
-def test_beyond_the_cap_connections_are_closed_at_once(
+def test_connections_beyond_the_maximum_are_closed_at_once(
     app: ASGIApp, tls: Tls | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -188,7 +188,7 @@ def test_beyond_the_cap_connections_are_closed_at_once(
     assert len([text for text in caplog.messages if "8 connections open" in text]) == 1
 
 
-def test_a_node_answers_its_owner_beside_as_many_silent_ones_as_it_takes_and_is_free_of_them_soon(
+def test_a_node_answers_its_owner_despite_the_maximum_of_silent_connections_and_closes_them(
     tmp_path: Path,
 ) -> None:
     with Daemon(tmp_path) as daemon, ExitStack() as opened:
@@ -213,14 +213,14 @@ def test_a_node_answers_its_owner_beside_as_many_silent_ones_as_it_takes_and_is_
 
 FILES_CODE = """
 import resource
-from node.daemon.server import bind
+from node.daemon.http_server import bind
 bind("127.0.0.1", 0).close()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(256, 4096, 4096), (256, 20000, FILES), (9000, 20000, 9000)])
-def test_as_many_files_as_are_allowed_and_no_more_than_children_bear(soft: int, hard: int, then: int) -> None:
+def test_the_limit_of_open_files_is_raised_up_to_a_maximum(soft: int, hard: int, then: int) -> None:
     if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         pytest.skip("this machine allows fewer files")
     limits = f"ulimit -S -n {soft} && ulimit -H -n {hard} && exec {sys.executable} -c '{FILES_CODE}'"

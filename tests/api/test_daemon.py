@@ -1,31 +1,33 @@
-"""The supervisor as a real process with a real (scripted) worker: it stops, restarts, explains, and leaves nothing."""
+"""The supervisor as a real process with a fake worker: start, signals, and failures of the worker."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from node.config import Config
-from node.daemon.server import bind
-from node.daemon.shift import FROZEN_S
-from node.daemon.supervisor import run
+from node.config.schema import Config
+from node.daemon.app import run
+from node.daemon.http_server import bind
+from node.daemon.worker_process import FROZEN_S
 from node.errors import DataFolderError, MachineError, UsageError
 from tests.api.daemon import Daemon, alive, wait_for
 
 RESIDENT_BYTES_MAX = 100e6
-QUICK = {"backoff_s": [0.05, 0.05, 0.05, 0.05]}
+QUICK: dict[str, Any] = {"backoff_s": [0.05, 0.05, 0.05, 0.05]}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_cleanly_with_an_event_stream_open(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ends_the_node_and_its_event_streams(tmp_path: Path, number: signal.Signals) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         worker = daemon.worker_pid()
@@ -37,9 +39,9 @@ def test_signal_ends_cleanly_with_an_event_stream_open(tmp_path: Path, number: s
             rest = list(lines)
         code, out, _ = daemon.end()
         assert (code, time.monotonic() - began_s < 10) == (0, True)
-        told = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: ")]
-        assert (told[-1]["phase"], told[-1]["final"]) == ("stopped", True)
-        assert not any(status["final"] for status in told if status["phase"] != "stopped")
+        events_ = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: ")]
+        assert (events_[-1]["phase"], events_[-1]["final"]) == ("stopped", True)
+        assert not any(status["final"] for status in events_ if status["phase"] != "stopped")
         assert "leaving leaving" in out
         assert out.rstrip().endswith("stopped stopped")
         assert not alive(worker)
@@ -54,7 +56,29 @@ def test_signal_right_after_the_start(tmp_path: Path) -> None:
         assert seconds < 15
 
 
-def test_resident_memory_and_private_files(tmp_path: Path) -> None:
+def test_second_interrupt_kills_the_worker(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "deaf", stop_s=60.0) as daemon:
+        daemon.ready().until_phase("training")
+        daemon.process.send_signal(signal.SIGINT)
+        daemon.until_phase("leaving")
+        code, _, _, seconds = daemon.terminate(signal.SIGINT)
+        assert code == 0
+        assert seconds < 15
+
+
+def test_killed_supervisor_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        worker = daemon.worker_pid()
+        daemon.process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not alive(worker), 5)
+    with Daemon(tmp_path) as daemon:
+        wait_for(lambda: (tmp_path / "lock").read_text().strip() == str(daemon.process.pid))
+        daemon.ready().until_phase("training")
+        assert daemon.terminate()[0] == 0
+
+
+def test_resident_memory_and_private_token(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         for path in ("/metrics", "/openapi.json", "/", "/api/v1/config", "/readyz"):
@@ -68,10 +92,30 @@ def test_resident_memory_and_private_files(tmp_path: Path) -> None:
         assert token not in out + err
 
 
-def test_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+def inner_steps(daemon: Daemon) -> float:
+    found = re.search(r"^diloco_inner_steps_total (\S+)", daemon.http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_worker_metrics_logs_and_records_are_served(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        wait_for(lambda: daemon.status()["run"]["round"] >= 2)
+        text = daemon.http.get("/metrics").text
+        assert 'diloco_node_phase{phase="training"} 1.0' in text
+        assert 'diloco_sync_duration_seconds_count{stage="reduce"} 0.0' not in text
+        hello = [r for r in daemon.http.get("/api/v1/logs").json()["records"] if r["message"] == "hello"]
+        assert [(r["logger"], r["level"], r["round"]) for r in hello] == [("node.fake", "warning", 7)]
+        assert daemon.http.get("/api/v1/rounds?limit=1").json()["rounds"][0]["round"] >= 2
+        assert daemon.http.get("/api/v1/swarm").json()["peers"][0]["peer_id"] == "fake-other"
+
+
+def test_killed_worker_is_replaced_and_counters_continue_over_restarts(tmp_path: Path) -> None:
     with Daemon(tmp_path, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         first = daemon.worker_pid()
+        wait_for(lambda: inner_steps(daemon) >= 5)
         os.kill(first, signal.SIGKILL)
         second = daemon.worker_pid(other_than=first)
         daemon.until_phase("training")
@@ -79,13 +123,26 @@ def test_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         assert alive(second)
         errors = [r["message"] for r in daemon.http.get("/api/v1/logs?level=error").json()["records"]]
         assert any("SIGKILL" in message and "memory" in message for message in errors)
+        before = inner_steps(daemon)
+        wait_for(lambda: inner_steps(daemon) > before >= 5)
+        before = inner_steps(daemon)
+        assert daemon.terminate()[0] == 0
+    stored = json.loads((tmp_path / "totals.json").read_text())["counters"]["inner_steps"]
+    assert stored >= before
+    with Daemon(tmp_path) as daemon:
+        daemon.ready().until_phase("training")
+        wait_for(lambda: inner_steps(daemon) > stored)
 
 
-def test_five_crashes_are_an_error_that_can_be_mended(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "crash", **QUICK) as daemon:
+@pytest.mark.parametrize(
+    ("backoff_s", "beginning"),
+    [(QUICK["backoff_s"], "The worker crashed 5 times in a row ("), ([], "The worker crashed (")],
+)
+def test_too_many_crashes_are_an_error_until_resume(tmp_path: Path, backoff_s: list[float], beginning: str) -> None:
+    with Daemon(tmp_path, "crash", backoff_s=backoff_s) as daemon:
         status = daemon.ready().until_phase("error", "worker_crashes")
-        assert "exit status 3" in status["reason"]
-        assert "out of cheese" in status["reason"] and "crashed 5 times in a row (" in status["reason"]
+        assert status["reason"].startswith(beginning)
+        assert "exit status 3" in status["reason"] and "out of cheese" in status["reason"]
         assert not status["final"]
         assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 503)
         assert daemon.act("pause").status_code == 409
@@ -96,13 +153,18 @@ def test_five_crashes_are_an_error_that_can_be_mended(tmp_path: Path) -> None:
         assert daemon.end()[0] == 0
 
 
-def test_crash_once_goes_on(tmp_path: Path) -> None:
-    with Daemon(tmp_path / "data", f"crash-once:{tmp_path / 'crashed'}", **QUICK) as daemon:
-        daemon.ready().until_phase("training")
-        assert (tmp_path / "crashed").exists()
+def test_invalid_message_counts_as_a_crash(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
+        assert "no message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
-def test_worker_that_hangs_turns_livez_and_is_replaced(tmp_path: Path) -> None:
+def test_worker_without_heartbeat_counts_as_a_crash_however_long_it_lived(tmp_path: Path) -> None:
+    with Daemon(tmp_path, "silent", grace_s=0.6, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
+        reason = daemon.ready().until_phase("error", "worker_crashes")["reason"]
+        assert "crashed 5 times in a row" in reason and "no heartbeat" in reason
+
+
+def test_hung_worker_fails_livez_and_is_replaced(tmp_path: Path) -> None:
     with Daemon(tmp_path, grace_s=1.0, stale_s=0.7, hung_s=2.5, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         time.sleep(1.0)
@@ -116,20 +178,8 @@ def test_worker_that_hangs_turns_livez_and_is_replaced(tmp_path: Path) -> None:
         assert not alive(worker)
 
 
-def test_worker_without_heartbeat_is_replaced_though_it_talks(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "silent", grace_s=1.0, stale_s=0.5, hung_s=1.0, **QUICK) as daemon:
-        first = daemon.ready().worker_pid()
-        daemon.worker_pid(other_than=first)
-
-
-def test_workers_that_never_beat_are_an_error_however_long_each_was_waited_for(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "silent", grace_s=0.6, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
-        reason = daemon.ready().until_phase("error", "worker_crashes")["reason"]
-        assert "crashed 5 times in a row" in reason and "no heartbeat" in reason
-
-
-def test_a_node_that_was_frozen_goes_on_with_its_worker(tmp_path: Path) -> None:
-    """As by `docker pause`: both processes stand still, and the clock does not."""
+def test_frozen_node_keeps_its_worker(tmp_path: Path) -> None:
+    """As with `docker pause`: both processes stop while the clock goes on."""
     with Daemon(tmp_path, grace_s=0.5, hung_s=2.0, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         worker, supervisor = daemon.worker_pid(), daemon.process.pid
@@ -142,46 +192,13 @@ def test_a_node_that_was_frozen_goes_on_with_its_worker(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGCONT)
         time.sleep(1)
         assert daemon.worker_pid() == worker and alive(worker)
-        # It is not forgiven for ever.
+        # The extension is not unlimited.
         os.kill(worker, signal.SIGSTOP)
         daemon.worker_pid(other_than=worker)
 
 
-def test_deaf_worker_is_killed_at_leave(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "deaf", stop_s=1.0) as daemon:
-        daemon.ready().until_phase("training")
-        worker = daemon.worker_pid()
-        code, _, _, seconds = daemon.terminate()
-        assert code == 0
-        assert 1.0 < seconds < 15
-        assert not alive(worker)
-
-
-def test_second_interrupt_hurries(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "deaf", stop_s=60.0) as daemon:
-        daemon.ready().until_phase("training")
-        daemon.process.send_signal(signal.SIGINT)
-        daemon.until_phase("leaving")
-        code, _, _, seconds = daemon.terminate(signal.SIGINT)
-        assert code == 0
-        assert seconds < 15
-
-
-def test_killed_supervisor_leaves_no_worker(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon:
-        daemon.ready().until_phase("training")
-        worker = daemon.worker_pid()
-        daemon.process.send_signal(signal.SIGKILL)
-        wait_for(lambda: not alive(worker), 5)
-    # The lock went with the process, and the stale address goes with the next start.
-    with Daemon(tmp_path) as daemon:
-        wait_for(lambda: (tmp_path / "lock").read_text().strip() == str(daemon.process.pid))
-        daemon.ready().until_phase("training")
-        assert daemon.terminate()[0] == 0
-
-
 @pytest.mark.parametrize("how", ["crash", "leave"])
-def test_nothing_that_the_worker_started_outlives_it(tmp_path: Path, how: str) -> None:
+def test_children_of_the_worker_end_with_it(tmp_path: Path, how: str) -> None:
     with Daemon(tmp_path / "data", f"brood:{tmp_path / 'pid'}", **QUICK) as daemon:
         daemon.ready().until_phase("training")
         grandchild = int((tmp_path / "pid").read_text())
@@ -195,34 +212,45 @@ def test_nothing_that_the_worker_started_outlives_it(tmp_path: Path, how: str) -
         assert not alive(grandchild)
 
 
-def test_one_crash_is_not_told_as_a_row_of_them(tmp_path: Path) -> None:
+def test_failed_background_task_ends_the_node(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    Path(f"{folder}.config").write_text('{"schedule": {"on_battery": "pause"}}')
+    with Daemon(folder) as daemon:
+        daemon.ready().until_phase("training")
+        worker = daemon.worker_pid()
+        Path(f"{folder}.probes").write_text("no JSON")
+        code, _, err = daemon.end()
+        assert code != 0 and "JSONDecodeError" in err
+        wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def test_order_right_after_a_crash_is_obeyed(tmp_path: Path) -> None:
+    """After a crash the supervisor reads a file about the GPU's power limit; here a pipe keeps it waiting."""
+    pipe = tmp_path / "gpu-power.json"
     with Daemon(tmp_path, "crash", backoff_s=[]) as daemon:
-        status = daemon.ready().until_phase("error", "worker_crashes")
-        assert status["reason"].startswith("The worker crashed (")
+        daemon.ready().until_phase("error", "worker_crashes")
+        os.mkfifo(pipe)
+        assert daemon.act("resume").status_code == 202
+
+        def open_for_reader() -> int | None:
+            """The pipe's other end, once there is a reader."""
+            try:
+                return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                return None
+
+        writer = wait_for(open_for_reader)
+        daemon.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        pipe.unlink()
+        os.close(writer)
+        assert daemon.end()[0] == 0
 
 
-def test_rubbish_on_the_link_counts_as_a_crash(tmp_path: Path) -> None:
-    with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
-        status = daemon.ready().until_phase("error", "worker_crashes")
-        assert "no message" in status["reason"]
-
-
-@pytest.mark.parametrize(
-    ("act", "code", "last"), [("refuse", 4, "error refused"), ("complete", 0, "stopped run_complete")]
-)
-def test_worker_that_ends_of_itself_ends_the_node(tmp_path: Path, act: str, code: int, last: str) -> None:
-    with Daemon(tmp_path, act) as daemon:
-        returned, out, _ = daemon.end()
-        assert (returned, out.splitlines()[-1]) == (code, last)
-
-
-def test_locked_folder_names_its_holder(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon, Daemon(tmp_path) as second:
-        # Whichever came second is refused; it does not touch the other's address.
-        winner, loser = daemon, second
-        wait_for(lambda: daemon.process.poll() is not None or second.process.poll() is not None)
-        if daemon.process.poll() is not None:
-            winner, loser = second, daemon
+def test_locked_directory_names_its_holder(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as one, Daemon(tmp_path) as other:
+        wait_for(lambda: one.process.poll() is not None or other.process.poll() is not None)
+        winner, loser = (one, other) if one.process.poll() is None else (other, one)
         code, _, err = loser.end()
         assert code == 2
         assert f"process {winner.process.pid}" in err
@@ -230,7 +258,7 @@ def test_locked_folder_names_its_holder(tmp_path: Path) -> None:
         winner.ready().until_phase("training")
 
 
-def test_port_in_use_and_unusable_folder(tmp_path: Path) -> None:
+def test_unusable_port_directory_and_host_are_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config.model_validate({"node": {"data_dir": tmp_path / "a"}, "api": {"port": port}})
@@ -246,16 +274,3 @@ def test_port_in_use_and_unusable_folder(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"--api\.host") as caught:
         bind("203.0.113.7", 0)
     assert (caught.value.exit_code, caught.value.code) == (3, "cannot_listen")
-
-
-def test_metrics_and_logs_of_the_worker_come_through(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon:
-        daemon.ready().until_phase("training")
-        wait_for(lambda: daemon.status()["run"]["round"] >= 2)
-        text = daemon.http.get("/metrics").text
-        assert 'diloco_node_phase{phase="training"} 1.0' in text
-        assert 'diloco_sync_duration_seconds_count{stage="reduce"} 0.0' not in text
-        hello = [r for r in daemon.http.get("/api/v1/logs").json()["records"] if r["message"] == "hello"]
-        assert [(r["logger"], r["level"], r["round"]) for r in hello] == [("node.fake", "warning", 7)]
-        assert daemon.http.get("/api/v1/rounds?limit=1").json()["rounds"][0]["round"] >= 2
-        assert daemon.http.get("/api/v1/swarm").json()["peers"][0]["peer_id"] == "fake-other"

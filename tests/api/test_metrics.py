@@ -1,4 +1,4 @@
-"""The Prometheus names, types and labels are a promise; this is its text."""
+"""Names, types and labels of the Prometheus metrics are a public interface; PROMISED lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.api.metrics import Build, Metrics
-from node.api.seam import Space
+from node.api.node_interface import Space
 from node.status import (
     FAILURE_REASONS,
     REACHABILITIES,
@@ -27,7 +27,7 @@ from node.status import (
     RunInfo,
     Stage,
 )
-from tests.api.conftest import StillNode
+from tests.api.conftest import FakeNode
 
 PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "build_info": ("gauge", {}),
@@ -70,11 +70,11 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def scrape(node: StillNode) -> tuple[dict[str, str], dict[Key, float]]:
+def scrape(node: FakeNode) -> tuple[dict[str, str], dict[Key, float]]:
     """(family name -> type), (sample -> value), without the prefix."""
     types: dict[str, str] = {}
     samples: dict[Key, float] = {}
-    for family in text_string_to_metric_families(node.metrics.page().decode()):
+    for family in text_string_to_metric_families(node.metrics.render().decode()):
         assert family.name.startswith("diloco_")
         name = family.name.removeprefix("diloco_") + ("_total" if family.type == "counter" else "")
         types[name] = family.type
@@ -85,8 +85,8 @@ def scrape(node: StillNode) -> tuple[dict[str, str], dict[Key, float]]:
     return types, samples
 
 
-def test_all_series_exist_from_the_start(still_node: StillNode) -> None:
-    types, samples = scrape(still_node)
+def test_all_series_exist_from_the_start(fake_node: FakeNode) -> None:
+    types, samples = scrape(fake_node)
     families = {name: kind for name, (kind, _) in PROMISED.items()}
     assert {name: kind for name, kind in types.items() if not name.startswith("gpu_")} == families
     for name, (kind, labels) in PROMISED.items():
@@ -102,45 +102,37 @@ def test_all_series_exist_from_the_start(still_node: StillNode) -> None:
     assert math.isnan(samples[("training_loss", ())])
 
 
-def with_a_gpu(node: StillNode) -> None:
-    gpu = DeviceInfo(
-        kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, memory_size_bytes=9,
-        temperature_celsius=50.0, energy_joules=9.0, power_watts=300.0,
-    )  # fmt: skip
-    node.board.told(Report(devices=(gpu,)))
+GPU = DeviceInfo(
+    kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, memory_size_bytes=9, temperature_celsius=50.0,
+    energy_joules=9.0, power_watts=300.0,
+)  # fmt: skip
 
 
-def test_a_node_with_one_gpu_has_at_most_220_series(still_node: StillNode) -> None:
-    with_a_gpu(still_node)
-    lines = still_node.metrics.page().decode().splitlines()
+def test_a_node_with_one_gpu_has_at_most_220_series(fake_node: FakeNode) -> None:
+    fake_node.board.apply_report(Report(devices=(GPU,)))
+    lines = fake_node.metrics.render().decode().splitlines()
     series = [line for line in lines if line and not line.startswith("#")]
-    # A node has three kinds of disk use more than this one.
-    print(f"{len(series)} series")
+    # A real node has three more kinds of disk use.
     assert len(series) + 3 <= 220
 
 
-def test_promtool_finds_nothing_to_say(still_node: StillNode) -> None:
+def test_promtool_accepts_the_page(fake_node: FakeNode) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: it is in Debian's package prometheus")
-    with_a_gpu(still_node)
+    fake_node.board.apply_report(Report(devices=(GPU,)))
     done = subprocess.run(
-        [promtool, "check", "metrics"], input=still_node.metrics.page(), capture_output=True, timeout=60, check=False
+        [promtool, "check", "metrics"], input=fake_node.metrics.render(), capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_gauges_follow_the_status(still_node: StillNode) -> None:
+def test_gauges_follow_the_status(fake_node: FakeNode) -> None:
     gpu = DeviceInfo(kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, energy_joules=9.0)
-    still_node.board.told(
-        Report(
-            state=PhaseState(phase=Phase.SYNCING),
-            devices=(DeviceInfo(kind="cpu", name="c"), gpu),
-            reachability="relay",
-        )
-    )
-    still_node.board.decide(None)
-    _, samples = scrape(still_node)
+    devices = (DeviceInfo(kind="cpu", name="c"), gpu)
+    fake_node.board.apply_report(Report(state=PhaseState(phase=Phase.SYNCING), devices=devices, reachability="relay"))
+    fake_node.board.set_phase(None)
+    _, samples = scrape(fake_node)
     assert samples[("node_phase", (("phase", "syncing"),))] == 1
     assert sum(value for (name, _), value in samples.items() if name == "node_phase") == 1
     assert samples[("gpu_memory_used_bytes", (("gpu", "0"),))] == 7
@@ -149,77 +141,77 @@ def test_gauges_follow_the_status(still_node: StillNode) -> None:
     assert samples[("reachability", (("status", "relay"),))] == 1
 
 
-def test_counters_never_fall_and_count_nothing_twice(still_node: StillNode) -> None:
-    metrics = still_node.metrics
+def test_counters_never_decrease_and_count_nothing_twice(fake_node: FakeNode) -> None:
+    metrics = fake_node.metrics
 
-    def told(phase: Phase, steps: int, paused_s: float = 0.0) -> tuple[float, float]:
+    def update(phase: Phase, steps: int, paused_s: float = 0.0) -> tuple[float, float]:
         counters = Counters(inner_steps=steps, activity_seconds={Activity.PAUSED: paused_s})
-        metrics.told(Report(state=PhaseState(phase=phase), counters=counters))
-        samples = scrape(still_node)[1]
+        metrics.update(Report(state=PhaseState(phase=phase), counters=counters))
+        samples = scrape(fake_node)[1]
         return samples[("inner_steps_total", ())], samples[("activity_seconds_total", (("activity", "paused"),))]
 
     metrics.worker_started()
-    assert told(Phase.CONNECTING, 0) == (0, 0)
-    assert told(Phase.TRAINING, 100) == (100, 0)
-    assert told(Phase.TRAINING, 150) == (150, 0)
-    # Paused, the worker tells from zero.
+    assert update(Phase.CONNECTING, 0) == (0, 0)
+    assert update(Phase.TRAINING, 100) == (100, 0)
+    assert update(Phase.TRAINING, 150) == (150, 0)
+    # The worker of a paused node reports from zero.
     metrics.worker_started()
-    assert told(Phase.PAUSED, 0, 0.5) == (150, 0.5)
-    assert told(Phase.PAUSED, 0, 9.0) == (150, 9.0)
-    # The next one tells from zero until it has read its checkpoint, which holds two steps that were never told.
+    assert update(Phase.PAUSED, 0, 0.5) == (150, 0.5)
+    assert update(Phase.PAUSED, 0, 9.0) == (150, 9.0)
+    # The next worker reports from zero until it has read its checkpoint, which holds two unreported steps.
     metrics.worker_started()
-    assert told(Phase.CONNECTING, 0) == (150, 9)
-    assert told(Phase.TRAINING, 152) == (152, 9)
-    assert told(Phase.SYNCING, 160) == (160, 9)
-    # After a crash, from an older checkpoint: steps that are done twice count twice.
+    assert update(Phase.CONNECTING, 0) == (150, 9)
+    assert update(Phase.TRAINING, 152) == (152, 9)
+    assert update(Phase.SYNCING, 160) == (160, 9)
+    # After a crash it starts from an older checkpoint: steps made twice count twice.
     metrics.worker_started()
-    assert told(Phase.DOWNLOADING, 0) == (160, 9)
-    assert told(Phase.TRAINING, 140) == (160, 9)
-    assert told(Phase.TRAINING, 160) == (180, 9)
-    # One that lost its checkpoint counts on.
+    assert update(Phase.DOWNLOADING, 0) == (160, 9)
+    assert update(Phase.TRAINING, 140) == (160, 9)
+    assert update(Phase.TRAINING, 160) == (180, 9)
+    # A worker that lost its checkpoint continues the totals.
     metrics.worker_started()
-    assert told(Phase.TRAINING, 0) == (180, 9)
-    assert told(Phase.TRAINING, 7) == (187, 9)
-    assert told(Phase.TRAINING, 3) == (187, 9)
+    assert update(Phase.TRAINING, 0) == (180, 9)
+    assert update(Phase.TRAINING, 7) == (187, 9)
+    assert update(Phase.TRAINING, 3) == (187, 9)
 
 
-def test_a_restart_of_the_node_is_no_increase(still_node: StillNode) -> None:
-    """From the first scrape on the totals of before are there; the first worker tells them once more."""
+def test_a_restart_of_the_node_is_not_an_increase(fake_node: FakeNode) -> None:
+    """The first scrape has the previous totals, and the first worker reports the same ones."""
     known = Counters(inner_steps=1000, tokens_processed=64_000, last_sync_at_s=5.0)
-    still_node.metrics = Metrics(Build("1.2"), still_node.view, space=lambda: Space({}, 1, 4), known=known)
+    fake_node.metrics = Metrics(Build("1.2"), fake_node.view, space=lambda: Space({}, 1, 4), known=known)
 
-    def told() -> tuple[float, ...]:
-        _, samples = scrape(still_node)
+    def totals() -> tuple[float, ...]:
+        _, samples = scrape(fake_node)
         names = ("inner_steps_total", "tokens_processed_total", "last_sync_timestamp_seconds")
         return tuple(samples[(name, ())] for name in names)
 
-    assert told() == (1000, 64_000, 5)
-    still_node.metrics.worker_started()
+    assert totals() == (1000, 64_000, 5)
+    fake_node.metrics.worker_started()
     for phase, counters in ((Phase.STARTING, Counters()), (Phase.TRAINING, known)):
-        still_node.metrics.told(Report(state=PhaseState(phase=phase), counters=counters))
-        assert told() == (1000, 64_000, 5)
-    still_node.metrics.told(Report(state=PhaseState(phase=Phase.TRAINING), counters=Counters(inner_steps=1001)))
-    assert told()[0] == 1001
+        fake_node.metrics.update(Report(state=PhaseState(phase=phase), counters=counters))
+        assert totals() == (1000, 64_000, 5)
+    fake_node.metrics.update(Report(state=PhaseState(phase=Phase.TRAINING), counters=Counters(inner_steps=1001)))
+    assert totals()[0] == 1001
 
 
-def test_tokens_of_the_swarm_are_unknown_before_they_are_known(still_node: StillNode) -> None:
-    assert math.isnan(scrape(still_node)[1][("swarm_tokens", ())])
-    still_node.board.told(Report(run=RunInfo(swarm_tokens=0, state_digest="ab")))
-    assert scrape(still_node)[1][("swarm_tokens", ())] == 0
+def test_tokens_of_the_swarm_are_nan_until_they_are_known(fake_node: FakeNode) -> None:
+    assert math.isnan(scrape(fake_node)[1][("swarm_tokens", ())])
+    fake_node.board.apply_report(Report(run=RunInfo(swarm_tokens=0, state_digest="ab")))
+    assert scrape(fake_node)[1][("swarm_tokens", ())] == 0
 
 
-def test_unknown_reasons_join_the_general_one(still_node: StillNode) -> None:
+def test_unknown_reasons_count_under_the_fallback(fake_node: FakeNode) -> None:
     counters = Counters(sync_failures={"cosmic": 2, "timeout": 1}, last_sync_at_s=5.0)
-    still_node.metrics.told(Report(counters=counters))
-    _, samples = scrape(still_node)
+    fake_node.metrics.update(Report(counters=counters))
+    _, samples = scrape(fake_node)
     assert samples[("sync_failures_total", (("reason", "round_failed"),))] == 2
     assert samples[("sync_failures_total", (("reason", "timeout"),))] == 1
     assert samples[("last_sync_timestamp_seconds", ())] == 5
 
 
-def test_histograms_take_each_duration(still_node: StillNode, caplog: pytest.LogCaptureFixture) -> None:
-    still_node.metrics.observe({"inner_step": [0.02, 0.2], "sync.reduce": [3.0], "blocked.apply": [1.0], "sync.x": [1]})
-    _, samples = scrape(still_node)
+def test_histograms_observe_each_duration(fake_node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
+    fake_node.metrics.observe({"inner_step": [0.02, 0.2], "sync.reduce": [3.0], "blocked.apply": [1.0], "sync.x": [1]})
+    _, samples = scrape(fake_node)
     assert samples[("inner_step_duration_seconds_count", ())] == 2
     assert samples[("inner_step_duration_seconds_sum", ())] == pytest.approx(0.22)
     assert samples[("sync_duration_seconds_sum", (("stage", "reduce"),))] == 3

@@ -1,8 +1,7 @@
-"""The dashboard's files over HTTP: open to anyone, cached by name, packed where wanted; a plain word when not built."""
+"""The dashboard's files over HTTP: public, cached by name, compressed on request, and a notice without a build."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from node.api.page import make_page
-from tests.api.conftest import ClientMaker
+from tests.api.conftest import ClientMaker, HttpClient
 
 SCRIPT = b"console.log(1);"
 INDEX = b'<!doctype html><script type="module" src="/assets/index-1a2b3c.js"></script>'
@@ -19,7 +18,7 @@ INDEX = b'<!doctype html><script type="module" src="/assets/index-1a2b3c.js"></s
 
 @pytest.fixture
 def static(tmp_path: Path) -> Path:
-    """What a build leaves, in small."""
+    """A small build."""
     folder = tmp_path / "static"
     (folder / "assets").mkdir(parents=True)
     for name, content in (("index.html", INDEX), ("assets/index-1a2b3c.js", SCRIPT)):
@@ -29,64 +28,56 @@ def static(tmp_path: Path) -> Path:
     return folder
 
 
-def asked(static: Path, path: str, accept: str = "identity") -> httpx.Response:
-    async def main() -> httpx.Response:
-        app = FastAPI()
-        app.include_router(make_page(static))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
-            return await http.get(path, headers={"Accept-Encoding": accept})
-
-    return asyncio.run(main())
+def get(static: Path, path: str, accept: str = "identity") -> httpx.Response:
+    app = FastAPI()
+    app.include_router(make_page(static))
+    return HttpClient(app, None, "127.0.0.1").get(path, headers={"Accept-Encoding": accept})
 
 
-def test_index_is_asked_for_each_time_and_assets_never_again(static: Path) -> None:
-    index = asked(static, "/")
+def test_index_is_revalidated_and_assets_are_cached(static: Path) -> None:
+    index = get(static, "/")
     assert (index.status_code, index.content) == (200, INDEX)
     assert index.headers["content-type"] == "text/html; charset=utf-8"
     assert index.headers["cache-control"] == "no-cache"
-    script = asked(static, "/assets/index-1a2b3c.js")
+    script = get(static, "/assets/index-1a2b3c.js")
     assert script.headers["content-type"].startswith("text/javascript")
     assert script.headers["cache-control"] == "public, max-age=31536000, immutable"
-    assert asked(static, "/assets/icon-1a2b3c.svg").headers["content-type"] == "image/svg+xml"
+    assert get(static, "/assets/icon-1a2b3c.svg").headers["content-type"] == "image/svg+xml"
 
 
 @pytest.mark.parametrize(
-    ("accept", "packed"), [("gzip, br", True), ("br;q=1, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False)]
+    ("accept", "compressed"),
+    [("gzip, br", True), ("br;q=1, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False)],
 )
-def test_packed_for_who_takes_it(static: Path, accept: str, packed: bool) -> None:
-    answer = asked(static, "/assets/index-1a2b3c.js", accept)
-    assert answer.content == SCRIPT
-    assert answer.headers["vary"] == "Accept-Encoding"
-    assert ("content-encoding" in answer.headers) == packed
+def test_compressed_for_clients_that_accept_it(static: Path, accept: str, compressed: bool) -> None:
+    response = get(static, "/assets/index-1a2b3c.js", accept)
+    assert response.content == SCRIPT
+    assert response.headers["vary"] == "Accept-Encoding"
+    assert ("content-encoding" in response.headers) == compressed
 
 
 @pytest.mark.parametrize(
     "name", ["index-1a2b3c.js.gz", "other.js", "..%2findex.html", "../index.html", "%2e%2e/app.py"]
 )
-def test_nothing_else_is_there(static: Path, name: str) -> None:
-    assert asked(static, f"/assets/{name}").status_code == 404
+def test_only_assets_are_served(static: Path, name: str) -> None:
+    assert get(static, f"/assets/{name}").status_code == 404
 
 
-def test_without_a_build_it_says_how(tmp_path: Path) -> None:
-    page = asked(tmp_path / "nothing", "/")
+def test_without_a_build_the_page_says_how_to_make_one(tmp_path: Path) -> None:
+    page = get(tmp_path / "nothing", "/")
     assert page.status_code == 200
     assert "npm run build" in page.text
-    assert asked(tmp_path / "nothing", "/assets/index.js").status_code == 404
+    assert get(tmp_path / "nothing", "/assets/index.js").status_code == 404
 
 
-def test_page_needs_no_token_and_may_hold_nothing_inline(client: ClientMaker) -> None:
-    """The one that this checkout has, built or not, behind the guard."""
-
-    async def main() -> None:
-        async with client(token=None) as http:
-            page = await http.get("/")
-            assert page.status_code == 200
-            assert page.headers["content-security-policy"].startswith("default-src 'self'")
-            assert "<style" not in page.text
-            assert " style=" not in page.text
-            assert page.text.count("<script") == page.text.count(' src="/assets/')
-            assert (await http.get("/assets/../api/v1/status")).status_code in (401, 404)
-            assert (await http.get("/assets/%2e%2e/app.py")).status_code in (401, 404)
-
-    asyncio.run(main())
+def test_the_page_needs_no_token_and_has_no_inline_content(client: ClientMaker) -> None:
+    """The page of this checkout, built or not, behind the guard."""
+    http = client(token=None)
+    page = http.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    assert "<style" not in page.text
+    assert " style=" not in page.text
+    assert page.text.count("<script") == page.text.count(' src="/assets/')
+    for path in ("/assets/../api/v1/status", "/assets/%2e%2e/app.py"):
+        assert http.get(path).status_code in (401, 404)

@@ -1,4 +1,4 @@
-"""HTTPS with the owner's certificate: the page, the command line, and what is said of files that do not fit."""
+"""HTTPS with the owner's certificate: the API, the command line, and errors of unusable files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from node.client import Client
-from node.config import Config
-from node.daemon.server import load_tls
-from node.daemon.supervisor import run
+from node.commands.client import Client
+from node.config.loader import load
+from node.config.schema import Config
+from node.daemon.app import run
+from node.daemon.http_server import load_tls
 from node.errors import ConfigError, UsageError
-from node.settings import load
 from tests.api.daemon import Daemon
 
 
 def make_certificate(folder: Path, name: str = "node", password: bytes | None = None) -> tuple[Path, Path]:
-    """Self-signed, as a volunteer's is."""
+    """A self-signed certificate and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = dt.datetime.now(dt.UTC)
@@ -45,7 +45,7 @@ def make_certificate(folder: Path, name: str = "node", password: bytes | None = 
     return cert, private
 
 
-def test_page_session_and_command_line_over_https(tmp_path: Path) -> None:
+def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     data = tmp_path / "data"
     Path(f"{data}.config").write_text(json.dumps({"api": {"tls_cert": str(cert), "tls_key": str(key)}}))
@@ -57,23 +57,22 @@ def test_page_session_and_command_line_over_https(tmp_path: Path) -> None:
         trusting = ssl.create_default_context(cafile=str(cert))
         trusting.check_hostname = False
         headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(
-            base_url=address["url"], verify=trusting, headers=headers, trust_env=False, timeout=10
-        ) as http:
+        url = address["url"]
+        with httpx.Client(base_url=url, verify=trusting, headers=headers, trust_env=False, timeout=10) as http:
             assert http.get("/api/v1/status").json()["notices"] == []
             assert "Secure" in http.post("/api/v1/session").headers["set-cookie"]
         client = Client(data)
         assert client.is_there()
         assert client.act("pause") == {"phase": "paused"}
-        # Another certificate is another node, and gets no token.
+        # A node with another certificate does not get the token.
         other, _ = make_certificate(tmp_path, "other")
         (data / "api.json").write_text(json.dumps(address | {"certificate": other.read_text()}))
         assert not client.is_there()
-        (data / "api.json").write_text(json.dumps({"url": address["url"]}))
+        (data / "api.json").write_text(json.dumps({"url": url}))
         assert not client.is_there()
 
 
-def test_files_that_do_not_fit_are_said_with_the_mend(tmp_path: Path) -> None:
+def test_unusable_files_are_reported_with_the_remedy(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     _, other = make_certificate(tmp_path, "other")
     _, locked = make_certificate(tmp_path, "locked", b"secret")
@@ -92,6 +91,6 @@ def test_files_that_do_not_fit_are_said_with_the_mend(tmp_path: Path) -> None:
         run(config, join=None)
 
 
-def test_one_without_the_other_is_refused() -> None:
+def test_a_certificate_without_its_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="tls_cert and tls_key go together"):
         load(file=None, environ={}, flags=["--api.tls_cert=a.pem"])

@@ -1,7 +1,7 @@
-"""The baseline of the inner loop: plain PyTorch and nothing else. Run by `inner` and `gpu`.
+"""The baseline of the inner loop: plain PyTorch only. Run by `inner` and `gpu`.
 
-The same model, batches, optimizer and number of threads as the worker's, and on a GPU the same precision, micro-batch
-and way to the loss; the batches lie in memory beforehand, on the device. It reads no loss but the last of a turn.
+It uses the worker's model, batches, optimizer and number of threads, and on a GPU the same precision, micro-batch and
+loss. The batches are on the device beforehand. It reads only the last loss of a turn.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from node.manifest import Manifest
-from node.training.data import Stream, load_corpus
+from node.config.manifest import Manifest
+from node.training.corpus import Stream, load_corpus
 from node.training.device import usable_cores
 from node.training.model import autocast, build_model, next_token_loss
 from tests.benchmarks.processes import answer, orders

@@ -1,9 +1,9 @@
-"""Convergence under churn: in every round one node is killed and one joins; the loss against the same tokens in peace.
+"""Convergence under churn: in each round one node is killed and one joins. Compares the loss at equal tokens.
 
-Two arms from the same parameters, one after the other: four nodes of which, once a round is committed, one is killed
-with SIGKILL and another starts (by turns one that is new, with an empty folder and an invite, and the one killed before
-it, with its old folder); then four nodes that nobody touches, until the swarm has trained on as many tokens. Whoever is
-killed must leave no process behind. Nobody is spared: founder, leaders and bootstrap peers are drawn like the others.
+There are two arms from the same parameters. In the first, one of four nodes is killed with SIGKILL after each round and
+another starts: in turn a new node with an invite, and the node killed last, with its old folder. In the second, four
+nodes train undisturbed until the swarm has trained on as many tokens. A killed node must leave no process. The founder,
+leaders and bootstrap peers may be killed like any other node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NODES = 4
 ALLOWED_RATIO = 1.02
 LOOK_S = 0.5
 GONE_S = 15.0
-"""For all processes of a killed node to end, on a loaded machine."""
+"""Time for all processes of a killed node to end on a loaded machine."""
 ROUND_LIMIT_S = 120.0
 
 RUN = small_run(
@@ -41,7 +41,7 @@ RUN = small_run(
 
 @dataclass(slots=True)
 class Watched:
-    """A swarm and what was seen of it."""
+    """A swarm and its observations."""
 
     swarm: Swarm
     rng: random.Random
@@ -58,7 +58,7 @@ class Watched:
     left_behind: list[str] = field(default_factory=list)
 
     def look(self) -> None:
-        """One glance at everybody's status."""
+        """Read the status of all nodes once."""
         for node in self.up:
             with suppress(httpx.HTTPError, AssertionError):
                 status = self.status_of(node)
@@ -99,7 +99,7 @@ class Watched:
     # churn
 
     def kill_one(self) -> None:
-        """Not who has only just come: a swarm of newcomers would be another experiment."""
+        """Kill a node, but not one that has just joined."""
         trained = [node for node in self.up if self.trains(node)]
         victim = self.rng.choice(trained if len(trained) >= NODES - 1 else self.up)
         self.up.remove(victim)
@@ -122,14 +122,14 @@ class Watched:
         for node in self.up:
             with suppress(httpx.HTTPError, AssertionError):
                 invite = invite or str(self.status_of(node)["run"]["invite"])
-        assert invite, f"nobody has an invite\n{self.said()}"
+        assert invite, f"no node has an invite\n{self.said()}"
         node = self.swarm.node(f"fresh{self.fresh}", join=invite)
         node.preset = None
         self.start(node)
 
 
 def begin(watched: Watched, run: dict[str, Any], seed: int) -> None:
-    """The four nodes of either arm."""
+    """Start the four nodes of an arm."""
     swarm = watched.swarm
     founder = swarm.node("first0")
     found(founder.folder, run_config(run), seed)

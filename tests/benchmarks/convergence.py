@@ -1,11 +1,11 @@
-"""What fewer bits, overlap and fragments cost in loss: paired seeds, equal tokens, the loss of the anchor.
+"""The loss that fewer bits, overlap and fragments cost, with paired seeds and equal tokens.
 
     python -m tests.benchmarks.convergence [--seeds 4] [--rounds 24] [--arms fp32,int4,...] [--jobs 2]
-    python -m tests.benchmarks.convergence --tune       outer lr and momentum, of the arms TUNED
+    python -m tests.benchmarks.convergence --tune       tunes outer lr and momentum of the arms TUNED
 
-Eight workers in one process, each with text and optimizer of its own, on the standard library's text. The maths is the
-node's (codecs, clipped mean, outer step, merge, feedback, fragments); no network and no clock, so tau, the steps from
-sending to applying, is exact. Every cell is kept in results/convergence.json as it ends, and not measured again.
+Eight simulated workers in one process train on the standard library's text. Codecs, clipped mean, outer step, merge,
+error feedback and fragments are the node's. There is no network and no clock, so tau, the number of steps from sending
+to applying, is exact. The loss is the anchor's. Each finished cell is stored in results/convergence.json and reused.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import Codec, make_codec
-from node.diloco.feedback import ErrorFeedback
+from node.diloco.codec import Codec, ErrorFeedback, make_codec
 from node.diloco.fragments import Ranges, elements, put_, strided, take
-from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
-from node.diloco.overlap import correct, mix
+from node.diloco.outer import OuterState, correct, genesis, mix, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate
-from node.manifest import RunConfig
-from node.training.data import Corpus, Stream, held_out_batches, load_corpus
-from node.training.evaluate import evaluate
-from node.training.inner import InnerLoop
+from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
+from node.training.inner import InnerLoop, evaluate
 from node.training.model import build_model, flatten, load_flat_, unit_elements
 from tests.benchmarks.curves import T_95
 from tests.benchmarks.figures import RESULTS
@@ -42,7 +39,7 @@ INNER_STEPS = 30
 CELLS = RESULTS / "convergence.json"
 CPU = torch.device("cpu")
 ALLOWED_RATIO = 1.01
-"""Whatever is worse than blocking fp32 by more is no default."""
+"""An arm that is worse than blocking fp32 by more than this cannot be a default."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Arm:
 
 
 OVERLAPPED = 0.8
-"""The momentum that `--tune` found best where rounds are overlapped, at the same outer lr; those arms share it."""
+"""The best momentum for overlapped rounds at the same outer lr, found by `--tune`."""
 
 ARMS = {
     arm.name: arm
@@ -149,7 +146,7 @@ class Trial:
         )
 
     def play(self) -> float:
-        """The held-out loss of the anchor at the end, nats per token; infinite where training broke down."""
+        """Train. Returns the anchor's final held-out loss, nats per token; infinite after divergence."""
         try:
             {"diloco": self._diloco, "data-parallel": self._data_parallel, "one": self._one}[self.arm.kind]()
         except (ValueError, ArithmeticError, RuntimeError):
@@ -198,7 +195,7 @@ class Trial:
                 wanted = feedback.add(wanted)
             arrived = self._through_the_wire(wanted)
             if self.arm.feedback:
-                feedback.lost(wanted, arrived)
+                feedback.record_error(wanted, arrived)
                 feedback.advance()
             worker.flights[f] = (sent, arrived)
 
@@ -244,7 +241,7 @@ def key(arm: Arm, seed: int, rounds: int) -> str:
 
 
 def cells_of(arms: Sequence[Arm], seeds: int, rounds: int, jobs: int) -> dict[tuple[Arm, int], float]:
-    """Losses, from the file where it has them; each new one is written there at once."""
+    """Losses, from the file if present. Each new one is written there at once."""
     kept: dict[str, float] = json.loads(CELLS.read_text()) if CELLS.exists() else {}
     wanted = [(arm, seed) for seed in range(seeds) for arm in arms]
     with ProcessPoolExecutor(jobs) as pool:
@@ -271,7 +268,7 @@ def compare(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An arm beside blocking fp32."""
+    """An arm compared with blocking fp32."""
 
     arm: str
     loss: float

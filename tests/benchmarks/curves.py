@@ -1,4 +1,4 @@
-"""Curves of the evaluation loss, as nodes tell them while they train. Knows the status, no processes."""
+"""Curves of the evaluation loss, as nodes report them while they train."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Curve:
     points: list[Point] = field(default_factory=list)
 
     def see(self, status: dict[str, Any], at_s: float) -> None:
-        """Take the newest round's point out of a node's status, where it is there and new."""
+        """Add the newest round's point from a node's status if it is new."""
         run, last = status["run"], status["sync"]["last"]
         loss = status["training"]["evaluation_loss"]
         if last is None or loss is None or run["round"] != last["round"] or last["outcome"] == "failed":
             return
-        # A node whose contribution was left out goes on with it, and has not evaluated this anchor.
+        # A node whose contribution was excluded continues with it and has not evaluated this anchor.
         mine = [member for member in last["members"] if member["peer_id"] == status["node"]["peer_id"]]
         if not mine or not mine[0]["included"] or any(point.round >= run["round"] for point in self.points):
             return
@@ -50,13 +50,13 @@ class Curve:
         return _interpolate([(float(p.tokens), p.loss) for p in self.points], tokens)
 
     def coarse(self, points: int) -> list[Point]:
-        """So many of them, evenly, the last one included."""
+        """`count` evenly spaced points, including the last one."""
         every = max(1, len(self.points) // points)
         return self.points[::-1][::every][::-1]
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
-    """Between the two points around x; at an end, that of the end. ValueError without points."""
+    """Interpolate between the two points around x; beyond the ends, the end's value. ValueError without points."""
     if not curve:
         raise ValueError("no round was evaluated")
     if x <= curve[0][0]:

@@ -1,8 +1,8 @@
-"""Tokens per second that one core makes of text, against what a device eats: bytes, and a byte-level BPE of 8,192.
+"""Tokens per second that one core makes from text, compared with what a device consumes.
 
-Parquet files of the standard library's text, read, tokenised and packed by the classes that a node reads with, on one
-thread, without a device; the baseline is the built-in preset's inner step on all cores of this machine. A note says how
-fast a device one core feeds with the 150M preset.
+Parquet files of the standard library's text are read, tokenised (bytes, and byte-level BPE with 8,192 tokens) and
+packed on one thread by the node's classes. The baseline is the inner step of the built-in preset on all cores. A note
+says how fast a device one core can feed with the 150M preset.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from node.manifest import parse_source
-from node.settings import load
+from node.config.loader import load
+from node.config.manifest import parse_source
 from node.training.device import usable_cores
 from node.training.documents import Documents
 from node.training.inner import InnerLoop
 from node.training.model import build_model
-from node.training.packing import Packed
-from node.training.tokenizer import Bytes, Fast, Tokenizer
+from node.training.packing import RowPacker
+from node.training.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 from tests.benchmarks.figures import Figure, Result, median, spread
 
 FILES, CHARACTERS = 16, 2000
@@ -32,7 +32,7 @@ VOCABULARY = 8192
 BATCH, LENGTH = 8, 1024
 LEAST_RATIO = 10.0
 FLOPS_150M = 6 * 182e6
-"""A token of the 150M preset: weights but the input embedding."""
+"""Operations per token of the 150M preset count all weights but the input embedding."""
 
 
 def write_text(folder: Path) -> list[str]:
@@ -52,11 +52,11 @@ def bpe(texts: list[str]) -> Tokenizer:
 
     inner = ByteLevelBPETokenizer()
     inner.train_from_iterator(texts[::20], VOCABULARY, special_tokens=["</s>"], show_progress=False)
-    return Fast(PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, eos_token="</s>"))
+    return FastTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, eos_token="</s>"))
 
 
 def tokens_s(documents: Documents, tokenizer: Tokenizer, seconds: float) -> float:
-    rows = Packed([documents], [1.0], tokenizer, seed="run peer", held_out_one_in=20)
+    rows = RowPacker([documents], [1.0], tokenizer, seed="run peer", held_out_one_in=20)
     rows.next_batch(BATCH, LENGTH)
     began_s, count = time.perf_counter(), 0
     while time.perf_counter() - began_s < seconds:
@@ -87,7 +87,7 @@ def main() -> int:
         folder = Path(name)
         texts = write_text(folder)
         documents = Documents(parse_source("parquet:*.parquet"), folder, folder / "cache")
-        for what, tokenizer in (("bytes", Bytes()), (f"BPE of {VOCABULARY}", bpe(texts))):
+        for what, tokenizer in (("bytes", ByteTokenizer()), (f"BPE of {VOCABULARY}", bpe(texts))):
             ours, needs = [], []
             for _ in range(options.turns):
                 ours.append(tokens_s(documents, tokenizer, options.seconds))

@@ -1,18 +1,19 @@
-"""What a benchmark comes to: figures with their baselines and limits, as a table and as JSON. Knows no node."""
+"""The result of a benchmark: figures with their baselines and limits, as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 COLUMNS = ("figure", "ours", "baseline", "ratio", "allowed", "verdict")
 
 
@@ -55,17 +56,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one benchmark hands back."""
+    """The result of one benchmark."""
 
     benchmark: str
     figures: Sequence[Figure]
     notes: Sequence[str] = ()
     """Lines for people, printed under the table."""
-    samples: dict[str, object] = field(default_factory=dict)
+    samples: Mapping[str, object] = field(default_factory=dict)
     """All that was measured, for the JSON file."""
 
     def conclude(self) -> int:
-        """Keep it and tell it; the exit code."""
+        """Store and print the result. Returns the exit code."""
         self.save(RESULTS)
         print(*self.notes, sep="\n")
         for figure in self.figures:
@@ -103,7 +104,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
 
 

@@ -1,7 +1,7 @@
-"""Swarms of real nodes that begin alike: the same initial parameters, identities and run id, so the same order of data.
+"""Swarms of real nodes with equal initial parameters, identities and run id, and so the same order of data.
 
-A node draws its text by run id, peer id and round; the founder draws the initial parameters. Runs that are compared
-(`arms`) get both from a seed, whatever else their manifests say. Knows the data folder; starts nothing.
+A node draws its text by run id, peer id and round; the founder draws the initial parameters. Arms of a comparison
+(`arms`) get both from a seed. This module writes data folders and starts no node.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from node.config.manifest import Invite, Manifest, RunConfig
 from node.diloco.outer import genesis
-from node.manifest import Invite, Manifest, RunConfig
 from node.swarm.identity import load_identity
-from node.swarm.state import tip_of
+from node.swarm.state_sync.server import verified_tip
 from node.training.checkpoint import CheckpointStore
 from node.training.model import build_model, flatten
+from node.worker.checkpointing import initial_checkpoint
 from node.worker.session import rules_of
-from node.worker.snapshot import initial_checkpoint
 
 
 def run_config(run: Mapping[str, Any]) -> RunConfig:
@@ -33,7 +33,7 @@ def found(folder: Path, run: RunConfig, seed: int) -> Manifest:
     state = genesis(flatten(build_model(run.model, seed=seed)))
     run_id = hashlib.sha256(f"benchmark {seed}".encode()).hexdigest()[:32]
     draft = Manifest(run_id=run_id, initial_digest="0" * 64, parameters=state.anchor.numel(), run=run)
-    tip = tip_of(state, draft.hash, None, rules_of(draft), time.monotonic())
+    tip = verified_tip(state, draft.hash, None, rules_of(draft), time.monotonic())
     manifest = draft.model_copy(update={"initial_digest": tip.digest})
     CheckpointStore(folder / "checkpoints", 3).save(initial_checkpoint(manifest, tip))
     (folder / "manifest.json").write_bytes(manifest.canonical())
@@ -41,7 +41,7 @@ def found(folder: Path, run: RunConfig, seed: int) -> Manifest:
 
 
 def lend_identity(keys: Path, folder: Path, name: str) -> str:
-    """Give the folder the identity of that name, the same every time. Returns its peer id."""
+    """Give the folder the identity that belongs to this name. Returns its peer id."""
     keys.mkdir(parents=True, exist_ok=True)
     identity = load_identity(keys / f"{name}.key")
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def lend_identity(keys: Path, folder: Path, name: str) -> str:
 
 
 def free_port() -> int:
-    """Free just now."""
+    """A port that is free at the moment."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -63,5 +63,5 @@ def listen_at(port: int) -> str:
 
 
 def invite_to(manifest: Manifest, port: int, peer_id: str) -> str:
-    """Of a node that may not be up yet."""
+    """The invite of a node that may not be up yet."""
     return str(Invite(manifest.hash, (f"{listen_at(port)}/p2p/{peer_id}",)))

@@ -1,7 +1,7 @@
-"""The gossip's rule alone, in virtual time, for more peers than this machine can run: how much is told, who is missed.
+"""Simulates gossip in virtual time with more peers than this machine can run: traffic, and detection of dead peers.
 
-Peers beat once a second and pull from `fanout` others what is newer than what they know, as `gossip` does; no
-signatures, no losses, no load. After a while some are killed. Times are seconds of the model.
+Once a second each peer pulls newer records from `fanout` others, as `gossip` does, without signatures, losses or load.
+After a while some peers are killed. Times are simulated seconds.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import heapq
 import random
 from dataclasses import dataclass
 
-from node.swarm.directory import DEAD_S, RELAYED_S
-from node.swarm.gossip import LARGE, PULSE_S, fanout
+from node.swarm.membership.gossip import LARGE, fanout
+from node.swarm.membership.peer_table import GOSSIP_AGE_S
+from node.swarm.membership.timings import Timings
 
 RECORD_BYTES, WANTED_BYTES = 800, 27
-"""Of a signed record with an address and a digest, and of its place in a question."""
+"""Bytes of a signed record with an address and a digest, and of its entry in a request."""
 SETTLED_S, KILL_S, END_S = 15.0, 22.0, 33.0
 KILLED = 4
+PULSE_S, DEAD_S = Timings().gossip_s, Timings().dead_s
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the model came to."""
+    """The result of the simulation."""
 
     peers: int
     records: float
@@ -44,7 +46,7 @@ HEAD = (
 
 
 class Model:
-    """Number and hearing of every peer's record at every peer."""
+    """The sequence number and arrival time of each peer's record at each peer."""
 
     def __init__(self, peers: int, rng: random.Random) -> None:
         self.peers, self.rng = peers, rng
@@ -70,7 +72,7 @@ class Model:
             theirs[me], they_heard_s[me] = known[me], heard_s[me]
             self.told += 1
         for peer in range(self.peers):
-            if theirs[peer] > known[peer] and now_s - they_heard_s[peer] < RELAYED_S:
+            if theirs[peer] > known[peer] and now_s - they_heard_s[peer] < GOSSIP_AGE_S:
                 known[peer], heard_s[peer] = theirs[peer], they_heard_s[peer]
                 self.told += 1
 

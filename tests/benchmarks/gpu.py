@@ -1,20 +1,20 @@
-"""What a GPU makes of the shipped models: tokens/s and utilisation against a bare loop, and what a round costs it.
+"""The shipped models on a GPU: tokens/s and utilisation compared with a bare loop, and the cost of a round.
 
-    python -m tests.benchmarks gpu                 exit code 3 where there is no GPU
-    python -m tests.benchmarks.gpu --cpu           the same with tiny models on a CPU: it shows that the script works
+    python -m tests.benchmarks gpu                 exit code 3 without a GPU
+    python -m tests.benchmarks.gpu --cpu           the same with tiny models on a CPU, to test the script
 
-1. `llama-150m`: a real worker against a bare PyTorch loop with the same precision, micro-batch and way to the loss, in
-   turns (see `inner`). At least 0.97 of it is promised. Text is the built-in one, as bytes, so no download is needed;
-   the vocabulary stays the preset's, which is what costs.
-2. The same model in this process: peak memory of its steps; the pseudo-gradient encoded by each codec, where the
-   parameters are, from the anchor on the host to bytes on the host; and the parts of a round, with the preset's codec.
-   These are wall seconds with the device idle before and after, so what they take from the device is at most that.
+1. `llama-150m`: a real worker and a bare PyTorch loop with the same precision, micro-batch and loss take turns (see
+   `inner`). The limit is 0.97 of the bare loop. The text is the built-in one as bytes; the vocabulary is the preset's,
+   because its size determines the cost.
+2. The same model in this process: peak memory of its steps; encoding of the pseudo-gradient by each codec on the device
+   that holds the parameters, from the anchor on the host to bytes on the host; and the parts of a round with the
+   preset's codec. These are wall seconds with an idle device before and after, an upper bound of the device's time.
 3. A step of `llama-1b` with the micro-batch that fits.
 
-Model FLOP utilisation, after PaLM (arXiv 2204.02311, appendix B): a token costs 6 N + 12 L H Q T operations, N the
-weights in matrix products (all but the input embedding, which is looked up; where both are one matrix, with it), L
-layers, H heads of width Q, T the sequence length. The causal half of the attention is not subtracted, and what is
-computed twice (logits in parts, layers with activation checkpointing) counts once.
+Model FLOP utilisation follows PaLM (arXiv 2204.02311, appendix B): a token costs 6 N + 12 L H Q T operations. N is the
+number of weights in matrix products (without the input embedding, unless it is tied to the output), L the number of
+layers, H the heads, Q the width of a head, T the sequence length. The causal half of the attention is not subtracted.
+Recomputation (logits in parts, activation checkpointing) counts once.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from node.config import Config
+from node.config.loader import load
+from node.config.manifest import RunConfig
+from node.config.schema import Config
 from node.diloco.codec import CODECS, make_codec
 from node.diloco.fragments import strided
-from node.diloco.outer import pseudo_gradient
-from node.diloco.overlap import mix
+from node.diloco.outer import mix, pseudo_gradient
 from node.errors import MachineError
-from node.manifest import RunConfig
-from node.settings import load
-from node.swarm.reduce import Grid, grids_of
-from node.training.device import Chosen, choose_device
-from node.training.fit import settle_execution, shape_execution
+from node.swarm.allreduce.reducer import ChunkLayout, chunk_layouts
+from node.training.device import ComputeDevice, choose_device
+from node.training.fit import choose_execution
 from node.training.inner import Execution
-from node.training.model import build_model, unit_elements
+from node.training.model import build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
 from tests.benchmarks.figures import Figure, Result, median, spread
 from tests.benchmarks.inner import take_turns
@@ -73,7 +73,7 @@ class Case:
     name: str
     flags: tuple[str, ...]
     config: Config
-    chosen: Chosen
+    chosen: ComputeDevice
     how: Execution
 
     @property
@@ -86,15 +86,15 @@ def case_of(name: str, flags: Sequence[str]) -> Case:
     config = load(file=None, environ={}, flags=flags).config
     chosen = choose_device(config.devices, config.limits.cpu_threads)
     model = build_model(config.run.model, seed=0)
-    shape_execution(model, config.devices)
-    how = settle_execution(model, config.run, chosen, config.devices)
+    prepare_layers(model, config.devices)
+    how = choose_execution(model, config.run, chosen, config.devices)
     del model
     release(chosen.device)
     return Case(name, tuple(flags), config, chosen, how)
 
 
 def flops_a_token(run: RunConfig) -> float:
-    """Of forward and backward pass; the formula is at the head of this file."""
+    """Operations of forward and backward pass, by the formula at the head of this file."""
     model = run.model
     looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = sum(unit_elements(model)) - looked_up
@@ -108,7 +108,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def utilization(case: Case, tokens_s: float) -> str:
-    """For people."""
+    """As text."""
     peak = peak_flops(case.chosen.name)
     made = tokens_s * flops_a_token(case.run)
     if peak is None or case.chosen.precision not in ("bf16", "fp16"):
@@ -162,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """What nobody holds any more is free for other processes, too."""
+    """Memory without an owner must be free for other processes, too."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -174,7 +174,7 @@ def begin(case: Case) -> Replica:
     if case.chosen.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(case.chosen.device)
     model = build_model(case.run.model, seed=0)
-    shape_execution(model, case.config.devices)
+    prepare_layers(model, case.config.devices)
     replica = Replica(model, case.run.inner, case.chosen.device, case.how)
     replica.step(batch_of(case), 1e-4)
     return replica
@@ -204,21 +204,21 @@ def steps(case: Case, replica: Replica) -> tuple[float, list[str]]:
     return step_s, [f"{said}, {rows}; {tokens_s:,.0f} tokens/s, {utilization(case, tokens_s)}; {peak(case)}"]
 
 
-def encoded(grid: Grid, anchor: Tensor, sent: Tensor) -> list[bytes]:
-    """As `worker/outgoing` has it: the anchor comes from the host, and only bytes go back, a chunk at a time."""
+def encoded(layout: ChunkLayout, anchor: Tensor, sent: Tensor) -> list[bytes]:
+    """Encode as `worker.encoder` does: the anchor comes from the host, and only bytes go back, a chunk at a time."""
     return [
-        grid.codec.encode(pseudo_gradient(anchor[low:high].to(sent.device), sent[low:high]))
-        for low, high in grid.bounds
+        layout.codec.encode(pseudo_gradient(anchor[low:high].to(sent.device), sent[low:high]))
+        for low, high in layout.bounds
     ]
 
 
 def codecs(case: Case, anchor: Tensor, sent: Tensor) -> list[str]:
-    """Of each: encoding time of the whole pseudo-gradient, fp32 [P]."""
+    """Time of each codec to encode the whole pseudo-gradient, fp32 [P]."""
     notes = [f"{case.name}: a pseudo-gradient of {anchor.numel():,} parameters encoded on {case.chosen.name}"]
     for name in CODECS:
-        (grid,) = grids_of(make_codec(name), [((0, anchor.numel()),)])
-        took_s = timed_s(sent.device, lambda grid=grid: encoded(grid, anchor, sent))
-        size_mb = grid.encoded_bytes() / 1e6
+        (layout,) = chunk_layouts(make_codec(name), [((0, anchor.numel()),)])
+        took_s = timed_s(sent.device, partial(encoded, layout, anchor, sent))
+        size_mb = layout.encoded_bytes() / 1e6
         notes.append(
             f"  {name:5} {1e3 * took_s:9.2f} ms, {4e-9 * anchor.numel() / took_s:7.2f} GB/s, {size_mb:,.1f} MB"
         )
@@ -226,21 +226,21 @@ def codecs(case: Case, anchor: Tensor, sent: Tensor) -> list[str]:
 
 
 def round_cost(case: Case, replica: Replica, anchor: Tensor, step_s: float) -> tuple[list[Figure], list[str]]:
-    """The parts of a round that need the device, or what comes from it; against the round's H inner steps."""
+    """The parts of a round that use the device or its data, compared with the round's H inner steps."""
     run, device = case.run, case.chosen.device
     units = unit_elements(run.model)
-    grid = grids_of(make_codec(run.sync.codec), strided(units, run.sync.fragment_count))[0]
-    sent = replica.take(grid.ranges, on_host=False)
-    chunks = encoded(grid, anchor, sent)
+    layout = chunk_layouts(make_codec(run.sync.codec), strided(units, run.sync.fragment_count))[0]
+    sent = replica.take(layout.ranges, on_host=False)
+    chunks = encoded(layout, anchor, sent)
 
     def merged(part: Tensor, at: slice, place: slice) -> Tensor:
         return mix(part, anchor[place].to(part.device), run.sync.mix_alpha)
 
     parts = {
-        "snapshot": timed_s(device, lambda: replica.take(grid.ranges, on_host=False)),
-        "encode": timed_s(device, lambda: encoded(grid, anchor, sent)),
-        "decode (host)": timed_s(device, lambda: grid.decode(chunks)),
-        "merge": timed_s(device, lambda: replica.change(grid.ranges, merged)),
+        "snapshot": timed_s(device, lambda: replica.take(layout.ranges, on_host=False)),
+        "encode": timed_s(device, lambda: encoded(layout, anchor, sent)),
+        "decode (host)": timed_s(device, lambda: layout.decode(chunks)),
+        "merge": timed_s(device, lambda: replica.change(layout.ranges, merged)),
     }
     on_device_s = sum(took_s for name, took_s in parts.items() if name != "decode (host)")
     round_s = run.round.inner_steps * step_s

@@ -1,15 +1,15 @@
-"""Eight homes with the internet access that volunteers have: who is included in how many rounds.
+"""Eight homes with the internet access that volunteers have: how many members each round includes.
 
     python -m tests.benchmarks.homes [--scenarios all,founder_gone,address_changed] [--rounds 20]
 
-The homes are two published containers, a forwarded port, two cone NATs, two symmetric NATs and an IPv6-only home beside
-dual-stack ones, on lines from 2/2 to 1000/1000 Mbit/s. All of them join by the first invite of the founder, which is a
-published container that announces its outer address. A sleep stands for each inner step, so that eight nodes fit two
-processor cores. After two rounds of getting in, every round counts: committed, with how many of the members included,
-and with one digest on all nodes.
+The homes are two published containers, a forwarded port, two cone NATs, two symmetric NATs and an IPv6-only home; the
+others are dual-stack. Their lines have 2/2 to 1000/1000 Mbit/s. All join by the founder's first invite; the founder is
+a published container that announces its outer address. Inner steps are simulated by sleeping, so eight nodes fit on two
+cores. After two rounds for joining, each round is judged: whether it was committed, how many members it includes, and
+whether all nodes have one digest.
 
-Scenarios: `all` changes nothing; `founder_gone` kills the founder with SIGKILL after round 5 of those that count;
-`address_changed` gives the home with the forwarded port another outer address after round 10 of those that count.
+Scenarios: `all` changes nothing. `founder_gone` kills the founder with SIGKILL after judged round 5. `address_changed`
+gives the home with the forwarded port another outer address after judged round 10.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import httpx
 
+from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.homes.home import Home
@@ -43,19 +44,19 @@ HOMES = (
 )
 FORWARDED = 2
 GETTING_IN = 2
-"""Rounds after the last home has started to train that do not count."""
+"""Rounds after the last home has started to train that are not judged."""
 FOUNDER_GONE_AFTER = 5
 ADDRESS_CHANGED_AFTER = 10
-"""Rounds that count."""
+"""Judged rounds."""
 SCENARIOS = ("all", "founder_gone", "address_changed")
 LOOK_S = 1.0
 ROUND_LIMIT_S = 180.0
-"""For one round, before the scenario is given up."""
+"""Longest wait for one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one scenario came to."""
+    """The result of one scenario."""
 
     scenario: str
     first_round: int
@@ -68,7 +69,7 @@ class Found:
 
     @property
     def complete(self) -> int:
-        """Rounds in which all homes were included that were there."""
+        """Rounds that included all present homes."""
         return sum(len(homes) == self.expected[number] for number, homes in self.included.items())
 
     def lines(self) -> list[str]:
@@ -82,9 +83,9 @@ class Found:
         return [head, *missing]
 
 
-def run(scenario: str, folder: Path, rounds: int, pace: Pace) -> Found:
-    """Raises AssertionError where the homes do not get in, or no round is committed in time."""
-    with world(HOMES) as homes, Swarm(folder) as swarm:
+def run(scenario: str, folder: Path, rounds: int, pace: Pace, count: int) -> Found:
+    """Raises AssertionError if a home does not join or no round is committed in time."""
+    with world(HOMES[:count]) as homes, Swarm(folder) as swarm:
         nodes = start(swarm, homes, pace)
         names = {peer_id(node): home.name for node, home in zip(nodes, homes, strict=True)}
         witness = nodes[1]
@@ -103,7 +104,7 @@ def run(scenario: str, folder: Path, rounds: int, pace: Pace) -> Found:
 
 
 def start(swarm: Swarm, homes: World, pace: Pace) -> list[Node]:
-    """The founder first; the others join by its first invite alone, all at once."""
+    """Start the founder, then all others at once with its first invite only."""
     founder = found(swarm, homes[0], pace=pace)
     invite = founder.invite()
     nodes = [founder, *(join(swarm, home, invite, pace=pace) for home in homes[1:])]
@@ -153,19 +154,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="that count, after two of getting in")
     parser.add_argument("--step-s", type=float, default=0.22, help="seconds that stand for an inner step")
     parser.add_argument("--inner-steps", type=int, default=100)
+    parser.add_argument("--homes", type=int, default=len(HOMES), help="only the first ones of the eight")
     parser.add_argument("--folder", type=Path, help="keep data folders and logs here")
     options = parser.parse_args()
     end_all_on_sigterm()
     if reason := why_not():
         print(reason)
-        return 3
+        return MachineError.exit_code
     chosen = options.scenarios.split(",")
     if unknown := set(chosen) - set(SCENARIOS):
         parser.error(f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
     pace = Pace(step_s=options.step_s, inner_steps=options.inner_steps)
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as temporary:
         base = options.folder or Path(temporary)
-        done = [run(scenario, base / scenario, options.rounds, pace) for scenario in chosen]
+        done = [run(scenario, base / scenario, options.rounds, pace, options.homes) for scenario in chosen]
     notes = [line for one in done for line in one.lines()]
     return Result("homes", figures(done), notes, {"scenarios": [asdict(one) for one in done]}).conclude()
 

@@ -1,39 +1,38 @@
-"""One of five members sends what it should not: how much worse does the model get? Knows the maths; no network.
+"""How much worse the model gets if one of five members sends a scaled pseudo-gradient. There is no network.
 
     python -m tests.benchmarks.hostile [--rounds 12] [--seeds 3]
 
-The same members, text, initial parameters and rounds in every arm; the fifth member's pseudo-gradient is multiplied by
-a factor, with the norm that it then has. Held-out loss after the last round, against that of the five honest ones.
+All arms have the same members, text, initial parameters and rounds. The fifth member's pseudo-gradient is multiplied by
+a factor, and its stated norm with it. The figure is the held-out loss after the last round, compared with five honest
+members.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from node import reference
+from node.config.manifest import RunConfig
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.outer import pseudo_gradient
-from node.manifest import RunConfig
-from node.training.data import held_out_batches, load_corpus
-from node.training.evaluate import evaluate
+from node.training.corpus import held_out_batches, load_corpus
+from node.training.inner import InnerLoop, evaluate
 from node.training.model import build_model, flatten, load_flat_
-from tests.benchmarks.figures import RESULTS, Figure, Result, table
+from tests.benchmarks.figures import Figure, Result
 from tests.swarm.harness import tiny
 
 MEMBERS = "abcde"
 DEVICE = torch.device("cpu")
 ALLOWED_RATIO = 1.05
-"""Of the held-out loss, for a norm that is a hundred times too long."""
+"""Limit of the held-out loss's increase for a norm that is a hundred times too long."""
 
 
 class Liar(reference.Member):
-    """Trains as the others do, and sends a multiple of what it found."""
+    """Trains like the others and sends a multiple of its pseudo-gradient."""
 
     factor = 1.0
 
@@ -45,15 +44,14 @@ class Liar(reference.Member):
         return reference.Contribution(own.stream_id, own.weight, encoded), loss
 
 
-def held_out_loss(run: RunConfig, anchor: Tensor) -> Callable[[Tensor], float]:
+def held_out_loss(run: RunConfig, anchor: Tensor) -> float:
+    """Held-out loss with these parameters, fp32 [P]; nats per byte."""
     batches = held_out_batches(load_corpus(), 16, run.inner.batch_size, run.inner.sequence_length)
     model = build_model(run.model, seed=0)
 
-    def loss(vector: Tensor) -> float:
-        load_flat_(model, vector)
-        return evaluate(model, batches, DEVICE, "fp32")
-
-    return loss
+    loop = InnerLoop(model, run.inner, DEVICE)
+    load_flat_(model, anchor)
+    return evaluate(loop.loss_of, batches)
 
 
 def train(run: RunConfig, rounds: int, seed: int, factor: float, members: str = MEMBERS) -> float:
@@ -69,15 +67,14 @@ def train(run: RunConfig, rounds: int, seed: int, factor: float, members: str = 
         given = [member.contribute()[0] for member in made]
         for member in made:
             member.apply(given)
-    return held_out_loss(run, anchor)(made[0].state.anchor)
+    return held_out_loss(run, made[0].state.anchor)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     run = RunConfig.model_validate(tiny(round={"inner_steps": 40}, total_tokens=10_000_000))
     arms = {"norm x100": (100.0, MEMBERS), "flipped sign": (-1.0, MEMBERS)}
@@ -99,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, values in losses.items()
     ]
-    print(table(figures))
-    Result("hostile", figures, samples={"honest": honest, **losses}).save(options.out)
-    return 0 if all(figure.passed for figure in figures) else 1
+    return Result("hostile", figures, samples={"honest": honest, **losses}).conclude()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Tokens per second of a running worker against a bare PyTorch loop.
+"""Tokens per second of a running worker, compared with a bare PyTorch loop.
 
-The worker is the real process (`python -m node.worker`), alone in its swarm, with p2pd, swarm thread, ledger and
-reports; this benchmark stands where the supervisor stands. Rounds are set so long that none ends meanwhile.
-The two take turns, A B B A, and whichever is not measured is stopped by a signal, p2pd and all. Both have the OpenMP
-settings of the supervisor: beside other programs, threads that spin at barriers make a loop several times slower.
+The worker is the real process (`python -m node.worker`), alone in its swarm, with p2pd, swarm thread, round log and
+reports. This benchmark takes the place of the supervisor. Rounds are too long to end meanwhile. Worker and loop take
+turns, A B B A; the one that is not measured is stopped by a signal, including p2pd. Both have the supervisor's OpenMP
+settings, because threads that spin at barriers make a loop several times slower when other programs run.
 
-The worker's time is its own clock's: `activity_seconds`, all of it, so what the loop does between steps counts.
+The worker's time is the sum of its `activity_seconds`, so everything between steps counts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from node.config import Config
-from node.daemon.child import WORKER_ENVIRONMENT
-from node.link import Beat, Ended, LogTold, Observed, Start, Told, decode_up, encode
-from node.settings import load
+from node.config.loader import load
+from node.config.schema import Config
+from node.daemon.worker_process import WORKER_ENVIRONMENT
 from node.status import Activity, Report
-from tests.benchmarks.figures import RESULTS, Figure, Result, median, spread
+from node.worker_protocol import (
+    Beat,
+    DurationReport,
+    Ended,
+    LogReport,
+    Start,
+    StatusReport,
+    decode_worker_message,
+    encode,
+)
+from tests.benchmarks.figures import Figure, Result, median, spread
 from tests.benchmarks.processes import ROOT, Helper, end_group, processor_s
 
 START_S = 90.0
@@ -36,11 +45,11 @@ REPORT_S = 30.0
 WARM_S = 3.0
 LEAST_RATIO = 0.95
 MOST_WAIT = 1.0
-"""Per cent of the time."""
+"""Per cent."""
 
 
 class Worker:
-    """The worker process, seen from the supervisor's end of the link."""
+    """The worker process, from the supervisor's end of the channel."""
 
     def __init__(self, config: Config, log: Path) -> None:
         self._socket, theirs = socket.socketpair()
@@ -70,14 +79,14 @@ class Worker:
     def report(self) -> Report:
         """The next report."""
         while True:
-            message = decode_up(self._file.readline())
-            if isinstance(message, Told):
+            message = decode_worker_message(self._file.readline())
+            if isinstance(message, StatusReport):
                 return message.report
             if isinstance(message, Ended):
                 raise RuntimeError(
                     f"The worker ended: {message.reason} {self._log.read_text(errors='replace')[-2000:]}"
                 )
-            if not isinstance(message, Beat | LogTold | Observed):
+            if not isinstance(message, Beat | LogReport | DurationReport):
                 raise TypeError(f"The worker said {message!r} in the middle of a segment")
 
     def wait_trained(self, steps: int) -> Report:
@@ -94,7 +103,7 @@ class Worker:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """Tokens and seconds of the loop, between the first report after the start and one `seconds` later."""
+        """Tokens and seconds of the loop between the first report and one `seconds` later."""
         self.go_on()
         first, first_cpu_s = self.report(), processor_s(self.process.pid)
         end_s = time.monotonic() + seconds
@@ -121,7 +130,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What was measured in turns; one entry a turn, `Worker.measure` and the bare loop's answer."""
+    """The measurements: for each turn, `Worker.measure` and the bare loop's answer."""
 
     ours: Sequence[dict[str, float]]
     bare: Sequence[dict[str, float]]
@@ -129,13 +138,13 @@ class Turns:
 
     @property
     def rates(self) -> tuple[list[float], list[float]]:
-        """Tokens per second, of each turn."""
+        """Tokens per second of each turn."""
         ours, bare = ([one["tokens"] / one["seconds"] for one in some] for some in (self.ours, self.bare))
         return ours, bare
 
     @property
     def ratios(self) -> list[float]:
-        """Of each pair."""
+        """The ratio of each pair."""
         return [a / b for a, b in zip(*self.rates, strict=True)]
 
 
@@ -144,7 +153,7 @@ def measure(pairs: int, seconds: float, threads: int) -> Result:
 
 
 def take_turns(pairs: int, seconds: float, threads: int, flags: Sequence[str] = (), bare: Sequence[str] = ()) -> Turns:
-    """`flags`: further ones of the node's; `bare`: those of `bare_loop`."""
+    """`flags`: more flags of the node; `bare`: flags of `bare_loop`."""
     ours: list[dict[str, float]] = []
     alone: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
@@ -212,10 +221,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=0, help="0: all usable cores")
     arguments = parser.parse_args()
-    result = measure(arguments.pairs, arguments.seconds, arguments.threads)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    return 0
+    return measure(arguments.pairs, arguments.seconds, arguments.threads).conclude()
 
 
 if __name__ == "__main__":

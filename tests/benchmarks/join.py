@@ -1,11 +1,11 @@
-"""One that joins while three train, over shaped lines: how fast its download is, and what the three lose by it.
+"""A node that joins three training nodes over shaped lines: its download speed, and what the three lose.
 
-Every node has a network namespace of its own, and a line shaped with `tc` (`tests.homes`; needs root). The limit
-is the joiner's downlink or the uplinks of all servers together, whichever is less; the speed is that of the transfer,
-from the first question for a leaf to the last answer, as the joiner's log tells it. Utilisation is the share of the
-activity `compute` in all activities of the three nodes' /metrics, over the download, and over as long a time before it.
-Rounds are so long that none ends meanwhile. All nodes share this machine's cores, so the joiner's own start, hashing
-and loading make the others' steps slower: that shows in tokens/s, which are told beside, and not in the share.
+Each node has its own network namespace with a line shaped by `tc` (`tests.homes`; needs root). The limit is the lower
+of the joiner's downlink and the sum of the servers' uplinks. The speed is measured from the first request for a leaf to
+the last answer, from the joiner's log. Utilisation is the share of `compute` in all activities of the three nodes'
+/metrics during the download, compared with an equal time before it. No round ends meanwhile. All nodes share this
+machine's cores, so the joiner's start, hashing and loading slow the others' steps: tokens/s show it, utilisation does
+not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.homes.home import Home
 from tests.homes.world import AttachedHome, World, why_not
@@ -34,7 +35,7 @@ LOOK_S = 0.2
 START_S = 180.0
 ROUND_S = 900.0
 CALM_S = 5.0
-DONE = re.compile(r"The state after round (-?\d+) is here: ([\d.]+) MB in ([\d.]+) s")
+DONE = re.compile(r"Downloaded the state after round (-?\d+): ([\d.]+) MB in ([\d.]+) s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the three did between two moments."""
+    """The three nodes' work between two moments."""
 
     busy: dict[str, float]
     tokens_per_s: float
@@ -107,7 +108,7 @@ def settle(node: Node, home: AttachedHome) -> Node:
 
 
 def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
-    """A founder and two more, after their first round, whose state is saved."""
+    """Start a founder and two more. Returns after their first round is saved."""
     flags = ("--checkpoint.every_s=1",)
     founder = settle(swarm.node("founder"), hosts[0]).start(*flags)
     invite = founder.invite()
@@ -124,7 +125,7 @@ def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
 
 
 def watch_download(joiner: Node, nodes: Sequence[Node]) -> tuple[list[Counted], list[Counted]]:
-    """The others' counters when the download begins, and when it ends."""
+    """Read the others' counters when the download begins and when it ends."""
     end_s = time.monotonic() + ROUND_S
     while "Downloading the state after round" not in joiner.said():
         _in_time(end_s, joiner)
@@ -200,7 +201,7 @@ def main() -> int:
     options = parser.parse_args()
     if reason := why_not():
         print(reason)
-        return 1
+        return MachineError.exit_code
     result = measure(Sizes(options.hidden, options.layers, options.inner_steps))
     return result.conclude()
 

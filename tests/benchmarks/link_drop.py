@@ -1,17 +1,18 @@
-"""A line that drops in mid-run and comes back, with `sync.auto`: how soon the nodes are busy again, and of one mind.
+"""Lines that become slow during a run and recover, with `sync.auto`: how soon nodes are busy again, and agree.
 
     python -m tests.benchmarks.link_drop [--high 100] [--low 10] [--phase 150] [--nodes 4]
 
-Four nodes in network namespaces, `overlapped`, int8, 15M parameters, H of 10 s of inner steps (a sleep stands for each,
-see `sync`), beside which the round's bytes do not fit at the lower rate. The lines of all nodes are at the high rate,
-at the low one and at the high one again. Utilisation is each node's own, of its last complete round; beside it the
-formula's for a round whose length does not follow. Needs root.
+Four nodes in network namespaces; `overlapped`, int8, 15M parameters, H of 10 s (inner steps sleep, see `sync`). A
+round's bytes do not fit into that time at the lower rate. All lines have the high rate, then the low one, then the high
+one again. Utilisation is each node's own figure for its last complete round; the table also shows the formula's figure
+for rounds of fixed length. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from node.diloco.forecast import transfer_seconds, utilization
+from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.sync import PARAMETERS, START_S, STEP_S, Cell, found_swarm, run_of
@@ -38,7 +40,7 @@ PHASES = ("high", "low", "high again")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A node's account of one round, as it has just ended."""
+    """A node's figures for one round."""
 
     node: int
     phase: int
@@ -69,7 +71,7 @@ def limit(hosts: Sequence[AttachedHome], mbit_s: float) -> None:
 
 
 def watch(nodes: Sequence[Node], phase: int, seconds: float, began_s: float, seen: dict[tuple[int, int], Seen]) -> None:
-    """Each round of each node, once, for so long."""
+    """Watch each round of each node."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         for number, node in enumerate(nodes):
@@ -161,6 +163,7 @@ def measure(count: int, high: float, low: float, seconds: float) -> Result:
         told = ", ".join(f"{one.utilization:.0%} (H {one.inner_steps})" for one in own)
         notes.append(f"  {PHASES[phase]}: {told}")
     settled = [one.utilization for one in rounds if one.phase == 1][WITHIN_ROUNDS:]
+    busy = statistics.fmean(settled) if settled else math.nan
     figures = [
         Figure(
             f"rounds until {WANTED:.0%} after the line {verb}",
@@ -173,7 +176,14 @@ def measure(count: int, high: float, low: float, seconds: float) -> Result:
         for phase, verb in ((1, "drops"), (2, "comes back"))
     ]
     figures += [
-        Figure("busy on the slow line, settled", "", statistics.fmean(settled), blocked, "with fixed H", low=1.0),
+        Figure(
+            "busy on the slow line, settled",
+            "",
+            busy,
+            blocked,
+            "with fixed H",
+            low=1.0,
+        ),
         Figure(
             "rounds with one decision and one digest",
             "rounds",
@@ -198,7 +208,7 @@ def main() -> int:
     end_all_on_sigterm()
     if reason := why_not():
         print(reason)
-        return 1
+        return MachineError.exit_code
     return measure(options.nodes, options.high, options.low, options.phase).conclude()
 
 

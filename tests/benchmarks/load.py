@@ -1,13 +1,12 @@
-"""What a busy API costs the training beside it, and how soon it answers: 50 event streams and 200 requests a second.
+"""How much a busy API slows the training, and how soon it answers: 50 event streams and 200 requests a second.
 
     python -m tests.benchmarks.load [--seconds 60] [--streams 50] [--rate 200]
 
-One real node trains alone on a small model, its worker (with libp2p and all) pinned to one core; the supervisor, which
-is the API, and the load share another. Slices without load and with it take turns. Requests go out by a fixed schedule
-over all reading routes of the OpenAPI document, in turn, and a delay counts from the scheduled moment, so that an API
-that stands still cannot hide it. Tokens/s are those of the worker's own counters (tokens, and seconds of all
-activities, both told in one report), less the time in which the trainer waited for its core: nothing of ours is there,
-so whoever had it is another program. At the end SIGTERM, with all streams open.
+One real node trains alone on a small model. Its worker, including libp2p, is pinned to one core; the supervisor, which
+serves the API, shares the other core with the load. Slices with and without load take turns. Requests follow a fixed
+schedule over all reading routes of the OpenAPI document, and a delay counts from the scheduled moment, so a stalled API
+cannot hide it. Tokens/s come from the worker's counters, with the time subtracted in which the trainer waited for its
+core, because only other programs run there. At the end comes SIGTERM with all streams open.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ DROP_RATIO = 0.03
 P99_S = 0.05
 END_S = 10.0
 SLICE_S = 5.0
-"""Of load; and as much without, before it and after."""
+"""Seconds of load; an equal time without load comes before and after."""
 SETTLE_S = 1.2
-"""After a turn, for the worker's next report: it tells once a second."""
+"""Time after a turn for the worker's next report, which comes once a second."""
 FIRST = -15
-"""Niceness of worker, supervisor and load alike."""
+"""Niceness of worker, supervisor and load."""
 CONNECTIONS = 16
 ANSWER_S = 30.0
 STATUS = "/api/v1/status"
 NOT_ASKED = ("/api/v1/events", "/api/v1/support-bundle")
-"""The streams are asked for by themselves; a person asks for a bundle once a year."""
+"""Not requested: the streams are opened separately, and a bundle is requested rarely."""
 
 RUN = small_run("load", round={"policy": "steps", "inner_steps": 50, "min_peers": 1}, evaluation={"batches": 0})
 
 
 class Server:
-    """Where requests go. Knows as much HTTP as an answer with a Content-Length needs."""
+    """The node's server. Understands answers with a Content-Length only."""
 
     def __init__(self, node: Node) -> None:
         address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
@@ -95,7 +94,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The worker's own counters, and its processor's."""
+    """The worker's counters and processor time."""
 
     tokens: float
     seconds: float
@@ -115,7 +114,7 @@ class Slice:
 
 @dataclass
 class Seen:
-    """What a measurement saw."""
+    """The observations of a measurement."""
 
     slices: list[Slice] = field(default_factory=list)
     delay_s: dict[str, list[float]] = field(default_factory=dict)
@@ -132,7 +131,7 @@ class Seen:
 
     @property
     def kept_ratios(self) -> list[float]:
-        """Each slice with load against the mean of the two beside it, as a machine's pace drifts."""
+        """Each slice with load against the mean of its two neighbours, because a machine's speed drifts."""
         rates = [one.tokens_per_s for one in self.slices]
         return [2 * rates[i] / (rates[i - 1] + rates[i + 1]) for i in range(1, len(rates), 2)]
 
@@ -142,16 +141,16 @@ class Seen:
 
 
 def pin(process: psutil.Process, core: int) -> None:
-    """All its threads, its children and theirs; what these start later follows."""
+    """Pin all its threads and descendants. Their later children inherit it."""
     for one in (process, *process.children(recursive=True)):
-        for _ in range(2):  # A thread may have been started meanwhile, by one that had not moved yet.
+        for _ in range(2):  # A thread that was not pinned yet may have started another one.
             for thread in one.threads():
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(thread.id, {core})
 
 
 def give_way_to(process: psutil.Process, niceness: int) -> None:
-    """Its own niceness, and that of the session's group which Linux schedules first; where we may."""
+    """Lower our niceness, and that of the session's autogroup if permitted."""
     with suppress(psutil.AccessDenied):
         process.nice(niceness)
     with suppress(OSError):
@@ -160,14 +159,14 @@ def give_way_to(process: psutil.Process, niceness: int) -> None:
 
 @contextmanager
 def pinned(node: Node) -> Iterator[None]:
-    """The worker on one core, the supervisor and this process on another, before all else that runs there."""
+    """Pin the worker to one core, and the supervisor and this process to another."""
     mine = os.sched_getaffinity(0)
     if len(mine) < 2:
         raise SystemExit("The worker and the API need a core each: this machine lends only one.")
     cores = sorted(mine)[:2]
     supervisor, worker = node.find("supervisor"), node.find("worker")
     pin(supervisor, cores[1])
-    pin(worker, cores[0])  # After it, as it is the supervisor's child.
+    pin(worker, cores[0])  # After the supervisor, because it is its child.
     assert [os.sched_getaffinity(one.pid) for one in (worker, supervisor)] == [{cores[0]}, {cores[1]}]
     for process in (supervisor, worker, psutil.Process()):
         give_way_to(process, FIRST)
@@ -180,7 +179,7 @@ def pinned(node: Node) -> Iterator[None]:
 
 
 async def moment(server: Server, worker: psutil.Process) -> Moment:
-    """After the next report, so that a slice holds nothing of the one before it."""
+    """Counters after the next report, so slices do not overlap."""
     text = (await server.get("/metrics")).decode()
     end_s = time.monotonic() + ANSWER_S
     while (newer := (await server.get("/metrics")).decode()) and tokens_of(newer) == tokens_of(text):
@@ -191,7 +190,7 @@ async def moment(server: Server, worker: psutil.Process) -> Moment:
 
 
 def waited_s(process: psutil.Process) -> float:
-    """Seconds that its main thread was ready to run and another had its core."""
+    """Seconds for which its main thread was ready but another had its core."""
     return int(Path(f"/proc/{process.pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
 
 
@@ -203,7 +202,7 @@ def tokens_of(text: str) -> float:
 
 @asynccontextmanager
 async def streams(server: Server, count: int, seen: Seen) -> Any:
-    """So many open event streams that are read; what each got is added up in `seen`."""
+    """Open event streams and read them. Their data is counted in `seen`."""
     seen.events = seen.events or [0] * count
 
     async def follow(number: int) -> None:
@@ -229,7 +228,7 @@ async def streams(server: Server, count: int, seen: Seen) -> Any:
 
 
 async def ask_by_schedule(server: Server, paths: Sequence[str], rate: float, seconds: float, seen: Seen) -> None:
-    """Requests at fixed moments, whether or not earlier ones have been answered."""
+    """Send requests at fixed moments, without waiting for earlier answers."""
     free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     for _ in range(CONNECTIONS):
         free.put_nowait(await server.connect())
@@ -253,7 +252,7 @@ async def ask_by_schedule(server: Server, paths: Sequence[str], rate: float, sec
 
 
 async def reading_routes(server: Server) -> list[str]:
-    """All of the OpenAPI document that need no parameter."""
+    """All reading routes of the OpenAPI document without parameters."""
     document = json.loads(await server.get("/openapi.json"))
     paths = [
         path
@@ -264,7 +263,7 @@ async def reading_routes(server: Server) -> list[str]:
 
 
 async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
-    """Slices in turn: none, load, none, load, .. none; then the end."""
+    """Measure slices in turn (none, load, none, load, ... none), then the end."""
     server, seen = Server(node), Seen()
     worker, supervisor = node.find("worker"), node.find("supervisor")
     paths = await reading_routes(server)
@@ -295,7 +294,7 @@ async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: 
 
 
 async def end_under_load(node: Node, server: Server, count: int, seen: Seen) -> None:
-    """SIGTERM while all streams are open; how long the node takes, and whether each stream is told the end."""
+    """Send SIGTERM while all streams are open. Returns the time to the end, and whether each stream ended properly."""
     async with streams(server, count, Seen()) as following:
         await asyncio.sleep(SETTLE_S)
         began_s = time.monotonic()

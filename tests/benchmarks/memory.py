@@ -17,9 +17,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import psutil
 
-from node.client import Client
+from node.commands.client import Client
 from node.errors import UsageError
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import ROOT, end_group, wait_until
 
 START_S = 90.0
@@ -27,7 +27,7 @@ STOP_S = 30.0
 LIMIT_MB = 100.0
 SAMPLE_S = 0.25
 SHORT_ROUNDS = ("--limits.cpu_threads=1", "--run.round.inner_steps=20")
-"""So that round records pass through the supervisor while it is measured."""
+"""Short rounds, so round records pass through the supervisor during the measurement."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def running_node(folder: Path, flags: Sequence[str]) -> Iterator[subprocess.Pope
         node.send_signal(signal.SIGTERM)
         node.wait(STOP_S)
     finally:
-        # The worker leads a group of its own; the kernel ends it with the supervisor.
+        # The worker leads its own process group; the kernel ends it with the supervisor.
         end_group(node)
 
 
@@ -50,12 +50,12 @@ def is_training(client: Client) -> bool:
         status = client.status()
     except UsageError:
         return False
-    return status["phase"] == "training" and status["run"]["round"] >= 0
+    return bool(status["phase"] == "training" and status["run"]["round"] >= 0)
 
 
 @contextmanager
 def open_stream(folder: Path) -> Iterator[list[int]]:
-    """Read the event stream beside; yields the running count of its lines."""
+    """Read the event stream in a thread. Yields the running count of its lines."""
     url = json.loads((folder / "api.json").read_text(encoding="utf-8"))["url"]
     token = (folder / "api-token").read_text(encoding="utf-8").strip()
     request = Request(f"{url}/api/v1/events", headers={"Authorization": f"Bearer {token}"})
@@ -104,17 +104,14 @@ def measure(seconds: float) -> Result:
         Figure("supervisor memory", "MB", quiet_mb, LIMIT_MB, "MB limit", high=1.0),
         Figure("  with an event stream", "MB", stream_mb, LIMIT_MB, "MB limit", high=1.0),
     ]
-    notes = [f"memory: {streamed} lines of events in {seconds:.0f} s; worker and p2pd beside it {worker_mb:.0f} MB"]
+    notes = [f"memory: {streamed} lines of events in {seconds:.0f} s; worker and p2pd {worker_mb:.0f} MB"]
     return Result("memory", figures, notes, {"worker_mb": worker_mb})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0)
-    result = measure(parser.parse_args().seconds)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    return 0
+    return measure(parser.parse_args().seconds).conclude()
 
 
 if __name__ == "__main__":

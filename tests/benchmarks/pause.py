@@ -1,10 +1,10 @@
-"""How soon a pause gives the machine back: from the order until the node's processes leave the processor alone.
+"""How soon a pause frees the machine.
 
     python -m tests.benchmarks.pause [--times 3]
 
-One real node trains alone, with libp2p and all. `POST /actions/pause`, then the processor time of the supervisor and of
-everything that it started, in windows of a second, those processes included that come and go in between. The machine is
-free from the first window on after which none has more than a tenth of a core.
+One real node trains alone, including libp2p. After `POST /actions/pause` the processor time of the supervisor and of
+all processes that it started is read once a second, including short-lived ones. The machine counts as free from the
+first second after which no process uses more than a tenth of a core.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FREE_S = 5.0
 BUSY_CORE = 0.1
 QUIET_S = 10.0
 WATCHED_S = 30.0
-"""After the order, until it is given up."""
+"""Longest wait after the order."""
 RUN = small_run("pause", round={"policy": "steps", "inner_steps": 50, "min_peers": 1}, evaluation={"batches": 0})
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Seconds from the order."""
+    """Seconds from the order to each event."""
 
     memory_s: float
     """The process that held the model, and a device's memory, has ended."""
@@ -43,7 +43,7 @@ class Freed:
 
 
 def pause(node: Node) -> Freed:
-    """Pause a node that trains, and watch it."""
+    """Pause a training node and watch its processes."""
     worker, meter = node.find("worker"), node_meter(node)
     began_s, gone_s = time.monotonic(), []
     worker_ends = Thread(target=lambda: gone_s.append((worker.wait(WATCHED_S), time.monotonic() - began_s)[1]))

@@ -1,6 +1,6 @@
-"""Helpers that run as processes of their own and answer one JSON line to one. Knows pipes and process groups.
+"""Helpers that run as separate processes and answer each JSON line with one.
 
-Each helper leads a session, so that all it started (hivemind's processes, p2pd) is ended by its group's id.
+Each helper leads a session, so everything that it started (hivemind's processes, p2pd) is ended by its group id.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ TAIL_CHARACTERS = 2000
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process, and whatever it left in its group."""
+    """Kill the process and its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(END_S)
 
 
 def end_all_on_sigterm() -> None:
-    """SIGTERM becomes SystemExit, so that context managers end what this process has started."""
+    """Turn SIGTERM into SystemExit, so context managers end all child processes."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class Helper:
-    """`python -m MODULE ARGUMENTS`, told what to do over its stdin. Use as a context manager."""
+    """`python -m MODULE ARGUMENTS`, which takes orders on stdin. Use as a context manager."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, namespace: str = ""
     ) -> None:
-        """`namespace`: the network namespace that it runs in; empty: the machine's own."""
+        """`namespace`: the network namespace to run in; empty for the machine's."""
         there = ["ip", "netns", "exec", namespace] if namespace else []
         self._module, self._log, self._rest = module, log, b""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
@@ -51,7 +51,7 @@ class Helper:
             self.process = subprocess.Popen(
                 [*there, sys.executable, "-m", module, *arguments],
                 cwd=ROOT,
-                env=inherited | environ,
+                env={**inherited, **environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -94,7 +94,7 @@ class Helper:
 
 
 def processor_s(pid: int) -> dict[str, float]:
-    """Processor seconds of a process and its children so far, p2pd apart. Other programs do not lengthen them."""
+    """Processor seconds of a process and its children so far, with p2pd separate."""
     total = {"python": 0.0, "p2pd": 0.0}
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
@@ -104,13 +104,13 @@ def processor_s(pid: int) -> dict[str, float]:
 
 
 def answer(content: dict[str, Any]) -> None:
-    """The helper's side: one line to the one who asked."""
+    """The helper's side: write one answer."""
     sys.stdout.write(json.dumps(content) + "\n")
     sys.stdout.flush()
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """The helper's side: what is asked for, until the asker is gone or says `end`."""
+    """The helper's side: read orders until the end of stdin or `end`."""
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("do") == "end":

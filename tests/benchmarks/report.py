@@ -1,9 +1,9 @@
-"""One report on what synchronising costs: Markdown and JSON with plots, of all that was measured so far.
+"""One report on the cost of synchronising, from all stored results: Markdown, JSON and plots.
 
     python -m tests.benchmarks.report
 
-Reads what `sync`, `link_drop`, `codecs` and `convergence` have left in results/, and writes report.md, report.json and
-the plots beside it. What was not measured is named as missing.
+Reads the results of `sync`, `link_drop`, `codecs` and `convergence` in results/, and writes report.md, report.json and
+the plots in the same folder. The report names what was not measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from tests.benchmarks import convergence, sync
 from tests.benchmarks.figures import RESULTS
@@ -106,7 +107,7 @@ def of_codecs() -> list[str]:
     return list(kept["notes"]) if kept is not None else ["Not measured: `python -m tests.benchmarks.codecs`."]
 
 
-def save(figure: plt.Figure, name: str) -> None:
+def save(figure: Figure, name: str) -> None:
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=DPI)
     plt.close(figure)
@@ -127,7 +128,7 @@ def main() -> int:
     report: Path = RESULTS / "report.md"
     report.write_text("\n".join(lines) + "\n")
     (RESULTS / "report.json").write_text(json.dumps({name: read(name) for _, _, name in PARTS}, indent=1) + "\n")
-    print(f"Wrote {report.relative_to(RESULTS.parents[2])}, report.json and the plots beside them.")
+    print(f"Wrote {report.relative_to(RESULTS.parents[2])}, report.json and the plots.")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""One of hivemind's peers in the round benchmark: its own averager, as its documentation starts it. Run by `rounds`.
+"""A peer with hivemind's averager, started as its documentation says. Run by `rounds`.
 
-Only the all-reduce is timed, from the assembled group to the averaged tensor; the search for the group is not.
+Only the all-reduce is timed, from the assembled group to the averaged tensor, not the search for the group.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ REQUEST_S = 1.0
 ROUND_S = 90.0
 
 
-class TimedAverager(DecentralizedAverager):
-    """Writes down when its all-reduce begins and ends, and how large the group is."""
+class TimedAverager(DecentralizedAverager):  # type: ignore[misc]
+    """Records when its all-reduce begins and ends, and the size of the group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.times = multiprocessing.Array("d", 3)
@@ -67,7 +67,7 @@ class Peer:
         )
 
     def round(self, inner_s: float) -> dict[str, object]:
-        """One average. With an inner phase, slept, the group is sought before its end, as hivemind's optimizer does."""
+        """Average once. With an inner phase (slept), the group is sought before its end, as in hivemind"""
         at = get_dht_time() + max(inner_s, MATCHMAKING_S)
         round_ = self.averager.step(scheduled_time=at, wait=False, require_trigger=True, timeout=inner_s + ROUND_S)
         time.sleep(inner_s)
@@ -79,7 +79,7 @@ class Peer:
         step_s = time.monotonic() - began_s
         with self.averager.get_tensors() as tensors:
             check_mean(ends_of(tensors[0]), self.peers)
-        allreduce_began_s, ended_s, members = self.averager.times
+        allreduce_began_s, ended_s, members = self.averager.times[:]
         return {
             "step_s": step_s,
             "began_s": allreduce_began_s,

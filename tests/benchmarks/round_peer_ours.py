@@ -1,7 +1,7 @@
-"""One of our peers in the round benchmark: the worker's swarm thread as it is, without training. Run by `rounds`.
+"""A peer with our swarm thread, unchanged and without training. Run by `rounds`.
 
-Orders: `meet` waits for all peers; `round` offers a contribution and answers when it is committed; `traffic` tells the
-bytes so far.
+Orders: `meet` waits for all peers; `round` offers a contribution and answers when it is committed; `traffic` answers
+with the bytes so far.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from node.diloco.codec import make_codec
 from node.diloco.outer import genesis
 from node.errors import RoundFailed
 from node.status import Phase
-from node.swarm.attempt import Contribution
-from node.swarm.chain import Outer
+from node.swarm.allreduce.reducer import chunk_layouts
+from node.swarm.chain.chain import OuterRule
+from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.commit import Committed
+from node.swarm.consensus.context import Rules
+from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.member import Member, MemberOptions
-from node.swarm.p2pd import DaemonOptions
-from node.swarm.reduce import grids_of
-from node.swarm.rendezvous import Quorum
-from node.swarm.rounds import Committed, Rules
-from node.swarm.state import Snapshot, tip_of
-from node.swarm.thread import SwarmThread
+from node.swarm.member_thread import SwarmThread
+from node.swarm.state_sync.server import Snapshot, verified_tip
+from node.swarm.transport.p2pd import DaemonOptions
 from tests.benchmarks.processes import answer, orders, wait_until
 from tests.benchmarks.tensors import check_mean, contribution, ends_of
 
@@ -35,12 +36,12 @@ MEET_S = 60.0
 
 
 class NoState:
-    """Nobody joins late here, so no checkpoint is served."""
+    """No peer joins late here, so no checkpoint is served."""
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         return None
 
-    def wanted_since(self) -> int | None:
+    def oldest_needed_round(self) -> int | None:
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:
@@ -52,11 +53,13 @@ class Peer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
-        (self.grid,) = grids = grids_of(make_codec("fp16"), [((0, n),)])
+        (self.layout,) = layouts = chunk_layouts(make_codec("fp16"), [((0, n),)])
         # With outer lr 1 and no momentum the anchor is minus the sum of the means, so the means can be checked.
-        rules = Rules(RUN, grids, Quorum("time", self.peers, 0.5), Outer(1.0, 0.0, 100), 2**40)
+        rules = Rules(RUN, layouts, ClosingRule("time", self.peers, 0.5), OuterRule(1.0, 0.0, 100), 2**40)
         self.vector = contribution(self.rank, n)
-        self.norm = self.grid.norm([self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds])
+        self.norm = self.layout.norm(
+            [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]
+        )
         folder = arguments.folder
         folder.mkdir()
         self.swarm = SwarmThread(
@@ -70,9 +73,9 @@ class Peer:
             )
         )
         self.swarm.open()
-        self.tip = tip_of(genesis(torch.zeros(n)), RUN, None, rules, time.monotonic())
+        self.tip = verified_tip(genesis(torch.zeros(n)), RUN, None, rules, time.monotonic())
         self.swarm.take_part(rules, self.tip, NoState())
-        self.swarm.say(Phase.TRAINING, 0.0)
+        self.swarm.say(Phase.TRAINING, 0.0, None)
 
     def meet(self) -> dict[str, object]:
         wait_until(lambda: self.swarm.view.training == self.peers, MEET_S, "the meeting of all peers")
@@ -80,7 +83,7 @@ class Peer:
 
     def round(self) -> dict[str, object]:
         began_s = time.monotonic()
-        chunks = [self.grid.codec.encode(self.vector[start:end]) for start, end in self.grid.bounds]
+        chunks = [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]
         encode_s = time.monotonic() - began_s
         self.swarm.offer(Contribution(self.tip.head, chunks, 1000, 0.1, self.norm))
         done, failures = self._await()
@@ -129,7 +132,7 @@ def main() -> int:
     parser.add_argument("--bootstrap", action="append", default=[])
     peer = Peer(parser.parse_args())
     wait_until(lambda: peer.swarm.view.addresses, MEET_S, "an address of this peer")
-    answer({"address": peer.swarm.view.addresses[0], "payload_bytes": peer.grid.encoded_bytes()})
+    answer({"address": peer.swarm.view.addresses[0], "payload_bytes": peer.layout.encoded_bytes()})
     for order in orders():
         answer({"meet": peer.meet, "round": peer.round, "traffic": peer.traffic}[order["do"]]())
     peer.swarm.close(Phase.STOPPED)

@@ -1,11 +1,11 @@
-"""Seconds and bytes of a round of 15 million parameters in fp16 among local peers, ours against hivemind's averager.
+"""Seconds and bytes of a round of 15 million parameters in fp16 among local peers, ours and hivemind's averager.
 
-Both swarms have processes and p2pd of their own; their rounds take turns. Judged is the average, from the closed group
-until the last peer holds it decoded: ours with the encoding before it and the commit, hivemind's with its update of the
-averaged tensors. Neither counts the wait for a group. Our outer step, state digest and result on disk, which hivemind's
-averager has nothing to set against, are printed beside it.
+Both swarms have their own processes and p2pd; their rounds take turns. The judged time is that of the average, from the
+closed group until the last peer has decoded it. Ours includes the encoding before it and the commit; hivemind's
+includes the update of the averaged tensors. Neither includes the wait for a group. The report also gives our outer
+step, state digest and write to disk, for which hivemind's averager has no counterpart.
 
-Where the kernel allows it, all of it runs in a network namespace of its own, so nothing else is on the interface.
+If the kernel allows it, all runs in a separate network namespace, so no other traffic is on the interface.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.figures import RESULTS, Figure, Result, median, spread
+from tests.benchmarks.figures import Figure, Result, median, spread
 from tests.benchmarks.processes import ROOT, Helper, processor_s
 
 START_S = 60.0
 ROUND_S = 120.0
 QUIET_S = 1.0
-"""After a round, until what is under way has arrived and the counters are read."""
+"""Time after a round for data in transit, before the counters are read."""
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net", "--")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""Of all peers: they share the cores."""
+"""Processor time of all peers, which share the cores."""
 STAGES = ("rendezvous", "reduce", "commit", "apply")
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over loopback so far, in this network namespace: headers of TCP and IP included."""
+    """Bytes sent over loopback in this network namespace so far, including TCP and IP headers."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -48,7 +48,7 @@ def loopback_bytes() -> int:
 
 
 def raise_loopback() -> None:
-    """A new namespace's loopback is down."""
+    """Set loopback up, which is down in a new namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(sock, SIOCGIFFLAGS, request))
@@ -57,7 +57,7 @@ def raise_loopback() -> None:
 
 
 def start_peers(stack: ExitStack, module: str, arguments: Callable[[int], list[str]], peers: int, folder: Path) -> Any:
-    """The first, then the others with its address. Returns the helpers and what each said at its start."""
+    """Start the first peer, then the others with its address. Returns the helpers and their first answers."""
     helpers: list[Helper] = []
     said: list[dict[str, Any]] = []
     for rank in range(peers):
@@ -110,11 +110,13 @@ def our_round(helpers: Sequence[Helper]) -> dict[str, Any]:
 
 
 def _after_rendezvous(told: dict[str, Any]) -> float:
-    return sum(seconds for stage, seconds in told["stage_s"].items() if stage != "rendezvous")
+    stage_s: dict[str, float] = told["stage_s"]
+    return sum(seconds for stage, seconds in stage_s.items() if stage != "rendezvous")
 
 
 def _grown(before: dict[str, Any], after: dict[str, Any], way: str) -> int:
-    return sum(after[way].values()) - sum(before[way].values())
+    sums: list[int] = [sum(counters[way].values()) for counters in (before, after)]
+    return sums[1] - sums[0]
 
 
 def hivemind_round(helpers: Sequence[Helper]) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _result(
 ) -> Result:
     seconds, their_seconds = [one["averaged_s"] for one in ours], [one["seconds"] for one in theirs]
     ideal_bytes = 2 * (peers - 1) / peers * payload_bytes
-    # The node that is farthest from the ideal, by its median over the rounds; what one sends another receives.
+    # The node farthest from the ideal by its median over the rounds. Sent bytes are received by another node.
     by_node = [
         median([one[way][rank] for one in ours]) for way in ("sent_bytes", "received_bytes") for rank in range(peers)
     ]
@@ -202,7 +204,7 @@ def _processor(rounds: list[dict[str, Any]]) -> str:
 
 
 def isolation() -> tuple[str, ...]:
-    """The command that gives a program a network of its own; empty where the kernel or its owner says no."""
+    """The command prefix that gives a program its own network. Empty if that is not permitted."""
     try:
         done = subprocess.run([*ISOLATED, "true"], capture_output=True, timeout=10, check=False)
     except OSError:
@@ -224,10 +226,7 @@ def main() -> int:
         os.execvp(prefix[0], [*prefix, sys.executable, "-m", "tests.benchmarks.rounds", *sys.argv[1:], "--inside"])
     if os.geteuid() == 0:
         raise_loopback()
-    result = measure(arguments.peers, arguments.parameters, arguments.rounds, arguments.warm_up)
-    result.save(RESULTS)
-    print(*result.notes, sep="\n")
-    return 0
+    return measure(arguments.peers, arguments.parameters, arguments.rounds, arguments.warm_up).conclude()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """How control traffic and time grow with the number of peers: whole swarms in this process, with tiny tensors.
 
-Every peer is everything of `node.swarm` but the trainer, with a thread, an event loop and, over `p2p`, a libp2p daemon
-of its own. Idle traffic is gossip; a round's control traffic is all on the channel `reduce` that is not payload, which
-is known from the grid: 2 (n - 1) encoded vectors for all n peers. The largest `p2p` swarm has to commit all its rounds
-in a row as one group, with equal digests. The peers share one interpreter: a round's seconds are rather the work of all
-of them than the wait of one. What gossip comes to beyond that is a model's (`gossip_model`).
+Each peer is all of `node.swarm` without the trainer, on its own thread and event loop, and over `p2p` with its own
+libp2p daemon. Idle traffic is gossip. A round's control traffic is the traffic on channel `reduce` minus the payload of
+2 (n - 1) encoded vectors for n peers. The largest `p2p` swarm must commit all its rounds in a row as one group with
+equal digests. The peers share one interpreter, so a round's seconds are the work of all rather than the wait of one.
+`gossip_model` simulates gossip for larger swarms.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from node.status import Channel
 from tests.benchmarks import gossip_model
-from tests.benchmarks.figures import RESULTS, Figure, Result
+from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import wait_until
-from tests.contract.harness import Ether, Node, Swarm, Transport, offer_all
+from tests.contract.harness import Host, HostPool, Node, Swarm, Transport, offer_all
 
 PARAMETERS = 300_000
-"""In fp16 about 600 kB, and 74 chunks: every one of 64 peers reduces some."""
+"""About 600 kB in fp16 and 74 chunks, so each of 64 peers reduces some."""
 BATCH = 4
 """Daemons that start at once."""
 ROUND_S = 120.0
@@ -84,7 +84,7 @@ HEAD = (
 
 
 def processor_s() -> float:
-    """Of this process and its daemons."""
+    """Processor seconds of this process and its daemons."""
     total = 0.0
     for process in (own := psutil.Process(os.getpid()), *own.children(recursive=True)):
         times = process.cpu_times()
@@ -93,40 +93,40 @@ def processor_s() -> float:
 
 
 def sent(nodes: Sequence[Node], channel: Channel) -> int:
-    return sum(node.seat.wire.traffic.sent_bytes[channel] for node in nodes)
+    return sum(node.host.wire.traffic.sent_bytes[channel] for node in nodes)
 
 
-def assemble(ether: Ether, swarm: Swarm, peers: int) -> tuple[list[Node], float]:
-    """Nodes that know one of them at first, and find the others by gossip. Returns the seconds that took."""
-    seats = []
-    while len(seats) < peers:
-        seats += ether.take(min(BATCH, peers - len(seats)))
-    ether.give_back(seats)
+def assemble(host_pool: HostPool, swarm: Swarm, peers: int) -> tuple[list[Node], float]:
+    """Start nodes that know only one peer and find the others by gossip. Returns the seconds until all are known."""
+    hosts: list[Host] = []
+    while len(hosts) < peers:
+        hosts += host_pool.take(min(BATCH, peers - len(hosts)))
+    host_pool.give_back(hosts)
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
-    taken = swarm.seats(peers)
-    addresses = {seat.peer_id: seat.addresses() for seat in taken}
-    for seat in taken:
+    taken = swarm.hosts(peers)
+    addresses = {host.peer_id: host.addresses() for host in taken}
+    for host in taken:
         for peer_id, known in addresses.items():
-            if peer_id != seat.peer_id:
-                seat.learn(peer_id, known)
-    nodes = [swarm.node(rules, seat=seat) for seat in taken]
+            if peer_id != host.peer_id:
+                host.learn(peer_id, known)
+    nodes = [swarm.node(rules, host=host) for host in taken]
     began_s = time.monotonic()
     for node in nodes:
         node.start_gossip()
         if node is not nodes[0]:
-            assert node.seat.do(node.gossip.exchange(nodes[0].peer_id))
+            assert node.host.do(node.gossip.exchange(nodes[0].peer_id))
     wait_until(lambda: all_know_all(nodes), MEET_S, f"{peers} peers knowing each other")
     return nodes, time.monotonic() - began_s
 
 
 def all_know_all(nodes: Sequence[Node]) -> bool:
-    return all(len(node.directory.members()) == len(nodes) for node in nodes)
+    return all(len(node.peer_table.members()) == len(nodes) for node in nodes)
 
 
-def measure_swarm(ether: Ether, peers: int, rounds: int, idle_s: float) -> Row:
-    swarm = Swarm(ether)
+def measure_swarm(host_pool: HostPool, peers: int, rounds: int, idle_s: float) -> Row:
+    swarm = Swarm(host_pool)
     try:
-        nodes, meet_s = assemble(ether, swarm, peers)
+        nodes, meet_s = assemble(host_pool, swarm, peers)
         gossip, processor = sent(nodes, Channel.DHT), processor_s()
         time.sleep(idle_s)
         gossip_bytes = (sent(nodes, Channel.DHT) - gossip) / peers / idle_s
@@ -141,10 +141,10 @@ def measure_swarm(ether: Ether, peers: int, rounds: int, idle_s: float) -> Row:
             round_s.append(time.monotonic() - began_s)
             one_group &= all(len(d.outcome.included) == peers for d in done)
             one_state &= len({(d.tip.head, d.tip.digest, d.tip.round) for d in done}) == 1
-        payload = 2 * (peers - 1) * nodes[0].rules.grids[0].encoded_bytes() * rounds
+        payload = 2 * (peers - 1) * nodes[0].rules.layouts[0].encoded_bytes() * rounds
         control_bytes = sent(nodes, Channel.REDUCE) - control - payload
         return Row(
-            transport=ether.transport,
+            transport=host_pool.transport,
             peers=peers,
             meet_s=meet_s,
             gossip_bytes=gossip_bytes,
@@ -165,13 +165,13 @@ def measure_transport(
 ) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
-        ether = Ether(transport, Path(folder))
+        host_pool = HostPool(transport, Path(folder))
         try:
             for peers in sizes:
-                rows.append(measure_swarm(ether, peers, rounds_of(peers), idle_s))
+                rows.append(measure_swarm(host_pool, peers, rounds_of(peers), idle_s))
                 print(rows[-1].line(), flush=True)
         finally:
-            ether.close()
+            host_pool.close()
     return rows
 
 
@@ -210,10 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore", ResourceWarning)  # hivemind drops its connections to p2pd without closing them.
     result = measure(sorted(options.p2p), sorted(options.local), sorted(options.model), options.rounds, options.idle)
-    result.save(RESULTS)
-    for figure in result.figures:
-        print(" ".join(figure.row()))
-    return 0 if all(figure.passed for figure in result.figures) else 1
+    return result.conclude()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""A member on a slow line, and members of different speed: how much of their work counts, and what it costs the others.
+"""Members on slow lines and members of different speed: how much of their work counts, and what it costs the others.
 
     python -m tests.benchmarks.slow_line [--parts line,speeds,big] [--rounds 30] [--beside 10] [--mbit 2]
 
-Real nodes in network namespaces, `blocking` fp16, 1.8 MB a contribution, rounds of 22 s by the clock; a sleep stands
-for each inner step. Three nodes without limits, first by themselves, then beside one whose line carries so many Mbit/s
-each way: in how many rounds that one is included, which share of its tokens is in the records, and how busy the others
-are with and without it. Then four nodes with speeds 1, 1, 1/4 and 1/16: the share of all tokens that is in the records.
-Last, two nodes that train 85 million parameters, 170 MB a contribution, while other processes take half of the machine:
-in how many rounds each of them is. Needs root.
+Real nodes in network namespaces; `blocking` fp16, 1.8 MB per contribution, rounds of 22 s; inner steps sleep. Needs
+root.
+
+- `line`: three nodes without limits, first alone, then with a fourth on a slow line. In how many rounds the fourth is
+  included, the share of its tokens in the records, and how busy the others are with and without it.
+- `speeds`: four nodes with speeds 1, 1, 1/4 and 1/16. The share of all tokens in the records.
+- `big`: two nodes that train 85 million parameters, 170 MB per contribution, while other processes use half of the
+  machine. In how many rounds each is included.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from node.errors import MachineError
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.sync import START_S, settle, wait_for_round
@@ -47,10 +50,16 @@ RUN: dict[str, Any] = {
     "total_tokens": 10**12,
     "model": MODEL,
     "inner": {"batch_size": 1, "sequence_length": 32},
-    "round": {"policy": "time", "inner_steps": round(ROUND_S / STEP_S), "min_peers": 2},
+    "round": {"policy": "time", "min_peers": 2},
     "sync": {"mode": "blocking", "codec": "fp16"},
     "evaluation": {"batches": 0},
 }
+
+
+def run_of(round_s: float) -> dict[str, Any]:
+    return RUN | {"round": RUN["round"] | {"inner_steps": round(round_s / STEP_S)}}
+
+
 BIG_RUN = RUN | {
     "name": "big",
     "model": MODEL
@@ -63,11 +72,11 @@ BIG_RUN = RUN | {
     },
     "round": {"policy": "time", "inner_steps": 20, "min_peers": 2},
 }
-"""85 million parameters. Nothing stands for the inner steps: they are computed."""
+"""85 million parameters. The inner steps are computed."""
 BIG_NODES = ("founder", "second")
 BIG_ROUND_S = 180.0
 LEARNT = 5
-"""Rounds before those that are judged: until the members have measured their uplinks, and told."""
+"""Rounds before the judged ones, until members have measured and announced their uplinks."""
 SPEEDS = (1.0, 1.0, 1 / 4, 1 / 16)
 PATIENCE = 3.0
 STOP_S = 90.0
@@ -77,7 +86,7 @@ PARTS = ("line", "speeds", "big")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One node's totals at one moment."""
+    """One node's totals at a moment."""
 
     name: str
     compute_s: float
@@ -90,7 +99,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What one swarm came to, over its judged rounds."""
+    """The result of one swarm over its judged rounds."""
 
     name: str
     rounds: int
@@ -107,7 +116,7 @@ class Arm:
         return statistics.fmean((new.compute_s - old.compute_s) / (new.all_s - old.all_s) for old, new in pairs)
 
     def merged_ratio(self, names: Sequence[str]) -> float:
-        """Share of the tokens that these nodes have done which is in the records."""
+        """Share of these nodes' tokens that is in the records."""
         pairs = [pair for pair in zip(self.before, self.after, strict=True) if pair[0].name in names]
         done = sum(new.tokens - old.tokens for old, new in pairs)
         return sum(new.merged - old.merged for old, new in pairs) / done
@@ -135,11 +144,11 @@ def play(
     slow_mbit_s: float = 0.0,
     *,
     run: Mapping[str, Any] = RUN,
-    round_s: float = ROUND_S,
+    round_s: float,
 ) -> Arm:
-    """Nodes by name, each with the seconds that are slept for an inner step (0: it is computed).
+    """Run nodes, given by name with the seconds that an inner step sleeps (0: it is computed).
 
-    The last one's line is slow if `slow_mbit_s` is above 0. `round_s`: what a round may last, to be given up after
+    The last one's line is slow if `slow_mbit_s` is above 0. `round_s`: expected length of a round; the run fails after
     PATIENCE times that.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, World() as network:
@@ -162,7 +171,7 @@ def play(
 
 @contextmanager
 def busy_machine(processes: int) -> Iterator[None]:
-    """So many processes that compute and nothing else."""
+    """Keep some processes computing."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -175,9 +184,9 @@ def busy_machine(processes: int) -> Iterator[None]:
 def _judge(name: str, nodes: Sequence[Node], rounds: int, round_s: float) -> Arm:
     founder = nodes[0]
     first = max(node.status()["run"]["round"] for node in nodes) + LEARNT
-    wait_for_round(nodes, first, LEARNT * PATIENCE * round_s)
+    wait_for_round(nodes, first, START_S + LEARNT * PATIENCE * round_s)
     before = tuple(given(node) for node in nodes)
-    wait_for_round(nodes, first + rounds, rounds * PATIENCE * round_s)
+    wait_for_round(nodes, first + rounds, START_S + rounds * PATIENCE * round_s)
     after = tuple(given(node) for node in nodes)
     records = [r for r in founder.rounds() if first < r["round"] <= first + rounds and r["outcome"] != "failed"]
     included = [member["name"] for r in records for member in r["members"] if member["included"]]
@@ -199,11 +208,12 @@ def describe(arm: Arm) -> str:
     return f"{arm.name}, {arm.rounds} rounds, transfer {arm.transfer_s:.2f} s: {said}"
 
 
-def play_line(rounds: int, beside: int, mbit_s: float) -> tuple[list[Arm], list[Figure]]:
+def play_line(rounds: int, beside: int, mbit_s: float, round_s: float) -> tuple[list[Arm], list[Figure]]:
     fast = {"founder": STEP_S, "second": STEP_S, "third": STEP_S}
-    alone = play("without it", fast, beside)
+    alone = play("without it", fast, beside, run=run_of(round_s), round_s=round_s)
     print(describe(alone), flush=True)
-    slow = play(f"beside one at {mbit_s:g} Mbit/s", {**fast, "slow": STEP_S}, rounds, mbit_s)
+    with_slow = {**fast, "slow": STEP_S}
+    slow = play(f"beside one at {mbit_s:g} Mbit/s", with_slow, rounds, mbit_s, run=run_of(round_s), round_s=round_s)
     print(describe(slow), flush=True)
     return [alone, slow], [
         Figure("slow line: rounds that it is in", "", slow.in_rounds["slow"] / slow.rounds, 0.5, "at least", low=1.0),
@@ -214,9 +224,9 @@ def play_line(rounds: int, beside: int, mbit_s: float) -> tuple[list[Arm], list[
     ]
 
 
-def play_speeds(rounds: int) -> tuple[list[Arm], list[Figure]]:
+def play_speeds(rounds: int, round_s: float) -> tuple[list[Arm], list[Figure]]:
     speeds = {f"node{place}": STEP_S / speed for place, speed in enumerate(SPEEDS)}
-    mixed = play("speeds 1, 1, 1/4, 1/16", speeds, rounds)
+    mixed = play("speeds 1, 1, 1/4, 1/16", speeds, rounds, run=run_of(round_s), round_s=round_s)
     print(describe(mixed), flush=True)
     merged = mixed.merged_ratio(list(speeds))
     return [mixed], [Figure("speeds: share of all tokens in the records", "", merged, 0.9, "", low=1.0)]
@@ -230,10 +240,10 @@ def play_big(rounds: int) -> tuple[list[Arm], list[Figure]]:
     return [big], [Figure("85M on a busy machine: rounds that both are in", "", least, 1 / 3, "at least", low=1.0)]
 
 
-def measure(parts: Sequence[str], rounds: int, beside: int, mbit_s: float) -> Result:
+def measure(parts: Sequence[str], rounds: int, beside: int, mbit_s: float, round_s: float) -> Result:
     play_part = {
-        "line": lambda: play_line(rounds, beside, mbit_s),
-        "speeds": lambda: play_speeds(beside),
+        "line": lambda: play_line(rounds, beside, mbit_s, round_s),
+        "speeds": lambda: play_speeds(beside, round_s),
         "big": lambda: play_big(beside),
     }
     done = [play_part[part]() for part in parts]
@@ -245,18 +255,19 @@ def measure(parts: Sequence[str], rounds: int, beside: int, mbit_s: float) -> Re
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=30, help="judged, beside the slow line")
-    parser.add_argument("--beside", type=int, default=10, help="judged, of the other swarms")
+    parser.add_argument("--rounds", type=int, default=30, help="judged rounds with the slow line")
+    parser.add_argument("--beside", type=int, default=10, help="judged rounds of the other swarms")
     parser.add_argument("--mbit", type=float, default=2.0, help="Mbit/s each way")
+    parser.add_argument("--round-s", type=float, default=ROUND_S, help="length of a round, except with 85M parameters")
     options = parser.parse_args()
     end_all_on_sigterm()
     if reason := why_not():
         print(reason)
-        return 1
+        return MachineError.exit_code
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return measure(parts, options.rounds, options.beside, options.mbit).conclude()
+    return measure(parts, options.rounds, options.beside, options.mbit, options.round_s).conclude()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A swarm of two of which one is three times slower: who is busy, and what is learnt by the clock.
+"""A swarm of two, one of them three times slower: how busy each is, and the loss, by policy.
 
-Three arms for each seed, one after the other, all from the same parameters and with the same order of data: both under
-`time`, both under `steps`, and the fast one alone. The slow node trains on a device that needs three times as long for
-every inner step (a fault on purpose, `inner@*=slow:3`); its extra time counts as compute, as it would there. Busy is
-the share of the activity `compute` in all activities, as `/metrics` counts them, over whole rounds: from the commit of
-round 0 (before it nobody knows how long a round lasts) to the first commit after the window. The loss is the anchor's
-on the held-out text after equal time since everybody's first step, between the two rounds around it.
+There are three arms for each seed, with the same parameters and order of data: both under `time`, both under `steps`,
+and the fast node alone. An injected fault (`inner@*=slow:3`) makes each inner step of the slow node three times as
+long; the added time counts as compute, as on a slow device. Busy is the share of `compute` in all activities of
+`/metrics` over whole rounds, from the commit of round 0 (before it the length of a round is unknown) to the first
+commit after the window. The loss is the anchor's on held-out text after equal time since the first step of all,
+interpolated between the two nearest rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOWER = 3
 BUSY_RATIO = 0.9
 LOOK_S = 0.25
 PATIENCE_S = 120.0
-"""After the window, for the round that ends behind it."""
+"""Time after the window for the round that ends after it."""
 ARMS = ("time", "steps", "fast alone")
 
 RUN = small_run("slow-peer", outer={"lr": 0.7, "momentum": 0.6}, evaluation={"batches": 8})
@@ -38,7 +38,7 @@ RUN = small_run("slow-peer", outer={"lr": 0.7, "momentum": 0.6}, evaluation={"ba
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What one swarm came to."""
+    """The result of one swarm."""
 
     seed: int
     name: str
@@ -59,7 +59,7 @@ def manifest_of(arm: str, inner_steps: int) -> dict[str, Any]:
 
 
 def start(swarm: Swarm, keys: Path, arm: str, seed: int, inner_steps: int) -> list[Node]:
-    """The arm's nodes, the fast one first, on their way."""
+    """Start the arm's nodes, the fast one first."""
     run, port = run_config(manifest_of(arm, inner_steps)), free_port()
     names = ["fast"] if arm == "fast alone" else ["fast", "slow"]
     ids, invite, nodes = {}, "", []
@@ -77,7 +77,7 @@ def start(swarm: Swarm, keys: Path, arm: str, seed: int, inner_steps: int) -> li
 
 
 def activity_s(node: Node) -> tuple[float, float]:
-    """Seconds of compute, and of everything, since the node's worker began to count."""
+    """Seconds of compute, and of all activities, since the worker's counters began."""
     text = node.http.get("/metrics").text
     found_s = re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE)
     seconds = {name: float(value) for name, value in found_s}
@@ -99,7 +99,7 @@ def measure_arm(folder: Path, keys: Path, arm: str, seed: int, inner_steps: int,
         nodes = start(swarm, keys, arm, seed, inner_steps)
         for node in nodes:
             node.until_training()
-        # The window begins with everybody's first step: before it, one starts while the other trains already.
+        # The window begins when all have done a step; before that, one may train while the other starts.
         began_s, before = time.monotonic(), list[tuple[float, float]]()
         curve = Curve()
         while len(curve.points) < 2 or curve.points[-1].at_s < window_s:

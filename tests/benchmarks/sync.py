@@ -2,14 +2,14 @@
 
     python -m tests.benchmarks.sync [--cells 20:4:overlapped:int4,...] [--rounds 3] [--fresh]
 
-Real processes in network namespaces, one per node, lines shaped with `tc` (tbf), bytes by the interfaces' counters;
-needs root. A sleep of STEP_S stands for each inner step, as two cores cannot train so many models at once: it counts as
-compute, and the encoding, sending, averaging and stepping beside it are real and have the machine to themselves.
+One real process per network namespace, on lines shaped with `tc` (tbf). Bytes are the interfaces' counters. Needs root.
+Inner steps sleep and count as compute, because two cores cannot train so many models at once. Encoding, sending,
+averaging and stepping are real.
 
-Utilisation is the share of compute in all activities of the nodes' /metrics over whole rounds; for hivemind's
-averager, which blocks, the inner phase (slept, too) over it and what its `step` adds, its group being sought before the
-phase ends, as hivemind's optimizer does. The formula is `node.diloco.forecast`'s. Every cell is kept in
-results/sync.json as it ends, and not measured again without --fresh.
+Utilisation is the share of `compute` in all activities of the nodes' /metrics over whole rounds. For hivemind's
+averager, which blocks, it is the inner phase (also slept) divided by that phase plus the time that `step` adds; its
+group is sought before the phase ends, as hivemind's optimizer does. The formula is `node.diloco.forecast`'s. Each
+finished cell is stored in results/sync.json and reused, unless --fresh is given.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from node.diloco.forecast import round_bytes, transfer_seconds, utilization
+from node.errors import MachineError
 from tests.benchmarks.figures import RESULTS
 from tests.benchmarks.processes import Helper, end_all_on_sigterm
 from tests.homes.home import Home
@@ -38,7 +39,6 @@ DIRECT = Home("public", lines=None)
 PARAMETERS = 15_036_288
 INNER_S = 30.0
 STEP_S = 0.25
-STEPS = round(INNER_S / STEP_S)
 START_S = 240.0
 ROUND_S = 900.0
 POLL_S = 1.0
@@ -50,7 +50,7 @@ DEFAULT = (
     "500:4:streaming:int4", "100:8:streaming:int4", "20:4:streaming:int4", "100:4:overlapped:fp16",
     "10:4:blocking:fp16", "500:4:blocking:fp16", "100:2:streaming:int4",
 )  # fmt: skip
-"""The most telling first."""
+"""The most important cells first."""
 BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
 FRAGMENTS = 4
 MODEL = {
@@ -65,30 +65,33 @@ MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the table, and what is wanted of it."""
+    """One line of the table, with its limit."""
 
     mbit_s: float
     nodes: int
     mode: str
     codec: str
+    inner_s: float = INNER_S
+    """Seconds of H inner steps."""
 
     def __str__(self) -> str:
-        return f"{self.mbit_s:g}:{self.nodes}:{self.mode}:{self.codec}"
+        text = f"{self.mbit_s:g}:{self.nodes}:{self.mode}:{self.codec}"
+        return text if self.inner_s == INNER_S else f"{text}:{self.inner_s:g}"
 
     @property
     def payload_bytes(self) -> float:
-        """Sent by a node in H inner steps, whatever the mode."""
+        """Bytes that a node sends in H inner steps, in any mode."""
         return round_bytes(BITS[self.codec] * PARAMETERS / 8, self.nodes)
 
     @property
     def formula(self) -> float:
         transfer_s = transfer_seconds(self.payload_bytes, self.mbit_s)
-        return utilization(INNER_S, transfer_s, overlapped=self.mode not in ("blocking", "hivemind"))
+        return utilization(self.inner_s, transfer_s, overlapped=self.mode not in ("blocking", "hivemind"))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured in a cell."""
+    """The measurements of a cell."""
 
     utilization: float
     """Mean over the nodes."""
@@ -106,8 +109,8 @@ class Found:
 
 
 def parse(text: str) -> Cell:
-    mbit_s, nodes, mode, codec = text.split(":")
-    return Cell(float(mbit_s), int(nodes), mode, codec)
+    mbit_s, nodes, mode, codec, *inner_s = text.split(":")
+    return Cell(float(mbit_s), int(nodes), mode, codec, *map(float, inner_s))
 
 
 def run_of(cell: Cell) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def run_of(cell: Cell) -> dict[str, Any]:
         "total_tokens": 10**12,
         "model": MODEL,
         "inner": {"batch_size": 1, "sequence_length": 32},
-        "round": {"policy": "time", "inner_steps": STEPS, "min_peers": cell.nodes},
+        "round": {"policy": "time", "inner_steps": round(cell.inner_s / STEP_S), "min_peers": cell.nodes},
         "sync": {"mode": cell.mode, "codec": cell.codec, "fragments": FRAGMENTS},
         "evaluation": {"batches": 0},
     }
@@ -128,7 +131,7 @@ def settle(node: Node, home: AttachedHome) -> Node:
 
 
 def found_swarm(swarm: Swarm, network: World, count: int) -> tuple[list[Node], list[AttachedHome]]:
-    """So many nodes, each on a host of its own, all of them training; a sleep stands for each inner step."""
+    """Start nodes on separate hosts and wait until all train. Inner steps sleep."""
     hosts = [network.attach(DIRECT) for _ in range(count)]
     env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
     nodes = [settle(swarm.node("founder"), hosts[0]).start(env=env)]
@@ -169,7 +172,7 @@ def count(node: Node, home: AttachedHome) -> Counted:
 
 
 def wait_for_round(nodes: Sequence[Node], number: int, timeout_s: float) -> None:
-    """Until all are there. Asks seldom: every answer takes processor time from those that are measured."""
+    """Wait until all have the round. Polls rarely, because each answer takes processor time from the measured nodes."""
     end_s = time.monotonic() + timeout_s
     for node in nodes:
         while node.status()["run"]["round"] < number:
@@ -184,7 +187,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def ours(cell: Cell, rounds: int) -> Found:
-    """`rounds` times H inner steps, after a round or two."""
+    """Measure `rounds` times H inner steps, after one or two rounds."""
     turns = FRAGMENTS if cell.mode == "streaming" else 1
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
@@ -193,7 +196,7 @@ def ours(cell: Cell, rounds: int) -> Found:
     ):
         nodes, hosts = found_swarm(swarm, network, cell.nodes)
         founder = nodes[0]
-        for host in hosts:  # Joining is not what is measured.
+        for host in hosts:  # Joining is not measured.
             host.limit((cell.mbit_s, cell.mbit_s))
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
         wait_for_round(nodes, first, ROUND_S)
@@ -240,7 +243,7 @@ def found(
 
 
 def hivemind(cell: Cell, rounds: int) -> Found:
-    """The blocking fp16 round of hivemind's own averager, in the same loop: sleep, then `step`."""
+    """Measure the blocking fp16 round of hivemind's averager in the same loop: sleep, then `step`."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, World() as network, ExitStack() as stack:
         hosts = [network.attach(DIRECT) for _ in range(cell.nodes)]
         helpers: list[Helper] = []
@@ -267,12 +270,12 @@ def hivemind(cell: Cell, rounds: int) -> Found:
         step_s, sent = [], [host.sent_bytes() for host in hosts]
         for _ in range(rounds):
             for helper in helpers:
-                helper.tell(do="round", inner_s=INNER_S)
+                helper.tell(do="round", inner_s=cell.inner_s)
             step_s.append(statistics.fmean(helper.hear(ROUND_S)["step_s"] for helper in helpers))
         moved = [host.sent_bytes() - before for host, before in zip(hosts, sent, strict=True)]
     mean_s = statistics.fmean(step_s)
-    busy = INNER_S / (INNER_S + mean_s)
-    return Found(busy, busy, INNER_S + mean_s, mean_s, 0.0, statistics.fmean(moved) / rounds, 0.0, agree=False)
+    busy = cell.inner_s / (cell.inner_s + mean_s)
+    return Found(busy, busy, cell.inner_s + mean_s, mean_s, 0.0, statistics.fmean(moved) / rounds, 0.0, agree=False)
 
 
 def row(cell: Cell, one: Found) -> str:
@@ -295,20 +298,20 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def table(kept: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """All that was measured, as Markdown."""
+    """All measurements as Markdown."""
     return [*HEAD.split("\n"), *(row(parse(text), Found(**one)) for text, one in kept.items())]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=",".join(DEFAULT), help="MBIT_S:NODES:MODE:CODEC, mode hivemind included")
+    parser.add_argument("--cells", default=",".join(DEFAULT), help="MBIT_S:NODES:MODE:CODEC[:INNER_S]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
     options = parser.parse_args()
     end_all_on_sigterm()
     if reason := why_not():
         print(reason)
-        return 1
+        return MachineError.exit_code
     kept: dict[str, Any] = json.loads(CELLS.read_text()) if CELLS.exists() and not options.fresh else {}
     print(HEAD)
     for text in options.cells.split(","):

@@ -1,9 +1,9 @@
-"""What an open tab costs: processor time of all of Chromium's processes while it shows a node that trains.
+"""The cost of an open tab: processor time of all Chromium processes while the page shows a training node.
 
     python -m tests.benchmarks.tab [--seconds 60]
 
-An empty page in the same browser is measured before and after; a tab costs what is used beyond that. Chromium draws on
-the processor here (no GPU), so its own drawing is in the figure.
+An empty page in the same browser is measured before and after; the cost is the difference. Chromium renders on the
+processor here, so the figure includes rendering.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARE = 0.05
 
 
 def share_of_a_core(page: Page, seconds: float) -> float:
-    """All of the browser, while this page is open and nobody touches it."""
+    """The whole browser while this page is open and idle."""
     meter, began_s = browser_meter(), time.monotonic()
     page.wait_for_timeout(1e3 * seconds)
     return meter.read_s() / (time.monotonic() - began_s)
@@ -38,7 +38,7 @@ def measure(folder: Path, seconds: float) -> Result:
         node = swarm.found("--limits.cpu_threads=1")
         node.until_round(0)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        context = browser.new_context(viewport=WIDE)  # type: ignore[arg-type]
+        context = browser.new_context(viewport=WIDE)
         empty = context.new_page()
         idle = [share_of_a_core(empty, seconds / 2)]
         tab = Dashboard(context, node).open().until_phase("training")

@@ -1,4 +1,4 @@
-"""The vectors that peers average in the round benchmark, and what their mean must be. Knows torch only."""
+"""The vectors that peers average in the round benchmark, and their expected mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 def contribution(rank: int, parameters: int) -> Tensor:
-    """fp32 [P] of a peer: like a pseudo-gradient in size. Its two ends are the same for any P."""
+    """A peer's vector, fp32 [P], at the scale of a pseudo-gradient. Its two ends do not depend on P."""
     generator = torch.Generator().manual_seed(1000 + rank)
     vector = torch.randn(parameters, generator=generator) * SCALE
     for part, ends in zip((vector[:SAMPLE], vector[-SAMPLE:]), _ends(rank), strict=True):
@@ -25,7 +25,7 @@ def contribution(rank: int, parameters: int) -> Tensor:
 
 
 def ends_of(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """The two ends that are checked."""
+    """The checked ends of a vector."""
     return vector[:SAMPLE].clone(), vector[-SAMPLE:].clone()
 
 

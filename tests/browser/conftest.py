@@ -1,4 +1,4 @@
-"""One Chromium for a module's tests, and a fresh profile for each; skipped, with the reason, where there is none."""
+"""One Chromium for a module's tests, with a fresh profile for each. Without Chromium they are skipped with a reason."""
 
 from __future__ import annotations
 

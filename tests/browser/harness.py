@@ -1,6 +1,6 @@
-"""A node's page in a real Chromium, and what happens in it. Knows the page's roles, names and marks; no node's inside.
+"""A node's page in a real Chromium, found by its roles, names and marks.
 
-Marks that the page promises: `data-phase` on the root (a phase, `locked` or `unknown`), `data-testid` state, reason,
+The page has these marks: `data-phase` on the root (a phase, `locked` or `unknown`), and `data-testid` state, reason,
 stale, rounds, freshness.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import BrowserContext, Locator, Page, Request
+from playwright.sync_api import BrowserContext, Dialog, Locator, Page, Request, ViewportSize
 
 from node.api.page import STATIC
 from tests.swarm.harness import Node
@@ -36,8 +36,8 @@ FILLED = {
     "Logs": ("h1", ".log .line"),
     "Settings": ("h1", ".row", ".about dt"),
 }
-"""What is there once a view has all that it asks the node for."""
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+"""Shown once a view has loaded all its data."""
+WIDE, NARROW = ViewportSize(width=1280, height=900), ViewportSize(width=360, height=740)
 WAIT_S = 60.0
 LISTEN = """
 window.violations = [];
@@ -47,7 +47,7 @@ addEventListener("securitypolicyviolation", (event) =>
 
 
 def missing() -> str:
-    """What the browser tests lack here, with the mend; empty where they can run."""
+    """What the browser tests lack on this machine, with the remedy. Empty if they can run."""
     if not Path(CHROMIUM).exists():
         return f"no browser at {CHROMIUM}: install Debian's package chromium, or say where one is in CHROMIUM"
     if not (STATIC / "index.html").is_file():
@@ -61,7 +61,7 @@ class Dashboard:
     """One tab that shows one node."""
 
     def __init__(self, context: BrowserContext, node: Node) -> None:
-        _ = node.http  # waits for its address
+        _ = node.http  # waiting for the address
         self.node = node
         address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
         self.url = str(address["url"])
@@ -71,7 +71,7 @@ class Dashboard:
         self.faults: list[str] = []
         self.page.on("request", self._requested)
         self.page.on("pageerror", lambda error: self.faults.append(f"uncaught: {error}"))
-        self.page.on("dialog", lambda dialog: self.faults.append(f"dialog: {dialog.message}") or dialog.dismiss())
+        self.page.on("dialog", self._dismiss)
         self.page.on("console", lambda said: self._said(said.type, said.text))
         self.page.add_init_script(LISTEN)
 
@@ -80,14 +80,18 @@ class Dashboard:
         if parts.scheme not in ("data", "blob") and f"{parts.scheme}://{parts.netloc}" != self.url:
             self.outside.append(request.url)
 
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.faults.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     def _said(self, kind: str, text: str) -> None:
         if "Content Security Policy" in text or (kind == "error" and "Failed to load resource" not in text):
             self.faults.append(f"console: {text}")
 
-    # going about
+    # navigation
 
     def open(self, *, with_token: bool = True) -> Dashboard:
-        """The link that `run` prints."""
+        """Open the link that `run` prints."""
         self.page.goto(f"{self.url}/#token={self.token}" if with_token else f"{self.url}/")
         return self
 
@@ -110,14 +114,14 @@ class Dashboard:
         return self.page.locator("html").get_attribute("data-phase") or ""
 
     def until_phase(self, phase: str, *, word: str = "", wait_s: float = WAIT_S) -> Dashboard:
-        """The root has the phase and the page says the word."""
+        """Wait until the root has the phase and the page shows its word."""
         self.page.locator(f"html[data-phase={phase}]").wait_for(state="attached", timeout=1e3 * wait_s)
         if word:
             self.mark("state").filter(has_text=word).wait_for(timeout=1e3 * wait_s)
         return self
 
     def until_filled(self, view: str) -> Dashboard:
-        """What the view asks the node for has come."""
+        """Wait until the view has loaded its data."""
         for mark in FILLED[view]:
             self.page.locator(f"main {mark}").first.wait_for()
         return self
@@ -126,7 +130,7 @@ class Dashboard:
         self.page.locator(f"html[data-stale={json.dumps(stale)}]").wait_for(state="attached", timeout=1e3 * wait_s)
         return self
 
-    # judging
+    # checks
 
     def shoot(self, name: str) -> Path:
         RESULTS.mkdir(exist_ok=True)
@@ -135,13 +139,13 @@ class Dashboard:
         return path
 
     def check(self) -> None:
-        """Nothing was asked of anybody but the node, nothing broke its own policy, nothing was thrown."""
+        """Assert that all requests went to the node, the CSP was kept, and no exception was thrown."""
         assert self.outside == []
         assert self.page.evaluate("window.violations") == []
         assert self.faults == []
 
     def serious(self) -> list[str]:
-        """What axe-core finds that is serious or critical, each with where."""
+        """Serious and critical findings of axe-core, with their places."""
         if not self.page.evaluate("typeof axe !== 'undefined'"):
             self.page.evaluate(AXE.read_text(encoding="utf-8"))
         found: list[dict[str, Any]] = self.page.evaluate(
@@ -158,7 +162,7 @@ class Dashboard:
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
     def focused(self) -> str:
-        """Role-ish and text of what has the focus."""
+        """Role and text of the focused element."""
         return str(
             self.page.evaluate(
                 "(e => `${e.getAttribute('role') ?? e.tagName.toLowerCase()} ${e.innerText?.split('\\n')[0] ?? ''}`)"
@@ -167,7 +171,7 @@ class Dashboard:
         )
 
     def tab_to(self, wanted: str, limit: int = 60) -> None:
-        """Tab until that has the focus; as a person without a mouse does."""
+        """Press Tab until the element has the focus."""
         seen = []
         for _ in range(limit):
             self.page.keyboard.press("Tab")

@@ -1,4 +1,4 @@
-"""How much of the processor the processes of a node, or of the browser, take. Knows processes; knows no page."""
+"""Processor time of a node's processes and of the browser's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW_S = 1.0
 
 
 class Meter:
-    """Processor seconds of some processes, also of those that have come or gone since it was made."""
+    """Processor seconds of some processes, including those that started or ended since its creation."""
 
     def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
         self._processes = processes
@@ -25,7 +25,7 @@ class Meter:
         self._before_s = self.read_s()
 
     def read_s(self) -> float:
-        """Since it was made."""
+        """Seconds since its creation."""
         for process in self._processes():
             with suppress(psutil.Error):
                 self._used_s[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
@@ -33,12 +33,12 @@ class Meter:
 
 
 def node_meter(node: Node) -> Meter:
-    """Supervisor, worker, p2pd, and whatever else they start."""
+    """Supervisor, worker, p2pd and all their children."""
     return Meter(node.processes)
 
 
 def browser_meter() -> Meter:
-    """All of Chromium that this process has started."""
+    """All Chromium processes that this process has started."""
 
     def processes() -> Iterable[psutil.Process]:
         for process in psutil.Process().children(recursive=True):
@@ -50,7 +50,7 @@ def browser_meter() -> Meter:
 
 
 def busy_ratio(meter: Meter, window_s: float = WINDOW_S) -> float:
-    """Of a core, over the time to come."""
+    """Share of a core over the next `seconds`."""
     before_s, began_s = meter.read_s(), time.monotonic()
     time.sleep(window_s)
     return (meter.read_s() - before_s) / (time.monotonic() - began_s)

@@ -1,4 +1,4 @@
-"""Every phase and error state of a node, and a relay's, brought about for real, as the page tells it."""
+"""The page shows each phase and error state of real nodes, and of a relay."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ pytestmark = pytest.mark.timeout(300)
 
 LONG_S = PATIENCE * START_S
 STOP_S = 3.0
-"""What a worker that does not listen gets here at the end: long enough to be seen."""
+"""How long an unresponsive worker may take to stop: long enough to be seen."""
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Faults of all nodes of the module; read anew at each place."""
+    """The fault plan of all nodes of the module, which they read at each stage."""
     return tmp_path_factory.mktemp("faults") / "plan"
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Iterator[Swarm]:
-    """A run whose rounds need two members, and its founder, just started."""
+    """A run whose rounds need two members, with its founder just started."""
     if lacks := missing():
         pytest.skip(lacks)
     run = tiny(round={"inner_steps": 40, "min_peers": 2})
     with Swarm(tmp_path_factory.mktemp("phases"), run) as swarm:
-        swarm.found(env={"DILOCO_FAULTS": f"file:{plan}"})
+        founder = swarm.node("founder")
+        founder.program = "node.cli"  # Its worker imports torch, which takes long enough to see that it is starting.
+        founder.start(env={"DILOCO_FAULTS": f"file:{plan}"})
         yield swarm
 
 
 @pytest.fixture(scope="module")
 def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
-    """A node whose worker crashes, once and for all, while the other tests run; and the plan that makes it."""
+    """A node whose worker crashes during the other tests, with its fault plan."""
     folder = tmp_path_factory.mktemp("crashing")
     plan = folder / "plan"
     plan.write_text("inner@*=fail")
@@ -53,7 +55,7 @@ def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, P
 
 @pytest.fixture
 def tabs(context: BrowserContext) -> Iterator[list[Dashboard]]:
-    """Tabs to be judged at the end."""
+    """Tabs that are checked at the end."""
     made: list[Dashboard] = []
     yield made
     for tab in made:
@@ -66,7 +68,7 @@ def show(tabs: list[Dashboard], context: BrowserContext, node: Node) -> Dashboar
 
 
 def seen(tab: Dashboard, name: str) -> None:
-    """The state is rendered: a word, a reason, nothing that axe objects to, a picture."""
+    """Assert that the state is shown with a word and a reason, without findings of axe; save a screenshot."""
     assert tab.mark("state").inner_text() and tab.mark("reason").inner_text()
     assert tab.serious() == [], name
     tab.shoot(f"phase-{name}")
@@ -80,7 +82,7 @@ def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
     seen(first, "starting")
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     first.mark("reason").filter(has_text="1 of 1 member is ready").wait_for()
-    first.page.get_by_text("Nobody else is here yet.").wait_for()
+    first.page.get_by_text("No other members yet.").wait_for()
     seen(first, "waiting-for-peers")
 
     plan.write_text("serve@*=stall:2")
@@ -116,7 +118,7 @@ def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
     relay = swarm.node("relay", join=founder.invite())
     relay.preset, relay.order = None, "relay"
     relay.start()
-    # Alone again, its round does not come about: a drain waits for it.
+    # Alone again, it cannot finish its round, so a drain waits.
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     assert founder.act("drain").status_code == 202
     first.until_phase("draining", word="Finishing")
@@ -145,10 +147,10 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
     run = tab.page.locator("[aria-labelledby=run]")
     run.get_by_text("tiny", exact=True).wait_for()
-    number = swarm.nodes[0].status()["run"]["round"]  # none where its only round broke off with the other's leaving
+    number = swarm.nodes[0].status()["run"]["round"]  # None if its only round failed when the other node left.
     run.locator("dd").nth(1).filter(has_text=str(number) if number >= 0 else "–").wait_for()
     told = tab.page.locator("main").inner_text()
-    for word in ("Compute given", "Inner step", "Speed of this node", "Where the time went", "GPU"):
+    for word in ("Compute time", "Inner step", "Speed of this node", "Time by activity", "GPU"):
         assert word not in told, f"a relay has no such thing: {word}"
     seen(tab, "relay")
     tab.view("Swarm")
@@ -163,7 +165,7 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     tab.shoot("relay-settings")
 
 
-def test_connecting_where_nobody_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
     founder = swarm.nodes[0]
     invite = founder.invite()
     founder.end_by_force()

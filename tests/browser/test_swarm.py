@@ -1,4 +1,4 @@
-"""A real swarm of three through the page of one of them: read, paused, resumed, hurt, restarted; no mouse needed."""
+"""A real swarm of three, operated through one node's page: read, pause, resume, restart, keyboard only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SCRIPT = "<script>alert(1)</script>"
 BIDI = "good\u202elive\u2066"
 FREED_S = 5.0
 FREE_RATIO, FREE_S = 0.1, 10.0
-"""Of a core: less than that is nothing, if it stays so for so long."""
+"""Share of a core below which a node counts as idle, and for how long."""
 GONE_S = 15.0
 BUSY_RATIO = 0.25
-"""Of a core, from which on a node counts as working."""
+"""Share of a core above which a node counts as working."""
 TAB_RATIO = 0.05
 TAB_S = 10.0
 SETTLED_S = 5.0
-"""Loading the page is not counted; it takes no longer."""
+"""Loading the page takes at most this long and is not counted."""
 TRIES = 10
-"""Wrong tokens in a minute, after which there is another answer."""
+"""Wrong tokens per minute before requests are throttled."""
 READINGS = """
 () => {
   const bar = document.querySelector('[role=progressbar]'), texts = document.querySelectorAll('.readings dd');
@@ -44,7 +44,7 @@ READINGS = """
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    """The founder, and two with names that should be text and nothing else."""
+    """The founder and two nodes with hostile names."""
     if lacks := missing():
         pytest.skip(lacks)
     run = tiny(round={"inner_steps": 60, "min_peers": 1}, evaluation={"batches": 1})
@@ -63,13 +63,13 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 @pytest.fixture
 def tab(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
-    """The founder's page, logged in; at the end it has broken no rule."""
+    """The founder's page, logged in, and checked at the end."""
     yield from judged(Dashboard(context, swarm.nodes[0]))
 
 
 @pytest.fixture
 def other(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
-    """The page of a node that is left alone."""
+    """The page of an undisturbed node."""
     yield from judged(Dashboard(context, swarm.nodes[1]))
 
 
@@ -105,7 +105,7 @@ def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
 
 
 def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) -> None:
-    """Rounds here go by steps, so the scale says what the steps say, also right after a round."""
+    """Rounds count steps here, so the scale shows the steps, also right after a round."""
     tab.until_phase("training")
     seen: dict[int, float] = {}
     deadline_s = time.monotonic() + PATIENCE * START_S
@@ -137,10 +137,10 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashbo
         tab.view(view).until_filled(view)
         shown = tab.shoot(f"{view.lower()}-{scheme}")
         assert tab.serious() == [], view
-        tab.page.set_viewport_size(NARROW)  # type: ignore[arg-type]
+        tab.page.set_viewport_size(NARROW)
         assert tab.overflow_px() <= 0, f"{view} is wider than 360 px"
         tab.shoot(f"{view.lower()}-{scheme}-narrow")
-        tab.page.set_viewport_size(WIDE)  # type: ignore[arg-type]
+        tab.page.set_viewport_size(WIDE)
     print(f"screenshots: {shown.parent}")
 
 
@@ -153,7 +153,8 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     fault.filter(has_text="This token is wrong").wait_for()
     tab.shoot("locked-wrong")
     for number in range(TRIES):
-        tab.page.locator("button[type=submit]:enabled").wait_for()  # Enter does nothing while the last one is asked.
+        # Enter does nothing while the last request is pending.
+        tab.page.locator("button[type=submit]:enabled").wait_for()
         tab.page.get_by_label("Token").fill(f"wrong {number}")
         with tab.page.expect_response("**/api/v1/session"):
             tab.page.keyboard.press("Enter")
@@ -217,7 +218,7 @@ def test_without_a_mouse(tab: Dashboard) -> None:
     tab.tab_to("button Resume")
     keys.press("Enter")
     tab.mark("state").filter(has_text="Starting").wait_for()
-    # That it trains again is seen by the last test of this file; meanwhile there is time to look around.
+    # The last test of this file checks that it trains again.
     tab.tab_to("a Swarm")
     keys.press("Enter")
     tab.page.get_by_role("region", name="Peers, table").wait_for()
@@ -228,7 +229,7 @@ def test_without_a_mouse(tab: Dashboard) -> None:
     tab.mark("reason").wait_for()
 
 
-def test_a_killed_peer_goes_from_the_page(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+def test_the_page_removes_a_killed_peer(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
     other.until_phase("training", wait_s=PATIENCE * START_S).view("Swarm")
     peers = other.page.get_by_role("region", name="Peers, table").get_by_role("row")
     peers.filter(has_text="good").wait_for()
@@ -245,7 +246,7 @@ def test_a_killed_peer_goes_from_the_page(swarm: Swarm, other: Dashboard, figure
     its.check()
     its.page.close()
     victim.end_by_force()
-    victim.start()  # Its return is seen by the last test of this file.
+    victim.start()  # The last test of this file checks its return.
 
 
 def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
@@ -264,16 +265,16 @@ def test_the_page_outlives_its_node_and_recovers(swarm: Swarm, tab: Dashboard) -
     node.running.send_signal(signal.SIGTERM)
     node.wait_end(10 * PATIENCE)
     tab.until_stale(True)
-    tab.mark("stale").filter(has_text="the last that it told").wait_for()
+    tab.mark("stale").filter(has_text="The node has ended.").wait_for()
     node.start(f"--api.port={port}")
-    # Its sessions ended with it: the tab asks for the token, and nobody has to load the page again.
+    # Its sessions ended with it. The tab asks for the token without a reload.
     tab.page.locator("html[data-phase=locked], html[data-stale=false]").first.wait_for(state="attached", timeout=60_000)
     if tab.phase == "locked":
         tab.page.get_by_label("Token").fill(tab.token)
         tab.button("Open").click()
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     tab.until_stale(False)
-    # So does whoever was killed, or was left alone meanwhile.
+    # So do the nodes that were killed or undisturbed.
     tab.view("Swarm")
     peers = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
     for name in ("good", SCRIPT):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.harness import Ether, Swarm, quicken
+from tests.contract.harness import HostPool, Swarm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,18 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", params=["local", "p2p"])
-def ether(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ether]:
+def host_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostPool]:
     torch.set_num_threads(1)
-    made = Ether(request.param, tmp_path_factory.mktemp(request.param))
+    made = HostPool(request.param, tmp_path_factory.mktemp(request.param))
     yield made
     made.close()
 
 
 @pytest.fixture
-def swarm(ether: Ether, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
-    quicken(monkeypatch.setattr)
-    made = Swarm(ether)
+def swarm(host_pool: HostPool) -> Iterator[Swarm]:
+    made = Swarm(host_pool)
     yield made
     made.close()
-    if ether.transport == "p2p":
-        gc.collect()  # So that what was not closed is found here, where that is known.
+    if host_pool.transport == "p2p":
+        gc.collect()  # Find unclosed resources here, where their warnings are ignored.

@@ -1,4 +1,4 @@
-"""One call, whatever happens to it: answered, refused, late, cut off. Nothing a peer sends ends a node."""
+"""One call that is answered, refused, late or cut off. Nothing that a peer sends ends a node."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from node.errors import PeerError, RoundFailed
 from node.status import Channel
-from node.swarm.base import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
+from node.swarm.connectivity.reachability import listen_ports
 from node.swarm.identity import new_identity
-from node.swarm.local import LocalWire
-from node.swarm.reachability import listen_ports
-from tests.contract.harness import WAIT_S, Detour, Seat, Swarm, wait_until
+from node.swarm.transport.wire import MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, Service
+from tests.contract.harness import WAIT_S, Host, Swarm, TcpForwarder, wait_until
+from tests.in_process import InProcessWire
 
 LIMIT_BYTES = 2**20
 
@@ -26,19 +26,19 @@ async def echo(caller: str, message: Message) -> Message:
     return Message({"caller": caller, "header": dict(message.header)}, message.blobs)
 
 
-def pair(swarm: Swarm, **services: Any) -> tuple[Seat, Seat]:
+def pair(swarm: Swarm, **services: Any) -> tuple[Host, Host]:
     """A caller, and one that answers `echo` and these."""
-    caller, server = swarm.acquainted(2)
+    caller, server = swarm.introduced_hosts(2)
     offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
     server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES, per_caller=50), **offered})
     return caller, server
 
 
-def ask(caller: Seat, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> Message:
+def ask(caller: Host, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> Message:
     return caller.do(caller.wire.call(peer_id, verb, message or Message(), timeout_s=timeout_s))
 
 
-def refusal(caller: Seat, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> str:
+def refusal(caller: Host, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> str:
     """Code of the PeerError that this call ends with."""
     with pytest.raises(PeerError) as caught:
         ask(caller, peer_id, verb, message, timeout_s)
@@ -46,7 +46,11 @@ def refusal(caller: Seat, peer_id: str, verb: str, message: Message | None = Non
     return caught.value.code
 
 
-def test_a_call_brings_header_and_blobs_there_and_back(swarm: Swarm) -> None:
+def assert_answers(caller: Host, server: Host) -> None:
+    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+
+
+def test_call_carries_header_and_blobs_both_ways(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     blobs = [bytes([size % 251]) * size for size in (0, 1, 256 * 1024, 256 * 1024 + 1, 700_001)]
     header = {"text": "ä", "number": 2**40, "list": [1, 2.5, None], "bytes": b"\0\xff", "map": {"a": True}}
@@ -55,7 +59,7 @@ def test_a_call_brings_header_and_blobs_there_and_back(swarm: Swarm) -> None:
     assert list(reply.blobs) == blobs
 
 
-def test_a_node_calls_itself(swarm: Swarm) -> None:
+def test_node_calls_itself(swarm: Swarm) -> None:
     _, server = pair(swarm)
     reply = ask(server, server.peer_id, "echo", Message({}, [b"x"]))
     assert (reply.header["caller"], list(reply.blobs)) == (server.peer_id, [b"x"])
@@ -63,7 +67,7 @@ def test_a_node_calls_itself(swarm: Swarm) -> None:
     assert sum(server.wire.traffic.sent_bytes.values()) == 0, "nothing crossed the wire"
 
 
-def test_many_calls_at_once_do_not_mix(swarm: Swarm) -> None:
+def test_concurrent_calls_do_not_mix(swarm: Swarm) -> None:
     caller, server = pair(swarm)
 
     async def all_at_once() -> list[Message]:
@@ -73,7 +77,7 @@ def test_many_calls_at_once_do_not_mix(swarm: Swarm) -> None:
     assert [reply.header["header"]["i"] for reply in caller.do(all_at_once())] == list(range(50))
 
 
-def test_silence_ends_with_a_timeout_and_does_not_stop_who_answers(swarm: Swarm) -> None:
+def test_timeout_does_not_stop_the_handler(swarm: Swarm) -> None:
     finished = threading.Event()
 
     async def slow(caller: str, message: Message) -> Message:
@@ -88,12 +92,12 @@ def test_silence_ends_with_a_timeout_and_does_not_stop_who_answers(swarm: Swarm)
     assert finished.wait(5)
 
 
-def test_a_peer_that_nobody_knows_is_unreachable(swarm: Swarm) -> None:
+def test_unknown_peer_is_unreachable(swarm: Swarm) -> None:
     caller, _ = pair(swarm)
     assert refusal(caller, new_identity().peer_id, "echo") == "unreachable"
 
 
-def test_a_peer_that_has_gone_is_unreachable_and_says_so_to_who_waits(swarm: Swarm) -> None:
+def test_closed_peer_is_unreachable_for_waiting_callers(swarm: Swarm) -> None:
     asked = threading.Event()
 
     async def hang(caller: str, message: Message) -> Message:
@@ -108,22 +112,22 @@ def test_a_peer_that_has_gone_is_unreachable_and_says_so_to_who_waits(swarm: Swa
     assert asked.wait(10)
     began_s = time.monotonic()
     server.close_wire()
-    assert time.monotonic() - began_s < 5, "a wire closes in bounded time, whatever it is doing"
+    assert time.monotonic() - began_s < 5, "a wire closes in bounded time"
     with pytest.raises(PeerError) as caught:
         call.result(5)
     assert caught.value.code == "unreachable"
     assert refusal(caller, server.peer_id, "echo") == "unreachable"
-    assert refusal(server, caller.peer_id, "echo") == "unreachable", "a closed wire calls nobody"
+    assert refusal(server, caller.peer_id, "echo") == "unreachable", "a closed wire cannot call"
 
 
-def test_an_unknown_verb_is_refused_by_a_peer_that_is_there(swarm: Swarm) -> None:
+def test_unknown_verb_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     assert refusal(caller, server.peer_id, "no such verb") == "bad_message"
-    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    assert_answers(caller, server)
 
 
 @pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 20 * LIMIT_BYTES])
-def test_a_body_too_long_is_refused_before_it_is_read(swarm: Swarm, size: int) -> None:
+def test_long_body_is_refused_unread(swarm: Swarm, size: int) -> None:
     seen: list[int] = []
 
     async def count(caller: str, message: Message) -> Message:
@@ -137,14 +141,14 @@ def test_a_body_too_long_is_refused_before_it_is_read(swarm: Swarm, size: int) -
         assert refusal(caller, server.peer_id, "count", Message({}, [bytes(size)])) == "bad_size"
     assert seen == [LIMIT_BYTES]
     assert server.wire.traffic.received_bytes[Channel.REDUCE] == before
-    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    assert_answers(caller, server)
 
 
-def test_a_header_too_long_is_refused(swarm: Swarm) -> None:
+def test_long_header_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     message = Message({"filler": bytes(MAX_HEADER_BYTES)})
     assert refusal(caller, server.peer_id, "echo", message) == "bad_size"
-    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    assert_answers(caller, server)
 
 
 GARBAGE = {
@@ -162,11 +166,11 @@ GARBAGE = {
 }
 
 
-async def open_stream(caller: Seat, server: Seat) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Over libp2p, for what our own side would never send."""
+async def open_stream(caller: Host, server: Host) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a raw libp2p stream, for malformed requests."""
     from hivemind.p2p import PeerID
 
-    from node.swarm.p2p import PROTOCOL
+    from node.swarm.transport.libp2p import PROTOCOL
 
     wire: Any = caller.wire
     await wire._ensure_connected(server.peer_id)
@@ -175,11 +179,11 @@ async def open_stream(caller: Seat, server: Seat) -> tuple[asyncio.StreamReader,
     return reader, writer
 
 
-def send_header(caller: Seat, server: Seat, data: bytes) -> None:
-    """The bytes of a header, right or wrong, as a peer might write them. Returns when the server has let go."""
+def send_header(caller: Host, server: Host, data: bytes) -> None:
+    """Send the bytes of a header. Returns once the server has refused it."""
 
     async def send() -> None:
-        if isinstance(server.wire, LocalWire):
+        if isinstance(server.wire, InProcessWire):
             future = asyncio.run_coroutine_threadsafe(server.wire._answer(caller.peer_id, data, []), server.loop)
             with pytest.raises(PeerError):
                 await asyncio.wrap_future(future)
@@ -194,14 +198,14 @@ def send_header(caller: Seat, server: Seat, data: bytes) -> None:
     caller.do(send())
 
 
-def test_rubbish_for_a_header_is_refused_and_forgotten(swarm: Swarm) -> None:
+def test_malformed_header_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     for what, data in GARBAGE.items():
         try:
             send_header(caller, server, data)
         except AssertionError as exc:
             raise AssertionError(what) from exc
-        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+        assert_answers(caller, server)
 
 
 FAILURES = {
@@ -215,7 +219,7 @@ FAILURES = {
 }
 
 
-def test_a_handler_that_fails_tells_the_caller_and_goes_on(swarm: Swarm) -> None:
+def test_handler_error_reaches_the_caller(swarm: Swarm) -> None:
     error: Exception
 
     async def fail(caller: str, message: Message) -> Message:
@@ -224,10 +228,10 @@ def test_a_handler_that_fails_tells_the_caller_and_goes_on(swarm: Swarm) -> None
     caller, server = pair(swarm, fail=fail)
     for error, code in FAILURES.items():
         assert refusal(caller, server.peer_id, "fail") == code, error
-        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+        assert_answers(caller, server)
 
 
-def test_traffic_is_counted_on_both_ends_alike(swarm: Swarm) -> None:
+def test_traffic_is_counted_on_both_ends(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     caller.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
     ask(caller, server.peer_id, "echo", Message({}, [bytes(100_000)]))
@@ -239,7 +243,7 @@ def test_traffic_is_counted_on_both_ends_alike(swarm: Swarm) -> None:
     assert server.wire.traffic.sent_bytes[Channel.REDUCE] == pytest.approx(received[Channel.REDUCE], abs=16)
 
 
-def test_a_reply_that_is_longer_than_allowed_is_refused(swarm: Swarm) -> None:
+def test_long_reply_is_refused(swarm: Swarm) -> None:
     async def flood(caller: str, message: Message) -> Message:
         return Message(blobs=[bytes(size) for size in message.header["sizes"]])
 
@@ -262,10 +266,10 @@ def test_a_reply_that_is_longer_than_allowed_is_refused(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "echo").header, "the peer can still be called"
 
 
-def test_one_caller_is_not_given_more_answers_at_once_than_a_service_allows(swarm: Swarm) -> None:
-    """Each is held in memory until it is sent: who asks for many and reads none must not fill it."""
+def test_concurrent_calls_per_caller_are_limited(swarm: Swarm) -> None:
+    """A caller that reads no replies must not fill the memory."""
     caller, server = pair(swarm)
-    (other,) = swarm.seats(1)
+    (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
     waiting = threading.Semaphore(0)
     release = threading.Event()
@@ -277,8 +281,8 @@ def test_one_caller_is_not_given_more_answers_at_once_than_a_service_allows(swar
 
     server.wire.serve({"slow": Service(slow, Channel.STATE, per_caller=2)})
     calls = [
-        asyncio.run_coroutine_threadsafe(seat.wire.call(server.peer_id, "slow", Message(), timeout_s=20), seat.loop)
-        for seat in (caller, caller, other)
+        asyncio.run_coroutine_threadsafe(host.wire.call(server.peer_id, "slow", Message(), timeout_s=20), host.loop)
+        for host in (caller, caller, other)
     ]
     for _ in calls:
         assert waiting.acquire(timeout=20)
@@ -286,30 +290,30 @@ def test_one_caller_is_not_given_more_answers_at_once_than_a_service_allows(swar
     release.set()
     for call in calls:
         call.result(20)
-    wait_until(lambda: not server.wire._busy._running)  # type: ignore[attr-defined]
+    wait_until(lambda: not server.wire._call_limiter._running)  # type: ignore[attr-defined]
     assert not ask(caller, server.peer_id, "slow").blobs
 
 
-def test_the_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
+def test_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
     caller, server = pair(swarm)
-    (friend,) = swarm.seats(1)
+    (friend,) = swarm.hosts(1)
     friend.learn(server.peer_id, server.addresses())
     friends = {friend.peer_id}
     server.wire.serve({"bulk": Service(echo, Channel.REDUCE, LIMIT_BYTES, admits=friends.__contains__)})
     body = Message(blobs=[bytes(LIMIT_BYTES)])
     assert refusal(caller, server.peer_id, "bulk", body) == "stranger"
     assert server.wire.traffic.received_bytes[Channel.REDUCE] == 0
-    assert not any(server.wire.traffic.rejected.values()), "it may be a friend whose news is still on its way"
+    assert not any(server.wire.traffic.rejected.values()), "gossip about the caller may still be on its way"
     assert ask(friend, server.peer_id, "bulk", body).blobs
     assert ask(caller, server.peer_id, "echo").header
 
 
-def test_a_call_counts_from_its_header_on(swarm: Swarm) -> None:
-    """Who announces bodies, and sends them slowly or never, must not fill the memory with them."""
+def test_call_counts_from_its_header_on(swarm: Swarm) -> None:
+    """A caller that sends its bodies slowly must not fill the memory."""
     if swarm.transport == "local":
-        pytest.skip("there a message comes whole")
+        pytest.skip("the local transport has no streams")
     caller, server = pair(swarm)
-    (other,) = swarm.seats(1)
+    (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
     server.wire.serve({"bulk": Service(echo, Channel.REDUCE, LIMIT_BYTES, per_caller=1)})
 
@@ -321,23 +325,23 @@ def test_a_call_counts_from_its_header_on(swarm: Swarm) -> None:
         return writer
 
     begun = caller.do(begin())
-    wait_until(lambda: bool(server.wire._busy._running))  # type: ignore[attr-defined]
+    wait_until(lambda: bool(server.wire._call_limiter._running))  # type: ignore[attr-defined]
     assert refusal(caller, server.peer_id, "bulk", Message(blobs=[bytes(LIMIT_BYTES)])) == "busy"
     assert ask(other, server.peer_id, "bulk").header["caller"] == other.peer_id
-    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    assert_answers(caller, server)
     caller.loop.call_soon_threadsafe(begun.close)
-    wait_until(lambda: not server.wire._busy._running)  # type: ignore[attr-defined]
+    wait_until(lambda: not server.wire._call_limiter._running)  # type: ignore[attr-defined]
     assert ask(caller, server.peer_id, "bulk").header["caller"] == caller.peer_id
 
 
-def test_one_caller_has_so_many_streams_and_no_more(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_per_caller_are_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     if swarm.transport == "local":
-        pytest.skip("there are no streams")
-    from node.swarm import p2p
+        pytest.skip("the local transport has no streams")
+    from node.swarm.transport import libp2p as p2p
 
     monkeypatch.setattr(p2p, "STREAMS_PER_CALLER", 3)
     caller, server = pair(swarm)
-    (other,) = swarm.seats(1)
+    (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
 
     async def open_some() -> list[asyncio.StreamWriter]:
@@ -347,26 +351,26 @@ def test_one_caller_has_so_many_streams_and_no_more(swarm: Swarm, monkeypatch: p
     streams = server.wire._streams  # type: ignore[attr-defined]
     wait_until(lambda: len(streams) == 3)
     assert refusal(caller, server.peer_id, "echo") == "busy"
-    assert ask(other, server.peer_id, "echo").header["caller"] == other.peer_id
+    assert_answers(other, server)
     for writer in opened:
         caller.loop.call_soon_threadsafe(writer.close)
     wait_until(lambda: not streams)
-    assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
+    assert_answers(caller, server)
 
 
-def test_a_connection_that_leads_nowhere_any_more_is_replaced(swarm: Swarm) -> None:
+def test_half_open_connection_is_replaced(swarm: Swarm) -> None:
     if swarm.transport == "local":
-        pytest.skip("there are no connections")
+        pytest.skip("the local transport has no connections")
     caller, server = pair(swarm)
-    caller.restart_wire()  # The new one knows no other address of the server.
+    caller.restart_wire()  # The new wire has no other address of the server.
     wire: Any = caller.wire
-    detour = Detour(listen_ports(server.addresses())[4])
+    detour = TcpForwarder(listen_ports(server.addresses())[4])
     port = caller.do(detour.open())
     try:
         caller.do(wire.drop(server.peer_id))
         caller.learn(server.peer_id, [f"/ip4/127.0.0.1/tcp/{port}/p2p/{server.peer_id}"])
-        assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
-        assert len(detour.connections) == 2, "both halves of one connection"
+        assert_answers(caller, server)
+        assert len(detour.connections) == 2, "both directions of one connection"
         caller.do(detour.cut())
         for _ in range(2):
             assert refusal(caller, server.peer_id, "echo", timeout_s=1.0) == "timeout"
@@ -383,7 +387,7 @@ def test_a_connection_that_leads_nowhere_any_more_is_replaced(swarm: Swarm) -> N
         caller.do(detour.close())
 
 
-def test_a_peer_that_is_slow_while_bulk_is_on_its_way_keeps_its_connection(swarm: Swarm) -> None:
+def test_bulk_keeps_the_connection_of_a_slow_peer(swarm: Swarm) -> None:
     release = threading.Event()
 
     async def slow(_caller: str, message: Message) -> Message:

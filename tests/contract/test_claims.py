@@ -1,4 +1,4 @@
-"""What members say to have accepted: it goes before all else, so it must be true, theirs, and possible to adopt."""
+"""Claims to have accepted an outcome. They take precedence, so they must be proved and adoptable."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm.attempt import Accepted
-from node.swarm.base import Message
-from node.swarm.records import Document, accept
+from node.swarm.consensus.ballot import Accepted
+from node.swarm.messages import Document, accept
+from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, round_of
 from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, forged_join, lone_outcome
 
 
 def claim_of(node: Node, outcome: Document, hashes: bytes, number: int = 0) -> list[Any]:
-    return [number, outcome.model_dump(), hashes.hex(), accept(node.seat.identity, outcome.hash, number)]
+    return [number, outcome.model_dump(), hashes.hex(), accept(node.host.identity, outcome.hash, number)]
 
 
-def test_a_member_that_goes_on_telling_what_it_has_accepted_is_heard_once(swarm: Swarm) -> None:
+def test_a_repeated_accepted_claim_is_checked_once(swarm: Swarm) -> None:
     _, second, _, member = _at_rest(swarm)
     parent = member.tip.head
     outcome, hashes = lone_outcome(member, parent, 1.0)
@@ -28,7 +28,7 @@ def test_a_member_that_goes_on_telling_what_it_has_accepted_is_heard_once(swarm:
     header["accepted"] = claim_of(member, outcome, hashes)
     for _ in range(5):
         assert _call(member, second, "join", Message(header)).header["status"] == "wait"
-    assert len(second.rounds._attempts[1].proposals) == 1
+    assert len(second.participant.ballot._attempts[1].proposals) == 1
 
 
 BAD_CLAIMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -44,7 +44,7 @@ BAD_CLAIMS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_CLAIMS)
-def test_a_claim_to_have_accepted_that_no_vote_stands_behind_is_refused(swarm: Swarm, what: str) -> None:
+def test_an_accepted_claim_without_a_vote_is_refused(swarm: Swarm, what: str) -> None:
     _, _, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
     claim = BAD_CLAIMS[what](claim_of(member, outcome, hashes))
@@ -52,46 +52,46 @@ def test_a_claim_to_have_accepted_that_no_vote_stands_behind_is_refused(swarm: S
     with pytest.raises(PeerError) as caught:
         _call(member, second, "join", Message(join | {"accepted": claim}))
     assert caught.value.code != "internal"
-    assert not second.rounds._attempts[2].joins, "who claims what is false does not take part by it"
+    assert not second.participant.ballot._attempts[2].joins, "a false claim is no valid join"
     good = claim_of(member, outcome, hashes)
     assert _call(member, second, "join", Message(join | {"accepted": good})).header["status"] == "wait"
 
 
 def _at_rest(swarm: Swarm) -> list[Node]:
-    """Nodes that answer, but do nothing by themselves; in the order in which they lead."""
+    """Nodes that only answer, in the order in which they lead."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     for node in nodes:
         node.stop()
     return nodes
 
 
-def test_nobody_accepts_now_or_is_believed_to_have_accepted_what_comes_later(swarm: Swarm) -> None:
+def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
     _, first, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0, attempt=1)
     join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
     for number in (0, 2):
         with pytest.raises(PeerError):
             _call(member, second, "join", Message(join | {"accepted": claim_of(member, outcome, hashes, number)}))
-    first.rounds._attempt(0).asked.add(member.peer_id)
+    first.participant.ballot.attempt(0).asked.add(member.peer_id)
     header = {"parent": member.tip.head, "attempt": 0, "hashes": hashes.hex()}
     with pytest.raises(PeerError, match="later"):
         _call(member, first, "propose", Message(header, [outcome.model_dump_json().encode()]))
-    assert first.rounds.accepted is None
+    assert first.participant.ballot.accepted is None
 
 
 @pytest.mark.parametrize("what", ["chunks that nobody has", "a mean that is too long", "a result"])
-def test_a_claim_is_proposed_again_only_if_it_can_be_adopted(swarm: Swarm, what: str) -> None:
-    """What a member has accepted may be committed, so it goes first; but what nobody can adopt stops nobody."""
+def test_only_an_adoptable_claim_is_proposed_again(swarm: Swarm, what: str) -> None:
+    """An accepted outcome may be committed, so it is proposed first, unless it cannot be adopted."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     *_, member = nodes
     value = 1e9 if what == "a mean that is too long" else 1.0
     outcome, hashes = lone_outcome(member, member.tip.head, value)
     if what == "chunks that nobody has":
-        member.seat.loop.call_soon_threadsafe(member.rounds.results.clear)
+        member.host.loop.call_soon_threadsafe(member.participant.ctx.results.clear)
     number, _, text, vote = claim_of(member, outcome, hashes)
-    member.rounds.accepted = Accepted(number, outcome, text, vote)
+    member.participant.ballot.accepted = Accepted(number, outcome, text, vote)
     for node in nodes:
-        node.rounds.number = 1
+        node.participant.ballot.number = 1
     done = round_of(nodes, 0, SOON_S)
     assert (done[0].tip.head == outcome.hash) == (what == "a result")
     assert done[0].tip.proof is not None and done[0].tip.proof.attempt == 1

@@ -1,4 +1,4 @@
-"""Norms, weights, claims and signatures that are false: bounded where they may be honest, refused where they cannot."""
+"""False norms, weights, claims and signatures are bounded or refused."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm import reduce
-from node.swarm.attempt import Contribution
-from node.swarm.base import Message, Service
-from node.swarm.directory import sign_record
+from node.swarm.allreduce import reducer as reduce
+from node.swarm.consensus.ballot import Contribution
 from node.swarm.faults import parse_faults
-from node.swarm.records import Plan, Proof, accept, sign
+from node.swarm.membership.peer_table import sign_record
+from node.swarm.messages import Plan, Proof, accept, sign
+from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
 from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, joined, lone_outcome
 
 
-def test_a_norm_a_hundred_times_too_long_is_bounded_by_clipping(swarm: Swarm) -> None:
+def test_a_contribution_with_a_hundred_times_the_usual_norm_is_clipped(swarm: Swarm) -> None:
     nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp32", min_peers=5))
     given = {node.peer_id: gradient(i, 0, PARAMETERS) for i, node in enumerate(nodes)}
     honest = weighted_mean([given[p] for p in sorted(given)], [100] * 5)
@@ -33,53 +33,53 @@ def test_a_norm_a_hundred_times_too_long_is_bounded_by_clipping(swarm: Swarm) ->
     done = [node.committed() for node in nodes]
     assert_same(done)
     parts = [given[p] for p in sorted(given)]
-    norms = [nodes[0].rules.grids[0].norm(nodes[0].encode(x)) for x in parts]
+    norms = [nodes[0].rules.layouts[0].norm(nodes[0].encode(x)) for x in parts]
     assert torch.equal(done[0].tip.state.momentum, weighted_mean(parts, [100] * 5, clip_scales(norms, [100] * 5)))
     moved = (done[0].tip.state.momentum - honest).norm() / honest.norm()
     assert moved < 1, f"it moved the mean by {moved:.2f} of its length"
     unclipped = (weighted_mean(parts, [100] * 5) - honest).norm() / honest.norm()
-    assert unclipped > 20, "the test's attack is none"
+    assert unclipped > 20, "without clipping the attack would work"
 
 
 @pytest.mark.parametrize("factor", [0.01, 3.0])
-def test_one_that_signs_another_norm_than_it_sends_is_left_out_by_a_leader_that_reduces_alone(
-    swarm: Swarm, factor: float
-) -> None:
-    """With several reducers the sums of one of them may be false as well, so the first attempt excludes nobody."""
+def test_a_leader_that_reduces_alone_excludes_a_member_with_a_false_norm(swarm: Swarm, factor: float) -> None:
+    """With several reducers, a reducer's sums may be false as well, so the first attempt excludes no member."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[2]
     for node in nodes:
         chunks = node.encode(_ones())
-        norm = node.rules.grids[0].norm(chunks) * (factor if node is bad else 1.0)
+        norm = node.rules.layouts[0].norm(chunks) * (factor if node is bad else 1.0)
         contribution = Contribution(node.tip.head, chunks, 100, 0.01, norm)
-        node.seat.loop.call_soon_threadsafe(node.rounds.offer, contribution)
+        node.host.loop.call_soon_threadsafe(node.participant.offer, contribution)
     done = [node.committed() for node in nodes]
     assert_same(done)
     assert set(done[0].outcome.plan.members) - set(done[0].outcome.included) == {bad.peer_id}
     assert done[0].outcome.plan.attempt == 1
-    assert [node.seat.wire.traffic.rejected["bad_norm"] for node in nodes] == [0, 1, 0, 0]
+    assert [node.host.wire.traffic.rejected["bad_norm"] for node in nodes] == [0, 1, 0, 0]
 
 
-def test_a_reducer_that_makes_its_mean_longer_is_not_believed_and_the_round_goes_on_without_it(swarm: Swarm) -> None:
+def test_a_reducer_that_enlarges_its_mean_is_excluded(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[2]
-    true = reduce.Bench.average
+    true = reduce.Reducer.average
 
-    def longer(self: reduce.Bench, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
+    def longer(self: reduce.Reducer, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
         means, squares = true(self, included)
-        grid = bad.rules.grids[0]
-        return {c: grid.codec.encode(grid.codec.decode(d, grid.elements(c)) * 100) for c, d in means.items()}, squares
+        layout = bad.rules.layouts[0]
+        return {
+            c: layout.codec.encode(layout.codec.decode(d, layout.elements(c)) * 100) for c, d in means.items()
+        }, squares
 
-    on_average = bad.seat.wire._services["average"].handler  # type: ignore[attr-defined]
+    on_average = bad.host.wire._services["average"].handler  # type: ignore[attr-defined]
 
     async def average_badly(caller: str, message: Message) -> Message:
-        reduce.Bench.average = longer  # type: ignore[method-assign]
+        reduce.Reducer.average = longer  # type: ignore[method-assign]
         try:
             return await on_average(caller, message)  # type: ignore[no-any-return]
         finally:
-            reduce.Bench.average = true  # type: ignore[method-assign]
+            reduce.Reducer.average = true  # type: ignore[method-assign]
 
-    bad.seat.wire.serve({"average": Service(average_badly, Channel.REDUCE)})
+    bad.host.wire.serve({"average": Service(average_badly, Channel.REDUCE)})
     offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
     assert_same(done)
@@ -88,21 +88,21 @@ def test_a_reducer_that_makes_its_mean_longer_is_not_believed_and_the_round_goes
 
 
 @pytest.mark.parametrize("kind", ["garbage", "nan", "shape"])
-def test_a_reducer_that_spoils_every_mean_stops_no_round(swarm: Swarm, kind: str) -> None:
-    """Whoever leads after a refused result reduces alone; where that is the spoiler, the one after it does."""
+def test_a_reducer_that_damages_every_mean_does_not_stop_rounds(swarm: Swarm, kind: str) -> None:
+    """The leader after a refused result reduces alone. If that leader is the attacker, the next one does."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
-    bad.rounds.faults = parse_faults(f"average@*={kind}")
+    bad.participant.ctx.hooks._faults = parse_faults(f"average@*={kind}")
     for round_ in range(4):
         began_s = time.monotonic()
         done = round_of(nodes, round_)
         assert time.monotonic() - began_s < SOON_S
         assert bad.peer_id not in done[0].outcome.plan.reducers
-        assert len(done[0].outcome.included) == 3, "what it contributed was right"
+        assert len(done[0].outcome.included) == 3, "its contribution was valid"
 
 
 def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
-    """In a join of its own: above the cap. In another's join: the signature does not hold. In a record: see below."""
+    """A member's own join above the cap, and another member's join with an invalid signature."""
     rules = replace(swarm.rules(PARAMETERS, "fp16", min_peers=2), max_tokens=1000)
     nodes = swarm.nodes(3, rules)
     bad, *honest = nodes
@@ -115,7 +115,7 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     join = forged_join(honest[1], bad.tip.head, 100)
     more = join.model_copy(update={"text": join.text.replace(":100,", ":900,")})
     plan = Plan(run=rules.run, parent=bad.tip.head, attempt=0, joins=(more,), reducers=(more.signer,), owners=(0,) * 13)
-    document = sign(bad.seat.identity, plan).model_dump_json().encode()
+    document = sign(bad.host.identity, plan).model_dump_json().encode()
     with pytest.raises(PeerError) as caught:
         _call(bad, honest[0], "plan", Message({"parent": bad.tip.head, "attempt": 0}, [document]))
     assert caught.value.code == "bad_signature"
@@ -124,29 +124,29 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     assert_same([node.committed() for node in honest])
 
 
-def test_tokens_that_nobody_signed_draw_nobody_away(swarm: Swarm) -> None:
+def test_unsigned_tokens_do_not_attract_members(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     *honest, bad = nodes
     bad.stop()
     forged = sign_record(
-        bad.seat.identity,
-        bad.directory.me.model_copy(
+        bad.host.identity,
+        bad.peer_table.me.model_copy(
             update={"number": 10**6, "round": 99, "head": "ee" * 32, "swarm_tokens": 10**15, "state_digest": "ee" * 32}
         ),
     )
 
     async def tell(node: Node) -> None:
-        node.directory.merge([forged])
+        node.peer_table.merge([forged])
 
     for node in honest:
-        node.seat.do(tell(node))
+        node.host.do(tell(node))
     done = round_of(honest, 1, timeout_s=2 * SOON_S)
     assert len(done[0].outcome.included) == 2
     assert not any(node.lost.is_set() for node in honest)
 
 
-def test_one_that_signs_two_outcomes_for_one_attempt_is_out(swarm: Swarm) -> None:
+def test_a_signer_of_two_outcomes_in_one_attempt_is_evicted(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = in_leader_order(nodes)
     parent = bad.tip.head
@@ -161,12 +161,12 @@ def test_one_that_signs_two_outcomes_for_one_attempt_is_out(swarm: Swarm) -> Non
         else:
             with pytest.raises(PeerError):
                 _call(bad, victim, "propose", message)
-    assert not victim.seat.do(_is_member(victim, bad)), "out, though it goes on to tell of itself"
-    assert victim.seat.do(_is_member(victim, other))
+    assert not victim.host.do(_is_member(victim, bad)), "evicted, although it still gossips its record"
+    assert victim.host.do(_is_member(victim, other))
 
 
 async def _is_member(node: Node, peer: Node) -> bool:
-    return node.directory.is_member(peer.peer_id)
+    return node.peer_table.is_member(peer.peer_id)
 
 
 def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
@@ -186,14 +186,14 @@ def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
     assert len(votes) == 1
 
 
-def test_nobody_commits_behind_the_backs_of_the_others_where_one_alone_may(swarm: Swarm) -> None:
+def test_a_single_member_cannot_commit_without_the_others_if_min_peers_is_one(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     round_of(nodes, 0)
     *honest, bad = nodes
     outcome, hashes = lone_outcome(bad, bad.tip.head, 1.0, round_=1)
-    vote = accept(bad.seat.identity, outcome.hash, 0)
+    vote = accept(bad.host.identity, outcome.hash, 0)
     proof = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes=hashes.hex())
     for peer in honest:
         with pytest.raises(PeerError) as caught:
-            peer.seat.do(peer.rounds.adopt(proof))
+            peer.host.do(peer.participant.committer.adopt(proof))
         assert caught.value.code == "unsupported"

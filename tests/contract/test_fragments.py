@@ -1,4 +1,4 @@
-"""Rounds of fragments: each moves its own part of the parameters, and all promises hold for every one of them."""
+"""Rounds of fragments: each moves its own part of the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def swarm_of(swarm: Swarm, count: int) -> list[Node]:
     return swarm.nodes(count, swarm.rules(PARAMETERS, "fp32", min_peers=2, fragments=FRAGMENTS))
 
 
-def test_each_round_steps_its_own_fragment_and_leaves_the_rest(swarm: Swarm) -> None:
+def test_each_round_changes_one_fragment_only(swarm: Swarm) -> None:
     nodes = swarm_of(swarm, 3)
     momentum = torch.zeros(PARAMETERS)
     for round_ in range(2 * FRAGMENTS):
@@ -25,33 +25,33 @@ def test_each_round_steps_its_own_fragment_and_leaves_the_rest(swarm: Swarm) -> 
         given = offer_all(nodes, round_)
         done = [node.committed() for node in nodes]
         assert_same(done)
-        state, grid = done[0].tip.state, nodes[0].rules.grid_at(round_)
+        state, layout = done[0].tip.state, nodes[0].rules.layout_at(round_)
         ordered = [given[peer] for peer in sorted(given)]
         mean = weighted_mean([x for x, _ in ordered], [tokens for _, tokens in ordered])
-        buffer = OUTER.momentum * take(momentum, grid.ranges) + mean
+        buffer = OUTER.momentum * take(momentum, layout.ranges) + mean
         step = OUTER.lr * (mean + OUTER.momentum * buffer)
-        torch.testing.assert_close(take(state.anchor, grid.ranges), take(before.anchor, grid.ranges) - step)
+        torch.testing.assert_close(take(state.anchor, layout.ranges), take(before.anchor, layout.ranges) - step)
         changed = (state.anchor != before.anchor).nonzero().flatten()
-        inside = torch.cat([torch.arange(start, end) for start, end in grid.ranges])
+        inside = torch.cat([torch.arange(start, end) for start, end in layout.ranges])
         assert set(changed.tolist()) <= set(inside.tolist())
         momentum = state.momentum
-        # A contribution's tokens are those since the fragment's last round, so a token is in each fragment's.
+        # A contribution counts the tokens since the fragment's last round, so each fragment counts every token.
         assert state.tokens - before.tokens == sum(tokens for _, tokens in ordered) // FRAGMENTS
 
 
-def test_a_round_moves_only_its_fragments_bytes(swarm: Swarm) -> None:
+def test_a_round_transfers_only_its_fragment(swarm: Swarm) -> None:
     nodes = swarm_of(swarm, 2)
     round_of(nodes, 0)
-    before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
+    before = [node.host.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
     round_of(nodes, 1)
-    payload = nodes[0].rules.grid_at(1).encoded_bytes()
-    assert payload == 4 * elements(nodes[0].rules.grid_at(1).ranges) < 4 * PARAMETERS / 2
+    payload = nodes[0].rules.layout_at(1).encoded_bytes()
+    assert payload == 4 * elements(nodes[0].rules.layout_at(1).ranges) < 4 * PARAMETERS / 2
     for node, sent in zip(nodes, before, strict=True):
-        moved = node.seat.wire.traffic.sent_bytes[Channel.REDUCE] - sent
+        moved = node.host.wire.traffic.sent_bytes[Channel.REDUCE] - sent
         assert payload <= moved < payload + 20_000
 
 
-def test_one_that_missed_rounds_of_all_fragments_replays_them(swarm: Swarm) -> None:
+def test_a_late_member_replays_rounds_of_all_fragments(swarm: Swarm) -> None:
     nodes = swarm_of(swarm, 2)
     for round_ in range(FRAGMENTS + 1):
         round_of(nodes, round_)
@@ -60,12 +60,12 @@ def test_one_that_missed_rounds_of_all_fragments_replays_them(swarm: Swarm) -> N
     replayed = [late.committed().tip.round for _ in range(FRAGMENTS + 1)]
     assert replayed == list(range(FRAGMENTS + 1))
     assert (late.tip.head, late.tip.digest) == (nodes[0].tip.head, nodes[0].tip.digest)
-    late.directory.say(phase=Phase.TRAINING)
-    wait_until(lambda: all(node.directory.is_member(late.peer_id) for node in nodes))
+    late.peer_table.update_own(phase=Phase.TRAINING)
+    wait_until(lambda: all(node.peer_table.is_member(late.peer_id) for node in nodes))
     assert len(round_of([*nodes, late], FRAGMENTS + 1)[0].outcome.included) == 3
 
 
-def test_a_state_is_downloaded_whole(swarm: Swarm) -> None:
+def test_a_download_has_the_state_of_all_fragments(swarm: Swarm) -> None:
     nodes = swarm_of(swarm, 2)
     for round_ in range(2):
         round_of(nodes, round_)
@@ -75,5 +75,5 @@ def test_a_state_is_downloaded_whole(swarm: Swarm) -> None:
     tip = download(late)
     assert tip.digest == nodes[0].tip.digest and tip.state.anchor.numel() == PARAMETERS
     restart_at(late, tip)
-    wait_until(lambda: all(node.directory.is_member(late.peer_id) for node in nodes))
+    wait_until(lambda: all(node.peer_table.is_member(late.peer_id) for node in nodes))
     round_of([*nodes, late], 2)

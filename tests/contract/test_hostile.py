@@ -1,4 +1,4 @@
-"""Peers that break the rules. What they send is refused, and they are left out, for everybody alike."""
+"""Peers that break the rules. Every node refuses their messages and excludes them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
-from node.swarm import leader
-from node.swarm.answers import MAX_AHEAD
-from node.swarm.attempt import Attempt, Contribution
-from node.swarm.base import Message, Service
+from node.swarm.allreduce.chunk_assignment import chunk_owners
+from node.swarm.allreduce.reducer import chunk_hash
+from node.swarm.consensus import leader
+from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, Contribution
 from node.swarm.identity import Identity
-from node.swarm.records import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
-from node.swarm.reduce import chunk_hash
+from node.swarm.messages import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
+from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
@@ -34,14 +34,14 @@ Sender = Callable[[Any, Attempt, Plan, Contribution], Any]
 
 
 def wrong_parts(change: Callable[[list[int], list[bytes]], tuple[list[Any], list[bytes]]]) -> Sender:
-    """A sender that changes chunk numbers and chunks on their way to every reducer."""
+    """A sender that changes chunk numbers and chunks for every reducer."""
 
     async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         for peer in plan.reducers:
             chunks, blobs = change(plan.chunks_of(peer), [mine.chunks[chunk] for chunk in plan.chunks_of(peer)])
             message = Message({"parent": attempt.parent, "attempt": attempt.number, "chunks": chunks}, blobs)
             try:
-                await rounds.wire.call(peer, "contribute", message, timeout_s=5)
+                await rounds.ctx.wire.call(peer, "contribute", message, timeout_s=5)
             except PeerError:
                 continue
 
@@ -61,14 +61,14 @@ CHANGES: dict[str, Callable[[list[int], list[bytes]], tuple[list[Any], list[byte
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_contribution_that_breaks_a_rule_is_left_out_for_all_alike(swarm: Swarm, what: str) -> None:
+def test_an_invalid_contribution_is_excluded_on_all_nodes(swarm: Swarm, what: str) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=2))
     bad = nodes[1]
-    bad.rounds.send = MethodType(wrong_parts(CHANGES[what]), bad.rounds)  # type: ignore[method-assign]
+    bad.participant.sender.send = MethodType(wrong_parts(CHANGES[what]), bad.participant)  # type: ignore[method-assign]
     began_s = time.monotonic()
     offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
-    assert time.monotonic() - began_s < SOON_S, "nobody waits for what has been refused"
+    assert time.monotonic() - began_s < SOON_S, "no member waits for a refused contribution"
     assert_same(done)
     for node, d in zip(nodes, done, strict=True):
         assert set(d.outcome.plan.members) - set(d.outcome.included) == {bad.peer_id}
@@ -91,12 +91,12 @@ def test_a_contribution_from_outside_the_group_changes_nothing(swarm: Swarm) -> 
                 header = {"parent": node.tip.head, "attempt": 0, "chunks": list(numbers)}
                 try:
                     blobs = [chunks[i] for i in numbers]
-                    await outsider.seat.wire.call(node.peer_id, "contribute", Message(header, blobs), timeout_s=5)
+                    await outsider.host.wire.call(node.peer_id, "contribute", Message(header, blobs), timeout_s=5)
                 except PeerError as exc:
                     refused.append(exc.code)
 
     offer_all(nodes, 0)
-    outsider.seat.do(push())
+    outsider.host.do(push())
     done = [node.committed() for node in nodes]
     assert_same(done)
     assert done[0].outcome.included == tuple(sorted(node.peer_id for node in nodes))
@@ -108,13 +108,15 @@ def _ones() -> torch.Tensor:
 
 
 def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
-    return node.seat.do(node.seat.wire.call(peer.peer_id, verb, message, timeout_s=5))
+    return node.host.do(node.host.wire.call(peer.peer_id, verb, message, timeout_s=5))
 
 
 def joined(first: Node, member: Node) -> None:
     """The member offers, and asks the leader of the first attempt to lead it."""
     offer_all([member], 0)
-    wait_until(lambda: any(member.peer_id in attempt.joins for attempt in list(first.rounds._attempts.values())))
+    wait_until(
+        lambda: any(member.peer_id in attempt.joins for attempt in list(first.participant.ballot._attempts.values()))
+    )
 
 
 RUBBISH: dict[str, Sequence[Message]] = {
@@ -136,7 +138,7 @@ RUBBISH: dict[str, Sequence[Message]] = {
 }
 
 
-def test_rubbish_on_every_verb_is_survived(swarm: Swarm) -> None:
+def test_random_messages_on_every_verb_are_survived(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
     for verb, messages in RUBBISH.items():
@@ -158,7 +160,7 @@ BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize("what", BAD_REPLIES)
-def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+def test_a_member_with_random_answers_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
     verb, header = BAD_REPLIES[what]
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
@@ -168,7 +170,7 @@ def test_a_member_that_answers_its_leader_with_rubbish_cannot_stop_the_round(swa
             raise PeerError("no")
         return Message(header)
 
-    bad.seat.wire.serve({verb: Service(answer_badly, Channel.REDUCE, 2**22)})
+    bad.host.wire.serve({verb: Service(answer_badly, Channel.REDUCE, 2**22)})
     offer_all(nodes, 0)
     done = [node.committed(2 * SOON_S) for node in honest]
     assert_same(done)
@@ -184,63 +186,61 @@ ODD_REPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] =
 
 
 @pytest.mark.parametrize("what", ODD_REPLIES)
-def test_a_member_that_answers_its_leader_almost_rightly_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+def test_a_member_with_slightly_wrong_answers_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
     verb, change = ODD_REPLIES[what]
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
-    rightly = bad.seat.wire._services[verb].handler  # type: ignore[attr-defined]
+    rightly = bad.host.wire._services[verb].handler  # type: ignore[attr-defined]
 
     async def answer_oddly(caller: str, message: Message) -> Message:
         header = (await rightly(caller, message)).header
         return Message(header | change(header))
 
-    bad.seat.wire.serve({verb: Service(answer_oddly, Channel.REDUCE, 2**22)})
+    bad.host.wire.serve({verb: Service(answer_oddly, Channel.REDUCE, 2**22)})
     offer_all(nodes, 0)
     assert_same([node.committed(SOON_S) for node in honest])
 
 
 @pytest.mark.parametrize("said", ["abc", None, math.inf, [], -1, 0, 2**31, 2**63])
-def test_a_leader_that_tells_of_an_attempt_that_cannot_be_stops_nobody(swarm: Swarm, said: Any) -> None:
+def test_an_impossible_attempt_number_of_a_leader_stops_no_member(swarm: Swarm, said: Any) -> None:
     bad, *honest = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
 
     async def answer_badly(caller: str, message: Message) -> Message:
         return Message({"status": "stale", "attempt": said})
 
-    bad.seat.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    bad.host.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
     offer_all(honest, 0)
     done = [node.committed(2 * SOON_S) for node in honest]
     assert_same(done)
     assert done[0].outcome.plan.attempt < 2 * MAX_AHEAD
 
 
-def test_one_that_was_led_far_ahead_is_found_again(swarm: Swarm) -> None:
-    """Whoever hears of its attempt goes towards it by as many numbers as may be at once."""
+def test_a_member_sent_to_a_far_attempt_rejoins(swarm: Swarm) -> None:
+    """Members go towards the attempt that it names by MAX_AHEAD at a time."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    nodes[0].rounds.number = 3 * MAX_AHEAD + 1
+    nodes[0].participant.ballot.number = 3 * MAX_AHEAD + 1
     done = round_of(nodes, 0)
     assert done[0].outcome.plan.attempt > 3 * MAX_AHEAD
 
 
-def test_a_leader_that_stumbles_tells_the_others_and_another_one_leads(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_with_an_internal_error_is_replaced(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    rightly, stumbled = leader.chunk_owners, []
+    stumbled: list[int] = []
 
     def stumble(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
         if not stumbled:
             stumbled.append(chunks)
             raise ZeroDivisionError
-        return rightly(chunks, capacities)
+        return chunk_owners(chunks, capacities)
 
     monkeypatch.setattr(leader, "chunk_owners", stumble)
     done = round_of(nodes, 0, SOON_S)
     assert done[0].outcome.plan.attempt == 1
-    assert all(node.failures for node in nodes), "everybody has been told"
+    assert all(node.failures for node in nodes), "all members are told"
 
 
 @pytest.mark.parametrize("verb", ["attempt", "collect", "join"])
-def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
+def test_a_member_that_raises_the_attempt_number_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(2, rules)
     outsider = swarm.node(rules)
@@ -255,21 +255,21 @@ def test_one_that_counts_attempts_far_ahead_does_not_stop_the_round(swarm: Swarm
     round_of(nodes, 0, SOON_S)
 
 
-# who may end an attempt
+# ending attempts
 
 
-def test_only_its_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
-    """The number of an attempt is known to all; who has not been asked to lead it neither leads nor ends it."""
+def test_only_the_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
+    """All know the attempt's number, but only a member that was asked to lead may plan or end it."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     first, other, bad = nodes
     for node in (first, other):
         joined(first, node)
     parent = bad.tip.head
-    joins = [first.rounds._attempts[0].joins[node.peer_id] for node in (first, other)]
+    joins = [first.participant.ballot._attempts[0].joins[node.peer_id] for node in (first, other)]
     joins = sorted([*joins, forged_join(bad, parent)], key=lambda join: join.signer)
-    reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.grids[0].bounds)
+    reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.layouts[0].bounds)
     plan = Plan(run=bad.rules.run, parent=parent, attempt=0, joins=tuple(joins), reducers=reducers, owners=owners)
-    document = sign(bad.seat.identity, plan).model_dump_json().encode()
+    document = sign(bad.host.identity, plan).model_dump_json().encode()
     for peer in (first, other):
         for verb, header in (("failed", {"reason": "enough", "code": "rejected"}), ("collect", {}), ("plan", {})):
             with pytest.raises(PeerError, match="another leader"):
@@ -281,7 +281,7 @@ def test_only_its_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
     assert not first.failures and not other.failures
 
 
-def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
+def test_text_from_a_leader_is_safe_for_log_and_page(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad, victim, other = nodes
     nasty = "one\x1b[2J\ntwo\u2028\u202ethree\x9b" + "x" * 500
@@ -289,10 +289,10 @@ def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
     async def answer_badly(caller: str, message: Message) -> Message:
         return Message({"status": "wait", "reason": nasty, "code": "made up"})
 
-    bad.seat.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    bad.host.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
     offer_all([victim], 0)
-    wait_until(lambda: victim.rounds.waiting()[0] != "")
-    reason, code = victim.rounds.waiting()
+    wait_until(lambda: victim.participant.waiting()[0] != "")
+    reason, code = victim.participant.waiting()
     assert reason.startswith("one [2J two  three x") and len(reason) == 200 and reason.isprintable()
     assert code == ""
     header = {"parent": victim.tip.head, "attempt": 0, "reason": nasty, "code": "made up"}
@@ -300,11 +300,11 @@ def test_what_a_leader_says_is_fit_for_a_log_and_a_page(swarm: Swarm) -> None:
     offer_all([other], 0)
     assert_same([victim.committed(), other.committed()])
     assert victim.failures[0].code == "round_failed" and str(victim.failures[0]) == reason
-    assert not victim.rounds.wronged
+    assert not victim.participant.ballot.distrusts_reducers
 
 
-def test_a_join_that_is_padded_stops_no_round(swarm: Swarm) -> None:
-    """White space, that all members would have to pass on in what they have accepted: more than a header may have."""
+def test_a_padded_join_does_not_stop_the_round(swarm: Swarm) -> None:
+    """Padding that would make the accepted outcome larger than a header allows."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
 
@@ -313,7 +313,7 @@ def test_a_join_that_is_padded_stops_no_round(swarm: Swarm) -> None:
         signature = identity.sign("diloco join", text.encode()).hex()
         return Document(signer=identity.peer_id, text=text, signature=signature)
 
-    bad.rounds.mishaps.join = join  # type: ignore[method-assign]
+    bad.participant.ctx.hooks.join = join  # type: ignore[assignment]
     for round_ in range(2):
         done = round_of(nodes, round_)
         assert set(done[0].outcome.included) == {node.peer_id for node in nodes} - {bad.peer_id}
@@ -325,7 +325,7 @@ def test_a_join_that_is_padded_stops_no_round(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("step_s", [5e-324, 9e5])
-def test_one_member_that_signs_most_tokens_sets_no_length_of_the_round(swarm: Swarm, step_s: float) -> None:
+def test_one_member_with_most_tokens_does_not_set_the_round_length(swarm: Swarm, step_s: float) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
     for node in nodes:
@@ -336,24 +336,24 @@ def test_one_member_that_signs_most_tokens_sets_no_length_of_the_round(swarm: Sw
 
 
 @pytest.mark.parametrize("round_s", [None, 1e-6, 1e6])
-def test_who_names_another_length_of_the_round_is_left_out(swarm: Swarm, round_s: float | None) -> None:
+def test_a_member_that_names_another_round_length_is_excluded(swarm: Swarm, round_s: float | None) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     bad = nodes[1]
-    true = bad.rounds.mishaps.join
+    true = bad.participant.ctx.hooks.join
 
     def join(identity: Identity, content: Join) -> Document:
         return true(identity, content.model_copy(update={"round_s": round_s}))
 
-    bad.rounds.mishaps.join = join  # type: ignore[method-assign]
+    bad.participant.ctx.hooks.join = join  # type: ignore[assignment]
     offer_all(nodes, 1)
     done = [node.committed() for node in nodes]
     assert_same(done)
     assert set(done[0].outcome.included) == {node.peer_id for node in nodes} - {bad.peer_id}
 
 
-def test_an_outcome_of_those_that_name_another_length_of_the_round_is_not_accepted(swarm: Swarm) -> None:
-    """A leader in league with those that it includes."""
+def test_an_outcome_with_another_round_length_is_not_accepted(swarm: Swarm) -> None:
+    """The leader and all included members collude."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     round_of(nodes, 0)
     bad, victim, _ = in_leader_order(nodes)
@@ -376,7 +376,7 @@ def test_an_outcome_of_those_that_name_another_length_of_the_round_is_not_accept
 
 def forged_join(node: Node, parent: str, tokens: int = 100) -> Document:
     fields = {"run": node.rules.run, "parent": parent, "tokens": tokens, "round_s": node.tip.round_s}
-    return sign(node.seat.identity, Join(**fields, step_s=0.01, norm=1e6))
+    return sign(node.host.identity, Join(**fields, step_s=0.01, norm=1e6))
 
 
 def send_commit(node: Node, peer: Node, proof: Proof) -> None:
@@ -384,20 +384,20 @@ def send_commit(node: Node, peer: Node, proof: Proof) -> None:
 
 
 def with_outcome(proof: Proof, node: Node, **changes: Any) -> Proof:
-    """The same proof for an outcome that this node has changed and signed anew."""
+    """The proof with an outcome that this node has changed and signed."""
     outcome = parse(Outcome, proof.outcome.text).model_copy(update=changes)
-    return proof.model_copy(update={"outcome": sign(node.seat.identity, outcome)})
+    return proof.model_copy(update={"outcome": sign(node.host.identity, outcome)})
 
 
 def _other(proof: Proof, nodes: Sequence[Node]) -> str:
     return next(node.peer_id for node in nodes if node.peer_id != proof.outcome.signer)
 
 
-def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
+def test_a_tampered_proof_is_not_adopted(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     watcher = swarm.node(rules)
-    watcher.stop()  # It takes proofs from this test only.
+    watcher.stop()  # It gets proofs from this test only.
     round_of(nodes, 0)
     good = nodes[0].tip.proof
     assert good is not None
@@ -426,11 +426,11 @@ def test_a_tampered_proof_moves_nobody(swarm: Swarm) -> None:
     watcher.meet(nodes)
     for what, proof in forged.items():
         with pytest.raises(PeerError):
-            watcher.seat.do(watcher.rounds.adopt(proof))
+            watcher.host.do(watcher.participant.committer.adopt(proof))
         assert watcher.tip.round == -1, what
-    assert watcher.seat.do(watcher.rounds.adopt(good))
+    assert watcher.host.do(watcher.participant.committer.adopt(good))
     assert watcher.tip.digest == nodes[0].tip.digest
-    assert not watcher.seat.do(watcher.rounds.adopt(good)), "once is enough"
+    assert not watcher.host.do(watcher.participant.committer.adopt(good)), "a second adoption does nothing"
 
 
 def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> None:
@@ -439,27 +439,23 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
     round_of(nodes, 0)
     bad = next(node for node in nodes if node.peer_id == min(n.peer_id for n in nodes))
 
-    class Liar:
-        def __init__(self, true: Any) -> None:
-            self._true = true
+    results = bad.participant.ctx.results
+    honestly = results.get_all
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._true, name)
+    def get_all(hashes: Sequence[bytes]) -> list[bytes] | None:
+        found = honestly(hashes)
+        return found and [bytes(len(data)) for data in found]
 
-        def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
-            found = self._true.get_all(hashes)
-            return found and [bytes(len(data)) for data in found]
-
-    bad.rounds.results = Liar(bad.rounds.results)  # type: ignore[assignment]
+    results.get_all = get_all  # type: ignore[method-assign]
     late = swarm.node(rules)
     late.meet(nodes)
     proof = nodes[0].tip.proof
     assert proof is not None
-    assert late.seat.do(late.rounds.adopt(proof))
+    assert late.host.do(late.participant.committer.adopt(proof))
     assert late.tip.digest == nodes[0].tip.digest
 
 
-def test_chunks_are_read_beside_the_loop_and_for_one_caller_twice_at_a_time(
+def test_fetched_chunks_are_read_off_the_event_loop_two_at_a_time_per_caller(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller, other = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
@@ -471,11 +467,11 @@ def test_chunks_are_read_beside_the_loop_and_for_one_caller_twice_at_a_time(
         release.wait(20)
         return chunk
 
-    monkeypatch.setattr(other.rounds.results._store, "get", read_slowly)
+    monkeypatch.setattr(other.participant.ctx.results._store, "get", read_slowly)
 
     def fetch() -> Any:
-        call = caller.seat.wire.call(other.peer_id, "fetch", Message({"hashes": [bytes(32)]}), timeout_s=20)
-        return asyncio.run_coroutine_threadsafe(call, caller.seat.loop)
+        call = caller.host.wire.call(other.peer_id, "fetch", Message({"hashes": [bytes(32)]}), timeout_s=20)
+        return asyncio.run_coroutine_threadsafe(call, caller.host.loop)
 
     first, second = fetch(), fetch()
     try:
@@ -488,13 +484,13 @@ def test_chunks_are_read_beside_the_loop_and_for_one_caller_twice_at_a_time(
     assert [list(call.result(10).blobs) for call in (first, second)] == [[chunk], [chunk]]
 
 
-def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Swarm) -> None:
+def test_a_leader_of_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp32", min_peers=1)
     nodes = swarm.nodes(3, rules)
     first, victim, _ = in_leader_order(nodes)
     parent = first.tip.head
     joined(first, victim)
-    votes = []
+    votes: list[Message] = []
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(first, parent, value)
         header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
@@ -508,14 +504,14 @@ def test_a_leader_that_proposes_two_outcomes_for_one_key_gets_one_vote(swarm: Sw
 
 
 def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt: int = 0) -> tuple[Document, bytes]:
-    """An outcome that this node makes up all by itself, its chunks in its results; document and hashes."""
+    """An invented outcome whose chunks are in this node's results. Returns document and hashes."""
     chunks = node.encode(_ones() * value)
     hashes = [chunk_hash(chunk) for chunk in chunks]
 
     async def keep() -> None:
-        node.rounds.results.add(chunks)
+        node.participant.ctx.results.add(chunks)
 
-    node.seat.do(keep())
+    node.host.do(keep())
     plan = Plan(
         run=node.rules.run,
         parent=parent,
@@ -525,12 +521,12 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt
         owners=(0,) * len(chunks),
     )
     outcome = Outcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
-    return sign(node.seat.identity, outcome), b"".join(hashes)
+    return sign(node.host.identity, outcome), b"".join(hashes)
 
 
 @pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
-def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, what: str) -> None:
-    """Else every leader to come would have to propose it again, and the run would stand still for ever."""
+def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: str) -> None:
+    """Otherwise every later leader would have to propose it again, and the run would stop for ever."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = nodes
     parent = bad.tip.head
@@ -540,7 +536,7 @@ def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, 
     proposal = Message({"parent": parent, "attempt": 0, "hashes": text}, [outcome.model_dump_json().encode()])
     with pytest.raises(PeerError):
         _call(bad, victim, "propose", proposal)
-    claim = [0, outcome.model_dump(), text, accept(bad.seat.identity, outcome.hash, 0)]
+    claim = [0, outcome.model_dump(), text, accept(bad.host.identity, outcome.hash, 0)]
     join = {"attempt": 1, "join": forged_join(bad, parent).model_dump()}
     with pytest.raises(PeerError):
         _call(bad, victim, "join", Message(join | {"accepted": claim}))
@@ -549,12 +545,12 @@ def test_an_outcome_that_nobody_could_adopt_is_accepted_by_nobody(swarm: Swarm, 
     assert other.peer_id in done[0].outcome.included
 
 
-def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
-    """A proof must stand for more than the one who wrote it, where the run asks for more than one."""
+def test_one_member_cannot_commit_alone(swarm: Swarm) -> None:
+    """A proof needs the votes of min_peers members."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=2))
     *honest, bad = nodes
     outcome, hashes = lone_outcome(bad, bad.tip.head, 1000.0)
-    vote = accept(bad.seat.identity, outcome.hash, 0)
+    vote = accept(bad.host.identity, outcome.hash, 0)
     proof = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes=hashes.hex())
     for peer in honest:
         send_commit(bad, peer, proof)
@@ -562,10 +558,10 @@ def test_nobody_commits_for_the_others_all_alone(swarm: Swarm) -> None:
     assert all(node.tip.head != outcome.hash for node in honest)
 
 
-def test_a_failed_attempt_keeps_nothing_of_what_it_was_given(swarm: Swarm) -> None:
+def test_a_failed_attempt_frees_its_data(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     *honest, bad = nodes
-    rightly, given = bad.seat.wire._services["average"].handler, 0  # type: ignore[attr-defined]
+    rightly, given = bad.host.wire._services["average"].handler, 0  # type: ignore[attr-defined]
 
     async def refuse_at_first(caller: str, message: Message) -> Message:
         nonlocal given
@@ -574,21 +570,21 @@ def test_a_failed_attempt_keeps_nothing_of_what_it_was_given(swarm: Swarm) -> No
             raise PeerError("no")
         return await rightly(caller, message)  # type: ignore[no-any-return]
 
-    bad.seat.wire.serve({"average": Service(refuse_at_first, Channel.REDUCE)})
+    bad.host.wire.serve({"average": Service(refuse_at_first, Channel.REDUCE)})
     kept: list[bool] = []
     for node in honest:
-        node.rounds.give_up = _noting(kept, node.rounds.give_up)  # type: ignore[method-assign]
+        node.participant.ballot.give_up = _noting(kept, node.participant.ballot.give_up)  # type: ignore[method-assign]
     done = round_of(nodes, 0)
     assert done[0].outcome.plan.attempt >= 3
     assert kept and not any(kept)
 
 
 def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., None]:
-    """Whether an attempt that had a plan, and so contributions, holds any of it once it is given up."""
+    """Whether a failed attempt that had a plan still holds contributions."""
 
     def noted(attempt: Attempt, error: SwarmError) -> None:
         give_up(attempt, error)
         if attempt.planned.is_set():
-            kept.append(bool(attempt.bench or attempt.joins or attempt.proposals))
+            kept.append(bool(attempt.reducer or attempt.joins or attempt.proposals))
 
     return noted

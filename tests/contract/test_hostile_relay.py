@@ -1,4 +1,4 @@
-"""A relay that lies: it may end a call, and nothing else. Neither end believes it about who the other one is."""
+"""A hostile relay can end a call and nothing else. Neither end believes what it says about the other."""
 
 from __future__ import annotations
 
@@ -9,100 +9,113 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm import relay as relaying
-from node.swarm.base import Message
-from node.swarm.p2p import RELAYED_PROTOCOL, P2PWire
-from node.swarm.streams import Reader, Writer
-from tests.contract.harness import Seat, Swarm, wait_until
-from tests.contract.test_calls import ask
-from tests.contract.test_relayed import Homes
+from node.swarm.transport import relay as relaying
+from node.swarm.transport.encrypted_stream import Handshake
+from node.swarm.transport.framing import Reader, Writer
+from node.swarm.transport.libp2p import RELAY_PROTOCOL, RELAYED_PROTOCOL, Libp2pWire
+from node.swarm.transport.wire import Message
+from tests.contract.harness import Host, Swarm, wait_until
+from tests.contract.test_calls import ask, assert_answers
+from tests.contract.test_relayed import RelayedPair
 
 Ends = tuple[Reader, Writer]
 
 
 @pytest.fixture
-def homes(swarm: Swarm) -> Homes:
+def pair(swarm: Swarm) -> RelayedPair:
     if swarm.transport == "local":
         pytest.skip("the local transport hands messages over within the process")
-    return Homes(swarm)
+    return RelayedPair(swarm)
 
 
-def relay_of(homes: Homes) -> P2PWire:
-    wire = homes.relays[0].wire
-    assert isinstance(wire, P2PWire)
+class Tap:
+    """A reader that copies what it reads to `kept`."""
+
+    def __init__(self, reader: Reader, kept: bytearray) -> None:
+        self._reader, self._kept = reader, kept
+        self.readexactly = reader.readexactly
+
+    async def read(self, n: int) -> bytes:
+        piece = await self._reader.read(n)
+        self._kept += piece
+        return piece
+
+
+def relay_of(pair: RelayedPair) -> Libp2pWire:
+    wire = pair.relays[0].wire
+    assert isinstance(wire, Libp2pWire)
     return wire
 
 
-def refused(seat: Seat) -> int:
-    return seat.wire.traffic.rejected["bad_signature"]
+def refused(host: Host) -> int:
+    return host.wire.traffic.rejected["bad_signature"]
 
 
-def assert_no_call_gets_through(homes: Homes, text: str) -> None:
+def assert_no_call_gets_through(pair: RelayedPair, text: str) -> None:
     with pytest.raises(PeerError, match=text) as caught:
-        ask(homes.caller, homes.there, "echo", Message({}, [b"secret" * 1000]))
-    assert caught.value.code == "no_relay", "nothing is known of the peer, so nobody suspects it"
+        ask(pair.caller, pair.target_id, "echo", Message({}, [b"secret" * 1000]))
+    assert caught.value.code == "no_relay", "the failure says nothing about the peer"
 
 
-def test_a_relay_that_leads_to_another_peer_is_found_out(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, other = relay_of(homes), homes.swarm.acquainted(1)[0]
-    homes.relays[0].learn(other.peer_id, other.addresses())
+def test_relay_to_another_peer_is_detected(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, other = relay_of(pair), pair.swarm.introduced_hosts(1)[0]
+    pair.relays[0].learn(other.peer_id, other.addresses())
 
     async def open_other(peer_id: str) -> Ends:
         await wire._ensure_connected(other.peer_id)
         return await wire._open(other.peer_id, RELAYED_PROTOCOL)
 
     monkeypatch.setattr(wire.relay, "_open_target", open_other)
-    assert_no_call_gets_through(homes, "is not")
-    assert refused(homes.caller) == 1
+    assert_no_call_gets_through(pair, "is not")
+    assert refused(pair.caller) == 1
 
 
-def test_a_relay_that_answers_for_the_peer_is_found_out(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a key of its own, and signs the handshake with that."""
-    wire = relay_of(homes)
+def test_relay_that_answers_for_the_target_is_detected(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay signs the handshake with its own key."""
+    wire = relay_of(pair)
 
     async def carry(caller: str, check: Callable[[str, str], None], ends: Ends) -> None:
         _, hello, _ = await relaying._read_frame(ends[0], str, bytes, float)
         relaying._write_frame(ends[1], ["ok", ""])
-        await relaying.Handshake(wire._identity).as_target(caller, hello, *ends)
+        await Handshake(wire._identity).as_target(caller, hello, *ends)
 
     monkeypatch.setattr(wire.relay, "carry", carry)
-    assert_no_call_gets_through(homes, "is not")
-    assert refused(homes.caller) == 1
+    assert_no_call_gets_through(pair, "is not")
+    assert refused(pair.caller) == 1
 
 
-def test_a_relay_that_calls_in_the_name_of_another_is_found_out(homes: Homes) -> None:
-    """It signs with its own key what only the one that it names could sign."""
-    wire = relay_of(homes)
+def test_relay_that_forges_a_caller_is_detected(pair: RelayedPair) -> None:
+    """The relay signs for the caller that it names."""
+    wire = relay_of(pair)
 
     async def call() -> bytes:
-        reader, writer = await wire._open(homes.there, RELAYED_PROTOCOL)
-        handshake = relaying.Handshake(wire._identity)
-        relaying._write_frame(writer, [homes.caller.peer_id, handshake.hello])
+        reader, writer = await wire._open(pair.target_id, RELAYED_PROTOCOL)
+        handshake = Handshake(wire._identity)
+        relaying._write_frame(writer, [pair.caller.peer_id, handshake.hello])
         await reader.readexactly(96)
         writer.write(wire._identity.sign("diloco circuit caller", b"whatever"))
         return await reader.read(1000)
 
-    assert homes.relays[0].do(call()) == b"", "nothing is answered"
-    assert refused(homes.server) == 1
+    assert pair.relays[0].do(call()) == b"", "nothing is answered"
+    assert refused(pair.server) == 1
 
 
-def test_a_relay_that_names_another_caller_to_the_target_is_found_out(
-    homes: Homes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    carry = relay_of(homes).relay.carry
-    monkeypatch.setattr(relay_of(homes).relay, "carry", lambda _, check, ends: carry(homes.there, check, ends))
-    assert_no_call_gets_through(homes, "is not")
+def test_relay_that_names_another_caller_is_detected(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    carry = relay_of(pair).relay.carry
+    monkeypatch.setattr(relay_of(pair).relay, "carry", lambda _, check, ends: carry(pair.target_id, check, ends))
+    assert_no_call_gets_through(pair, "is not")
 
 
 @pytest.mark.parametrize("direction", ["forth", "back"])
-def test_a_relay_that_changes_a_byte_is_found_out(
-    homes: Homes, monkeypatch: pytest.MonkeyPatch, direction: str
+def test_relay_that_changes_a_byte_is_detected(
+    pair: RelayedPair, monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
     class Flipping:
-        """A reader whose bytes of the call itself are changed; the handshake is left alone."""
+        """A reader that changes a byte after the handshake."""
 
         def __init__(self, reader: Reader, after: int) -> None:
             self._reader, self._left = reader, after
+            self.readexactly = reader.readexactly
 
         async def read(self, n: int) -> bytes:
             piece = await self._reader.read(min(n, self._left) if self._left else n)
@@ -111,10 +124,7 @@ def test_a_relay_that_changes_a_byte_is_found_out(
                 return piece
             return piece[:-1] + bytes([piece[-1] ^ 1]) if piece else piece
 
-        async def readexactly(self, n: int) -> bytes:
-            return await self._reader.readexactly(n)
-
-    relay = relay_of(homes).relay
+    relay = relay_of(pair).relay
     pipe = relay._pipe
 
     async def flip(caller: Ends, target: Ends, *rest: Any) -> None:
@@ -125,25 +135,13 @@ def test_a_relay_that_changes_a_byte_is_found_out(
         await pipe(caller, target, *rest)
 
     monkeypatch.setattr(relay, "_pipe", flip)
-    assert_no_call_gets_through(homes, "broke off")
+    assert_no_call_gets_through(pair, "broke off")
 
 
-def test_what_a_relay_has_kept_of_a_call_is_of_no_use_later(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's key is new each time, so the caller's signature and frames fit one circuit only."""
-    relay, kept = relay_of(homes).relay, bytearray()
+def test_relay_cannot_replay_a_call(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's key is new for each circuit, so the caller's signature and frames fit one circuit only."""
+    relay, kept = relay_of(pair).relay, bytearray()
     copy = relay._copy
-
-    class Keeping:
-        def __init__(self, reader: Reader) -> None:
-            self._reader = reader
-
-        async def read(self, n: int) -> bytes:
-            piece = await self._reader.read(n)
-            kept.extend(piece)
-            return piece
-
-        async def readexactly(self, n: int) -> bytes:
-            return await self._reader.readexactly(n)
 
     hellos: list[bytes] = []
     write_frame = relaying._write_frame
@@ -155,65 +153,51 @@ def test_what_a_relay_has_kept_of_a_call_is_of_no_use_later(homes: Homes, monkey
 
     async def pipe(caller: Ends, target: Ends, circuit: Any, for_s: float) -> None:
         back = asyncio.create_task(copy(target[0], caller[1], circuit))
-        await copy(Keeping(caller[0]), target[1], circuit)
+        await copy(Tap(caller[0], kept), target[1], circuit)
         back.cancel()
 
     monkeypatch.setattr(relaying, "_write_frame", keep_hello)
     monkeypatch.setattr(relay, "_pipe", pipe)
-    ask(homes.caller, homes.there, "echo", Message({}, [b"pay me"]))
+    ask(pair.caller, pair.target_id, "echo", Message({}, [b"pay me"]))
     wait_until(lambda: len(kept) > 64)
     monkeypatch.setattr(relaying, "_write_frame", write_frame)
 
     async def replay() -> bytes:
-        reader, writer = await relay_of(homes)._open(homes.there, RELAYED_PROTOCOL)
-        write_frame(writer, [homes.caller.peer_id, hellos[0]])
+        reader, writer = await relay_of(pair)._open(pair.target_id, RELAYED_PROTOCOL)
+        write_frame(writer, [pair.caller.peer_id, hellos[0]])
         await reader.readexactly(96)
         writer.write(bytes(kept))
         return await reader.read(1000)
 
-    answered = homes.server.wire.traffic.received_bytes.copy()
-    assert homes.relays[0].do(replay()) == b""
-    assert refused(homes.server) == 1
-    assert homes.server.wire.traffic.received_bytes == answered
+    answered = pair.server.wire.traffic.received_bytes.copy()
+    assert pair.relays[0].do(replay()) == b""
+    assert refused(pair.server) == 1
+    assert pair.server.wire.traffic.received_bytes == answered
 
 
-def test_a_relay_sees_nothing_of_what_it_carries(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay, seen = relay_of(homes).relay, bytearray()
+def test_relay_sees_only_ciphertext(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay, seen = relay_of(pair).relay, bytearray()
     copy = relay._copy
 
-    class Listening:
-        def __init__(self, reader: Reader) -> None:
-            self._reader = reader
-
-        async def read(self, n: int) -> bytes:
-            piece = await self._reader.read(n)
-            seen.extend(piece)
-            return piece
-
-        async def readexactly(self, n: int) -> bytes:
-            return await self._reader.readexactly(n)
-
-    monkeypatch.setattr(relay, "_copy", lambda reader, writer, circuit: copy(Listening(reader), writer, circuit))
+    monkeypatch.setattr(relay, "_copy", lambda reader, writer, circuit: copy(Tap(reader, seen), writer, circuit))
     secret = b"a secret of twenty-four!" * 100
-    assert list(ask(homes.caller, homes.there, "echo", Message({}, [secret])).blobs) == [secret]
+    assert list(ask(pair.caller, pair.target_id, "echo", Message({}, [secret])).blobs) == [secret]
     assert len(seen) > 2 * len(secret)
     assert b"secret" not in seen and b"echo" not in seen
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\0", b"\xff\xff", b"\0\x03abc", b"\0\x01\x90"])
-def test_rubbish_for_a_circuit_is_refused_and_forgotten(homes: Homes, rubbish: bytes) -> None:
-    from node.swarm.p2p import RELAY_PROTOCOL
-
-    wire = homes.caller.wire
-    assert isinstance(wire, P2PWire)
+def test_malformed_circuit_request_is_refused(pair: RelayedPair, rubbish: bytes) -> None:
+    wire = pair.caller.wire
+    assert isinstance(wire, Libp2pWire)
 
     async def send(protocol: str) -> bytes:
-        reader, writer = await wire._open(homes.relays[0].peer_id, protocol)
+        reader, writer = await wire._open(pair.relays[0].peer_id, protocol)
         writer.write(rubbish)
         writer.close()
         return await asyncio.wait_for(reader.read(1000), 10)
 
     for protocol in (RELAY_PROTOCOL, RELAYED_PROTOCOL):
-        homes.caller.do(send(protocol))
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
-    wait_until(lambda: not relay_of(homes).relay._circuits)
+        pair.caller.do(send(protocol))
+    assert_answers(pair.caller, pair.server)
+    wait_until(lambda: not relay_of(pair).relay._circuits)

@@ -1,4 +1,4 @@
-"""Peers that go: politely, in the middle of a round, as its leader. The others go on soon, and agree."""
+"""Peers leave: cleanly, in a round, as its leader. The others go on soon and agree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from node.swarm.consensus.commit import Committed
 from node.swarm.faults import parse_faults
-from node.swarm.rounds import Committed
 from tests.contract.harness import (
     Node,
     Swarm,
@@ -21,7 +21,7 @@ from tests.contract.harness import (
 )
 
 SOON_S = 10.0
-"""Well above what is needed on a loaded machine, well below the time after which a silent peer is given up."""
+"""Above the time that a loaded machine needs, below the time after which a silent peer is dead."""
 PARAMETERS = 50_000
 """Thirteen chunks, so every member reduces some."""
 STAGES = ("rendezvous", "reduce", "average", "commit")
@@ -29,12 +29,12 @@ STAGES = ("rendezvous", "reduce", "average", "commit")
 
 def set_trap(node: Node, plan: str) -> Trap:
     trap = Trap(parse_faults(plan).plan)
-    node.rounds.faults = trap
+    node.participant.ctx.hooks._faults = trap
     return trap
 
 
 def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[Committed]:
-    """All offer, one is lost when its trap springs; returns what the others commit."""
+    """All members offer, and one dies when its fault applies. Returns what the others commit."""
     offer_all(nodes, round_)
     assert trap.sprung.wait(SOON_S)
     began_s = time.monotonic()
@@ -45,7 +45,7 @@ def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[
     return done
 
 
-def test_one_of_three_leaves_politely_and_the_next_round_is_complete_at_once(swarm: Swarm) -> None:
+def test_after_a_clean_leave_the_next_round_does_not_wait(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     gone, *stay = in_leader_order(nodes)
@@ -55,11 +55,11 @@ def test_one_of_three_leaves_politely_and_the_next_round_is_complete_at_once(swa
     assert time.monotonic() - began_s < 3
     assert all(d.included and d.outcome.plan.members == d.outcome.included for d in done)
     assert len(done[0].outcome.included) == 2
-    assert not any(node.failures for node in stay), "nobody had to find out that it is gone"
+    assert not any(node.failures for node in stay), "no call to it failed"
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_member_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
+def test_a_member_that_dies_in_a_round_does_not_stop_it(swarm: Swarm, stage: str) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     dying = nodes[2]
     trap = set_trap(dying, f"{stage}@0=stall:60")
@@ -71,7 +71,7 @@ def test_a_member_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_leader_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm, stage: str) -> None:
+def test_a_leader_that_dies_in_a_round_is_replaced(swarm: Swarm, stage: str) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     leader = nodes[0]
     trap = set_trap(leader, f"{stage}@0=stall:60")
@@ -81,25 +81,25 @@ def test_a_leader_that_dies_in_the_middle_does_not_keep_the_others(swarm: Swarm,
     round_of(nodes[1:], 1)
 
 
-def test_what_a_dead_leader_had_accepted_is_proposed_again(swarm: Swarm) -> None:
+def test_an_outcome_accepted_under_a_dead_leader_is_proposed_again(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     leader, quick, *slow = nodes
     set_trap(leader, "commit@0=stall:60")
     for node in slow:
         set_trap(node, "commit@0=stall:0.8")
     offer_all(nodes, 0)
-    wait_until(lambda: quick.rounds.accepted is not None)
-    accepted = quick.rounds.accepted
+    wait_until(lambda: quick.participant.ballot.accepted is not None)
+    accepted = quick.participant.ballot.accepted
     leader.vanish()
     done = [node.committed() for node in nodes[1:]]
     assert_same(done)
     for d in done:
         assert accepted is not None and d.tip.head == accepted.outcome.hash
         assert d.tip.proof is not None and d.tip.proof.attempt > 0, "a later leader ratified the first one's outcome"
-        assert leader.peer_id in d.outcome.included, "the dead one's contribution is in, as it was accepted"
+        assert leader.peer_id in d.outcome.included, "the outcome includes the dead leader's contribution"
 
 
-def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(swarm: Swarm) -> None:
+def test_chunks_of_a_dead_reducer_are_fetched_from_others(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     reducer = nodes[3]
     trap = set_trap(reducer, "serve@0=stall:60")
@@ -108,7 +108,7 @@ def test_chunks_of_a_reducer_that_dies_after_the_average_come_from_the_others(sw
     round_of(nodes[:3], 1)
 
 
-def test_all_but_one_die_and_the_last_goes_on_alone(swarm: Swarm) -> None:
+def test_the_last_live_member_continues_alone(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)
     last, *others = nodes
@@ -119,13 +119,13 @@ def test_all_but_one_die_and_the_last_goes_on_alone(swarm: Swarm) -> None:
     assert done.outcome.included == (last.peer_id,)
 
 
-def test_below_min_peers_nothing_is_committed_until_somebody_comes(swarm: Swarm) -> None:
+def test_nothing_is_committed_below_min_peers(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     (first,) = swarm.nodes(1, rules)
     offer_all([first], 0)
     time.sleep(0.5)
     assert first.mail.empty() and first.tip.round == -1
-    assert first.rounds.waiting()[1] == "waiting_for_peers"
+    assert first.participant.waiting()[1] == "waiting_for_peers"
     second = swarm.node(rules)
     second.meet([first])
     second.start_gossip()

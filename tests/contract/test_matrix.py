@@ -1,14 +1,14 @@
 """A sample of the fault matrix over the local transport, in which every stage meets every kind of fault.
 
-The cases wait more than they work, so all are played at once, in processes of their own; `python -m
-tests.contract.matrix` plays the whole matrix.
+The cases mostly wait, so all run at once in separate processes. `python -m tests.contract.matrix` runs the whole
+matrix.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.contract.matrix import KINDS, PEERS, ROLES, STAGES, Case, all_cases, play_all, sample
+from tests.contract.matrix import KINDS, PEERS, ROLES, STAGES, Case, all_cases, run_all, sample
 
 JOBS = 4
 
@@ -16,16 +16,16 @@ JOBS = 4
 @pytest.fixture(scope="module")
 def played() -> dict[Case, str]:
     """Case to what went wrong."""
-    return {case: problem for case, _, problem in play_all(sample(), JOBS)}
+    return {case: problem for case, _, problem in run_all(sample(), JOBS)}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", sample(), ids=str)
-def test_a_fault_stops_nobody_else(played: dict[Case, str], case: Case) -> None:
+def test_a_fault_does_not_stop_other_members(played: dict[Case, str], case: Case) -> None:
     assert played[case] == ""
 
 
-def test_the_sample_has_every_pair() -> None:
+def test_the_sample_covers_every_pair() -> None:
     """Stage with kind, and each of both with every role and size."""
     cases = sample()
     assert len(all_cases()) == len(STAGES) * len(KINDS) * len(ROLES) * len(PEERS) == 180

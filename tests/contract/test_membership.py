@@ -1,6 +1,6 @@
-"""A dozen peers that know each other by gossip alone: who comes, leaves or dies is soon known to all. Life's own times.
+"""Membership by gossip alone among a dozen peers, at the default intervals: joining, leaving and dying.
 
-Over `local` only: a dozen libp2p daemons take longer to start than all of this, and the gossip above them is one code.
+Only over the local transport: a dozen libp2p daemons start slowly, and gossip is the same above both.
 """
 
 from __future__ import annotations
@@ -11,51 +11,46 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.harness import Ether, Node, Swarm, assert_same, offer_all, wait_until
+from tests.contract.harness import HostPool, Node, Swarm, round_of, wait_until
 
 PEERS = 12
-KILLED_S = 10.0
-LEFT_S = 2.0
-MET_S = 10.0
+DEATH_S = 10.0
+GOODBYE_S = 2.0
+JOIN_S = 10.0
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """All by way of one that they knew at first."""
-    ether = Ether("local", tmp_path)
-    swarm = Swarm(ether)
+    """Nodes that found each other through the first one."""
+    host_pool = HostPool("local", tmp_path)
+    swarm = Swarm(host_pool)
     rules = swarm.rules(50_000, "fp16", min_peers=2)
-    made = [swarm.node(rules, seat=seat) for seat in swarm.seats(PEERS)]
-    for node in made:
+    nodes = [swarm.node(rules, host=host) for host in swarm.hosts(PEERS)]
+    for node in nodes:
         node.start_gossip()
-    for node in made[1:]:
-        node.seat.do(node.gossip.exchange(made[0].peer_id))
-    wait_until(lambda: all(count(node) == PEERS for node in made), MET_S)
-    yield made
+    for node in nodes[1:]:
+        node.host.do(node.gossip.exchange(nodes[0].peer_id))
+    wait_until(lambda: all(count(node) == PEERS for node in nodes), JOIN_S)
+    yield nodes
     swarm.close()
-    ether.close()
+    host_pool.close()
 
 
 def count(node: Node) -> int:
-    return len(node.directory.members())
+    return len(node.peer_table.members())
 
 
-def test_a_killed_peer_is_out_of_the_count_within_10_s_and_one_that_leaves_within_2_s(nodes: list[Node]) -> None:
+def test_a_killed_peer_is_dead_within_10_s_and_one_that_leaves_within_2_s(nodes: list[Node]) -> None:
     killed, leaving, *others = nodes
     killed.vanish()
-    wait_until(lambda: not any(node.directory.is_member(killed.peer_id) for node in others), KILLED_S)
-    assert all(count(node) == PEERS - 1 for node in others), "nobody who lives was taken for dead"
-    began_s = time.monotonic()
+    wait_until(lambda: not any(node.peer_table.is_member(killed.peer_id) for node in others), DEATH_S)
+    assert all(count(node) == PEERS - 1 for node in others), "a live peer is taken for dead"
     leaving.leave()
-    wait_until(lambda: not any(node.directory.is_member(leaving.peer_id) for node in others), LEFT_S)
-    assert time.monotonic() - began_s < LEFT_S
-    time.sleep(LEFT_S)
+    wait_until(lambda: not any(node.peer_table.is_member(leaving.peer_id) for node in others), GOODBYE_S)
+    time.sleep(GOODBYE_S)
     assert {count(node) for node in others} == {PEERS - 2}, "the dead stay dead"
 
 
-def test_a_dozen_commit_round_after_round_as_one_group(nodes: list[Node]) -> None:
+def test_a_dozen_peers_commit_round_after_round_as_one_group(nodes: list[Node]) -> None:
     for number in range(5):
-        offer_all(nodes, number)
-        done = [node.committed() for node in nodes]
-        assert_same(done)
-        assert len(done[0].outcome.included) == PEERS
+        assert len(round_of(nodes, number)[0].outcome.included) == PEERS

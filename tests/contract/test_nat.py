@@ -1,4 +1,4 @@
-"""Nodes that nobody can call: they take part in full, over connections of their own, and reduce nothing."""
+"""Members behind NAT contribute over connections that they have opened, and do not reduce."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm.base import Message
-from node.swarm.directory import Directory, PeerRecord
-from node.swarm.reachability import Reachability, listen_ports
-from tests.contract.harness import WAIT_S, Node, Seat, Swarm, assert_same, offer_all, round_of, wait_until
+from node.swarm.connectivity.reachability import Reachability, listen_ports
+from node.swarm.membership.peer_table import PeerRecord, PeerTable
+from node.swarm.transport.wire import Message
+from tests.contract.harness import WAIT_S, Host, Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 20_000
 
@@ -22,25 +22,25 @@ def ether_swarm(swarm: Swarm) -> Iterator[Swarm]:
     if swarm.transport == "p2p":
         pytest.skip("only the local transport can take a port away; see tests/swarm/test_namespaces.py")
     yield swarm
-    for seat in swarm._seats:
-        swarm.hub.hide(seat.peer_id, hidden=False)
+    for host in swarm._hosts:
+        swarm.hub.hide(host.peer_id, hidden=False)
 
 
 def close_port(swarm: Swarm, nodes: Sequence[Node]) -> None:
-    """These can be called by nobody, and say so; the others have heard it when this returns."""
+    """Other nodes cannot call these, and their records say so."""
     for node in nodes:
         swarm.hub.hide(node.peer_id)
-        node.seat.do(say_closed(node))
+        node.host.do(say_closed(node))
 
 
 async def say_closed(node: Node) -> None:
-    node.directory.say(inbound=False)
+    node.peer_table.update_own(inbound=False)
 
 
 def wait_known(nodes: Sequence[Node], hidden: Sequence[Node]) -> None:
     def known() -> bool:
         return all(
-            (record := node.directory.find(one.peer_id)) is not None and not record.inbound
+            (record := node.peer_table.find(one.peer_id)) is not None and not record.inbound
             for node in nodes
             for one in hidden
         )
@@ -49,7 +49,7 @@ def wait_known(nodes: Sequence[Node], hidden: Sequence[Node]) -> None:
 
 
 @pytest.mark.parametrize(("direct", "hidden"), [(1, 1), (2, 2), (1, 3)])
-def test_they_contribute_and_reduce_nothing(ether_swarm: Swarm, direct: int, hidden: int) -> None:
+def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, direct: int, hidden: int) -> None:
     nodes = ether_swarm.nodes(direct + hidden, ether_swarm.rules(PARAMETERS, "fp16", min_peers=2))
     closed = nodes[:hidden]  # The first would lead the first round.
     close_port(ether_swarm, closed)
@@ -61,61 +61,58 @@ def test_they_contribute_and_reduce_nothing(ether_swarm: Swarm, direct: int, hid
     assert not any(node.failures for node in nodes)
 
 
-def test_what_each_reducer_sends_follows_from_how_many_there_are(ether_swarm: Swarm) -> None:
+def test_bytes_per_reducer_follow_from_their_number(ether_swarm: Swarm) -> None:
     """16 members of which 12 are behind NAT: each reducer sends 3/4 of its own, and its quarter to 15: 4.5 payloads."""
     nodes = ether_swarm.nodes(16, ether_swarm.rules(10 * PARAMETERS, "fp32", min_peers=16))
     close_port(ether_swarm, nodes[4:])
     wait_known(nodes, nodes[4:])
     round_of(nodes, 0)
-    before = [node.seat.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes[:4]]
+    before = [node.host.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes[:4]]
     round_of(nodes, 1)
-    payload = nodes[0].rules.grids[0].encoded_bytes()
+    payload = nodes[0].rules.layouts[0].encoded_bytes()
     for node, already in zip(nodes[:4], before, strict=True):
-        sent = (node.seat.wire.traffic.sent_bytes[Channel.REDUCE] - already) / payload
-        # The leader's plan, proposal and proof are small only beside a larger model than this.
+        sent = (node.host.wire.traffic.sent_bytes[Channel.REDUCE] - already) / payload
+        # The leader's plan, proposal and proof are not small compared with this model.
         assert 4.3 < sent < 5.6, f"{sent:.2f} payloads, control messages included"
 
 
-def test_where_nobody_can_be_called_the_round_fails_with_the_mend(swarm: Swarm) -> None:
+def test_round_without_callable_member_fails_with_a_remedy(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     for node in nodes:
-        node.seat.do(say_closed(node))  # They could call each other, but do not know it.
+        node.host.do(say_closed(node))  # They could call each other, but their records deny it.
     wait_known(nodes, nodes)
     offer_all(nodes, 0)
     failure = nodes[0].mail.get(timeout=WAIT_S)
     assert "one of them must open a port" in str(failure)
 
 
-def test_one_that_is_alone_needs_no_port(swarm: Swarm) -> None:
+def test_lone_member_needs_no_port(swarm: Swarm) -> None:
     (node,) = swarm.nodes(1, swarm.rules(PARAMETERS, "fp16", min_peers=1))
-    node.seat.do(say_closed(node))
+    node.host.do(say_closed(node))
     assert_same(round_of([node], 0))
 
 
-# whether a node can be called
-
-
-def reachability(seat: Seat, port: int) -> Reachability:
-    record = PeerRecord(peer_id=seat.peer_id, number=0, run="0" * 64, head="0" * 64)
+def reachability(host: Host, port: int) -> Reachability:
+    record = PeerRecord(peer_id=host.peer_id, number=0, run="0" * 64, head="0" * 64)
 
     async def make() -> Reachability:
-        directory = Directory(seat.identity, record, lambda: 0.0)
+        peer_table = PeerTable(host.identity, record, lambda: 0.0)
         return Reachability(
-            seat.wire,
-            directory,
-            seat.wire.seen,  # type: ignore[attr-defined]
+            host.wire,
+            peer_table,
+            host.wire.seen,  # type: ignore[attr-defined]
             {4: port},
-            changed=lambda _: None,
+            on_change=lambda _: None,
             rng=random.Random(0),
         )
 
-    return seat.do(make())
+    return host.do(make())
 
 
-def test_a_peer_tries_the_port_at_the_address_where_it_sees_the_caller(swarm: Swarm) -> None:
+def test_peer_dials_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    asker, asked = swarm.acquainted(2)
+    asker, asked = swarm.introduced_hosts(2)
     port = listen_ports(asker.addresses())[4]
     mine, _ = reachability(asker, port), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))
@@ -127,20 +124,20 @@ def test_a_peer_tries_the_port_at_the_address_where_it_sees_the_caller(swarm: Sw
     assert caught.value.code == "too_soon"
 
 
-def test_another_node_at_the_same_address_does_not_make_it_reachable(swarm: Swarm) -> None:
+def test_another_node_at_the_address_does_not_count(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    asker, asked, neighbour = swarm.acquainted(3)
+    asker, asked, neighbour = swarm.introduced_hosts(3)
     mine, _ = reachability(asker, listen_ports(neighbour.addresses())[4]), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))
     assert mine.is_inbound is False and not mine.confirmed
     assert "another node answers" in mine.reason
 
 
-def test_a_port_that_is_closed_is_told_so(swarm: Swarm) -> None:
+def test_closed_port_is_reported(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    asker, asked = swarm.acquainted(2)
+    asker, asked = swarm.introduced_hosts(2)
     mine, _ = reachability(asker, 1), reachability(asked, 1)
     asker.do(mine.ask([asked.peer_id]))
     assert mine.is_inbound is False

@@ -1,4 +1,4 @@
-"""A relay tells those that are connected with it over UDP where it sees them, and nobody else."""
+"""A relay tells members that are connected over UDP where it sees them."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm.base import Message
-from node.swarm.directory import Directory, PeerRecord, sign_record
-from node.swarm.observer import Observer
-from node.swarm.p2p import P2PWire
-from tests.contract.harness import Seat, Swarm, wait_until
+from node.swarm.connectivity.address_observer import AddressObserver
+from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
+from node.swarm.transport.libp2p import Libp2pWire
+from node.swarm.transport.wire import Message
+from tests.contract.harness import Host, Swarm, wait_until
 from tests.unit.test_p2pd import free_port
 
 RUN = "a" * 64
 
 
-def record(seat: Seat, **facts: Any) -> PeerRecord:
-    return PeerRecord(peer_id=seat.peer_id, number=1, run=RUN, head=RUN, **facts)
+def record(host: Host, **facts: Any) -> PeerRecord:
+    return PeerRecord(peer_id=host.peer_id, number=1, run=RUN, head=RUN, **facts)
 
 
-def observer_of(seat: Seat, others: Sequence[Seat], folder: Path, port: int, *, relays: bool = True) -> Observer:
-    async def make() -> Observer:
-        directory = Directory(seat.identity, record(seat, relays=relays), seat.loop.time)
-        directory.merge(sign_record(other.identity, record(other)) for other in others)
-        return Observer(seat.wire, directory, folder, [f"/ip4/127.0.0.1/tcp/{port}"])
+def observer_of(host: Host, others: Sequence[Host], folder: Path, port: int, *, relays: bool = True) -> AddressObserver:
+    async def make() -> AddressObserver:
+        peer_table = PeerTable(host.identity, record(host, relays=relays), host.loop.time)
+        peer_table.merge(sign_record(other.identity, record(other)) for other in others)
+        return AddressObserver(host.wire, peer_table, folder, [f"/ip4/127.0.0.1/tcp/{port}"])
 
-    return seat.do(make())
-
-
-def ask(seat: Seat, relay: Seat, verb: str, **header: str) -> dict[str, Any]:
-    return dict(seat.do(seat.wire.call(relay.peer_id, verb, Message(header), timeout_s=20)).header)
+    return host.do(make())
 
 
-def connect(seat: Seat, peer_id: str, port: int) -> None:
-    assert isinstance(seat.wire, P2PWire)
-    seat.do(seat.wire.connect_quic(peer_id, "127.0.0.1", port))
+def ask(host: Host, relay: Host, verb: str, **header: str) -> dict[str, Any]:
+    return dict(host.do(host.wire.call(relay.peer_id, verb, Message(header), timeout_s=20)).header)
 
 
-def test_two_that_connect_over_udp_are_told_where_each_other_is_seen(swarm: Swarm, tmp_path: Path) -> None:
+def connect(host: Host, peer_id: str, port: int) -> None:
+    assert isinstance(host.wire, Libp2pWire)
+    host.do(host.wire.connect_quic(peer_id, "127.0.0.1", port))
+
+
+def test_connected_members_learn_each_others_observed_address(swarm: Swarm, tmp_path: Path) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    one, other, stranger, relay = swarm.acquainted(4)
+    one, other, stranger, relay = swarm.introduced_hosts(4)
     port = free_port()
     observer = observer_of(relay, [one, other], tmp_path, port)
     try:
@@ -59,21 +59,21 @@ def test_two_that_connect_over_udp_are_told_where_each_other_is_seen(swarm: Swar
         with pytest.raises(PeerError, match="does not see both"):
             ask(other, relay, "outer", of=one.peer_id)
         connect(other, peer_id, port)
-        (ip, its_port), (_, mine) = (ask(one, relay, "outer", of=seat.peer_id)["outer"] for seat in (other, one))
+        (ip, its_port), (_, mine) = (ask(one, relay, "outer", of=host.peer_id)["outer"] for host in (other, one))
         assert ip == "127.0.0.1" and its_port != mine
     finally:
         relay.do(observer.close())
 
 
-def test_an_observer_that_nobody_asks_for_ends_and_starts_again_with_the_same_peer_id(
+def test_idle_observer_restarts_with_the_same_peer_id(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    one, relay = swarm.acquainted(2)
+    one, relay = swarm.introduced_hosts(2)
     observer = observer_of(relay, [one], tmp_path, free_port())
-    monkeypatch.setattr("node.swarm.observer.LOOK_S", 0.05)
-    monkeypatch.setattr("node.swarm.observer.IDLE_S", 0.1)
+    monkeypatch.setattr("node.swarm.connectivity.address_observer.LOOK_S", 0.05)
+    monkeypatch.setattr("node.swarm.connectivity.address_observer.IDLE_S", 0.1)
     peer_id = ask(one, relay, "observer")["peer"]
     watch = asyncio.run_coroutine_threadsafe(observer.run(), relay.loop)
     try:
@@ -84,10 +84,10 @@ def test_an_observer_that_nobody_asks_for_ends_and_starts_again_with_the_same_pe
         relay.do(observer.close())
 
 
-def test_a_node_that_relays_nothing_observes_nobody(swarm: Swarm, tmp_path: Path) -> None:
+def test_node_that_is_no_relay_does_not_observe(swarm: Swarm, tmp_path: Path) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
-    one, relay = swarm.acquainted(2)
+    one, relay = swarm.introduced_hosts(2)
     observer_of(relay, [one], tmp_path, free_port(), relays=False)
     with pytest.raises(PeerError, match="no relay"):
         ask(one, relay, "observer")

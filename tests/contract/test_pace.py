@@ -1,4 +1,4 @@
-"""A volunteer's limit on real streams: bulk keeps to it in both directions, and small calls go by."""
+"""The volunteer's rate limit on real streams, in both directions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 import pytest
 
 from node.status import Channel
-from node.swarm.base import Message, Service
-from node.swarm.p2p import P2PWire
+from node.swarm.transport.libp2p import Libp2pWire
+from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Swarm
 
 MBIT_S = 8.0
 BULK = 2_000_000
-"""Two seconds, and 6 % for headers."""
+"""Two seconds at MBIT_S, and 6 % for headers."""
 
 
 async def _echo(caller: str, message: Message) -> Message:
@@ -22,17 +22,17 @@ async def _echo(caller: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_bulk_keeps_to_the_limit_and_small_calls_go_by(swarm: Swarm, direction: str) -> None:
+def test_bulk_is_limited_and_small_calls_are_not(swarm: Swarm, direction: str) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no links")
-    sender, receiver = swarm.seats(2)
-    assert isinstance(sender.wire, P2PWire) and isinstance(receiver.wire, P2PWire)
+    sender, receiver = swarm.hosts(2)
+    assert isinstance(sender.wire, Libp2pWire) and isinstance(receiver.wire, Libp2pWire)
     receiver.wire.serve({"bulk": Service(_echo, Channel.REDUCE, max_request_bytes=2 * BULK)})
     sender.learn(receiver.peer_id, receiver.addresses())
-    paces = {"up": sender.wire.up, "down": receiver.wire.down}
+    limiters = {"up": sender.wire.upload_limiter, "down": receiver.wire.download_limiter}
 
     async def limit(mbit_s: float) -> None:
-        paces[direction].limit(mbit_s)
+        limiters[direction].limit(mbit_s)
 
     async def call(size: int) -> float:
         began_s = time.monotonic()
@@ -56,5 +56,5 @@ def test_bulk_keeps_to_the_limit_and_small_calls_go_by(swarm: Swarm, direction: 
     finally:
         (sender if direction == "up" else receiver).do(limit(0))
     assert 2.0 <= bulk_s < 4.0
-    assert max(small_s) < 1.0, "heartbeats must not wait for bulk"
+    assert max(small_s) < 1.0, "heartbeats do not wait for bulk"
     assert sender.do(call(BULK)) < 1.5, "without the limit it is quick"

@@ -1,4 +1,4 @@
-"""One outcome for each round without a partition: slow lines, late members, crashes, and more than one leader."""
+"""Without a partition each round has one outcome, despite slow links, late members, crashes and two leaders."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from node.swarm import directory, rendezvous
-from node.swarm.base import Message
-from tests.contract.harness import Node, Swarm, in_leader_order, offer_all, round_of, wait_until
+from node.swarm.transport.wire import Message
+from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
 """Thirteen chunks, so that every member reduces some."""
 SLOW_S = 4.0
-"""Seconds that a call for result chunks takes on a slow line."""
+"""Seconds of a call for result chunks on a slow link."""
 DEAD_S = 4.0
 HANG_S = 7.0
 SOON_S = 25.0
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, node: Node, delay_s: float = SLOW_S) -> None:
-    """Give this node a slow downlink: each call for result chunks takes so long."""
-    promptly = node.seat.wire.call
+    """Give this node a slow downlink: each call for result chunks takes SLOW_S."""
+    promptly = node.host.wire.call
 
     async def call(peer_id: str, verb: str, message: Message, **options: Any) -> Message:
         if verb == "fetch" and peer_id != node.peer_id:
             await asyncio.sleep(delay_s)
         return await promptly(peer_id, verb, message, **options)
 
-    monkeypatch.setattr(node.seat.wire, "call", call)
+    monkeypatch.setattr(node.host.wire, "call", call)
 
 
 def adopted(nodes: Sequence[Node], round_: int) -> set[str]:
-    """Heads after this round, of all nodes that have come so far."""
+    """Heads of all nodes that have committed this round."""
     tips = [node.tip for node in nodes]
-    return {link.head for tip in tips for link in tip.line if link.round == round_}
+    return {link.head for tip in tips for link in tip.links if link.round == round_}
 
 
 def commits_within(node: Node, round_: int, seconds: float) -> bool:
-    """Wait for this node's commit; False where it does not come in this time."""
+    """Wait for this node's commit. False after the timeout."""
     with suppress(AssertionError):
         wait_until(lambda: node.tip.round >= round_, seconds)
     return node.tip.round >= round_
 
 
 @pytest.mark.parametrize("fault", ["none", "the leader crashes", "the leader hangs"])
-def test_members_that_are_late_and_members_on_slow_lines_commit_the_leaders_outcome(
+def test_late_members_and_members_on_slow_links_commit_the_leaders_outcome(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Five of eight form a group, two of them on slow lines; the other three are ready soon after."""
-    monkeypatch.setattr(directory, "DEAD_S", DEAD_S)
+    """Five of eight members form a group, two of them on slow links. The other three are ready soon after."""
+    swarm.timings = replace(QUICK, dead_s=DEAD_S)
     nodes = swarm.nodes(8, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     leader, *others = in_leader_order(nodes)
@@ -62,7 +62,7 @@ def test_members_that_are_late_and_members_on_slow_lines_commit_the_leaders_outc
         slow_down(monkeypatch, node)
     offer_all([leader, *slow, *fast], 1)
     # Three of the five hold the result at once.
-    wait_until(lambda: all(node.tip.round == 1 or node.rounds.accepted for node in (leader, *fast)))
+    wait_until(lambda: all(node.tip.round == 1 or node.participant.ballot.accepted for node in (leader, *fast)))
     commits_within(leader, 1, 1.5)
     time.sleep(0.3)
     offer_all(late, 1)
@@ -72,7 +72,7 @@ def test_members_that_are_late_and_members_on_slow_lines_commit_the_leaders_outc
     if fault == "the leader crashes":
         leader.vanish()
     elif fault == "the leader hangs":
-        leader.seat.loop.call_soon_threadsafe(time.sleep, HANG_S)
+        leader.host.loop.call_soon_threadsafe(time.sleep, HANG_S)
     wait_until(lambda: all(node.tip.round >= 1 for node in others), SOON_S)
     if fault != "the leader crashes":
         wait_until(lambda: leader.tip.round >= 1, SOON_S)
@@ -82,7 +82,7 @@ def test_members_that_are_late_and_members_on_slow_lines_commit_the_leaders_outc
     assert set(outcome.included) == {node.peer_id for node in (leader, *slow, *fast)}
 
 
-def test_a_minority_on_slow_lines_does_not_keep_the_others(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minority_on_slow_links_does_not_delay_the_commit(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     leader, *others = in_leader_order(nodes)
@@ -91,7 +91,7 @@ def test_a_minority_on_slow_lines_does_not_keep_the_others(swarm: Swarm, monkeyp
         slow_down(monkeypatch, node, 3 * SLOW_S)
     offer_all(nodes, 1)
     wait_until(lambda: all(node.tip.round == 1 for node in fast), 3 * SLOW_S)
-    assert all(node.tip.round == 0 for node in slow), "the fast ones have waited for the slow ones"
+    assert all(node.tip.round == 0 for node in slow), "the fast members waited for the slow ones"
     wait_until(lambda: all(node.tip.round == 1 for node in slow), SOON_S)
     assert len(adopted(nodes, 1)) == 1
 
@@ -99,7 +99,7 @@ def test_a_minority_on_slow_lines_does_not_keep_the_others(swarm: Swarm, monkeyp
 def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_round(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of seven die, the leader among them; one of the four that are left, all of whom must vote, is slow."""
+    """Three of seven members die, including the leader. All four survivors must vote, and one is slow."""
     nodes = swarm.nodes(7, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     leader, *others = in_leader_order(nodes)
@@ -107,8 +107,8 @@ def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_rou
     for node in left:
         slow_down(monkeypatch, node, SLOW_S / 4)
     offer_all(nodes, 1)
-    wait_until(lambda: leader.rounds.accepted is not None)
-    accepted = leader.rounds.accepted
+    wait_until(lambda: leader.participant.ballot.accepted is not None)
+    accepted = leader.participant.ballot.accepted
     for node in dying:
         node.vanish()
     wait_until(lambda: all(node.tip.round == 1 for node in left), SOON_S)
@@ -118,38 +118,34 @@ def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_rou
     round_of(left, 2)
 
 
-def test_one_that_takes_no_part_stops_the_others_only_until_the_round_is_overdue(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of four leaves, one stays and is never ready: the other two are half of the last round's contributors."""
-    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+def test_a_passive_member_blocks_the_others_only_until_the_round_is_overdue(swarm: Swarm) -> None:
+    """One of four members leaves and one is never ready. The other two are half of the last contributors."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2, patience_s=6.0))
     round_of(nodes, 0)
     gone, silent, *ready = nodes
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1e6)
     gone.leave()
     offer_all(ready, 1)
     assert not commits_within(ready[0], 1, 2.0)
-    assert ready[0].rounds.waiting()[1] == "waiting_for_peers"
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
+    assert ready[0].participant.waiting()[1] == "waiting_for_peers"
     wait_until(lambda: all(node.tip.round == 1 for node in (silent, *ready)), SOON_S)
     assert len(adopted(nodes, 1)) == 1
 
 
-def test_a_member_joins_a_second_leader_only_when_the_first_lets_it_go(swarm: Swarm) -> None:
-    """Were one member's join good for two leaders of one attempt, both could propose an outcome of their own."""
+def test_a_member_joins_a_second_leader_only_after_release_by_the_first(swarm: Swarm) -> None:
+    """If two leaders of one attempt could use one join, both could propose an outcome."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     first, second, member = nodes
     offer_all([member], 0)
-    wait_until(lambda: member.rounds._attempt(0).holder == first.peer_id)
+    wait_until(lambda: member.participant.ballot.attempt(0).holder == first.peer_id)
 
     async def take_for_dead(node: Node) -> None:
-        node.directory.suspect(first.peer_id)
+        node.peer_table.suspect(first.peer_id)
 
     for node in (second, member):
-        node.seat.do(take_for_dead(node))
+        node.host.do(take_for_dead(node))
     time.sleep(1.0)
-    assert not second.rounds._attempt(0).joins
-    assert member.peer_id in first.rounds._attempt(0).joins
-    first.directory.say(inbound=False)
-    wait_until(lambda: member.peer_id in second.rounds._attempt(0).joins)
-    assert not first.rounds._attempt(0).joins
+    assert not second.participant.ballot.attempt(0).joins
+    assert member.peer_id in first.participant.ballot.attempt(0).joins
+    first.peer_table.update_own(inbound=False)
+    wait_until(lambda: member.peer_id in second.participant.ballot.attempt(0).joins)
+    assert not first.participant.ballot.attempt(0).joins

@@ -1,4 +1,4 @@
-"""One reducer that says what is false: it excludes nobody, and the round goes on with all contributions."""
+"""A reducer or sender that lies or fails in part: it excludes no other member, and the round commits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from node.status import Channel
-from node.swarm import leader
-from node.swarm.attempt import Attempt, Contribution
-from node.swarm.base import Message, Service
-from node.swarm.records import Plan
-from node.swarm.rounds import Committed
-from node.swarm.uplink import NEEDED_ROUNDS
+from node.swarm.allreduce.uplink_estimator import NEEDED_ROUNDS
+from node.swarm.consensus import leader
+from node.swarm.consensus.ballot import Attempt, Contribution
+from node.swarm.consensus.commit import Committed
+from node.swarm.messages import Plan
+from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
@@ -22,14 +22,18 @@ PARAMETERS = 50_000
 PEERS = 5
 ROUNDS = 4
 ALL = 0.95
-"""Quorum ratio with which a group waits for all members, so that a busy machine leaves nobody out."""
+"""A quorum ratio that waits for all members, however slow the machine is."""
 
 Lie = Callable[[str, Message, dict[str, Any]], dict[str, Any]]
-"""From this node's peer id, a question and the true answer's header to what is false in the answer."""
+"""From this node's peer id, a request and the true reply header to the false fields."""
+
+
+def new_nodes(swarm: Swarm, count: int, *, min_peers: int = 2, quorum_ratio: float = 0.5) -> list[Node]:
+    return swarm.nodes(count, swarm.rules(PARAMETERS, "fp16", min_peers=min_peers, quorum_ratio=quorum_ratio))
 
 
 def false_squares(count: int, least: int) -> Lie:
-    """Wrong sums for so many others at a time, while more than `least` are included."""
+    """Wrong sums of squares for `count` others, while more than `least` are included."""
 
     def lie(me: str, message: Message, header: dict[str, Any]) -> dict[str, Any]:
         included = message.header["included"]
@@ -41,7 +45,7 @@ def false_squares(count: int, least: int) -> Lie:
 
 
 def arrived_with(others: int) -> Lie:
-    """Only this node's contribution has arrived, and those of so many others."""
+    """Only this node's contribution and `others` more have arrived."""
 
     def lie(me: str, message: Message, header: dict[str, Any]) -> dict[str, Any]:
         return {"arrived": sorted([me, *[peer for peer in header["arrived"] if peer != me][:others]])}
@@ -58,130 +62,122 @@ LIES: dict[str, tuple[str, Lie, int]] = {
 
 
 def deceive(node: Node, verb: str, lie: Lie) -> None:
-    """This node answers leaders falsely. It leads as honestly as the others."""
-    rightly = node.seat.wire._services[verb].handler  # type: ignore[attr-defined]
+    """Let a node reply falsely to leaders. It leads honestly."""
+    handler = node.host.wire._services[verb].handler  # type: ignore[attr-defined]
 
     async def answer(caller: str, message: Message) -> Message:
-        header = dict((await rightly(caller, message)).header)
+        header = dict((await handler(caller, message)).header)
         return Message(header | lie(node.peer_id, message, header))
 
-    node.seat.wire.serve({verb: Service(answer, Channel.REDUCE, 2**22)})
+    node.host.wire.serve({verb: Service(answer, Channel.REDUCE, 2**22)})
+
+
+def leader_of(done: Committed) -> str:
+    assert done.tip.proof is not None
+    return done.tip.proof.outcome.signer
+
+
+def assert_included(done: Committed, nodes: Sequence[Node]) -> None:
+    assert set(done.outcome.included) == {node.peer_id for node in nodes}
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_hostile_reducer_excludes_nobody_unless_it_leads(swarm: Swarm, what: str) -> None:
+def test_a_hostile_reducer_excludes_no_member_unless_it_leads(swarm: Swarm, what: str) -> None:
     verb, lie, min_peers = LIES[what]
-    nodes = swarm.nodes(PEERS, swarm.rules(PARAMETERS, "fp16", min_peers=min_peers, quorum_ratio=ALL))
+    nodes = new_nodes(swarm, PEERS, min_peers=min_peers, quorum_ratio=ALL)
     bad, *honest = nodes
     deceive(bad, verb, lie)
-    everybody = {node.peer_id for node in nodes}
-    led_by_bad = 0
+    leaders = []
     for round_ in range(ROUNDS):
         (done, *_) = round_of(nodes, round_)
-        proof = done.tip.proof
-        assert proof is not None
-        if proof.outcome.signer == bad.peer_id:
-            led_by_bad += 1
+        leaders.append(leader_of(done))
+        if leaders[-1] == bad.peer_id:
             assert 2 * len(done.outcome.included) >= PEERS, "a leader excludes fewer than half of its group"
         else:
-            assert set(done.outcome.included) == everybody
-    assert led_by_bad < ROUNDS
+            assert_included(done, nodes)
+    assert set(leaders) != {bad.peer_id}
     for node in honest:
-        assert node.seat.wire.traffic.rejected["bad_norm"] == 0, "an honest member was counted as dishonest"
-        assert all(node.seat.do(_is_member(node, other)) for other in honest)
+        assert node.host.wire.traffic.rejected["bad_norm"] == 0
+        assert all(node.host.do(_is_member(node, other)) for other in honest)
 
 
 async def _is_member(node: Node, peer: Node) -> bool:
-    return node.directory.is_member(peer.peer_id)
+    return node.peer_table.is_member(peer.peer_id)
 
 
 def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=1))
+    nodes = new_nodes(swarm, 2, min_peers=1)
     bad = nodes[0]
     deceive(bad, "collect", arrived_with(0))
     for round_ in range(ROUNDS):
         (done, *_) = round_of(nodes, round_)
-        proof = done.tip.proof
-        assert proof is not None
-        assert len(done.outcome.included) == 2 or proof.outcome.signer == bad.peer_id
+        assert len(done.outcome.included) == 2 or leader_of(done) == bad.peer_id
 
 
-def test_a_member_on_a_slow_line_reduces_alone_after_a_result_was_refused(swarm: Swarm) -> None:
-    """The slow member leaves the reducing to the fast one, which is hostile, until its result is refused."""
-    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    bad, slow = nodes
+def test_a_member_with_a_slow_uplink_reduces_alone_after_a_result_was_refused(swarm: Swarm) -> None:
+    """It leaves the reducing to the fast member, which is hostile, until the result is refused."""
+    bad, slow = nodes = new_nodes(swarm, 2)
     deceive(bad, "average", false_squares(1, 1))
     for number in range(NEEDED_ROUNDS):
-        slow.rounds.uplink.sent(f"before {number}", 10**6, 1000.0)
-        bad.rounds.uplink.sent(f"before {number}", 10**6, 0.01)
-    slow.rounds.depositor._uplinks_bytes_s = {bad.peer_id: 1e8}
-    assert slow.rounds.depositor.lead_s > 0, "it would deposit, and reduces nothing"
-    (done, *_) = round_of(nodes, 0)
-    assert set(done.outcome.included) == {node.peer_id for node in nodes}
+        slow.participant.ctx.uplink.record_send(f"before {number}", 10**6, 1000.0)
+        bad.participant.ctx.uplink.record_send(f"before {number}", 10**6, 0.01)
+    slow.participant.sender._uplinks_bytes_s = {bad.peer_id: 1e8}
+    assert slow.participant.sender.lead_s > 0, "it would deposit and reduce nothing"
+    assert_included(round_of(nodes, 0)[0], nodes)
 
 
 def send_to_some(node: Node, sent: Callable[[], None]) -> None:
-    """This node's contribution reaches the first half of the reducers; then `sent` is called, and it sends no more."""
+    """Let a node send its contribution to the first half of the reducers only, then call `sent`."""
 
     async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
         for peer in plan.reducers[: len(plan.reducers) // 2]:
             chunks = plan.chunks_of(peer)
-            message = Message(
-                {"parent": attempt.parent, "attempt": attempt.number, "chunks": chunks},
-                [mine.chunks[chunk] for chunk in chunks],
-            )
-            await rounds.wire.call(peer, "contribute", message, timeout_s=5)
+            message = Message(attempt.key | {"chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])
+            await rounds.ctx.wire.call(peer, "contribute", message, timeout_s=5)
         sent()
 
-    node.rounds.send = MethodType(send, node.rounds)  # type: ignore[method-assign]
+    node.participant.sender.send = MethodType(send, node.participant)  # type: ignore[method-assign]
 
 
-def test_a_sender_that_dies_while_it_sends_is_left_out_and_stops_nobody(swarm: Swarm) -> None:
-    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+def test_a_sender_that_dies_while_it_sends_is_left_out(swarm: Swarm) -> None:
+    nodes = new_nodes(swarm, 4)
     *others, dying = nodes
     sent: list[bool] = []
     send_to_some(dying, lambda: sent.append(True))
     offer_all(nodes, 0)
     wait_until(lambda: bool(sent))
     dying.vanish()
-    assert_included([node.committed() for node in others], others)
+    done = [node.committed() for node in others]
+    assert_same(done)
+    assert_included(done[0], others)
     round_of(others, 1)
 
 
 def test_a_live_sender_that_sends_to_some_reducers_only_costs_one_attempt(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reaches no single reducer, so the second attempt is without it, after the time that a transfer may take."""
-    monkeypatch.setattr("node.swarm.rounds.FIXED_S", 5.0)
-    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    """It is missing at some reducers, so the second attempt omits it once the timeout of a transfer is over."""
+    monkeypatch.setattr("node.swarm.consensus.context.FIXED_S", 5.0)
+    nodes = new_nodes(swarm, 4)
     *others, broken = nodes
     send_to_some(broken, lambda: None)
-    offer_all(nodes, 0)
-    done = [node.committed() for node in nodes]
+    (done, *_) = round_of(nodes, 0)
     assert_included(done, others)
-    assert done[0].outcome.plan.attempt == 1
-
-
-def assert_included(done: Sequence[Committed], nodes: Sequence[Node]) -> None:
-    assert_same(done)
-    assert set(done[0].outcome.included) == {node.peer_id for node in nodes}
+    assert done.outcome.plan.attempt == 1
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_outcome_that_includes_fewer_than_half_of_its_plan_is_accepted_by_nobody(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    nodes = swarm.nodes(PEERS, swarm.rules(PARAMETERS, "fp16", min_peers=2, quorum_ratio=ALL))
+def test_an_outcome_needs_half_of_its_plan(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    nodes = new_nodes(swarm, PEERS, quorum_ratio=ALL)
     bad = nodes[0]
-    truly = leader._collect
+    original = leader.Leader._collect
 
-    async def collect(rounds: Any, attempt: Attempt, plan: Plan) -> list[str]:
-        arrived = await truly(rounds, attempt, plan)
-        return arrived[:count] if rounds.me == bad.peer_id else arrived
+    async def collect(leading: Any, attempt: Attempt, plan: Plan) -> list[str]:
+        included = await original(leading, attempt, plan)
+        return included[:count] if leading._ctx.me == bad.peer_id else included
 
-    monkeypatch.setattr(leader, "_collect", collect)
-    done = round_of(nodes, 0)
-    proof = done[0].tip.proof
-    assert proof is not None
-    assert (proof.outcome.signer == bad.peer_id) == (2 * count >= PEERS)
-    assert len(done[0].outcome.included) == (count if 2 * count >= PEERS else PEERS)
+    monkeypatch.setattr(leader.Leader, "_collect", collect)
+    done = round_of(nodes, 0)[0]
+    is_accepted = 2 * count >= PEERS
+    assert (leader_of(done) == bad.peer_id) == is_accepted
+    assert len(done.outcome.included) == (count if is_accepted else PEERS)

@@ -1,4 +1,4 @@
-"""Calls between two peers that cannot reach each other, over relays: the same semantics as direct calls."""
+"""Calls over relays between two peers that cannot reach each other behave like direct calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm import p2p
-from node.swarm.base import Message, Service
-from node.swarm.p2p import P2PWire
-from tests.contract.harness import Seat, Swarm, wait_until
-from tests.contract.test_calls import LIMIT_BYTES, ask, echo, refusal
+from node.swarm.transport import libp2p as p2p
+from node.swarm.transport.libp2p import Libp2pWire
+from node.swarm.transport.wire import Message, NoRoutes, Service
+from tests.contract.harness import Host, Swarm, wait_until
+from tests.contract.test_calls import LIMIT_BYTES, ask, assert_answers, echo, refusal
 
 
-class Table:
-    """Who relays for whom, as a test wants it."""
+class StaticRoutes:
+    """Routes that the test sets."""
 
     def __init__(self, relays: Sequence[str]) -> None:
         self.relays = list(relays)
@@ -39,93 +39,93 @@ class Table:
         return peer_id in self.gone
 
 
-class Homes:
-    """A caller and a server, each behind a NAT of its own, and relays that both have called."""
+class RelayedPair:
+    """A caller and a server, each behind its own NAT, and relays that both have called."""
 
     def __init__(self, swarm: Swarm, relays: int = 1, **services: Any) -> None:
         self.swarm = swarm
-        self.caller, self.server, *self.relays = swarm.acquainted(2 + relays)
-        self.table = Table([relay.peer_id for relay in self.relays])
+        self.caller, self.server, *self.relays = swarm.introduced_hosts(2 + relays)
+        self.table = StaticRoutes([relay.peer_id for relay in self.relays])
         offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
         offered["echo"] = Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES, per_caller=50)
-        for seat in (self.caller, self.server, *self.relays):
-            seat.wire.routes = self.table
-            seat.wire.serve(offered)
+        for host in (self.caller, self.server, *self.relays):
+            host.wire.routes = self.table
+            host.wire.serve(offered)
         hidden = (self.caller, self.server)
         swarm.put_behind_nat(hidden, [*hidden, *self.relays])
-        for seat in hidden:
+        for host in hidden:
             for relay in self.relays:
-                ask(seat, relay.peer_id, "echo")
+                ask(host, relay.peer_id, "echo")
 
     @property
-    def there(self) -> str:
+    def target_id(self) -> str:
         return self.server.peer_id
 
     def relayed_bytes(self, relay: int = 0) -> int:
         return self.relays[relay].wire.traffic.sent_bytes[Channel.RELAY]
 
 
-def test_a_relayed_call_brings_header_and_blobs_there_and_back(swarm: Swarm) -> None:
-    homes = Homes(swarm)
+def test_relayed_call_carries_header_and_blobs_both_ways(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
     blobs = [bytes([size % 251]) * size for size in (0, 1, 64 * 1024, 64 * 1024 + 1, 700_001)]
     header = {"text": "ä", "number": 2**40, "list": [1, 2.5, None], "bytes": b"\0\xff", "map": {"a": True}}
-    reply = ask(homes.caller, homes.there, "echo", Message(header, blobs))
-    assert reply.header == {"caller": homes.caller.peer_id, "header": header}, "the caller is who it is, not the relay"
+    reply = ask(pair.caller, pair.target_id, "echo", Message(header, blobs))
+    assert reply.header == {"caller": pair.caller.peer_id, "header": header}, "the authenticated caller, not the relay"
     assert list(reply.blobs) == blobs
     bulk = 2 * sum(map(len, blobs))
-    wait_until(lambda: bulk < homes.relayed_bytes() < 1.02 * bulk + 5_000)
+    wait_until(lambda: bulk < pair.relayed_bytes() < 1.02 * bulk + 5_000)
 
 
-def test_many_relayed_calls_at_once_do_not_mix(swarm: Swarm) -> None:
-    homes = Homes(swarm)
+def test_concurrent_relayed_calls_do_not_mix(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
 
     async def all_at_once() -> list[Message]:
-        call = homes.caller.wire.call
-        return await asyncio.gather(*(call(homes.there, "echo", Message({"i": i}), timeout_s=20) for i in range(40)))
+        call = pair.caller.wire.call
+        return await asyncio.gather(*(call(pair.target_id, "echo", Message({"i": i}), timeout_s=20) for i in range(40)))
 
-    assert [reply.header["header"]["i"] for reply in homes.caller.do(all_at_once())] == list(range(40))
+    assert [reply.header["header"]["i"] for reply in pair.caller.do(all_at_once())] == list(range(40))
 
 
-def test_a_relayed_call_is_refused_as_a_direct_one_is(swarm: Swarm) -> None:
+def test_relayed_call_is_refused_like_a_direct_one(swarm: Swarm) -> None:
     async def fail(caller: str, message: Message) -> Message:
         raise PeerError("not today", code="busy")
 
-    homes = Homes(swarm, fail=fail, small=echo)
-    assert refusal(homes.caller, homes.there, "fail") == "busy"
-    assert refusal(homes.caller, homes.there, "no such verb") == "bad_message"
-    assert refusal(homes.caller, homes.there, "small", Message({}, [bytes(20 * LIMIT_BYTES)])) == "bad_size"
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+    pair = RelayedPair(swarm, fail=fail, small=echo)
+    assert refusal(pair.caller, pair.target_id, "fail") == "busy"
+    assert refusal(pair.caller, pair.target_id, "no such verb") == "bad_message"
+    assert refusal(pair.caller, pair.target_id, "small", Message({}, [bytes(20 * LIMIT_BYTES)])) == "bad_size"
+    assert_answers(pair.caller, pair.server)
 
 
-def test_a_relayed_reply_that_is_too_long_is_refused(swarm: Swarm) -> None:
-    homes = Homes(swarm)
-    call = homes.caller.wire.call(
-        homes.there, "echo", Message({}, [bytes(10_000)]), timeout_s=10, max_reply_bytes=9_999
-    )
+def test_long_relayed_reply_is_refused(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
+    message = Message({}, [bytes(10_000)])
+    call = pair.caller.wire.call(pair.target_id, "echo", message, timeout_s=10, max_reply_bytes=9_999)
     with pytest.raises(PeerError) as caught:
-        homes.caller.do(call)
+        pair.caller.do(call)
     assert caught.value.code == "bad_size"
 
 
-def test_a_relayed_call_that_is_not_answered_ends_with_a_timeout(swarm: Swarm) -> None:
+def test_relayed_call_times_out(swarm: Swarm) -> None:
     async def hang(caller: str, message: Message) -> Message:
         await asyncio.sleep(60)
         return Message()
 
-    homes = Homes(swarm, relays=2, hang=hang)
+    pair = RelayedPair(swarm, relays=2, hang=hang)
     began_s = time.monotonic()
-    assert refusal(homes.caller, homes.there, "hang", timeout_s=1.0) == "timeout"
+    assert refusal(pair.caller, pair.target_id, "hang", timeout_s=1.0) == "timeout"
     assert time.monotonic() - began_s < 3
 
 
-def test_a_peer_is_dialed_again_as_soon_as_no_relay_leads_to_it(swarm: Swarm) -> None:
+def test_peer_is_dialed_again_once_no_relay_leads_to_it(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("peers in one process are not dialed")
-    caller, server, relay = swarm.acquainted(3)
-    caller.wire.routes = relay.wire.routes = Table([relay.peer_id])
+    caller, server, relay = swarm.introduced_hosts(3)
+    caller.wire.routes = relay.wire.routes = StaticRoutes([relay.peer_id])
     server.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
-    for seat in (caller, relay):
-        seat.do(seat.wire.drop(server.peer_id))
+    for host in (caller, relay):
+        assert isinstance(host.wire, Libp2pWire)
+        host.do(host.wire.drop(server.peer_id))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         caller.learn(server.peer_id, [f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}"])
@@ -135,85 +135,83 @@ def test_a_peer_is_dialed_again_as_soon_as_no_relay_leads_to_it(swarm: Swarm) ->
     assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
 
 
-def test_a_peer_without_a_relay_is_not_called(swarm: Swarm) -> None:
-    homes = Homes(swarm)
-    homes.table.relays = []
-    assert refusal(homes.caller, homes.there, "echo") == "not_dialed"
+def test_hidden_peer_without_relay_is_not_called(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
+    pair.table.relays = []
+    assert refusal(pair.caller, pair.target_id, "echo") == "not_dialed"
 
 
-def test_a_relay_that_is_not_connected_to_the_peer_is_passed_over(swarm: Swarm) -> None:
-    homes = Homes(swarm)
-    (stray,) = swarm.acquainted(1)
-    stray.wire.routes = homes.table
-    stray.unseen.add(homes.there)
-    homes.caller.learn(stray.peer_id, stray.addresses())
-    homes.table.relays.insert(0, stray.peer_id)
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
-    homes.table.relays = [stray.peer_id]
-    assert refusal(homes.caller, homes.there, "echo") == "unreachable"
+def test_unconnected_relay_is_skipped(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
+    (stray,) = swarm.introduced_hosts(1)
+    stray.wire.routes = pair.table
+    stray.unseen.add(pair.target_id)
+    pair.caller.learn(stray.peer_id, stray.addresses())
+    pair.table.relays.insert(0, stray.peer_id)
+    assert_answers(pair.caller, pair.server)
+    pair.table.relays = [stray.peer_id]
+    assert refusal(pair.caller, pair.target_id, "echo") == "unreachable"
 
 
-def test_a_node_finds_out_whether_a_relay_carries_calls_to_it(swarm: Swarm) -> None:
+def test_node_checks_whether_a_relay_carries_its_calls(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no circuits")
-    homes = Homes(swarm)
-    wire, relay = homes.server.wire, homes.relays[0].peer_id
-    assert isinstance(wire, P2PWire)
-    assert homes.server.do(wire.is_carried_by(relay, "echo", 5.0))
-    assert homes.relayed_bytes() > 0
-    homes.table.strangers.add(homes.there)
-    assert not homes.server.do(wire.is_carried_by(relay, "echo", 5.0))
+    pair = RelayedPair(swarm)
+    wire, relay = pair.server.wire, pair.relays[0].peer_id
+    assert isinstance(wire, Libp2pWire)
+    assert pair.server.do(wire.is_carried_by(relay, "echo", 5.0))
+    assert pair.relayed_bytes() > 0
+    pair.table.strangers.add(pair.target_id)
+    assert not pair.server.do(wire.is_carried_by(relay, "echo", 5.0))
 
 
-def test_one_relay_that_knows_no_way_does_not_tell_that_the_peer_is_away(swarm: Swarm) -> None:
-    homes = Homes(swarm, relays=2)
-    (stray,) = swarm.acquainted(1)
-    stray.wire.routes = homes.table
-    stray.unseen.add(homes.there)
-    homes.caller.learn(stray.peer_id, stray.addresses())
-    for relay in homes.relays:
+def test_one_unconnected_relay_does_not_prove_the_peer_away(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm, relays=2)
+    (stray,) = swarm.introduced_hosts(1)
+    stray.wire.routes = pair.table
+    stray.unseen.add(pair.target_id)
+    pair.caller.learn(stray.peer_id, stray.addresses())
+    for relay in pair.relays:
         relay.close_wire()
-    homes.table.relays.insert(0, stray.peer_id)
-    assert refusal(homes.caller, homes.there, "echo") == "no_relay"
+    pair.table.relays.insert(0, stray.peer_id)
+    assert refusal(pair.caller, pair.target_id, "echo") == "no_relay"
 
 
-def test_a_relay_that_has_restarted_elsewhere_is_dialed_there(swarm: Swarm) -> None:
+def test_restarted_relay_is_dialed_at_its_new_address(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no addresses")
-    homes = Homes(swarm)
-    (relay,) = homes.relays
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+    pair = RelayedPair(swarm)
+    (relay,) = pair.relays
+    assert_answers(pair.caller, pair.server)
     relay.restart_wire()
-    relay.wire.routes = homes.table
+    relay.wire.routes = pair.table
     relay.wire.serve({"echo": Service(echo, Channel.REDUCE)})
-    homes.caller.learn(relay.peer_id, relay.addresses())
-    homes.server.do(homes.server.wire.connect(relay.addresses()))  # type: ignore[attr-defined]
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+    pair.caller.learn(relay.peer_id, relay.addresses())
+    pair.server.do(pair.server.wire.connect(relay.addresses()))  # type: ignore[attr-defined]
+    assert_answers(pair.caller, pair.server)
 
 
 @pytest.mark.parametrize("who", ["caller", "server"])
-def test_a_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
-    homes = Homes(swarm)
-    homes.table.strangers.add(getattr(homes, who).peer_id)
+def test_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
+    pair = RelayedPair(swarm)
+    pair.table.strangers.add(getattr(pair, who).peer_id)
     with pytest.raises(PeerError, match="between peers of its run"):
-        ask(homes.caller, homes.there, "echo")
-    assert homes.relayed_bytes() == 0
+        ask(pair.caller, pair.target_id, "echo")
+    assert pair.relayed_bytes() == 0
 
 
-def test_a_node_that_was_not_asked_to_relay_relays_nothing(swarm: Swarm) -> None:
-    from node.swarm.base import NoRoutes
-
-    homes = Homes(swarm)
-    homes.relays[0].wire.routes = NoRoutes()
+def test_node_without_routes_relays_nothing(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
+    pair.relays[0].wire.routes = NoRoutes()
     with pytest.raises(PeerError, match="relays no calls"):
-        ask(homes.caller, homes.there, "echo")
+        ask(pair.caller, pair.target_id, "echo")
 
 
-def start(seat: Seat, work: Coroutine[Any, Any, Message]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, seat.loop)
+def start(host: Host, work: Coroutine[Any, Any, Message]) -> Any:
+    return asyncio.run_coroutine_threadsafe(work, host.loop)
 
 
-def test_a_call_goes_on_over_another_relay_when_its_relay_ends(swarm: Swarm) -> None:
+def test_call_moves_to_another_relay_when_its_relay_ends(swarm: Swarm) -> None:
     asked, go_on = threading.Semaphore(0), threading.Event()
 
     async def slow(caller: str, message: Message) -> Message:
@@ -221,60 +219,62 @@ def test_a_call_goes_on_over_another_relay_when_its_relay_ends(swarm: Swarm) -> 
         await asyncio.to_thread(go_on.wait, 30)
         return Message({}, message.blobs)
 
-    homes = Homes(swarm, relays=2, slow=slow)
-    call = start(homes.caller, homes.caller.wire.call(homes.there, "slow", Message({}, [b"x" * 100_000]), timeout_s=30))
+    pair = RelayedPair(swarm, relays=2, slow=slow)
+    call = start(
+        pair.caller, pair.caller.wire.call(pair.target_id, "slow", Message({}, [b"x" * 100_000]), timeout_s=30)
+    )
     assert asked.acquire(timeout=10)
-    homes.relays[0].close_wire()
-    assert asked.acquire(timeout=10), "the call is not repeated over the other relay"
+    pair.relays[0].close_wire()
+    assert asked.acquire(timeout=10), "the call is repeated over the other relay"
     go_on.set()
     assert call.result(10).blob_bytes == 100_000
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
+    assert_answers(pair.caller, pair.server)
 
 
-def test_a_call_leaves_a_relay_that_has_fallen_silent(swarm: Swarm) -> None:
+def test_call_leaves_a_silent_relay(swarm: Swarm) -> None:
     if swarm.transport == "local":
-        pytest.skip("there nothing hangs")
-    homes = Homes(swarm, relays=2)
-    wire = homes.relays[0].wire
-    assert isinstance(wire, P2PWire)
+        pytest.skip("the local transport has no circuits")
+    pair = RelayedPair(swarm, relays=2)
+    wire = pair.relays[0].wire
+    assert isinstance(wire, Libp2pWire)
     hung, over = threading.Event(), threading.Event()
 
     async def hang(*_: object) -> None:
         hung.set()
         await asyncio.to_thread(over.wait, 30)
 
-    wire.relay._pipe = hang  # type: ignore[method-assign]
-    call = start(homes.caller, homes.caller.wire.call(homes.there, "echo", Message(), timeout_s=30))
+    wire.relay._pipe = hang  # type: ignore[assignment]
+    call = start(pair.caller, pair.caller.wire.call(pair.target_id, "echo", Message(), timeout_s=30))
     assert hung.wait(10)
-    homes.table.gone.add(homes.relays[0].peer_id)
+    pair.table.gone.add(pair.relays[0].peer_id)
     try:
-        assert call.result(10).header["caller"] == homes.caller.peer_id
+        assert call.result(10).header["caller"] == pair.caller.peer_id
     finally:
         del wire.relay._pipe
         over.set()
 
 
-def test_a_connection_that_the_peer_has_opened_is_used_before_a_relay(swarm: Swarm) -> None:
-    homes = Homes(swarm)
-    swarm.hub.hide(homes.caller.peer_id, hidden=False)
-    homes.caller.unseen.clear()
-    if isinstance(homes.server.wire, P2PWire):
-        homes.server.do(homes.server.wire.connect(homes.caller.addresses()))
+def test_connection_from_the_peer_is_preferred_to_a_relay(swarm: Swarm) -> None:
+    pair = RelayedPair(swarm)
+    swarm.hub.hide(pair.caller.peer_id, hidden=False)
+    pair.caller.unseen.clear()
+    if isinstance(pair.server.wire, Libp2pWire):
+        pair.server.do(pair.server.wire.connect(pair.caller.addresses()))
     else:
-        ask(homes.server, homes.caller.peer_id, "echo")
-    before = homes.relayed_bytes()
-    assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
-    assert homes.relayed_bytes() == before
+        ask(pair.server, pair.caller.peer_id, "echo")
+    before = pair.relayed_bytes()
+    assert_answers(pair.caller, pair.server)
+    assert pair.relayed_bytes() == before
 
 
-def test_a_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no addresses")
-    homes = Homes(swarm)
-    wire = homes.caller.wire
-    assert isinstance(wire, P2PWire)
-    nowhere = [f"/ip4/127.0.0.1/tcp/9/p2p/{homes.there}"]
-    homes.caller.loop.call_soon_threadsafe(lambda: wire.learn(homes.there, nowhere, inbound=True))
+    pair = RelayedPair(swarm)
+    wire = pair.caller.wire
+    assert isinstance(wire, Libp2pWire)
+    nowhere = [f"/ip4/127.0.0.1/tcp/9/p2p/{pair.target_id}"]
+    pair.caller.loop.call_soon_threadsafe(lambda: wire.learn(pair.target_id, nowhere, inbound=True))
     dials: list[str] = []
 
     async def dial(addresses: Sequence[str]) -> str:
@@ -283,9 +283,9 @@ def test_a_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, mon
 
     monkeypatch.setattr(wire, "_dial", dial)
     for _ in range(3):
-        assert ask(homes.caller, homes.there, "echo").header["caller"] == homes.caller.peer_id
-    assert homes.relayed_bytes() > 0
-    assert dials == nowhere, "not dialed anew for each call"
+        assert_answers(pair.caller, pair.server)
+    assert pair.relayed_bytes() > 0
+    assert dials == nowhere, "the peer is dialed once, not for each call"
 
 
 # limits
@@ -293,51 +293,52 @@ def test_a_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, mon
 
 MBIT_S = 8.0
 BULK_BYTES = 2_000_000
-"""Two seconds, and 6 % for headers."""
+"""Two seconds at MBIT_S, and 6 % for headers."""
 
 
 @pytest.mark.parametrize("which", ["up", "down", "relay"])
-def test_what_is_relayed_keeps_to_the_limits_of_the_relay(swarm: Swarm, which: str) -> None:
+def test_relayed_bytes_keep_to_the_relays_limits(swarm: Swarm, which: str) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no links")
-    homes = Homes(swarm)
-    relay = homes.relays[0]
-    assert isinstance(relay.wire, P2PWire)
-    pace = {"up": relay.wire.up, "down": relay.wire.down, "relay": relay.wire.relay.pace}[which]
+    pair = RelayedPair(swarm)
+    relay = pair.relays[0]
+    assert isinstance(relay.wire, Libp2pWire)
+    limiter = {"up": relay.wire.upload_limiter, "down": relay.wire.download_limiter, "relay": relay.wire.relay.limiter}[
+        which
+    ]
 
     async def limit(mbit_s: float) -> None:
-        pace.limit(mbit_s)
+        limiter.limit(mbit_s)
 
     async def bulk() -> float:
         began_s = time.monotonic()
         blobs = [bytes(BULK_BYTES // 8)] * 4
-        calls = [homes.caller.wire.call(homes.there, "echo", Message({}, blobs), timeout_s=30)] * 1
-        await asyncio.gather(*calls)
+        await pair.caller.wire.call(pair.target_id, "echo", Message({}, blobs), timeout_s=30)
         return time.monotonic() - began_s
 
     async def both() -> tuple[float, list[float]]:
         running, small_s = asyncio.create_task(bulk()), []
         while not running.done():
             began_s = time.monotonic()
-            await homes.caller.wire.call(homes.there, "echo", Message(), timeout_s=10)
+            await pair.caller.wire.call(pair.target_id, "echo", Message(), timeout_s=10)
             small_s.append(time.monotonic() - began_s)
             await asyncio.sleep(0.1)
         return await running, small_s
 
     relay.do(limit(MBIT_S))
     try:
-        seconds, small_s = homes.caller.do(both())
+        seconds, small_s = pair.caller.do(both())
     finally:
         relay.do(limit(0))
-    assert 2.0 <= seconds < 4.0, "half of it there and half of it back"
+    assert 2.0 <= seconds < 4.0, "half of it in each direction"
     assert max(small_s) < 1.5, "heartbeats do not wait for bulk"
-    assert homes.caller.do(bulk()) < 1.5, "without the limit it is quick"
+    assert pair.caller.do(bulk()) < 1.5, "without the limit it is quick"
 
 
-def test_a_caller_holds_only_so_many_circuits(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_circuits_per_caller_are_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no circuits")
-    monkeypatch.setattr("node.swarm.relay.PER_CALLER", 3)
+    monkeypatch.setattr("node.swarm.transport.relay.PER_CALLER", 3)
     monkeypatch.setattr(p2p, "CIRCUIT_S", 10.0)
     go_on = threading.Event()
 
@@ -345,16 +346,18 @@ def test_a_caller_holds_only_so_many_circuits(swarm: Swarm, monkeypatch: pytest.
         await asyncio.to_thread(go_on.wait, 30)
         return Message()
 
-    homes = Homes(swarm, slow=slow)
-    relay = homes.relays[0].wire
-    assert isinstance(relay, P2PWire)
+    pair = RelayedPair(swarm, slow=slow)
+    relay = pair.relays[0].wire
+    assert isinstance(relay, Libp2pWire)
     calls = [
-        start(homes.caller, homes.caller.wire.call(homes.there, "slow", Message(), timeout_s=30)) for _ in range(3)
+        start(pair.caller, pair.caller.wire.call(pair.target_id, "slow", Message(), timeout_s=30)) for _ in range(3)
     ]
-    wait_until(lambda: relay.relay.count(homes.caller.peer_id) == 3)
+    wait_until(lambda: relay.relay.count(pair.caller.peer_id) == 3)
     with pytest.raises(PeerError, match="as much as it can"):
-        ask(homes.caller, homes.there, "echo")
-    assert ask(homes.server, homes.caller.peer_id, "echo").header["caller"] == homes.there, "another caller has its own"
+        ask(pair.caller, pair.target_id, "echo")
+    assert ask(pair.server, pair.caller.peer_id, "echo").header["caller"] == pair.target_id, (
+        "another caller has its own"
+    )
     go_on.set()
     for call in calls:
         call.result(10)

@@ -1,4 +1,4 @@
-"""Rounds of members that are all behind NATs of their own, over relays that do not train."""
+"""Rounds of members behind separate NATs, over relays that do not train."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import pytest
 
 from node.errors import PeerError
 from node.status import Channel, Phase
-from node.swarm.base import Message
+from node.swarm.transport.wire import Message
 from tests.contract.harness import WAIT_S, Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 200_000
 
 
 async def _say(node: Node, **changes: object) -> None:
-    node.directory.say(**changes)
+    node.peer_table.update_own(**changes)
 
 
 def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -> tuple[list[Node], list[Node]]:
-    """Members behind NATs in the order in which they lead the first round, and relays; all know of one another."""
+    """Members behind NATs in leader order of the first round, and relays; all know each other."""
     rules = swarm.rules(PARAMETERS, codec, min_peers=members)
-    nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(members + relays)]
+    nodes = [swarm.node(rules, host=host) for host in swarm.hosts(members + relays)]
     hidden, carriers = nodes[:members], nodes[members:]
-    swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
+    swarm.put_behind_nat([node.host for node in hidden], [node.host for node in nodes])
     via = tuple(relay.peer_id for relay in carriers)
     for relay in carriers:
-        relay.seat.do(_say(relay, phase=Phase.PAUSED, is_relay=True, relays=True))
+        relay.host.do(_say(relay, phase=Phase.PAUSED, is_relay=True, relays=True))
     for node in hidden:
-        node.seat.do(_say(node, inbound=False, via=via))
+        node.host.do(_say(node, inbound=False, via=via))
         node.meet(carriers)
     for relay in carriers:
         relay.meet([other for other in carriers if other is not relay])
@@ -40,15 +40,15 @@ def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -
 
 
 def knows_all(node: Node, hidden: Sequence[Node], carriers: Sequence[Node]) -> bool:
-    found = [node.directory.find(other.peer_id) for other in hidden]
-    relays = [node.directory.find(other.peer_id) for other in carriers]
+    found = [node.peer_table.find(other.peer_id) for other in hidden]
+    relays = [node.peer_table.find(other.peer_id) for other in carriers]
     return all(r is not None and not r.inbound and r.via for r in found) and all(
         r is not None and r.relays and r.phase is Phase.PAUSED for r in relays
     )
 
 
 @pytest.mark.parametrize("members", [2, 3, 5])
-def test_members_behind_nats_lead_and_reduce_over_a_relay(swarm: Swarm, members: int) -> None:
+def test_members_behind_nat_lead_and_reduce_over_a_relay(swarm: Swarm, members: int) -> None:
     nodes, _ = hidden_swarm(swarm, members, 1)
     for number in range(2):
         done = round_of(nodes, number)
@@ -57,26 +57,25 @@ def test_members_behind_nats_lead_and_reduce_over_a_relay(swarm: Swarm, members:
     assert not any(node.failures for node in nodes)
 
 
-def test_a_round_over_a_relay_costs_it_no_more_than_the_formula(swarm: Swarm) -> None:
+def test_relay_carries_the_predicted_bytes(swarm: Swarm) -> None:
     """N members, contributions of S bytes: each member's chunks to N - 1 reducers, and the means back: 2 (N - 1) S."""
     nodes, (relay,) = hidden_swarm(swarm, 4, 1)
     round_of(nodes, 0)
-    time.sleep(0.2)  # What the last round's commits still say.
-    before = relay.seat.wire.traffic.sent_bytes[Channel.RELAY]
+    time.sleep(0.2)  # The last round's commits may still be on their way.
+    before = relay.host.wire.traffic.sent_bytes[Channel.RELAY]
     round_of(nodes, 1)
-    carried = relay.seat.wire.traffic.sent_bytes[Channel.RELAY] - before
-    formula = 2 * (len(nodes) - 1) * nodes[0].rules.grids[0].encoded_bytes()
-    print(f"{carried} bytes carried, {carried / formula:.3f} of the formula")
+    carried = relay.host.wire.traffic.sent_bytes[Channel.RELAY] - before
+    formula = 2 * (len(nodes) - 1) * nodes[0].rules.layouts[0].encoded_bytes()
     assert 1.0 <= carried / formula < 1.1
 
 
-def test_members_that_can_be_called_lead_and_reduce_where_there_are_some(swarm: Swarm) -> None:
+def test_callable_members_lead_and_reduce(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, min_peers=3)
-    direct, *hidden = nodes = [swarm.node(rules, seat=seat) for seat in swarm.seats(3)]
-    swarm.put_behind_nat([node.seat for node in hidden], [node.seat for node in nodes])
-    direct.seat.do(_say(direct, relays=True))
+    direct, *hidden = nodes = [swarm.node(rules, host=host) for host in swarm.hosts(3)]
+    swarm.put_behind_nat([node.host for node in hidden], [node.host for node in nodes])
+    direct.host.do(_say(direct, relays=True))
     for node in hidden:
-        node.seat.do(_say(node, inbound=False, via=(direct.peer_id,)))
+        node.host.do(_say(node, inbound=False, via=(direct.peer_id,)))
         node.meet([direct])
     for node in nodes:
         node.start_gossip()
@@ -87,18 +86,18 @@ def test_members_that_can_be_called_lead_and_reduce_where_there_are_some(swarm: 
 
 
 def knows_members(node: Node, hidden: Sequence[Node]) -> bool:
-    found = [node.directory.find(other.peer_id) for other in hidden]
+    found = [node.peer_table.find(other.peer_id) for other in hidden]
     return all(r is not None and not r.inbound and r.via for r in found)
 
 
-def test_a_round_survives_the_end_of_one_of_two_relays(swarm: Swarm) -> None:
+def test_round_survives_the_loss_of_one_relay(swarm: Swarm) -> None:
     nodes, relays = hidden_swarm(swarm, 3, 2)
     round_of(nodes, 0)
-    before = sum(relay.seat.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays)
+    before = sum(relay.host.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays)
     offer_all(nodes, 1)
-    payload = nodes[0].rules.grids[0].encoded_bytes()
+    payload = nodes[0].rules.layouts[0].encoded_bytes()
     wait_until(
-        lambda: sum(relay.seat.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays) > before + payload // 4
+        lambda: sum(relay.host.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays) > before + payload // 4
     )
     relays[0].vanish()
     done = [node.committed(WAIT_S) for node in nodes]
@@ -107,28 +106,28 @@ def test_a_round_survives_the_end_of_one_of_two_relays(swarm: Swarm) -> None:
     assert set(done[0].outcome.included) == {node.peer_id for node in nodes}, "the next round is complete"
 
 
-def test_gossip_and_state_pass_over_a_relay(swarm: Swarm) -> None:
+def test_gossip_and_proofs_pass_over_a_relay(swarm: Swarm) -> None:
     nodes, (relay,) = hidden_swarm(swarm, 2, 1)
-    relay.stop()  # It tells nobody anything any more, and carries on.
+    relay.stop()  # It gossips no more, but still relays.
     one, other = nodes
-    number = other.directory.me.number
+    number = other.peer_table.me.number
 
     def heard() -> bool:
-        record = one.directory.find(other.peer_id)
+        record = one.peer_table.find(other.peer_id)
         return record is not None and record.number > number + 2
 
     wait_until(heard)
-    reply = one.seat.do(one.seat.wire.call(other.peer_id, "proofs", Message({"after": one.tip.head}), timeout_s=5))
+    reply = one.host.do(one.host.wire.call(other.peer_id, "proofs", Message({"after": one.tip.head}), timeout_s=5))
     assert reply.header["status"] == "ok"
 
 
-def test_a_stranger_to_the_run_gets_no_circuit(swarm: Swarm) -> None:
+def test_stranger_to_the_run_gets_no_circuit(swarm: Swarm) -> None:
     nodes, (relay,) = hidden_swarm(swarm, 2, 1)
-    (stranger,) = swarm.acquainted(1)
-    stranger.learn(relay.peer_id, relay.seat.addresses())
+    (stranger,) = swarm.introduced_hosts(1)
+    stranger.learn(relay.peer_id, relay.host.addresses())
     stranger.unseen.add(nodes[0].peer_id)
 
-    class Table:
+    class StaticRoutes:
         def relays_to(self, peer_id: str) -> Sequence[str]:
             return (relay.peer_id,)
 
@@ -137,11 +136,11 @@ def test_a_stranger_to_the_run_gets_no_circuit(swarm: Swarm) -> None:
         def is_gone(self, peer_id: str) -> bool:
             return False
 
-    stranger.wire.routes = Table()
+    stranger.wire.routes = StaticRoutes()
     if swarm.transport == "p2p":
         stranger.loop.call_soon_threadsafe(lambda: stranger.wire.learn(nodes[0].peer_id, (), inbound=False))  # type: ignore[attr-defined]
-    before = relay.seat.wire.traffic.sent_bytes[Channel.RELAY]
+    before = relay.host.wire.traffic.sent_bytes[Channel.RELAY]
     call = stranger.wire.call(nodes[0].peer_id, "gossip", Message(), timeout_s=5)
     with pytest.raises(PeerError, match="only between peers of its run"):
         stranger.do(call)
-    assert relay.seat.wire.traffic.sent_bytes[Channel.RELAY] - before < 200_000, "what the members say all the time"
+    assert relay.host.wire.traffic.sent_bytes[Channel.RELAY] - before < 200_000, "only the members' own gossip"

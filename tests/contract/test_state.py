@@ -1,4 +1,4 @@
-"""Coming late: state from several servers, checked leaf by leaf; replay from there; told when only a download helps."""
+"""A late node: it downloads a state from several servers, replays from there, and reports when replay is impossible."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from node.diloco.digest import LEAF_ELEMENTS, leaf_bounds
+from node.diloco.digest import LEAF_ELEMENTS
 from node.diloco.outer import OuterState
 from node.errors import TransferFailed
 from node.status import Channel, Phase
-from node.swarm import catchup
-from node.swarm import download as download_module
-from node.swarm.base import Message, Service
-from node.swarm.chain import Tip
-from node.swarm.download import Download
-from node.swarm.offers import MAX_ASKED, Target
-from node.swarm.partial import forget
-from node.swarm.rendezvous import PATIENCE_S
-from node.swarm.results import KEPT_ROUNDS
-from node.swarm.state import Snapshot, StateServer, tip_of
+from node.swarm.allreduce.result_store import KEPT_ROUNDS
+from node.swarm.chain.chain import Tip
+from node.swarm.state_sync import downloader as download_module
+from node.swarm.state_sync import server as server_module
+from node.swarm.state_sync.downloader import Downloader
+from node.swarm.state_sync.partial_download import remove_partial_downloads
+from node.swarm.state_sync.providers import MAX_ASKED, Target
+from node.swarm.state_sync.server import Snapshot, StateServer, verified_tip
+from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
+from tests.unit.swarm_data import leaf_of
 
 PARAMETERS = LEAF_ELEMENTS + 1000
 """Two leaves a vector, four in all."""
@@ -34,21 +34,22 @@ PARAMETERS = LEAF_ELEMENTS + 1000
 
 @pytest.fixture(autouse=True)
 def one_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Four leaves would all go to the first server that is asked.
+    # Otherwise all four leaves go to the first server.
     monkeypatch.setattr(download_module, "STREAMS_PER_PEER", 1)
 
 
 class Memory:
     """A StateSource that keeps one state in memory; `damage` changes what it sends."""
 
-    def __init__(self, tip: Tip | None, *, damage: str = "", delay_s: float = 0.0) -> None:
-        self.tip, self.damage, self.delay_s = tip, damage, delay_s
+    def __init__(self, tip: Tip | None, *, damage: str = "", delay_s: float = 0.0, find_delay_s: float = 0.0) -> None:
+        self.tip, self.damage, self.delay_s, self.find_delay_s = tip, damage, delay_s, find_delay_s
         self.served: list[int] = []
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
-        if self.tip is None or not (name == self.tip.head or self.tip.digest.startswith(name)):
-            return None
+        time.sleep(self.find_delay_s)
         t = self.tip
+        if t is None or not (name == t.head or t.digest.startswith(name)):
+            return None
         leaves = list(t.leaves)
         if self.damage == "offer":
             leaves[0] = bytes(32)
@@ -56,7 +57,7 @@ class Memory:
             leaves.pop()
         return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof)
 
-    def wanted_since(self) -> int | None:
+    def oldest_needed_round(self) -> int | None:
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:
@@ -65,41 +66,53 @@ class Memory:
         if digest != self.tip.digest or self.damage == "forgets":
             raise LookupError(digest)
         self.served.append(index)
-        bounds = leaf_bounds(self.tip.state.anchor.numel())
-        which, place = divmod(index, len(bounds))
-        start, end = bounds[place]
-        data: bytes = (self.tip.state.anchor, self.tip.state.momentum)[which][start:end].numpy().tobytes()
+        data = leaf_of(self.tip.state, index)
         return {"leaves": bytes(len(data)), "short": data[:-4]}.get(self.damage, data)
 
 
 def serve(node: Node, source: Memory) -> Memory:
-    StateServer(node.seat.wire, source)
+    StateServer(node.host.wire, source)
     return source
 
 
 def download(node: Node) -> Tip:
     parameters = node.tip.state.anchor.numel()
-    return node.seat.do(new_download(node).run(Target(parameters), lambda ratio: None))
+    return node.host.do(new_download(node).run(Target(parameters), lambda ratio: None))
 
 
-def new_download(node: Node) -> Download:
-    folder = node.seat.cache
-    forget(folder)
+def new_download(node: Node) -> Downloader:
+    folder = node.host.cache
+    remove_partial_downloads(folder)
     rng, digest_at = random.Random(0), node.chain.digest_at
-    return Download(node.seat.wire, node.directory, node.rules, folder, rng, digest_at=digest_at)
+    return Downloader(node.host.wire, node.peer_table, node.rules, folder, rng, digest_at=digest_at)
 
 
 def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
     node = swarm.node(others[0].rules)
-    node.directory.say(phase=Phase.DOWNLOADING)
+    node.peer_table.update_own(phase=Phase.DOWNLOADING)
     node.meet(others)
     return node
 
 
-def after_one_round(swarm: Swarm) -> list[Node]:
-    nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    round_of(nodes, 0)
+def restart_at(node: Node, tip: Tip) -> None:
+    async def restart() -> None:
+        node.participant.restart_at(tip)
+
+    node.host.do(restart())
+
+
+def after_rounds(swarm: Swarm, rounds: int, parameters: int = 64) -> list[Node]:
+    """Two nodes after so many rounds."""
+    nodes = swarm.nodes(2, swarm.rules(parameters, "fp16", min_peers=2))
+    for round_ in range(rounds):
+        round_of(nodes, round_)
     return nodes
+
+
+@pytest.fixture
+def pair(swarm: Swarm) -> list[Node]:
+    """Two nodes after one round."""
+    return after_rounds(swarm, 1, PARAMETERS)
 
 
 def assert_same_state(one: OuterState, other: OuterState) -> None:
@@ -107,65 +120,59 @@ def assert_same_state(one: OuterState, other: OuterState) -> None:
     assert (one.round, one.tokens) == (other.round, other.tokens)
 
 
-def test_a_state_comes_from_two_servers_at_once(swarm: Swarm) -> None:
-    nodes = after_one_round(swarm)
-    sources = [serve(node, Memory(node.tip, delay_s=0.05)) for node in nodes]
-    tip = download(joiner(swarm, nodes))
-    assert_same_state(tip.state, nodes[0].tip.state)
-    assert (tip.head, tip.digest, tip.last_weights) == (
-        nodes[0].tip.head,
-        nodes[0].tip.digest,
-        nodes[0].tip.last_weights,
-    )
-    assert tip.round_s == nodes[0].tip.round_s and tip.last_round_tokens == nodes[0].tip.last_round_tokens
+def assert_same_tip(one: Node, other: Node) -> None:
+    assert (one.tip.head, one.tip.digest) == (other.tip.head, other.tip.digest)
+
+
+# download
+
+
+def test_a_state_is_downloaded_from_two_servers_at_once(swarm: Swarm, pair: list[Node]) -> None:
+    sources = [serve(node, Memory(node.tip, delay_s=0.05)) for node in pair]
+    tip, expected = download(joiner(swarm, pair)), pair[0].tip
+    assert_same_state(tip.state, expected.state)
+    assert (tip.head, tip.digest, tip.last_weights) == (expected.head, expected.digest, expected.last_weights)
+    assert (tip.round_s, tip.last_round_tokens) == (expected.round_s, expected.last_round_tokens)
     assert sorted(sources[0].served + sources[1].served) == [0, 1, 2, 3]
     assert sources[0].served and sources[1].served
 
 
-def test_whoever_is_offered_many_states_hears_of_all_of_them(swarm: Swarm) -> None:
-    """One question for each of them, at once; a voice that is refused is a vote less."""
-    asker, asked = after_one_round(swarm)
-    true = asked.tip
-
-    class Slow(Memory):
-        def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
-            time.sleep(0.1)
-            return super().find(name, hold=hold)
-
-    serve(asked, Slow(true))
+def test_a_peer_answers_a_question_about_each_of_many_states(swarm: Swarm, pair: list[Node]) -> None:
+    """A refused question would be a lost vote."""
+    asker, asked = pair
+    serve(asked, Memory(asked.tip, find_delay_s=0.1))
 
     async def ask() -> list[Message]:
-        question = Message({"head": true.head})
-        calls = [asker.seat.wire.call(asked.peer_id, "vouch", question, timeout_s=20) for _ in range(3 * MAX_ASKED)]
+        question = Message({"head": asked.tip.head})
+        calls = [asker.host.wire.call(asked.peer_id, "vouch", question, timeout_s=20) for _ in range(3 * MAX_ASKED)]
         return await asyncio.gather(*calls)
 
-    assert [reply.header["digest"] for reply in asker.seat.do(ask())] == 3 * MAX_ASKED * [true.digest]
+    assert [reply.header["digest"] for reply in asker.host.do(ask())] == 3 * MAX_ASKED * [asked.tip.digest]
 
 
-def test_a_server_that_sends_wrong_bytes_is_dropped(swarm: Swarm) -> None:
-    nodes = after_one_round(swarm)
-    serve(nodes[0], Memory(nodes[0].tip))
-    late = joiner(swarm, nodes)
+def test_a_download_succeeds_although_one_server_sends_wrong_bytes(swarm: Swarm, pair: list[Node]) -> None:
+    good, bad = pair
+    serve(good, Memory(good.tip))
+    late = joiner(swarm, pair)
     for damage in ("leaves", "short", "forgets", "offer", "fewer"):
-        # The bad one is the slow one: it still holds parts when the good one has nothing left to do.
-        serve(nodes[1], Memory(nodes[1].tip, damage=damage, delay_s=0.2))
-        assert_same_state(download(late).state, nodes[0].tip.state)
+        # The bad one is slow, so that it still has requests when the good one has none left.
+        serve(bad, Memory(bad.tip, damage=damage, delay_s=0.2))
+        assert_same_state(download(late).state, good.tip.state)
 
 
-def test_a_server_that_dies_in_the_middle_is_dropped(swarm: Swarm) -> None:
-    nodes = after_one_round(swarm)
-    serve(nodes[0], Memory(nodes[0].tip))
-    dying = serve(nodes[1], Memory(nodes[1].tip, delay_s=1.0))
-    late = joiner(swarm, nodes)
+def test_a_download_succeeds_when_a_server_dies(swarm: Swarm, pair: list[Node]) -> None:
+    good, dying = pair
+    serve(good, Memory(good.tip))
+    serve(dying, Memory(dying.tip, delay_s=1.0))
+    late = joiner(swarm, pair)
     work = new_download(late).run(Target(PARAMETERS), lambda ratio: None)
-    running = asyncio.run_coroutine_threadsafe(work, late.seat.loop)
+    running = asyncio.run_coroutine_threadsafe(work, late.host.loop)
     time.sleep(0.3)
-    nodes[1].vanish()
-    assert_same_state(running.result(20).state, nodes[0].tip.state)
-    assert dying.damage == ""
+    dying.vanish()
+    assert_same_state(running.result(20).state, good.tip.state)
 
 
-def test_without_a_server_the_download_fails_with_a_sentence(swarm: Swarm) -> None:
+def test_without_a_server_a_download_fails(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(100, "fp32"))
     late = joiner(swarm, nodes)
     with pytest.raises(TransferFailed, match="No peer serves"):
@@ -178,47 +185,47 @@ def test_without_a_server_the_download_fails_with_a_sentence(swarm: Swarm) -> No
         download(late)
 
 
-@pytest.mark.parametrize("nudge", [0.5, -0.5])
-def test_the_state_of_one_heavy_liar_is_taken_by_nobody_though_all_others_seek_one(swarm: Swarm, nudge: float) -> None:
-    """It has signed 64 times as much as they, and is the only one whose phase says that it serves a state."""
+@pytest.mark.parametrize("difference", [0.5, -0.5])
+def test_a_false_state_loses_the_vote_while_all_honest_peers_are_downloading(swarm: Swarm, difference: float) -> None:
+    """The liar has signed 64 times as many tokens, and only its phase says that it serves a state."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, liar = nodes
     for node in nodes:
         node.offer(torch.ones(PARAMETERS), tokens=6400 if node is liar else 100)
     assert_same([node.committed() for node in nodes])
     true = honest[0].tip
-    state = replace(true.state, anchor=true.state.anchor + nudge)
-    serve(liar, Memory(tip_of(state, true.head, true.proof, liar.rules, 0.0)))
+    state = replace(true.state, anchor=true.state.anchor + difference)
+    serve(liar, Memory(verified_tip(state, true.head, true.proof, liar.rules, 0.0)))
     for node in honest:
-        node.directory.say(phase=Phase.DOWNLOADING)
+        node.peer_table.update_own(phase=Phase.DOWNLOADING)
     late = joiner(swarm, nodes)
     for node in honest:
-        StateServer(node.seat.wire, Memory(None), node.chain.digest_at)
+        StateServer(node.host.wire, Memory(None), node.chain.digest_at)
     with pytest.raises(TransferFailed, match="none that the others share"):
         download(late)
     for node in honest:
-        StateServer(node.seat.wire, Memory(node.tip), node.chain.digest_at)
+        StateServer(node.host.wire, Memory(node.tip), node.chain.digest_at)
     for node in (late, *honest):
         assert download(node).digest == true.digest
 
 
-def test_a_state_whose_proof_is_of_another_head_is_refused(swarm: Swarm) -> None:
-    nodes = after_one_round(swarm)
-    tip = nodes[0].tip
-    round_of(nodes, 1)
-    late = joiner(swarm, nodes)
-    forged = Tip(**{f: getattr(tip, f) for f in tip.__slots__} | {"proof": nodes[0].tip.proof})
-    serve(nodes[0], Memory(forged))
+def test_a_state_with_the_proof_of_another_head_is_refused(swarm: Swarm, pair: list[Node]) -> None:
+    tip = pair[0].tip
+    round_of(pair, 1)
+    late = joiner(swarm, pair)
+    serve(pair[0], Memory(replace(tip, proof=pair[0].tip.proof)))
     with pytest.raises(TransferFailed, match="No peer serves"):
         download(late)
+
+
+# replay
 
 
 def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
     serve(nodes[0], Memory(nodes[0].tip))
     late = joiner(swarm, nodes)
-    tip = download(late)
-    assert tip.round == -1
+    assert download(late).round == -1
     for round_ in range(3):
         round_of(nodes, round_)
     late.start_gossip()
@@ -226,142 +233,114 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
     assert late.tip.digest == nodes[0].tip.digest
     replayed = [late.committed() for _ in range(3)]
     assert [(d.tip.round, d.included, d.offered) for d in replayed] == [(i, False, False) for i in range(3)]
-    late.directory.say(phase=Phase.TRAINING)
-    wait_until(lambda: all(node.directory.is_member(late.peer_id) for node in nodes))
-    done = round_of([*nodes, late], 3)
-    assert len(done[0].outcome.included) == 3
+    late.peer_table.update_own(phase=Phase.TRAINING)
+    wait_until(lambda: all(node.peer_table.is_member(late.peer_id) for node in nodes))
+    assert len(round_of([*nodes, late], 3)[0].outcome.included) == 3
     assert not late.lost.is_set()
 
 
-def test_a_peer_that_keeps_no_rounds_does_not_hide_one_that_does(swarm: Swarm) -> None:
-    """The one asked first has come back at the head without the way that leads there; that is no loss of the line."""
-    nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
-    late = joiner(swarm, nodes)
-    for round_ in range(3):
-        round_of(nodes, round_)
-    forgetful, knowing = nodes
+def test_a_peer_without_proofs_does_not_hide_one_that_has_them(swarm: Swarm) -> None:
+    """The peer that is asked first has restarted and keeps no proofs. That is no reason to download."""
+    forgetful, knowing = after_rounds(swarm, 3, 5000)
+    late = joiner(swarm, [forgetful, knowing])
     forgetful.chain._proofs.clear()
-
-    async def replay() -> bool:
-        return await late.catch_up.replay([forgetful.directory.me, knowing.directory.me])
-
-    assert late.seat.do(replay())
-    assert (late.tip.head, late.tip.digest) == (knowing.tip.head, knowing.tip.digest)
+    assert late.host.do(late.catch_up.replay([forgetful.peer_table.me, knowing.peer_table.me]))
+    assert_same_tip(late, knowing)
     assert not late.lost.is_set()
 
 
-def test_rounds_that_fit_into_no_one_answer_are_replayed_one_answer_after_the_other(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(catchup, "PROOFS_BYTES", 10_000, raising=False)
-    nodes = swarm.nodes(2, swarm.rules(5000, "fp16", min_peers=2))
-    for round_ in range(KEPT_ROUNDS):
-        round_of(nodes, round_)
+def test_proofs_that_exceed_one_reply_are_replayed_from_several(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PROOFS_BYTES", 10_000)
+    nodes = after_rounds(swarm, KEPT_ROUNDS, 5000)
     late = joiner(swarm, nodes)
-    ask = late.seat.wire.call(nodes[0].peer_id, "proofs", Message({"after": swarm.run}), timeout_s=5)
-    reply = late.seat.do(ask)
+    ask = late.host.wire.call(nodes[0].peer_id, "proofs", Message({"after": swarm.run}), timeout_s=5)
+    reply = late.host.do(ask)
     assert 1 < len(reply.blobs) < KEPT_ROUNDS and reply.blob_bytes <= 10_000
-    late.seat.do(late.catch_up.align())
-    assert (late.tip.head, late.tip.digest) == (nodes[0].tip.head, nodes[0].tip.digest)
-    monkeypatch.setattr(catchup, "PROOFS_BYTES", 1)
+    late.host.do(late.catch_up.align())
+    assert_same_tip(late, nodes[0])
+    monkeypatch.setattr(server_module, "PROOFS_BYTES", 1)
     slow = joiner(swarm, nodes)
-    slow.seat.do(slow.catch_up.align())
-    assert slow.tip.head == nodes[0].tip.head, "one at least is in each answer"
+    slow.host.do(slow.catch_up.align())
+    assert_same_tip(slow, nodes[0])
 
 
-def test_a_node_that_missed_more_rounds_than_are_kept_is_told(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
-    for round_ in range(KEPT_ROUNDS + 1):
-        round_of(nodes, round_)
+def test_a_node_that_missed_more_rounds_than_are_kept_must_download(swarm: Swarm) -> None:
+    nodes = after_rounds(swarm, KEPT_ROUNDS + 1)
     late = joiner(swarm, nodes)
     late.start_gossip()
     assert late.lost.wait(10)
-    assert late.tip.round == -1
+    assert late.tip.round == -1 and late.cause is not None and late.cause.code == "far_behind"
     serve(nodes[0], Memory(nodes[0].tip))
-    tip = download(late)
-    restart_at(late, tip)
+    restart_at(late, download(late))
     late.lost.clear()
-    late.directory.say(phase=Phase.TRAINING)
-    wait_until(lambda: all(node.directory.is_member(late.peer_id) for node in nodes))
-    assert len(round_of([*nodes, late], 9)[0].outcome.included) == 3
-    assert not late.lost.is_set(), "it is back: nothing is lost any more"
+    late.peer_table.update_own(phase=Phase.TRAINING)
+    wait_until(lambda: all(node.peer_table.is_member(late.peer_id) for node in nodes))
+    assert len(round_of([*nodes, late], KEPT_ROUNDS + 1)[0].outcome.included) == 3
+    assert not late.lost.is_set()
 
 
-def restart_at(node: Node, tip: Tip) -> None:
-    async def restart() -> None:
-        node.rounds.restart_at(tip)
+def lie_about_proofs(node: Node, head: str, age_s: float) -> None:
+    async def lie(caller: str, message: Message) -> Message:
+        return Message({"status": "ok", "head": head, "age_s": age_s})
 
-    node.seat.do(restart())
+    node.host.wire.serve({"proofs": Service(lie, Channel.STATE)})
 
 
-@pytest.mark.parametrize("head", [None, "cd" * 32], ids=["my own head", "a head of its own"])
-def test_one_that_claims_to_be_ahead_does_not_keep_a_node_from_the_others(swarm: Swarm, head: str | None) -> None:
-    """Tokens are self-declared: a liar is asked first, and must not be the only one asked."""
+@pytest.mark.parametrize("head", [None, "cd" * 32], ids=["the caller's head", "an unknown head"])
+def test_a_false_claim_to_be_ahead_does_not_keep_a_node_from_honest_peers(swarm: Swarm, head: str | None) -> None:
+    """Tokens are self-declared, so the liar is asked first."""
     nodes = swarm.nodes(3, swarm.rules(64, "fp32", min_peers=2))
     *honest, liar = nodes
-
-    async def lie(caller: str, message: Message) -> Message:
-        return Message({"status": "ok", "head": head or swarm.run, "age_s": 0.0})
-
-    liar.seat.wire.serve({"proofs": Service(lie, Channel.STATE)})
-    liar.directory.say(phase=Phase.PAUSED)
-    wait_until(lambda: all(not node.directory.is_member(liar.peer_id) for node in honest))
+    lie_about_proofs(liar, head or swarm.run, 0.0)
+    liar.peer_table.update_own(phase=Phase.PAUSED)
+    wait_until(lambda: all(not node.peer_table.is_member(liar.peer_id) for node in honest))
     round_of(honest, 0)
     wait_until(lambda: liar.tip.round == 0)
-    liar.directory.say(swarm_tokens=2**62, head="cd" * 32)
+    liar.peer_table.update_own(swarm_tokens=2**62, head="cd" * 32)
     late = joiner(swarm, nodes)
     late.start_gossip()
     wait_until(lambda: late.tip.head == honest[0].tip.head)
     assert late.tip.digest == honest[0].tip.digest
 
 
-def test_a_stranger_does_not_say_how_old_the_round_is(swarm: Swarm) -> None:
+def test_the_age_of_a_round_is_taken_from_a_peer_at_the_same_head_only(swarm: Swarm) -> None:
     """A false age would make the round overdue, and fewer votes would be enough."""
-    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
-    round_of(nodes, 0)
-    node, liar = nodes
+    node, liar = after_rounds(swarm, 1)
     head, began_at_s = node.tip.head, node.tip.anchor_at_s
-
-    async def lie(caller: str, message: Message) -> Message:
-        return Message({"status": "ok", "head": head, "age_s": 9e5})
-
-    liar.seat.wire.serve({"proofs": Service(lie, Channel.STATE)})
-    (known,) = node.directory.others()
-    node.seat.do(node.catch_up.replay([known.model_copy(update={"head": "cd" * 32, "swarm_tokens": 2**62})]))
+    lie_about_proofs(liar, head, 9e5)
+    (known,) = node.peer_table.others()
+    node.host.do(node.catch_up.replay([known.model_copy(update={"head": "cd" * 32, "swarm_tokens": 2**62})]))
     assert node.tip.anchor_at_s == began_at_s
-    node.seat.do(node.catch_up.replay([known.model_copy(update={"head": head})]))
-    assert node.rounds.age_s < (node.tip.round_s or 0.0) + PATIENCE_S + 1.0
+    node.host.do(node.catch_up.replay([known.model_copy(update={"head": head})]))
+    assert node.participant.ctx.age_s < (node.tip.round_s or 0.0) + node.rules.closing.patience_s + 1.0
 
 
-def test_a_node_that_catches_up_asks_once(swarm: Swarm) -> None:
-    """It was no member of the rounds that it takes over, so it needs no second word on when they were committed."""
-    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
-    for round_ in range(3):
-        round_of(nodes, round_)
-    asked: list[str] = []
+def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm) -> None:
+    """It took no part in these rounds. Such a question asks for the proofs after the new head."""
+    nodes = after_rounds(swarm, 3)
+    asked_after: list[object] = []
     for node in nodes:
-        service = node.seat.wire._services["proofs"]
+        service = node.host.wire._services["proofs"]  # type: ignore[attr-defined]
 
-        async def count(caller: str, message: Message, rightly: Any = service.handler) -> Message:
-            asked.append(caller)
-            return await rightly(caller, message)
+        async def observe(caller: str, message: Message, handler: Any = service.handler) -> Message:
+            asked_after.append(message.header["after"])
+            return await handler(caller, message)  # type: ignore[no-any-return]
 
-        node.seat.wire.serve({"proofs": replace(service, handler=count)})
+        node.host.wire.serve({"proofs": replace(service, handler=observe)})
     late = joiner(swarm, nodes)
-    late.rounds.stage, late.rounds._stage_at_s = "rendezvous", late.rounds.clock() - 5.0
-    late.seat.do(late.catch_up.align())
+    late.participant.stages.stage, late.participant.stages._since_s = "rendezvous", late.participant.ctx.clock() - 5.0
+    late.host.do(late.catch_up.align())
     assert late.tip.head == nodes[0].tip.head
-    assert asked == [late.peer_id]
+    assert asked_after and nodes[0].tip.head not in asked_after
 
 
 def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
-    nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
-    round_of(nodes, 0)
+    nodes = after_rounds(swarm, 1)
     time.sleep(0.5)
     late = joiner(swarm, nodes)
-    late.seat.do(late.catch_up.align())
+    late.host.do(late.catch_up.align())
     assert late.tip.head == nodes[0].tip.head
-    age_s = late.rounds.clock() - late.tip.anchor_at_s
-    assert age_s == pytest.approx(nodes[0].rounds.clock() - nodes[0].tip.anchor_at_s, abs=0.3)
-    offer_all([*nodes], 1)
+    age_s = late.participant.ctx.clock() - late.tip.anchor_at_s
+    assert age_s == pytest.approx(nodes[0].participant.ctx.clock() - nodes[0].tip.anchor_at_s, abs=0.3)
+    offer_all(nodes, 1)
     assert_same([node.committed() for node in nodes])

@@ -1,4 +1,4 @@
-"""The engine and the image, once for all tests of containers; and containers that are gone when their test is."""
+"""The engine and the image for all container tests, and containers that are removed after each test."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def docker(built: Built) -> Engine:
 
 @pytest.fixture
 def alone(docker: Engine) -> Iterator[Container]:
-    """Not run yet."""
+    """A container that has not been started."""
     made = Container(docker, "alone")
     yield made
     made.purge()
@@ -44,7 +44,7 @@ def alone(docker: Engine) -> Iterator[Container]:
 
 @pytest.fixture(scope="module")
 def four(docker: Engine) -> Iterator[list[Container]]:
-    """A swarm on a private bridge: a founder and three that got its invite through the environment."""
+    """A swarm on a private bridge: a founder and three with its invite in their environment."""
     from tests.docker.container import SMALL, THREAD
 
     network = "diloco-test-bridge"

@@ -1,4 +1,4 @@
-"""A node in a container: started as the README says, asked over its published port, and removed for sure."""
+"""A node in a container: started as the README says, queried over its published port, and always removed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Container:
         return self
 
     def remove(self) -> None:
-        """The container, not what it knows."""
+        """Remove the container, but not its volume."""
         self.forget()
         self.docker("rm", "--force", self.name, check=False)
 
@@ -52,7 +52,7 @@ class Container:
         self.remove()
         self.docker("volume", "rm", "--force", self.volume, check=False)
 
-    # asking the engine
+    # queries to the engine
 
     def state(self) -> dict[str, Any]:
         return dict(json.loads(self.docker("inspect", "--format", "{{json .State}}", self.name)))
@@ -69,10 +69,10 @@ class Container:
     def execute(self, *words: str, check: bool = True) -> str:
         return self.docker("exec", self.name, *words, check=check, both=True)
 
-    # asking the node
+    # queries to the node
 
     def forget(self) -> None:
-        """The port is another one after each start."""
+        """Drop the client, because the port changes with each start."""
         if self._http is not None:
             self._http.close()
         self._http = None
@@ -119,12 +119,12 @@ class Container:
         return list(self.http.get("/api/v1/rounds?limit=200").raise_for_status().json()["rounds"])
 
     def digests(self) -> dict[int, str]:
-        """By round, of those that hold."""
+        """Digests by round of the current chain."""
         return {r["round"]: r["state_digest"] for r in reversed(self.rounds()) if r["outcome"] != "failed"}
 
     @contextmanager
     def page_open(self) -> Iterator[None]:
-        """An event stream that somebody reads."""
+        """An open event stream that is read."""
 
         def read() -> None:
             with suppress(httpx.HTTPError), self.http.stream("GET", "/api/v1/events", timeout=120) as answer:
@@ -142,7 +142,7 @@ class Container:
 
 
 def agree(containers: list[Container], timeout_s: float = 180) -> int:
-    """Waits for a round that all of them have told of from now on, with one digest. Returns its number."""
+    """Wait for a new round that all nodes report with one digest. Returns its number."""
     since = max(c.status()["run"]["round"] for c in containers)
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -1,7 +1,6 @@
-"""A container engine for tests: the one that runs, or a dockerd of our own; the image, built on a base made here.
+"""A container engine for tests: a running one, or a dockerd started here; and the image, on a base built here.
 
-No registry of images is asked: the base is Debian 12 by debootstrap, kept in the cache folder with the engine's layers.
-Knows the docker command line and pip's configuration; knows no node.
+No image registry is used: the base is Debian 12 by debootstrap, kept in the cache folder together with the layers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NEEDED = ("dockerd", "debootstrap", "containerd", "iptables")
 
 
 def why_not() -> str:
-    """Why the tests cannot run here; empty: they can."""
+    """Why the tests cannot run here, or an empty text."""
     if not os.environ.get(ASKED_FOR):
         return "containers are tested by `make test-docker`, as building the image takes minutes"
     missing = [name for name in NEEDED if not shutil.which(name)]
@@ -64,7 +63,7 @@ class Engine:
 
 
 def client() -> str:
-    """One that can build with BuildKit: with its plugin buildx, or old enough to bring it itself."""
+    """A docker client that supports BuildKit, by the plugin buildx or by itself."""
     for candidate in (shutil.which("docker"), "/usr/bin/docker"):
         if candidate and Path(candidate).exists():
             words = [candidate, "version", "--format", "{{.Client.Version}}"]
@@ -77,7 +76,7 @@ def client() -> str:
 
 @contextmanager
 def engine() -> Iterator[Engine]:
-    """The engine that DOCKER_HOST names or that runs already; else one of our own, ended with the tests."""
+    """The engine named by DOCKER_HOST or already running; otherwise one that ends with the tests."""
     command = client()
     running = Engine(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"), command)
     if running("info", check=False) and "Server Version" in running("info", check=False):
@@ -106,7 +105,7 @@ def engine() -> Iterator[Engine]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
-        # It leaves a mount behind, for which the cache folder could not be removed.
+        # It leaves a mount behind, which prevents removal of the cache folder.
         subprocess.run(["umount", CACHE / "exec" / "netns" / "default"], capture_output=True, timeout=30, check=False)
 
 
@@ -114,7 +113,7 @@ def engine() -> Iterator[Engine]:
 
 
 def make_base(docker: Engine) -> None:
-    """Debian 12 as an image; about as small as Debian's own slim ones."""
+    """Make an image of Debian 12, about as small as Debian's slim images."""
     if docker("images", "--quiet", BASE):
         return
     CACHE.mkdir(mode=0o700, exist_ok=True)
@@ -136,7 +135,7 @@ def make_base(docker: Engine) -> None:
 
 @contextmanager
 def served(folder: str) -> Iterator[str]:
-    """A folder of this machine, as an address for the build, which cannot see it."""
+    """Serve a folder of this machine to the build over HTTP."""
     handler = partial(_Quiet, directory=folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
@@ -155,7 +154,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def pip_settings() -> Mapping[str, str]:
-    """This machine's: index, folders with wheels, certificates. The last one said wins, as in pip."""
+    """This machine's pip settings: index, folders with wheels, certificates. The last value wins, as in pip."""
     listed = subprocess.run(
         ["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
     ).stdout
@@ -165,7 +164,7 @@ def pip_settings() -> Mapping[str, str]:
 
 @contextmanager
 def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
-    """Arguments that hand this machine's pip settings to a build, and a mark in them that no layer may hold."""
+    """Arguments that pass this machine's pip settings to a build, and a mark in them that no layer may contain."""
     settings, mark = pip_settings(), f"secret-{uuid.uuid4().hex}"
     lines, words = ["[global]", f"# {mark}", "trusted-host = 127.0.0.1"], []
     with ExitStack() as stack:

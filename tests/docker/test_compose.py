@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ def command() -> list[str]:
     pytest.skip("compose is not installed (apt: docker-compose)")
 
 
-def compose(*words: str, timeout_s: float = 300, **environment: str) -> str:
+def compose(*words: str, environment: Mapping[str, str] | None = None, timeout_s: float = 300) -> str:
     done = subprocess.run(
-        [*command(), "--file", str(FILE), *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
+        [*command(), "--file", str(FILE), *words], env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,15 +64,15 @@ def project(docker: Engine) -> Iterator[dict[str, str]]:
     try:
         yield environment
     finally:
-        compose("--profile", "swarm", "down", "--volumes", "--timeout", "20", **environment)
+        compose("--profile", "swarm", "down", "--volumes", "--timeout", "20", environment=environment)
 
 
 @pytest.mark.timeout(1200)
 def test_the_swarm_runs(docker: Engine, project: dict[str, str], tmp_path: Path) -> None:
-    compose("--profile", "swarm", "up", "--detach", timeout_s=400, **project)
+    compose("--profile", "swarm", "up", "--detach", environment=project, timeout_s=400)
 
     def status(service: str) -> dict[str, Any]:
-        name = compose("--profile", "swarm", "ps", "--quiet", service, **project).strip()
+        name = compose("--profile", "swarm", "ps", "--quiet", service, environment=project).strip()
         told = docker("exec", name, "diloco-node", "status", "--json", check=False)
         return dict(json.loads(told)) if told.startswith("{") else {}
 

@@ -1,4 +1,4 @@
-"""Containers as volunteers start them: read-only, without capabilities, as nobody. They train, agree, and come back."""
+"""Containers as volunteers start them: read-only, unprivileged, as user nobody. They train, agree and restart."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def worker_of(container: Container) -> int:
-    """Its process id, as the container counts."""
+    """Its process id inside the container."""
     return int(wait_for(lambda: container.execute("python3", "-c", WORKER, check=False).strip(), 60, "a worker"))
 
 
 def known(container: Container) -> dict[str, Any]:
-    """What the node says of itself, a round before now: so much must outlive whatever happens to it."""
+    """The node's state one round ago, which must survive."""
     told = container.status()
     joined = told["contribution"]["rounds_joined"]
     container.until(lambda s: s["contribution"]["rounds_joined"] > joined, 180, "one more round")
@@ -40,7 +40,7 @@ def known(container: Container) -> dict[str, Any]:
 
 
 def kept(container: Container, before: dict[str, Any], timeout_s: float = 240) -> None:
-    """After a restart: the same node, its totals kept to the last round, in the rounds again."""
+    """Assert that the restarted node has its identity and totals and takes part in rounds."""
     container.forget()
     first = container.until(lambda s: s["contribution"]["tokens_total"], 120, "totals")["contribution"]
     for total in ("tokens_total", "rounds_joined", "rounds_attempted", "training_s"):
@@ -73,7 +73,7 @@ def test_it_is_healthy_and_its_commands_answer(alone: Container, figures: Figure
     assert httpx.get(f"{base}/api/v1/status", trust_env=False).status_code == 401
     assert httpx.get(f"{base}/livez", headers={"Host": "evil.example"}, trust_env=False).status_code == 403
     assert httpx.get(base, trust_env=False).status_code == 200
-    # Nothing but the volume was written to.
+    # Only the volume was written to.
     assert alone.docker("diff", alone.name) == ""
 
 
@@ -82,7 +82,7 @@ def test_a_hung_worker_is_restarted_from_inside(alone: Container) -> None:
     alone.until_round(0)
     started = alone.state()["StartedAt"]
     worker = worker_of(alone)
-    # The supervisor is patient for a minute after a worker's start, then for half a minute without a beat.
+    # The supervisor allows a worker a minute to start, then half a minute without a heartbeat.
     alone.execute("python3", "-c", f"import os; os.kill({worker}, 19)")
     wait_for(lambda: worker_of(alone) != worker, 180, "another worker")
     before = alone.status()["run"]["round"]
@@ -126,7 +126,7 @@ def test_a_fatal_error_stays_on_the_page(alone: Container) -> None:
 
 
 def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
-    """Outside of containers: exit code 2. Here the engine would start it for ever, and nobody would see why."""
+    """Exit code 2 outside of containers. In one the engine would restart it forever without showing the reason."""
     alone.run("run", THREAD, env={"DILOCO_JOIN": "diloco1-cut-short"})
     status = alone.until_phase("error")
     assert status["code"] == "bad_invite" and "copy the whole string again" in status["reason"]
@@ -134,7 +134,7 @@ def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
     alone.execute("diloco-node", "resume")
     alone.until(lambda s: s["phase"] == "error" and s["since"] != status["since"], 60, "error again")
     assert (alone.state()["Status"], alone.restarts()) == ("running", 0)
-    # The mend: the same volume with another invite, or here with none.
+    # The remedy: the same volume with another invite, or here without one.
     alone.remove()
     alone.run("run", THREAD, *SMALL)
     alone.until_round(0)
@@ -148,7 +148,7 @@ def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
     ],
 )
 def test_where_there_is_no_page_it_ends_with_2(alone: Container, words: tuple[str, ...], said: str) -> None:
-    """Without an API there is nothing to stay for: the engine's back-off tries again, the log says why."""
+    """Without an API the container ends: the engine tries again, and the log gives the reason."""
     alone.run("run", *words)
     wait_for(lambda: alone.restarts() >= 2, 120, "the engine starts it again")
     alone.docker("update", "--restart", "no", alone.name)
@@ -185,7 +185,7 @@ def test_four_agree(four: list[Container]) -> None:
 
 
 def stop_seen_by(leaver: Container, others: list[Container]) -> tuple[float, float]:
-    """Seconds from the stop signal until the container has ended, and until the last of the others counts one less."""
+    """Seconds from the stop signal until the container has ended, and until all others count one peer less."""
     members = len(others) + 1
     began_s = time.monotonic()
 

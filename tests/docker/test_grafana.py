@@ -1,6 +1,6 @@
-"""The operators' dashboard against the schema of the Grafana that compose.yaml pins, as its makers publish it.
+"""The Grafana dashboard against the published schema of the Grafana version that compose.yaml pins.
 
-It stands in for Grafana itself: TypeScript finds words that it does not know, and values that it would not take.
+Grafana itself does not run: TypeScript finds unknown fields and invalid values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.docker.test_monitoring import DASHBOARD, DOCKER, PANELS
 SCHEMA = "./node_modules/@grafana/schema/dist/esm"
 TSC = ROOT / "dashboard" / "node_modules" / ".bin" / "tsc"
 OPTIONS = {"stat": "StatPanelCfg", "timeseries": "TimeSeriesPanelCfg", "state-timeline": "StateTimelinePanelCfg"}
-# Enums as the words that stand in JSON, and whatever has a default may be left out. A query's own keys, and an
-# annotation's, are those of the data source.
+# Enums are words in JSON, and keys with a default are optional. The keys of queries and
+# annotations belong to the data source.
 TYPES = """
 import type { Dashboard, DataQuery } from "@grafana/schema";
 type Plain<T> = unknown extends T ? T : T extends string ? `${T}` : T extends number | boolean | null | undefined ? T
@@ -72,7 +72,7 @@ def test_the_dashboard_is_what_grafana_reads(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     text = as_typescript()
     assert faults(tmp_path, text) == ""
-    # It can fail: a word that Grafana does not know, and a value.
+    # The check fails for an unknown key and for an invalid value.
     for right, wrong in (('"lineWidth"', '"linewidth"'), ('"showPoints": "never"', '"showPoints": "no"')):
         assert right in text
         assert "dashboard.ts" in faults(tmp_path, text.replace(right, wrong, 1))

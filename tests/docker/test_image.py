@@ -1,4 +1,4 @@
-"""The image itself: what it says of itself, what is in it, and what is not."""
+"""The image: its labels, what it contains, and what it must not contain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_says_what_it_is(docker: Engine) -> None:
     assert {"title", "description", "licenses", "version", "revision", "created"} <= set(labels)
     revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert labels["revision"] == revision.strip()
-    ask = ("-c", "from node.revision import revision; print(revision())")
+    ask = ("-c", "from node.host.revision import revision; print(revision())")
     inside = docker("run", "--rm", "--network", "none", "--entrypoint", "python3", IMAGE, *ask)
     assert inside.rstrip("+") == labels["revision"][:12]
     version = docker("run", "--rm", "--network", "none", IMAGE, "--version")
@@ -75,7 +75,7 @@ def test_no_secrets_in_history_and_layers(built: Built, tmp_path: Path) -> None:
 
 
 def test_what_is_installed_fits_together(docker: Engine) -> None:
-    """pip is not in the image: the one that comes with Python here looks at it from outside."""
+    """pip is not in the image, so this machine's pip checks it from outside."""
     (wheel,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
     told = docker(
         "run", "--rm", "--network", "none", "--volume", f"{wheel}:/pip/{wheel.name}:ro", "--entrypoint", "python3",

@@ -1,6 +1,6 @@
-"""What the run's people watch: alerts, runbook and dashboard fit together, and a real Prometheus of real nodes answers.
+"""Alerts, runbook and dashboard are consistent, and a real Prometheus scrapes real nodes.
 
-The engine is Debian's package `prometheus` (with promtool); where it is not installed, its tests are skipped.
+The engine is Debian's package `prometheus` (with promtool). Without it the tests are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from node.api.metrics import Build, Metrics
-from node.api.seam import Space
-from node.daemon.board import Board
+from node.api.node_interface import Space
+from node.daemon.node_state import NodeState
 from node.status import Counters, DeviceInfo, NodeInfo, Phase, PhaseState, Report
 from tests.docker.watch import CONFIG, Prometheus
 from tests.swarm.harness import Node, Swarm, tiny, wait_for
@@ -86,7 +86,7 @@ def test_the_dashboard_is_in_order() -> None:
 
 
 def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
-    board = Board(NodeInfo(), {}, state=PhaseState())
+    board = NodeState(NodeInfo(), {}, state=PhaseState())
     text = page_with_gpu(board, metrics_of(board))
     there = set(re.findall(r"^(diloco_\w+)", text, re.MULTILINE))
     asked = [target["expr"] for _, target in QUERIES] + [rule["expr"] for rule in ALERTS]
@@ -96,29 +96,29 @@ def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
 # For real
 
 
-def metrics_of(board: Board) -> Metrics:
+def metrics_of(board: NodeState) -> Metrics:
     return Metrics(
         Build("0"), lambda: board.view(alive=True), space=lambda: Space({"cache": 3}, 10, 40), known=Counters()
     )
 
 
-def page_with_gpu(board: Board, metrics: Metrics) -> str:
-    """The metrics of a node with a GPU, which machines of tests do not have; its energy grows by 300 W."""
+def page_with_gpu(board: NodeState, metrics: Metrics) -> str:
+    """The metrics of a node with a simulated GPU of 300 W."""
     gpu = DeviceInfo(
         kind="cuda", name="x", utilization_ratio=0.9, memory_used_bytes=7, memory_size_bytes=8,
         temperature_celsius=70.0, energy_joules=300.0 * time.monotonic(),
     )  # fmt: skip
     report = Report(state=PhaseState(phase=Phase.PAUSED), devices=(gpu,), counters=Counters())
-    metrics.told(report)
-    board.told(report)
-    board.decide(None)
-    return metrics.page().decode()
+    metrics.update(report)
+    board.apply_report(report)
+    board.set_phase(None)
+    return metrics.render().decode()
 
 
 @contextmanager
 def node_with_gpu() -> Iterator[str]:
     """Its address."""
-    board = Board(NodeInfo(), {}, state=PhaseState())
+    board = NodeState(NodeInfo(), {}, state=PhaseState())
     metrics = metrics_of(board)
 
     class Page(BaseHTTPRequestHandler):
@@ -141,6 +141,11 @@ def node_with_gpu() -> Iterator[str]:
         server.server_close()
 
 
+def legend(template: str, labels: Mapping[str, str]) -> str:
+    """The legend that Grafana shows for a series."""
+    return re.sub(r"{{(\w+)}}", lambda match: labels[match[1]], template)
+
+
 def ready_to_run(expression: str) -> str:
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
@@ -159,7 +164,7 @@ def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str,
         wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
         assert found, f"{title}: {expression} finds nothing"
         assert all(wanted <= set(metric) for metric, _ in found), title
-        legends = [re.sub(r"{{(\w+)}}", lambda m, of=metric: of[m[1]], target["legendFormat"]) for metric, _ in found]
+        legends = [legend(target["legendFormat"], metric) for metric, _ in found]
         assert len(legends) == len(set(legends)), f"{title}: lines that cannot be told apart: {legends}"
     values = [value for _, values in found for value in values if math.isfinite(value)]
     assert values, f"{title}: {expression} is never a number"
@@ -168,7 +173,7 @@ def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str,
 
 
 def bring_to_error(node: Node) -> None:
-    """Its worker is killed as often as it comes back, until the supervisor gives up."""
+    """Kill its worker after each restart until the supervisor gives up."""
     deadline_s = time.monotonic() + 90
     while node.status()["phase"] != "error":
         assert time.monotonic() < deadline_s, "the supervisor has not given up"
@@ -198,7 +203,7 @@ def test_a_real_prometheus_of_three_real_nodes(tmp_path: Path) -> None:
             rules = {rule["name"]: rule for rule in prometheus.rules()}
             for rule in ALERTS:
                 assert rules[rule["alert"]]["health"] == "ok", rules[rule["alert"]]
-                # With `bool` a comparison says 0 or 1 for each node, rather than leaving out whom it does not hold for.
+                # With `bool` a comparison yields 0 or 1 for each node instead of dropping nodes.
                 told = re.sub(r"(==|<=|>=|<|>)(?!~)", r"\1 bool", rule["expr"])
                 values = {row["metric"]["instance"]: row["value"] for row in prometheus.query(told)}
                 assert set(targets) <= set(values), (rule["alert"], values)

@@ -1,4 +1,4 @@
-"""README's "Give your machine": what it says to type works as it stands, and systemd takes the unit file."""
+"""The commands in README's "Give your machine" work as written, and systemd accepts the unit file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_unit_file(tmp_path: Path) -> None:
     assert (settings["Restart"], settings["KillSignal"]) == ("on-failure", "SIGTERM")
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed, so only the text was looked at")
-    # Where nothing is installed, another program stands for the node.
+    # Without an installation, another program replaces the node.
     copy = tmp_path / UNIT.name
     copy.write_text(text.replace("/opt/diloco/bin/diloco-node", "/bin/true"))
     words = ["systemd-analyze", "verify", "--man=no", str(copy)]
@@ -67,7 +67,7 @@ def founder(docker: Engine) -> Iterator[Container]:
 def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> None:
     founder.run("run", THREAD, *SMALL)
     (line,) = [line for line in LINES if line.startswith("docker run")]
-    # Names and ports of the test's own, beside what runs on this machine; the rest is as it stands.
+    # The test uses its own names and ports, because other containers may run on this machine.
     replaced = {
         "diloco": alone.name, "diloco:/data": f"{alone.volume}:/data", "diloco1-...": founder.invite(),
         "31337:31337": "31337", "31337:31337/udp": "31337/udp", "127.0.0.1:8080:8080": "127.0.0.1::8080",
@@ -81,7 +81,7 @@ def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> N
         if line.startswith("docker exec diloco "):
             assert alone.execute(*shlex.split(line)[3:])
     began_as = alone.status()["node"]["peer_id"]
-    # The upgrade, as told: stop, rm, the same line again.
+    # The upgrade as documented: stop, rm, and the same command again.
     docker("stop", alone.name)
     alone.remove()
     docker(*(replaced.get(word, word) for word in words[1:]))

@@ -1,4 +1,4 @@
-"""`make wheel` gives a package that works in an empty environment, far from any checkout."""
+"""`make wheel` builds a package that works in an empty environment without a checkout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from node.revision import revision
+from node.host.revision import revision
 from tests.docker.engine import ASKED_FOR, ROOT
 from tests.swarm.harness import wait_for
 
@@ -32,11 +32,12 @@ def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith(("tests", "dashboard", "docker")) or name.endswith(".ts")] == []
     assert "node/api/static/index.html" in names
 
-    # Else pip finds this checkout on the path, and takes it for installed.
+    # Otherwise pip finds this checkout on the path and considers it installed.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO"))}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120, env=environment)
     python = tmp_path / "venv" / "bin" / "python"
-    install = [python, "-m", "pip", "-q", "install", "--constraint", ROOT / "requirements.lock", wheel]
+    install: list[str | Path] = [python, "-m", "pip", "-q", "install"]
+    install += ["--constraint", ROOT / "requirements.lock", wheel]
     done = subprocess.run(
         install, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200, check=False
     )

@@ -1,4 +1,4 @@
-"""A real Prometheus on the shipped configuration, for as long as a test lasts. Knows its HTTP API; knows no node."""
+"""A real Prometheus with the shipped configuration, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ START_S = 60.0
 
 
 class Prometheus:
-    """A context manager. The configuration is the shipped one, but for how often it looks: each second."""
+    """A context manager. The configuration is the shipped one with a scrape interval of one second."""
 
     def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
-        """`targets`: host:port by the name that dashboard and alerts shall use."""
+        """`targets`: host:port by the name used in dashboard and alerts."""
         self._folder = folder
         shutil.copytree(CONFIG, folder / "config")
         file = folder / "config" / "prometheus.yml"
@@ -87,6 +87,6 @@ class Prometheus:
         return [rule for group in self._data("/api/v1/rules")["groups"] for rule in group["rules"]]
 
     def firing(self, alert: str) -> list[str]:
-        """Instances for which it fires."""
+        """Instances for which the alert fires."""
         alerts = self._data("/api/v1/alerts")["alerts"]
         return [a["labels"]["instance"] for a in alerts if a["labels"]["alertname"] == alert and a["state"] == "firing"]

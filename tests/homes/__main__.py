@@ -1,9 +1,9 @@
-"""Builds homes and runs a node in each: a founder, then joiners by its invite. Ctrl-C ends all and removes all.
+"""Builds homes and runs a node in each: a founder, then joiners with its invite. Ctrl-C ends and removes everything.
 
     python -m tests.homes --kinds published,cone,symmetric --lines 100/20,10/50,2/2
 
-Every few seconds it prints one line per home about what its node sees. While it runs, these words on the standard input
-change the world: `address 2`, `cut 2`, `reconnect 2`, `line 2 10/50`, `kill 2`.
+Every few seconds it prints one line per home about its node. While it runs, it accepts commands on standard input:
+`address 2`, `cut 2`, `reconnect 2`, `line 2 10/50`, `kill 2`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Member = tuple[AttachedHome, Node]
 
 
 def homes_of(options: argparse.Namespace) -> list[Home]:
-    """Kinds and lines are taken in turn. Dual-stack ones among them let an IPv6-only home in."""
+    """Homes with these kinds and lines in turn. If one is IPv6-only, the others are dual-stack."""
     kinds = parse_kinds(options.kinds or ",".join(MIXED))
     count = options.homes or (len(kinds) if options.kinds else 6)
     pairs = islice(zip(cycle(kinds), cycle(parse_lines(options.lines)), strict=False), count)
@@ -43,7 +43,7 @@ def homes_of(options: argparse.Namespace) -> list[Home]:
 
 
 def line(member: Member) -> str:
-    """What the node of this home sees."""
+    """One line about the node of this home."""
     home, node = member
     head = f"{home.name:<14}{line_text(home.lines):>10} "
     code = node.process.poll() if node.process else None
@@ -67,7 +67,7 @@ def seen(status: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
 
 
 def obey(order: str, members: Sequence[Member]) -> str:
-    """One line of the standard input; what to print."""
+    """Carry out one line of standard input. Returns what to print."""
     verb, number, *rest = [*order.split(), "", ""]
     try:
         home, node = {str(home.number): (home, node) for home, node in members}[number]
@@ -91,7 +91,7 @@ def obey(order: str, members: Sequence[Member]) -> str:
 
 
 def watch(members: Sequence[Member], every_s: float) -> None:
-    """Until Ctrl-C."""
+    """Print until Ctrl-C."""
     reading = [sys.stdin] if sys.stdin and not sys.stdin.closed else []
     while True:
         print(time.strftime("%H:%M:%S"))
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--homes", type=int, help="how many; kinds and lines are taken in turn")
     parser.add_argument("--kinds", help=f"of {', '.join(KINDS)}; the first is the founder's")
     parser.add_argument("--lines", default=LINES, help="Mbit/s UP/DOWN of each")
-    parser.add_argument("--ipv6", action="store_true", help="IPv6 beside IPv4 in every home")
+    parser.add_argument("--ipv6", action="store_true", help="also IPv6 in every home")
     parser.add_argument("--no-announce", action="store_true", help="the founder does not set swarm.announce")
     parser.add_argument("--step-s", type=float, default=Pace().step_s, help="seconds that stand for an inner step")
     parser.add_argument("--inner-steps", type=int, default=Pace().inner_steps, help="inner steps of a round")
@@ -148,7 +148,7 @@ def main() -> int:
         try:
             live(homes, swarm, options, flags)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):  # Also a second Ctrl-C leaves nothing behind.
+            for number in (signal.SIGINT, signal.SIGTERM):  # A second Ctrl-C leaves nothing behind either.
                 signal.signal(number, signal.SIG_IGN)
             print("Ending the nodes and removing the homes ...", flush=True)
     return 0

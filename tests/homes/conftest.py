@@ -1,4 +1,4 @@
-"""What all tests of the laboratory need: a machine that allows it, and nodes that end with the test."""
+"""Fixtures of the tests with homes: a machine that can run them, and nodes that end with the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a home is: its kind of internet access, its line, its addresses. Plain data; `world.py` builds it."""
+"""A home as plain data: its kind of internet access, its line and its addresses. `world.py` builds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["public", "published", "forwarded", "cone", "symmetric", "ipv6_only"]
-"""How the machines of a home reach the internet, and whether it reaches them.
+"""How the machines of a home reach the internet, and whether they can be reached from it.
 
 `public`: a machine with a public address of its own; no router.
 `published`: a container at 172.17.0.2 on a host with a public address, which publishes PORT as `docker run -p` does.
@@ -29,7 +29,7 @@ class Home:
     lines: tuple[float, float] | None = (100.0, 100.0)
     """Mbit/s up and down; None: no limit."""
     ipv6: bool = False
-    """A global IPv6 address for each machine, without NAT, beside what the kind gives in IPv4."""
+    """A global IPv6 address for each machine, without NAT, in addition to the kind's IPv4."""
     inbound_ipv6: bool = False
     """The firewall lets strangers reach PORT of the first machine by IPv6; a `public` machine has no firewall."""
     hairpin: bool = True
@@ -59,7 +59,7 @@ class Home:
 
     @property
     def subnet(self) -> str:
-        """The first two or three numbers of the home's private network. All homes have the same, as real ones do."""
+        """The first two or three numbers of the home's private network, which is the same in all homes."""
         return "172.17.0" if self.kind == "published" else "192.168.1"
 
     @property
@@ -90,11 +90,11 @@ class Lease:
 
     @property
     def router_ipv6(self) -> str:
-        """Of the outer interface."""
+        """Address of the outer interface."""
         return f"{self.prefix}::2"
 
     def machine_ipv6(self, number: int) -> str:
-        """Of the machine with this number behind the router, from 1."""
+        """Address of machine `number` (from 1) behind the router."""
         return f"{self.prefix}:1::{number + 1:x}"
 
 

@@ -79,7 +79,7 @@ def shape(namespace: str, device: str, mbit_s: float | None) -> None:
         return
     burst_bytes = max(8192, int(mbit_s * 1e6 / 8 * 0.005))
     words = ("rate", f"{mbit_s}mbit", "burst", f"{burst_bytes}b", "latency", "200ms")
-    # A handle of its own makes it a new queue: a packet in the old one may be too large ever to pass a smaller burst.
+    # A new handle makes a new queue: a packet in the old one may be too large for a smaller burst.
     handle = f"{next(_number) % 0xFFF0 + 1:x}:"
     run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "handle", handle, "tbf", *words)
 
@@ -91,7 +91,7 @@ def counters(namespace: str, device: str) -> tuple[int, int]:
 
 
 def forget_connections(namespace: str) -> None:
-    """Empty the connection tracking table of the namespace, as a router does that has got a new address."""
+    """Empty the connection tracking table of the namespace, as a router does after a change of address."""
     with inside(namespace), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
         netlink.settimeout(COMMAND_S)
         netlink.bind((0, 0))
@@ -105,7 +105,7 @@ def forget_connections(namespace: str) -> None:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """Sockets that this thread makes here belong to the namespace, also afterwards."""
+    """Sockets that this thread opens inside belong to the namespace for their lifetime."""
     with Path("/proc/thread-self/ns/net").open("rb") as home, Path(NAMES, namespace).open("rb") as there:
         _enter(there.fileno())
         try:

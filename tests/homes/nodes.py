@@ -1,4 +1,4 @@
-"""Real nodes in homes: started as a volunteer would start them, and what they tell about their rounds.
+"""Real nodes in homes, started as a volunteer would, and their view of the rounds.
 
 A `Swarm` owns the processes and ends them. Each `Node` answers `status()`, `rounds()`, `peers()` and `logs()` from
 inside its namespace, and ends by `stop()` (SIGTERM) or `end_by_force()` (SIGKILL to all its processes).
@@ -6,23 +6,26 @@ inside its namespace, and ends by `stop()` (SIGTERM) or `end_by_force()` (SIGKIL
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.homes.world import AttachedHome, Machine
-from tests.swarm.harness import Node, Swarm
+from node.swarm.identity import load_identity
+from tests.homes.world import AttachedHome, Machine, World
+from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
 START_S = 240.0
-"""Until a node trains: eight nodes start at once on two cores."""
+"""Until a node trains. Eight nodes start at once on two cores."""
+ROUND_S = 90.0
+"""Until a round ends on a busy machine."""
 PRESET = Path("builtin")
 """Contributions of 1.8 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast nodes train. A sleep stands for each inner step, so that eight nodes fit two processor cores."""
+    """How fast nodes train. Inner steps sleep, so eight nodes fit on two cores."""
 
     step_s: float = 0.2
     inner_steps: int = 100
@@ -37,8 +40,11 @@ class Pace:
 
     @property
     def flags(self) -> list[str]:
-        """Of the founder: the rounds of its run."""
+        """The founder's flags, which set the rounds of its run."""
         return [f"--run.round.inner_steps={self.inner_steps}", "--run.evaluation.batches=0"]
+
+
+FAST_PACE = Pace(step_s=0.1, inner_steps=100)
 
 
 def found(
@@ -51,7 +57,7 @@ def found(
 ) -> Node:
     """Start the founder of a run on the first machine of this home.
 
-    `announce`: its owner has set `swarm.announce` to the home's outer addresses, as far as strangers reach them.
+    `announce`: its owner has set `swarm.announce` to the home's reachable outer addresses.
     """
     pace = pace or Pace()
     node = _node(swarm, home, home.machine)
@@ -69,9 +75,9 @@ def join(
     announce: bool = False,
     order: Literal["run", "relay"] = "run",
 ) -> Node:
-    """Start a node that knows nothing but the invite, on the first machine of this home or on another one.
+    """Start a node with the invite only, on the first machine of this home or on another one.
 
-    Each node may have a pace of its own. `announce`: as for the founder.
+    Each node may have its own pace. `announce`: as for the founder.
     """
     node = _node(swarm, home, machine or home.machine)
     node.join, node.order = invite, order
@@ -84,7 +90,7 @@ def _node(swarm: Swarm, home: AttachedHome, machine: Machine) -> Node:
         name += f"-{home.machines.index(machine) + 1}"
     node = swarm.node(name)
     node.preset, node.namespace = None, machine.namespace
-    node.listen = ""  # Where the node listens by default is what homes are to test.
+    node.listen = ""  # The default listen addresses are under test.
     return node
 
 
@@ -97,13 +103,81 @@ def peer_id(node: Node) -> str:
 
 
 def included(records: Iterable[Mapping[str, Any]], peer: str) -> dict[int, bool]:
-    """Of the rounds that hold in these records: whether this peer's contribution was included."""
+    """For each committed round in these records, whether it includes this peer's contribution."""
     held = (record for record in records if record["outcome"] != "failed" and not record["dropped"])
     return {r["round"]: any(m["peer_id"] == peer and m["included"] for m in r["members"]) for r in held}
 
 
 def inclusion(records: Iterable[Mapping[str, Any]], peer: str, last: int) -> tuple[int, int]:
-    """In how many of the last so many rounds this peer was included, and how many rounds that are."""
+    """In how many of the last `count` rounds this peer was included, and the number of those rounds."""
     rounds = included(records, peer)
     newest = sorted(rounds)[-last:]
     return sum(rounds[number] for number in newest), len(newest)
+
+
+def start_behind_relays(swarm: Swarm, homes: World, *relay_flags: str, count: int = 3) -> tuple[list[Node], list[Node]]:
+    """Start members in the first `count` homes, behind NATs without a port, and a relay in each other home.
+
+    They discover each other through the relays. Returns members and relays once a round has included all members.
+    """
+    inside, outside = homes[:count], homes[count:]
+    relays = [_new_relay(swarm, home) for home in outside]
+    at = ",".join(
+        f"{address}/p2p/{_stored_peer_id(relay)}"
+        for home, relay in zip(outside, relays, strict=True)
+        for address in home.announce
+    )
+    members = [found(swarm, inside[0], f"--swarm.bootstrap={at}", "--run.round.min_peers=2", pace=FAST_PACE)]
+    for relay in relays:
+        relay.join = str(members[0].until(lambda s: s["run"]["invite"], START_S)["run"]["invite"])
+        relay.start(f"--swarm.bootstrap={at}", *relay_flags)
+    invite = wait_for(lambda: _public_invite(relays[0], outside[0]), START_S, "the relay's invite names no address")
+    members += [join(swarm, home, invite, f"--swarm.bootstrap={at}", pace=FAST_PACE) for home in inside[1:]]
+    for node in members:
+        node.until(lambda s: s["reachability"] == "relay", START_S)
+    everybody = {peer_id(node) for node in members}
+    wait_for(lambda: complete_rounds(members[0], everybody), START_S, "no round of all members")
+    return members, relays
+
+
+def _new_relay(swarm: Swarm, home: AttachedHome) -> Node:
+    node = swarm.node(f"relay{home.number}")
+    node.preset, node.order, node.namespace, node.listen = None, "relay", home.machine.namespace, ""
+    node.folder.mkdir()
+    load_identity(node.folder / "identity.key")
+    return node
+
+
+def _stored_peer_id(node: Node) -> str:
+    return load_identity(node.folder / "identity.key").peer_id
+
+
+def _public_invite(relay: Node, home: AttachedHome) -> str:
+    status = relay.status()
+    return str(status["run"]["invite"]) if status["reachability"] == "direct" else ""
+
+
+def complete_rounds(node: Node, everybody: set[str]) -> list[int]:
+    """Rounds that included the contributions of all these peers."""
+    records = node.rounds()
+    return sorted(set.intersection(*({n for n, was in included(records, peer).items() if was} for peer in everybody)))
+
+
+def relayed_bytes(relays: Sequence[Node]) -> int:
+    return sum(int(relay.status()["contribution"]["bytes_relayed"]) for relay in relays)
+
+
+def relayed_in_rounds(members: Sequence[Node], relay: Node, count: int) -> tuple[int, int]:
+    """Wait for so many rounds. Returns the bytes that the relay carried, and the number of attempts at those rounds.
+
+    Asserts that each round included all members and that their states agree.
+    """
+    everybody = {peer_id(node) for node in members}
+    first, before = members[0].status()["run"]["round"], relayed_bytes([relay])
+    members[0].until_round(first + count, count * ROUND_S)
+    carried, last = relayed_bytes([relay]) - before, members[0].status()["run"]["round"]
+    assert set(range(first + 1, last + 1)) <= set(complete_rounds(members[0], everybody)), "a round missed a member"
+    assert all(len(digests) == 1 for digests in common_rounds(members).values())
+    attempts = sum(first < record["round"] <= last for record in members[0].rounds())
+    print(f"{carried} bytes carried in {last - first} rounds, {attempts} attempts")
+    return carried, attempts

@@ -1,4 +1,4 @@
-"""The packet filter of a home's router, as lines of `iptables-save`; no address stands in it that may change."""
+"""The packet filter of a home's router, as lines of `iptables-save`. It contains no address that may change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KNOWN = "-m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT"
 
 
 def rules_ipv4(home: Home, first_machine: str) -> list[str]:
-    """NAT to the outer interface `wan`, and what it lets in."""
+    """NAT to the outer interface `wan`, and the permitted inbound traffic."""
     return [
         "*nat",
         *_forwarded_port(home, first_machine),
@@ -17,7 +17,7 @@ def rules_ipv4(home: Home, first_machine: str) -> list[str]:
         "COMMIT",
         "*filter",
         f"-A INPUT -i wan {KNOWN}",
-        # A server answers at closed ports; a home's router is silent. A refused SYN would end a simultaneous open.
+        # A server refuses connections to closed ports; a home router drops them, or a simultaneous open would fail.
         f"-A INPUT -i wan -j {'ACCEPT' if home.kind == 'published' else 'DROP'}",
         "-A FORWARD -i wan -m conntrack --ctstate ESTABLISHED,RELATED,DNAT -j ACCEPT",
         "-A FORWARD -i wan -j DROP",
@@ -26,7 +26,7 @@ def rules_ipv4(home: Home, first_machine: str) -> list[str]:
 
 
 def _forwarded_port(home: Home, machine: str) -> list[str]:
-    """As Docker writes it: one chain for what comes to any address of the host, and a masquerade for hairpins.
+    """A port forwarded as Docker does it: one chain for all addresses of the host, and masquerading for hairpins.
 
     Docker's default hairpin is a proxy process on the host; the machine sees the bridge's address as the source with
     both.
@@ -35,7 +35,7 @@ def _forwarded_port(home: Home, machine: str) -> list[str]:
         return []
     local, network = "-m addrtype --dst-type LOCAL", home.private_network
     only = "" if home.hairpin else "-i wan "
-    # A home's router answers for itself at its inner address; Docker publishes on all addresses of the host.
+    # A home router does not forward its inner address; Docker publishes on all addresses of the host.
     outer = "" if home.kind == "published" else f"! -d {network} "
     to = f"--dport {PORT} -j DNAT --to-destination {machine}:{PORT}"
     return [
@@ -49,7 +49,7 @@ def _forwarded_port(home: Home, machine: str) -> list[str]:
 
 
 def rules_ipv6(home: Home, first_machine: str) -> list[str]:
-    """A firewall without NAT. `first_machine` ends in the part that stays when the prefix changes."""
+    """A firewall without NAT. The end of `first_machine` stays the same when the prefix changes."""
     # Only the lower half is compared: the provider's prefix changes, the machine's part does not.
     machine = f"-d ::{first_machine.rsplit('::', 1)[1]}/::ffff:ffff:ffff:ffff"
     opened = [f"-A FORWARD -i wan {machine} -p {p} --dport {PORT} -j ACCEPT" for p in ("tcp", "udp")]

@@ -1,4 +1,4 @@
-"""Nodes in homes find out at which address others reach them, and are dialed there. Real nodes, real NAT."""
+"""Nodes in homes learn at which address others reach them, and are dialed there. Real nodes, real NAT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node.manifest import Invite, parse_invite
+from node.config.manifest import Invite, parse_invite
 from node.swarm.identity import new_identity
 from tests.homes.home import PORT, Home
 from tests.homes.nodes import START_S, Pace, found, included, join, peer_id
@@ -82,7 +82,7 @@ def test_published_containers_announce_their_outer_addresses_and_train_together(
 
 
 @pytest.mark.timeout(600)
-def test_another_node_or_a_web_server_behind_the_forwarded_port_makes_nobody_reachable(tmp_path: Path) -> None:
+def test_a_node_is_not_reachable_if_its_forwarded_port_leads_to_another_node_or_a_web_server(tmp_path: Path) -> None:
     """Both homes forward port 31337 to the first machine; these nodes listen on 31337 of the second."""
     homes = [Home("public"), Home("forwarded", machines=2), Home("forwarded", machines=2)]
     with world(homes) as built, Swarm(tmp_path, tiny()) as swarm:

@@ -1,4 +1,4 @@
-"""Real nodes behind NATs without a port: those whose NATs allow it connect directly, the others go on over relays."""
+"""Real nodes behind NATs without a port: hole punching connects those whose NATs allow it; the others use relays."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Sequence
 import pytest
 
 from tests.homes.home import Home, Kind
-from tests.homes.nodes import peer_id
-from tests.homes.test_relay import ROUND_S, complete, relayed_bytes, start
+from tests.homes.nodes import ROUND_S, peer_id, relayed_in_rounds, start_behind_relays
 from tests.homes.world import World, world
-from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
+from tests.swarm.harness import Node, Swarm, wait_for
 
 HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
 ROUNDS = 6 if HEAVY else 2
 DIRECT_S = 90.0
 GOSSIP_BYTES = 5_000
-"""What may still go over a relay while a call that has begun there ends."""
+"""Bytes that may still use a relay while a call that began there ends."""
 heavy = pytest.mark.skipif(not HEAVY, reason="takes minutes: set DILOCO_TEST_HOMES=1")
 
 
@@ -26,26 +25,14 @@ def homes_of(*kinds: Kind) -> list[Home]:
 
 
 def transports(members: Sequence[Node]) -> set[str]:
-    """How the members call each other, as each of them says."""
+    """The transports between members, from each member's status."""
     everybody = {peer_id(node) for node in members}
     rows = [row for node in members for row in node.peers() if row["peer_id"] in everybody and not row["this_node"]]
     return {row["transport"] for row in rows} if len(rows) == len(members) * (len(members) - 1) else set()
 
 
-def rounds_pass(members: Sequence[Node], relay: Node, count: int) -> int:
-    """Bytes that the relay carries in so many rounds, all of them with all members."""
-    everybody = {peer_id(node) for node in members}
-    since, before = members[0].status()["run"]["round"], relayed_bytes([relay])
-    members[0].until_round(since + count, count * ROUND_S)
-    carried, until = relayed_bytes([relay]) - before, members[0].status()["run"]["round"]
-    assert set(range(since + 1, until + 1)) <= set(complete(members[0], everybody)), "every round with all"
-    assert all(len(digests) == 1 for digests in common_rounds(members).values())
-    print(f"{carried} bytes carried in {until - since} rounds")
-    return carried
-
-
 def become_direct(homes: World, swarm: Swarm, count: int) -> tuple[list[Node], Node]:
-    members, (relay,) = start(swarm, homes, count=count)
+    members, (relay,) = start_behind_relays(swarm, homes, count=count)
     wait_for(lambda: transports(members) == {"direct"}, DIRECT_S, "members do not connect directly")
     return members, relay
 
@@ -61,7 +48,7 @@ def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
 ) -> None:
     with world(homes_of(*kinds, "public")) as homes:
         members, relay = become_direct(homes, swarm, len(kinds))
-        assert rounds_pass(members, relay, ROUNDS) < GOSSIP_BYTES
+        assert relayed_in_rounds(members, relay, ROUNDS)[0] < GOSSIP_BYTES
         status = members[0].status()
         assert status["reachability"] == "relay", "all but the punched peers call it over the relay"
 
@@ -71,8 +58,8 @@ def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
 @pytest.mark.parametrize("kinds", [("cone", "symmetric"), ("symmetric", "symmetric")], ids="-".join)
 def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
     with world(homes_of(*kinds, "public")) as homes:
-        members, (relay,) = start(swarm, homes, count=len(kinds))
-        assert rounds_pass(members, relay, ROUNDS) > 1_000_000
+        members, (relay,) = start_behind_relays(swarm, homes, count=len(kinds))
+        assert relayed_in_rounds(members, relay, ROUNDS)[0] > 1_000_000
         assert transports(members) == {"relay"}
 
 

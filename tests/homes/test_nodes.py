@@ -1,6 +1,6 @@
-"""Real nodes in homes: every home is in every round. Slow, so asked for: DILOCO_TEST_HOMES=1.
+"""Real nodes in homes: every home is in every round. Slow, so it runs only with DILOCO_TEST_HOMES=1.
 
-What is said to hold is said by the rounds' records and the digests of all nodes, not by what a node says of itself.
+The claims are checked with the rounds' records and the digests of all nodes, not with a node's own status.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason=
 
 ROUNDS = 6
 GETTING_IN = 2
-"""Rounds after all train that are not judged."""
+"""Rounds after all nodes train that are not checked."""
 PATIENCE = 4.0
-"""A round may take so many times its length on a busy machine."""
+"""How many times its length a round may take on a busy machine."""
 
 
 def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list[Node]:
-    """A founder in the first home, which announces its outer address, and a joiner by its invite in each other.
+    """A founder in the first home, which announces its outer address, and a joiner in each other home.
 
-    `announce`: the joiners' owners set their outer addresses, too.
+    `announce`: the joiners announce their outer addresses, too.
     """
     nodes = [found(swarm, homes[0], pace=pace)]
     invite = nodes[0].invite()
@@ -38,7 +38,7 @@ def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list
 
 
 def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace) -> None:
-    """ROUNDS of ROUNDS rounds, after GETTING_IN."""
+    """Assert that every home is in each of ROUNDS rounds, after GETTING_IN."""
     since = max(node.status()["run"]["round"] for node in nodes) + GETTING_IN
     wanted = range(since + 1, since + ROUNDS + 1)
     for node in nodes:

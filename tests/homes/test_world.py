@@ -1,4 +1,4 @@
-"""The laboratory of homes itself, with plain sockets and no node."""
+"""The simulated homes themselves, with plain sockets and without nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.homes.world import AttachedHome, Machine, World, remove_orphans, worl
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 5.0
-"""For what must arrive; on a busy machine."""
+"""For what must arrive on a busy machine."""
 SILENCE_S = 1.0
 """For what must not."""
 LINE_S = 2.5
@@ -58,7 +58,7 @@ def reaches(machine: Machine, address: str, port: int = PORT, *, timeout_s: floa
 
 
 def reached(machine: Machine, addresses: Sequence[str], timeout_s: float = SILENCE_S) -> list[str]:
-    """Those of the addresses at which PORT answers; all are dialled at once."""
+    """The addresses at which PORT answers. All are dialed at once."""
     with ThreadPoolExecutor(len(addresses)) as pool:
         answers = list(pool.map(lambda address: reaches(machine, address, timeout_s=timeout_s), addresses))
     return [address for address, answered in zip(addresses, answers, strict=True) if answered]
@@ -92,7 +92,7 @@ def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHom
 
 
 def ask(connection: socket.socket, accepted: socket.socket, timeout_s: float = ANSWER_S) -> bytes:
-    """One word there and back; b"" where nothing came in time."""
+    """Send one word and return the answer, or b"" without one in time."""
     for end in (connection, accepted):
         end.settimeout(timeout_s)
     try:
@@ -143,7 +143,7 @@ def test_only_the_forwarded_port_is_open() -> None:
 
 @pytest.mark.parametrize("kind", ["published", "forwarded"])
 @pytest.mark.parametrize("hairpin", [True, False])
-def test_a_machine_reaches_its_own_outer_address_where_the_router_turns_it_round(kind: Kind, hairpin: bool) -> None:
+def test_a_router_with_hairpin_nat_connects_a_machine_to_its_own_outer_address(kind: Kind, hairpin: bool) -> None:
     with world([Home(kind, hairpin=hairpin)]) as homes, listen(homes[0].machine) as listener:
         machine = homes[0].machine
         if hairpin:
@@ -156,7 +156,7 @@ def test_a_machine_reaches_its_own_outer_address_where_the_router_turns_it_round
 
 
 def outer_ports(home: AttachedHome, outside: Sequence[AttachedHome]) -> dict[str, list[int]]:
-    """The ports that observers at these homes see one UDP socket and one TCP port of this home come from."""
+    """The source ports of one UDP socket and one TCP port of this home, as observers at the others see them."""
     ports: dict[str, list[int]] = {"udp": [], "tcp": []}
     with datagrams(home.machine, 5000) as sending:
         for observing in outside:
@@ -180,7 +180,7 @@ def test_a_cone_keeps_its_outer_port_for_all_destinations_and_a_symmetric_nat_do
 def open_simultaneously(
     homes: Sequence[AttachedHome], observer_home: AttachedHome, seconds: float
 ) -> list[bytes | None]:
-    """Two homes learn their outer UDP ports from an observer and send to each other; what each received."""
+    """Two homes learn their outer UDP ports from an observer and send to each other. Returns what each received."""
     with (
         datagrams(homes[0].machine, 5000) as left,
         datagrams(homes[1].machine, 5000) as right,
@@ -259,7 +259,7 @@ def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened() -> None:
 
 @contextmanager
 def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) -> Iterator[None]:
-    """One TCP connection carries as much as it can meanwhile."""
+    """A TCP connection that sends as fast as it can."""
     with (
         listen(receiver, port) as listener,
         dial(sender, address, port) as connection,
@@ -289,8 +289,12 @@ def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) 
                 thread.join(ANSWER_S)
 
 
+TRIES = 5
+"""A busy machine may not fill a line."""
+
+
 def rates_mbit_s(counts: Sequence[Callable[[], int]], seconds: float = LINE_S) -> list[float]:
-    """Of these counters of bytes, after a second in which TCP finds its speed."""
+    """Rates of these byte counters, after one second of TCP slow start."""
     time.sleep(1.0)
     since_s, before = time.monotonic(), [count() for count in counts]
     time.sleep(seconds)
@@ -308,10 +312,13 @@ def test_a_line_carries_what_it_is_said_to(way: str) -> None:
                 back = (outside.machine, home.machine, home.address)
                 stack.enter_context(pouring(*pair) if way == "up" else pouring(*back))
             counts = [home.sent_bytes if way == "up" else home.received_bytes for home in others]
-            carried = rates_mbit_s(counts)
-        for got, (up_mbit_s, down_mbit_s) in zip(carried, lines, strict=True):
-            rate = up_mbit_s if way == "up" else down_mbit_s
-            assert 0.9 * rate < got < 1.1 * rate, f"{lines}: {carried}"
+            rates = [up_mbit_s if way == "up" else down_mbit_s for up_mbit_s, down_mbit_s in lines]
+            for _ in range(TRIES):
+                carried = rates_mbit_s(counts)
+                assert all(got < 1.1 * rate for got, rate in zip(carried, rates, strict=True)), f"{lines}: {carried}"
+                if are_full := all(0.9 * rate < got for got, rate in zip(carried, rates, strict=True)):
+                    break
+            assert are_full, f"{lines}: {carried}"
 
 
 def test_a_line_changes_while_it_is_used() -> None:
@@ -337,7 +344,7 @@ def test_after_a_change_of_address_old_connections_are_dead_and_the_new_address_
             assert home.address != before[0] and home.machine.ipv6 != before[1]
             connection.sendall(b"word")
             accepted.settimeout(SILENCE_S)
-            with suppress(OSError):  # Silent or reset.
+            with suppress(OSError):  # Dropped or reset.
                 assert accepted.recv(4) == b""
         assert not reaches(other.machine, before[0], timeout_s=SILENCE_S)
         with dial(other.machine, home.address) as connection, listener.accept()[0] as accepted:
@@ -429,7 +436,7 @@ def test_a_world_that_cannot_be_built_leaves_nothing() -> None:
     def clash() -> None:
         with World() as homes:
             made.append(homes.internet)
-            homes.make(homes.internet)  # There is one already.
+            homes.make(homes.internet)  # It exists.
 
     made: list[str] = []
     with pytest.raises(subprocess.CalledProcessError):

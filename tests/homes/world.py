@@ -1,12 +1,12 @@
-"""Homes on an internet, built of Linux network namespaces: each with a router of its own and machines behind it.
+"""Homes on a small internet of Linux network namespaces: each home has a router, with machines behind it.
 
     with world([Home("published", lines=(100, 20)), Home("cone")]) as homes:
         with inside(homes[1].machine.namespace):
             connection = socket.create_connection((homes[0].address, PORT), timeout=5)
 
-Needs root and iproute2 and iptables; `why_not` says what is missing. Everything is in namespaces whose names carry this
-process's id, so the machine's own interfaces and firewall are never touched; all are removed at the end, also after a
-failure, with the processes that still live in them.
+Needs root, iproute2 and iptables; `why_not` says what is missing. All namespaces carry this process's id in their
+names; the machine's own interfaces and firewall are not touched. At the end, also after a failure, all namespaces are
+removed and the processes in them killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _number = count()
 
 @dataclass(slots=True)
 class Machine:
-    """A computer in a home: its network namespace and its addresses, empty where it has none."""
+    """A computer in a home: its network namespace and its addresses, which may be empty."""
 
     namespace: str
     address: str = ""
@@ -48,7 +48,7 @@ class Machine:
 
 
 class AttachedHome:
-    """A home that stands in a world. Its line and its addresses can change while programs run in it."""
+    """A home in a world. Its line and addresses can change while programs run in it."""
 
     def __init__(self, world: World, home: Home, number: int, prefix: str) -> None:
         self.home, self.number = home, number
@@ -69,17 +69,17 @@ class AttachedHome:
 
     @property
     def machine(self) -> Machine:
-        """The first one: PORT is forwarded to it."""
+        """The first machine, to which PORT is forwarded."""
         return self.machines[0]
 
     @property
     def address(self) -> str:
-        """The outer IPv4 address at present; empty where there is none."""
+        """The current outer IPv4 address, or an empty string."""
         return self.lease.ipv4 if self.home.has_ipv4 else ""
 
     @property
     def announce(self) -> list[str]:
-        """Multiaddresses at which strangers reach PORT of the first machine at present; none where nobody does."""
+        """Multiaddresses at which unrelated hosts reach PORT of the first machine now. Empty if unreachable."""
         ipv4 = [f"/ip4/{self.address}/tcp/{PORT}"] if self.home.has_open_port else []
         open_ipv6 = self.home.has_ipv6 and (self.home.inbound_ipv6 or self.home.kind == "public")
         return [*ipv4, *([f"/ip6/{self.machine.ipv6}/tcp/{PORT}"] if open_ipv6 else [])]
@@ -87,30 +87,30 @@ class AttachedHome:
     # the line
 
     def limit(self, lines: tuple[float, float] | None) -> None:
-        """What the line carries from now on, Mbit/s up and down; None: no limit."""
+        """Limit the line to these rates in Mbit/s up and down; None removes the limit."""
         up_mbit_s, down_mbit_s = lines or (None, None)
         namespace.shape(self.router, self.wan, up_mbit_s)
         namespace.shape(self._world.internet, self.port, down_mbit_s)
         self.lines = lines
 
     def sent_bytes(self) -> int:
-        """By all machines of the home over its line so far, headers included."""
+        """Bytes that the home has sent over its line, including headers."""
         return namespace.counters(self._world.internet, self.port)[1]
 
     def received_bytes(self) -> int:
         return namespace.counters(self._world.internet, self.port)[0]
 
     def cut_off(self) -> None:
-        """Nothing passes the line any more; no interface goes down, and no program is told."""
+        """Drop everything on the line. Interfaces stay up, so no program notices."""
         self._world.cut_off([self])
 
     def reconnect(self) -> None:
         self._world.reconnect([self])
 
     def change_address(self) -> None:
-        """The provider gives new addresses, IPv4 and the IPv6 prefix, at once.
+        """Give the home a new IPv4 address and a new IPv6 prefix.
 
-        Connections of before die: the router forgets them, and the old addresses lead nowhere.
+        Old connections die: the router forgets them, and the old addresses are no longer routed.
         """
         old, self.lease = self.lease, Lease(self.number, self.lease.changes + 1)
         self._lease_addresses()
@@ -152,7 +152,7 @@ class AttachedHome:
             self.limit(home.lines)
 
     def _build_inside(self) -> None:
-        """The private network: a bridge in the router, the machines on it."""
+        """Make the private network: a bridge in the router with the machines on it."""
         home = self.home
         namespace.ip(
             self.router,
@@ -162,7 +162,7 @@ class AttachedHome:
             *([f"address add {home.subnet}.1/{home.private_network.split('/')[1]} dev {home.bridge}"]
               if home.has_ipv4 else []),
         )  # fmt: skip
-        # Frames from machine to machine are not the router's; older kernels filter them if Docker runs beside.
+        # Frames between machines do not pass the router. Older kernels filter them if Docker is running.
         off = {f"net/bridge/bridge-nf-call-{table}tables": 0 for table in ("ip", "ip6")}
         namespace.sysctl(self.router, off)
         for number, machine in enumerate(self.machines, 1):
@@ -180,7 +180,7 @@ class AttachedHome:
                 namespace.ip(machine.namespace, f"route add default via {GATEWAY_IPV6} dev eth0")
 
     def _lease_addresses(self) -> None:
-        """Put the addresses of the lease on the outer interface and, for IPv6, on the machines; route them here."""
+        """Set the addresses of the lease on the outer interface and, for IPv6, on the machines, and route them."""
         home, lease = self.home, self.lease
         routes, outer = [], []
         if home.has_ipv4:
@@ -218,7 +218,7 @@ class World(Sequence[AttachedHome]):
         try:
             self.make(self.internet)
             forwards = {"net/ipv4/ip_forward": 1, "net/ipv6/conf/all/forwarding": 1}
-            # A provider carries nothing from addresses that it has not given.
+            # A provider drops packets from addresses that it has not assigned.
             namespace.sysctl(self.internet, {**forwards, "net/ipv4/conf/all/rp_filter": 1})
             blackholes = ("route add blackhole default", "route add blackhole ::/0")
             namespace.ip(self.internet, f"address add {GATEWAY}/32 dev lo", *blackholes)
@@ -231,7 +231,7 @@ class World(Sequence[AttachedHome]):
         self.close()
 
     def close(self) -> None:
-        """Remove every namespace, and the processes and interfaces in it."""
+        """Remove all namespaces with their processes and interfaces."""
         while self._made:
             namespace.delete(self._made.pop())
 
@@ -261,7 +261,7 @@ class World(Sequence[AttachedHome]):
         return attached
 
     def cut_off(self, homes: Iterable[AttachedHome]) -> None:
-        """These reach one another, and the rest one another; nothing gets across, and no program is told."""
+        """Split the world in two: these homes, and the others. Interfaces stay up."""
         island = max(self._islands.values(), default=0) + 1
         self._islands.update({home.number: island for home in homes})
         self._filter()
@@ -292,7 +292,7 @@ def world(homes: Iterable[Home]) -> Iterator[World]:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the worlds of processes that were killed, with the programs that still run there; their namespaces."""
+    """Remove the worlds of killed processes, with the programs that run in them. Returns their namespaces."""
     names = [path.name for path in namespace.NAMES.glob("dn*-*")]
     owners = {name: int(name[2:].partition("-")[0]) for name in names if name[2:].partition("-")[0].isdigit()}
     orphans = sorted(name for name, pid in owners.items() if not psutil.pid_exists(pid))

@@ -1,4 +1,4 @@
-"""The shipped configuration files: all parse, and node.toml documents every key with its true default."""
+"""The shipped configuration files are valid, and node.toml documents every key with its default."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from node.config import Config
-from node.settings import load, value_of
-from node.sources import known_keys, preset_names, presets_folder
+from node.config.loader import PRESETS_FOLDER, known_keys, load, preset_names
+from node.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 NODE_TOML = ROOT / "configs" / "node.toml"
 
 
-def with_keys_turned_on() -> str:
-    """node.toml as it would be if every key in it held."""
+def uncommented() -> str:
+    """node.toml with every key uncommented."""
     return re.sub(r"^#(?=[a-z0-9_]+ = )", "", NODE_TOML.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -43,24 +42,24 @@ def test_every_key_has_a_docstring() -> None:
     assert [section.__name__ for section in sections(Config) if not section.__doc__] == []
 
 
-def test_node_toml_has_every_key_and_no_other() -> None:
-    found = keys_of(tomllib.loads(with_keys_turned_on()))
-    assert sorted(found) == sorted(known_keys()), "configs/node.toml and the classes of node.config differ"
+def test_node_toml_has_exactly_the_known_keys() -> None:
+    found = keys_of(tomllib.loads(uncommented()))
+    assert sorted(found) == sorted(known_keys()), "configs/node.toml and the classes of node.config.schema differ"
 
 
-def test_node_toml_tells_each_key_s_meaning() -> None:
+def test_node_toml_contains_each_docstring() -> None:
     prose = " ".join(line.lstrip("# ") for line in NODE_TOML.read_text(encoding="utf-8").splitlines())
     missing = {key: doc for key, known in known_keys().items() if (doc := " ".join(known.doc.split())) not in prose}
     assert missing == {}
 
 
-def test_node_toml_s_values_are_the_defaults(tmp_path: Path) -> None:
+def test_the_values_in_node_toml_are_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
-    file.write_text(with_keys_turned_on(), encoding="utf-8")
+    file.write_text(uncommented(), encoding="utf-8")
     loaded = load(file=file, environ={"HOME": "/home/somebody"}, flags=[])
     for key, known in known_keys().items():
         expected = Path("/home/somebody/.local/share/diloco-node") if key == "node.data_dir" else known.default
-        assert value_of(loaded, key) == expected, key
+        assert loaded.value_of(key) == expected, key
 
 
 def test_node_toml_as_shipped_changes_nothing() -> None:
@@ -70,7 +69,7 @@ def test_node_toml_as_shipped_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
 def test_every_shipped_file_parses(name: str) -> None:
-    path = presets_folder() / name
+    path = PRESETS_FOLDER / name
     assert path.samefile(ROOT / "configs" / name)
     if path.stem in preset_names():
         loaded = load(file=None, environ={}, flags=["--run.preset", path.stem])
@@ -80,15 +79,11 @@ def test_every_shipped_file_parses(name: str) -> None:
         load(file=path, environ={}, flags=[])
 
 
-def test_the_presets_the_interface_names_are_there() -> None:
-    assert "builtin" in preset_names()
+def test_the_promised_presets_exist() -> None:
+    assert {"builtin", "llama-150m", "llama-1b"} <= set(preset_names())
 
 
-def test_configuration_survives_json() -> None:
-    """As it travels to the worker."""
-    config = load(
-        file=None,
-        environ={},
-        flags=["--swarm.bootstrap", "1.2.3.4:1"],
-    ).config
+def test_a_configuration_survives_json() -> None:
+    """The worker receives it as JSON."""
+    config = load(file=None, environ={}, flags=["--swarm.bootstrap", "1.2.3.4:1"]).config
     assert Config.model_validate(json.loads(config.model_dump_json())) == config

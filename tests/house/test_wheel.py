@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_wheel_is_whole(tmp_path: Path) -> None:
+def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -19,22 +19,12 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     for name in ("node", "configs", "dashboard"):
         unwanted = shutil.ignore_patterns("__pycache__", "node_modules")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
-    # Where the dashboard is not built, this stands for it.
+    # A stand-in for the dashboard where it is not built.
     assets = source / "node" / "api" / "static" / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "stand-in-1a2b3c.js.gz").write_bytes(b"")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        tmp_path,
-        ".",
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    command += ["-w", str(tmp_path), "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("diloco_node-*.whl")

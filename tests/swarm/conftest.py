@@ -1,4 +1,4 @@
-"""Fixtures of the swarm tests: a swarm of the test's own, and the figures that the tests measure and hold to."""
+"""Fixtures of the swarm tests: a swarm for each test, and the figures that tests measure and compare with limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FIGURE = "figure"
 
 
 class Figures:
-    """Seconds that users are promised, and what they were; told at the end of the run, whichever process ran it."""
+    """Promised and measured seconds, printed at the end of the run."""
 
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self._properties = properties
 
     def tell(self, what: str, seconds: float) -> None:
-        """Nobody was promised this one."""
+        """A figure without a promised limit."""
         self._properties.append((FIGURE, f"{what}: {seconds:.3g} s"))
 
     def hold(self, what: str, seconds: float, promised_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Real nodes on loopback: started, asked, hurt, and ended for sure. Knows the command line, the HTTP API, processes.
+"""Starts, queries, disturbs and reliably ends real nodes on loopback, through command line, HTTP API and signals.
 
-Every process of a node carries that node's mark in its environment, so whatever it left behind is found, also what has
-lost its parent. Nothing is ended but by its own id.
+Each process of a node carries the node's mark in its environment, so orphans are found as well. Every process is ended
+by its own id.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
 
 from tests.homes.namespace import inside
-from tests.swarm import warm
+from tests.swarm import fork_server
 from tests.swarm.node_main import PROGRAM
 
 ROOT = Path(__file__).parents[2]
-MARK = warm.MARK
+MARK = fork_server.MARK
 PATIENCE = 3.0
-"""Tests run on shared machines: a figure that users are promised may take so many times as long here."""
+"""How many times a promised duration may take in tests, which run on shared machines."""
 START_S = 60.0
 ASK_S = 10.0
 LOOK_S = 0.1
@@ -62,7 +62,7 @@ def tiny(**tables: Any) -> dict[str, Any]:
 
 
 def write_preset(path: Path, run: Mapping[str, Any]) -> Path:
-    """A run as TOML; JSON's scalars are TOML's."""
+    """Write a run as TOML. JSON scalars are valid TOML."""
     lines = ["[run]", *(f"{k} = {json.dumps(v)}" for k, v in run.items() if not isinstance(v, dict))]
     for table, values in run.items():
         if isinstance(values, dict):
@@ -81,7 +81,7 @@ def wait_for(what: Callable[[], Any], timeout_s: float, why: str) -> Any:
 
 
 def command(*words: str, env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str, str]:
-    """One call of the command line that ends by itself: exit code, stdout, stderr."""
+    """Run a command that ends by itself. Returns exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "node.cli", *words],
         env=environment(env or {}), capture_output=True, text=True, timeout=timeout_s, check=False,
@@ -100,66 +100,72 @@ class Node:
         self.folder, self.name, self.preset, self.join = folder, name, preset, join
         self.log = folder.with_suffix(".log")
         self.mark = uuid.uuid4().hex
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | fork_server.ForkedSupervisor | None = None
         self.namespace = ""
         """Network namespace that it lives in; empty: the machine's own."""
         self.listen = "/ip4/127.0.0.1/tcp/0"
         """Empty: where a node listens by default."""
         self.order = "run"
         """Or `relay`."""
-        self.program = PROGRAM if warm.WARM in os.environ else "node.cli"
+        self.program = PROGRAM if fork_server.FOLDER_VARIABLE in os.environ else "node.cli"
         """The module that is run, with the command line's words."""
         self._client: httpx.Client | None = None
 
-    # starting and ending
+    # start and end
 
-    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Node:
-        words = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        words += [sys.executable, "-m", self.program, self.order, "--data-dir", str(self.folder), "--name", self.name]
+    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Self:
+        words = [self.order, "--data-dir", str(self.folder), "--name", self.name]
         words += ["--api.port=0", "--limits.cpu_threads=1", "--schedule.on_battery=run"]
         words += [f"--swarm.listen={self.listen}"] if self.listen else []
         words += [f"--run.preset={self.preset}"] if self.preset else []
         words += ["--join", self.join] if self.join else []
+        words += flags
         self.forget()
+        variables = environment({MARK: self.mark, **(env or {})})
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*words, *flags],
-                env=environment({MARK: self.mark, **(env or {})}),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            if self.program == PROGRAM and fork_server.FOLDER_VARIABLE in os.environ:
+                network = f"/run/netns/{self.namespace}" if self.namespace else f"/proc/{os.getpid()}/ns/net"
+                self.process = fork_server.ForkedSupervisor([PROGRAM, *words], variables, network, log.fileno())
+            else:
+                inside_namespace = ["ip", "netns", "exec", self.namespace] if self.namespace else []
+                self.process = subprocess.Popen(
+                    [*inside_namespace, sys.executable, "-m", self.program, *words],
+                    env=variables,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
         return self
 
     @property
-    def running(self) -> subprocess.Popen[bytes]:
+    def running(self) -> subprocess.Popen[bytes] | fork_server.ForkedSupervisor:
         assert self.process is not None, "start it first"
         return self.process
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """End it by SIGTERM; its exit code."""
+        """End it by SIGTERM. Returns its exit code."""
         self.running.send_signal(signal.SIGTERM)
         return self.wait_end(timeout_s)
 
     def wait_end(self, timeout_s: float) -> int:
-        """Exit code of the supervisor. Fails with the log's end where it does not end in time."""
+        """Exit code of the supervisor. Fails with the end of the log if it does not end in time."""
         try:
             return self.running.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
             raise AssertionError(f"{self.name} did not end within {timeout_s:g} s:\n{self.said()[-3000:]}") from exc
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that lives and carries this node's mark: supervisor, worker, p2pd; no zombies."""
+        """Live processes with this node's mark: supervisor, worker, p2pd. Without zombies."""
         found = []
-        forked = warm.workers(self.mark)
+        forked = fork_server.forked(self.mark)
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 is_ours = process.pid in forked or process.environ().get(MARK) == self.mark
-                # One that is ending has no command line any more.
+                # A process that is ending has no command line.
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.cmdline():
                     found.append(process)
         return found
 
     def with_word(self, word: str) -> list[psutil.Process]:
-        """Those of its processes that have this in their command line."""
+        """Its processes with this word in their command line."""
         found = []
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):  # It may end between being listed and being asked.
@@ -174,13 +180,13 @@ class Node:
         return found[0]
 
     def calm(self) -> None:
-        """Training yields to nodes that start. On Linux niceness is a thread's: the swarm's own thread keeps its."""
+        """Lower the priority of training, so other nodes can start. The swarm thread keeps its niceness."""
         if sys.platform == "linux" and self.process is not None and self.process.poll() is None:
             with suppress(psutil.Error):
                 self.find("worker").nice(CALM)
 
     def end_by_force(self) -> list[str]:
-        """Whatever still lives is killed by its id. Returns what that was."""
+        """Kill all live processes by their ids. Returns them."""
         left = self.processes()
         lines = []
         for process in left:
@@ -193,7 +199,7 @@ class Node:
         self.forget()
         return lines
 
-    # asking
+    # requests
 
     def forget(self) -> None:
         """Drop the client of an earlier start."""
@@ -203,7 +209,7 @@ class Node:
 
     @property
     def http(self) -> httpx.Client:
-        """A client of the node's API, once that is up."""
+        """A client of the node's API. Waits until the API is up."""
         if self._client is None:
             pid = self.running.pid
 
@@ -238,7 +244,7 @@ class Node:
         return list(self._get("/api/v1/rounds?limit=200")["rounds"])
 
     def digests(self) -> dict[int, str]:
-        """By round, of the line that holds: without failed attempts and what was dropped after a split."""
+        """Digest by round of the current chain, without failed attempts and dropped rounds."""
         digests: dict[int, str] = {}
         for record in reversed(self.rounds()):
             if record["dropped"]:
@@ -262,7 +268,7 @@ class Node:
         return str(self.until(lambda s: s["run"]["invite"], START_S)["run"]["invite"])
 
     def until(self, ready: Callable[[dict[str, Any]], Any], timeout_s: float) -> dict[str, Any]:
-        """The first status that is as wanted; fails with the newest one and the log's end."""
+        """Wait for a status that satisfies `wanted`. Fails with the newest status and the end of the log."""
         newest: dict[str, Any] = {}
 
         def there() -> bool:
@@ -279,7 +285,7 @@ class Node:
         return newest
 
     def until_training(self, timeout_s: float = START_S) -> dict[str, Any]:
-        """Training, with at least one inner step done."""
+        """Wait until it trains and has done at least one inner step."""
         return self.until(lambda s: s["phase"] == "training" and s["training"]["loss"] is not None, timeout_s)
 
     def until_round(self, number: int, timeout_s: float = START_S) -> dict[str, Any]:
@@ -291,7 +297,7 @@ class Node:
 
     @contextmanager
     def events(self) -> Any:
-        """An open event stream that somebody reads."""
+        """An open event stream that is read."""
         with self.http.stream("GET", "/api/v1/events", timeout=60) as answer:
             reader = threading.Thread(target=_drain, args=(answer,), daemon=True)
             reader.start()
@@ -305,7 +311,7 @@ class Node:
 
 
 class _Inside(httpx.HTTPTransport):
-    """Its connections are made in a network namespace."""
+    """A transport that connects from a network namespace."""
 
     def __init__(self, namespace: str) -> None:
         super().__init__(trust_env=False)
@@ -358,7 +364,7 @@ class Swarm:
             assert left == [], f"processes were left behind: {left}"
 
     def node(self, name: str, *, join: str | None = None) -> Node:
-        """Known to the swarm, so that it is ended with it; not started."""
+        """A node that ends with the swarm. It is not started."""
         made = Node(self.folder / name, name, preset=self.preset, join=join)
         self.nodes.append(made)
         return made
@@ -367,7 +373,7 @@ class Swarm:
         return self.node("founder").start(*flags, env=env)
 
     def join(self, *names: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> list[Node]:
-        """Nodes that know nothing but the founder's invite; all start at once."""
+        """Start nodes with only the founder's invite, all at once."""
         invite = self.nodes[0].invite()
         for node in self.nodes:
             node.calm()
@@ -379,6 +385,6 @@ class Swarm:
 
 
 def common_rounds(nodes: Sequence[Node]) -> dict[int, set[str]]:
-    """Digests by round number, of the rounds that all of these nodes tell about."""
+    """Digests by round number, for rounds that all of these nodes report."""
     told = [node.digests() for node in nodes]
     return {number: {one[number] for one in told} for number in set.intersection(*(set(one) for one in told))}

@@ -1,4 +1,4 @@
-"""A hub on this machine: what the libraries ask the Hugging Face hub for, answered from a folder."""
+"""A local stand-in for the Hugging Face hub, which answers the libraries' requests from a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMIT = "a" * 40
 
 
 class Hub:
-    """A context manager; `repo` is all there is, as data set and as model. It can go away and come back on its port."""
+    """A context manager. It serves `repo` as data set and as model, and can stop and return on its port."""
 
     def __init__(self, folder: Path, repo: str) -> None:
         self.folder, self._repo = folder, repo
@@ -35,7 +35,7 @@ class Hub:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the process that is to ask here."""
+        """Environment variables of a process that uses this hub."""
         return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
     def open(self) -> None:
@@ -60,7 +60,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
-    """No connection outlives its answer, so nobody has one left when the hub goes away."""
+    """Each connection ends with its answer, so no client has one left when the hub stops."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -82,8 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/{repo}/resolve/"):
             path = f"/datasets{path}"
         if path.startswith(files):
-            revision, _, name = path.removeprefix(files).partition("/")
-            hub.read_at.add(revision)
+            commit, _, name = path.removeprefix(files).partition("/")
+            hub.read_at.add(commit)
             self._file(folder / name)
         elif (revision := self._revision(path, about)) is not None:
             found = [{"rfilename": p.relative_to(folder).as_posix()} for p in sorted(folder.rglob("*")) if p.is_file()]
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Repository not found"}, 404)
 
     def _revision(self, path: str, about: str) -> str | None:
-        """The commit that is asked about; None where none is."""
+        """The requested commit, if any."""
         if path in (about, f"{about}/revision/main"):
             return self._commit
         asked = path.removeprefix(f"{about}/revision/")

@@ -1,7 +1,7 @@
 """Starts N nodes on this machine: a founder, then joiners with its invite. Ctrl-C, or the end of the founder, ends all.
 
-Each node has its own data folder and free ports, and logs to node.log in that folder. What is left of an earlier swarm
-in the data folder goes on. Knows the command line of a node and nothing of its insides.
+Each node has its own data folder and free ports, and logs to node.log in that folder. An earlier swarm in the data
+folder continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Member:
     process: subprocess.Popen[bytes]
 
     def ask(self, command: str) -> str:
-        """The output of one command to this node; empty while it does not answer."""
+        """The output of one command to this node, or an empty string without an answer."""
         line = [sys.executable, "-m", "node.cli", command, "--data-dir", str(self.folder)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -71,7 +71,7 @@ def wait_for_invite(founder: Member) -> str:
 
 
 def watch(members: Sequence[Member]) -> None:
-    """Print the founder's link once, as its page shows all of them, and each end; returns when the founder is gone."""
+    """Print the founder's link, and each node that ends. Returns when the founder has ended."""
     founder = members[0]
     linked = False
     ended: set[str] = set()

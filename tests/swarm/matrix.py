@@ -1,13 +1,13 @@
-"""Pairs of the fault matrix with real nodes: processes, libp2p, signals. Knows the command line and the HTTP API.
+"""Pairs of the fault matrix with real nodes: processes, libp2p and signals.
 
     python -m tests.swarm.matrix               all cases, one after the other; a table; exit code 1 if one fails
     python -m tests.swarm.matrix --only stop,3 --mode overlapped
 
-One swarm for each size plays all of its cases: the plan of faults is in a file that all its nodes read, and strikes one
-of them, by its role in the round. `kill` is SIGKILL of the worker, `stop` is SIGSTOP of it for STOP_S. What must hold:
-no node's supervisor ends, no survivor's worker ends, the survivors commit the round in question within its bound, the
-victim comes back, all digests of shared rounds are equal, and every node that was there all the time is included in the
-round in question or in one of the next two.
+One swarm for each size runs all of its cases. All its nodes read the fault plan from a file; each fault hits one node,
+chosen by its role in the round. `kill` is SIGKILL to the worker, `stop` is SIGSTOP to it for STOP_S. These must hold:
+no node's supervisor and no survivor's worker ends; the survivors commit the round within its bound; the victim returns;
+digests of shared rounds are equal; and each node that was present all the time is included in that round or in one of
+the next two.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 import psutil
 
-from tests.contract.matrix import BOUND_S, KINDS, ROLES, STAGES, is_meant, tell
+from tests.contract.matrix import BOUND_S, KINDS, ROLES, STAGES, is_selected, report
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
 
 PEERS = (2, 3, 4)
 STOP_S = 30.0
 AHEAD = 3
-"""Rounds from the plan to its fault, so that all have read it."""
+"""Rounds from the plan to its fault, so all nodes have read it."""
 AFTER = 3
 """Rounds after the fault that all must share."""
 STRIKE_S = 60.0
@@ -57,13 +57,13 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every pair of stage and kind once, by turns of role and size; ten of each size."""
+    """Each pair of stage and kind once, with roles and sizes in turn; ten of each size."""
     pairs = itertools.product(range(len(STAGES)), range(len(KINDS)))
     return [Case(STAGES[i], KINDS[j], ROLES[(i + j) % 2], PEERS[(i + 2 * j) % 3]) for i, j in pairs]
 
 
 class Team:
-    """So many nodes of one run, that play one case after the other."""
+    """Nodes of one run that run one case after the other."""
 
     def __init__(self, folder: Path, peers: int, mode: str = "blocking") -> None:
         self.plan = folder / "plan"
@@ -89,7 +89,7 @@ class Team:
         return self.swarm.nodes
 
     def all_in(self) -> int:
-        """Wait for a round that included all; its number."""
+        """Wait for a round that includes all nodes. Returns its number."""
         founder, rounds = self.nodes[0], [-1]
 
         def complete() -> bool:
@@ -101,7 +101,7 @@ class Team:
         return rounds[0]
 
     def play(self, case: Case, stop_s: float = STOP_S) -> float:
-        """Returns the seconds from the fault to the last survivor's commit. AssertionError: a promise is broken."""
+        """Run a case. Returns the seconds from the fault to the last survivor's commit."""
         workers = {node.name: node.find("worker").pid for node in self.nodes}
         round_, victim = self.strike(case)
         began_s = time.monotonic()
@@ -113,7 +113,7 @@ class Team:
         seconds = time.monotonic() - began_s
         if case.kind == "stop":
             time.sleep(max(0.0, began_s + stop_s - time.monotonic()))
-            with suppress(psutil.NoSuchProcess):  # Its supervisor has lost patience, and started another.
+            with suppress(psutil.NoSuchProcess):  # Its supervisor has started another worker.
                 psutil.Process(workers[victim.name]).resume()
         self.check(case, round_, survivors, victim, workers)
         return seconds
@@ -124,9 +124,9 @@ class Team:
         draft.replace(self.plan)
 
     def strike(self, case: Case) -> tuple[int, Node]:
-        """The round in question, and the node that the fault has hit; once more where a round went by without it.
+        """Plan the fault. Returns its round and the node that it hit; repeats if a round passed without it.
 
-        Roles are of those in the record before: who has just missed a round has none in the next.
+        Only members of the previous record have roles.
         """
         for _ in range(MAX_PLANS):
             round_ = self.all_in() + AHEAD
@@ -143,7 +143,7 @@ class Team:
         raise AssertionError("no round had all roles")
 
     def struck(self, marks: dict[str, int]) -> Node | None:
-        """A worker that was stopped or killed may not have told."""
+        """The node that the fault has hit. A stopped or killed worker may not have reported it."""
         for node in self.nodes:
             if "Injected fault" in node.said()[marks[node.name] :]:
                 return node
@@ -175,13 +175,13 @@ class Team:
             assert not missing, f"{node.name}'s contribution is in none of the rounds {round_} to {round_ + 2}"
             assert "Traceback" not in node.said(), re.findall(r"Traceback.*", node.said(), re.DOTALL)[0][-1500:]
         if case.stage == "inner" and case.kind == "nan":
-            assert "drops them and goes on from the swarm's" in victim.said()
+            assert "discards them and continues from the anchor" in victim.said()
 
 
 def play(
     cases: Sequence[Case], folder: Path, stop_s: float = STOP_S, mode: str = "blocking"
 ) -> Iterator[tuple[Case, float, str]]:
-    """Each case, its seconds, and what went wrong. After a failure the rest of its size gets a fresh swarm."""
+    """Run all cases. Yields case, seconds and error. After a failure the rest of its size gets a fresh swarm."""
     for peers in sorted({case.peers for case in cases}):
         left = [case for case in cases if case.peers == peers]
         for attempt in itertools.count():
@@ -207,9 +207,9 @@ def main() -> int:
         "--mode", default="blocking", choices=("blocking", "overlapped", "streaming"), help="as run.sync.mode"
     )
     chosen = options.parse_args()
-    cases = [case for case in all_cases() if is_meant(case, chosen.only)]
+    cases = [case for case in all_cases() if is_selected(case, chosen.only)]
     with tempfile.TemporaryDirectory() as folder:
-        return tell(play(cases, Path(folder), chosen.stop_s, chosen.mode))
+        return report(play(cases, Path(folder), chosen.stop_s, chosen.mode))
 
 
 if __name__ == "__main__":

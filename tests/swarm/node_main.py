@@ -1,4 +1,4 @@
-"""The command line for nodes under test: warm workers where there is a server of them, and shorter waits if wanted.
+"""The command line for nodes under test: with forked workers if a fork server runs, and with optional shorter waits.
 
 The supervisor's `Timings` are given as JSON in the environment.
 """
@@ -11,9 +11,9 @@ import sys
 from functools import partial
 
 from node import cli
-from node.daemon import supervisor
-from node.daemon.shift import Timings
-from tests.swarm import warm
+from node.daemon import app as supervisor
+from node.daemon.worker_process import Timings
+from tests.swarm import fork_server
 
 PROGRAM = "tests.swarm.node_main"
 TIMINGS = "SWARM_TEST_TIMINGS"
@@ -22,9 +22,8 @@ TIMINGS = "SWARM_TEST_TIMINGS"
 def main() -> int:
     timings = Timings(**json.loads(os.environ.pop(TIMINGS, "{}")))
     supervisor.Parts = partial(supervisor.Parts, timings=timings)  # type: ignore[assignment, misc]
-    if warm.WARM in os.environ and not any(name.startswith("HF_") for name in os.environ):
-        # The hub's library reads its settings when it is imported, so with others a worker starts as users' do.
-        warm.install()
+    if fork_server.FOLDER_VARIABLE in os.environ:
+        fork_server.install()
     return cli.main()
 
 

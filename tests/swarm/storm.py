@@ -1,15 +1,15 @@
-"""A storm: real nodes on this machine train in rounds while one fault after the other hits them; then it is judged.
+"""A storm: real nodes on this machine train in rounds under one fault after the other; then the run is judged.
 
     python -m tests.swarm.storm --nodes 8 --minutes 20 --fault-every 15 --seed 1
 
-Drawn by a seeded generator: kill -9 of a worker, a supervisor or a p2pd, SIGSTOP of a worker for 10 to 30 s, a polite
-leave and return, a fresh node by the invite of any live one, an old one gone for good (the founder too); and, in the
-nodes themselves, faults of DILOCO_FAULTS for rounds to come. A fault waits while three nodes are away or no majority
-would be left: the storm is about the protocol. One node is spared, so that its memory and open handles show over the
-whole time. Training yields to nodes that start (niceness), as on a machine of their own.
+A seeded generator draws the faults: SIGKILL of a worker, a supervisor or a p2pd; SIGSTOP of a worker for 10 to 30 s; a
+clean leave and return; a fresh node with the invite of any live one; a node that is gone for good (also the founder);
+and DILOCO_FAULTS for later rounds. A fault waits while three nodes are away or no majority would be left, because the
+storm tests the protocol. One node is spared, so its memory and open handles show over the whole time. Training has a
+higher niceness than nodes that start.
 
-Prints a table, and PASS or FAIL for each promise; all figures go to storm.json in the data folder, what was seen to
-storm-seen.json (`--judge FILE` judges that again). Exit code 1 if a promise fails. Ctrl-C ends every node.
+Prints a table with PASS or FAIL for each promise. All figures go to storm.json in the data folder, and the observations
+to storm-seen.json (`--judge FILE` judges those again). Exit code 1 if a promise fails. Ctrl-C ends all nodes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import httpx
 import psutil
 
-from tests.swarm.harness import Swarm, tiny
-from tests.swarm.storm_faults import Gale
+from tests.swarm.harness import Node, Swarm, tiny
+from tests.swarm.storm_judge import ObservedFault, StatusSample, StormObservations, load
 from tests.swarm.storm_report import report
-from tests.swarm.storm_seen import Look, Observed, load
 from tests.swarm.storm_watch import Watch, injected
 
 CALM_ROUNDS = 4
-"""With all nodes, before the first fault: the usual length of a round."""
+"""Rounds of all nodes before the first fault, which give the usual length."""
 QUIET_ROUNDS = 2
-"""After the last fault, until all must agree."""
+"""Time from the last fault until all nodes must agree."""
 START_S = 240.0
 QUIET_S = 180.0
 END_S = 45.0
@@ -46,6 +47,219 @@ RUN = tiny(
     inner={"batch_size": 4, "sequence_length": 64},
     total_tokens=1_000_000_000_000,
 )
+MAX_DOWN = 3
+"""Nodes that may be away when the next fault comes. The storm tests the protocol, not a swarm whose majority
+is dead can go on."""
+STOP_S = (10.0, 30.0)
+AWAY_S = (2.0, 10.0)
+VANISH_S = 30.0
+"""Until a node that was killed or told to leave has no processes left."""
+AGAIN_S = 0.5
+WEIGHTS = {
+    "kill worker": 3.0,
+    "kill supervisor": 2.5,
+    "kill p2pd": 2.0,
+    "stop worker": 3.0,
+    "leave and return": 2.0,
+    "join": 2.0,
+    "retire": 2.0,
+}
+ARMS = {
+    "die": ("rendezvous@{}=die", "reduce@{}=die", "average@{}=die", "commit@{}=die", "serve@{}=die"),
+    "stall": ("rendezvous@{}=stall:8", "reduce@{}=stall:8", "average@{}=stall:8", "commit@{}=stall:8"),
+    "hang": ("inner@{}=hang:10", "reduce@{}=hang:10", "average@{}=hang:10", "commit@{}=hang:10"),
+    "corrupt": ("apply@{}=corrupt",),
+    "garbage": ("inner@{}=garbage", "rendezvous@{}=garbage", "reduce@{}=garbage", "average@{}=garbage",
+                "commit@{}=garbage", "serve@{}=garbage"),
+    "shape": ("rendezvous@{}=shape", "reduce@{}=shape", "average@{}=shape", "commit@{}=shape", "serve@{}=shape"),
+    "nan": ("inner@{}=nan", "rendezvous@{}=nan", "reduce@{}=nan", "average@{}=nan", "commit@{}=nan", "serve@{}=nan"),
+}  # fmt: skip
+"""Faults inside the protocol, by kind, for a later round. A node gets one at each start."""
+ARMED_AHEAD = (3, 10)
+FLAGS = ("--log.format=json",)
+
+
+@dataclass(slots=True)
+class ScheduledAction:
+    node: str
+    due_s: float
+    do: Callable[[], bool]
+    """True when it is done; False: again, soon."""
+
+
+class FaultInjector:
+    """The faults of one storm."""
+
+    def __init__(self, swarm: Swarm, watch: Watch, observed: StormObservations, rng: random.Random, nodes: int) -> None:
+        self._swarm, self._watch, self._observed, self._rng, self._nodes = swarm, watch, observed, rng, nodes
+        self.here: list[Node] = []
+        """All nodes that are not gone for good."""
+        self.spared = ""
+        self._busy: set[str] = set()
+        """Nodes with a action to come."""
+        self._scheduled: list[ScheduledAction] = []
+
+    # nodes
+
+    def start(self, node: Node) -> None:
+        """Start a node with a planned fault. Its absence ends when it takes part."""
+        now_s = time.monotonic()
+        self._observed.hurts.append(ObservedFault(node.name, "start", 0.0 if node not in self.here else now_s, now_s))
+        if node not in self.here:
+            self.here.append(node)
+        node.start(*FLAGS, env={"DILOCO_FAULTS": self._plan(node)})
+
+    def _plan(self, node: Node) -> str:
+        if node.name == self.spared:
+            return ""
+        kind = self._rng.choice(list(ARMS))
+        round_ = self._watch.swarm_round() + 1 + self._rng.randrange(*ARMED_AHEAD)
+        return self._rng.choice(ARMS[kind]).format(round_)
+
+    def down(self) -> list[str]:
+        return [node.name for node in self.here if node.name in self._busy or not self._watch.takes_part(node.name)]
+
+    # faults
+
+    def hurt(self) -> str:
+        """Inject one fault of a kind that is possible now. Returns an empty text if none is."""
+        down = self.down()
+        free = [node for node in self.here if node.name not in down]
+        kinds = self._possible(len(down), len(free))
+        if not kinds:
+            return ""
+        kind = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+        if kind == "join":
+            return self._join(self._rng.choice(free))
+        victims = [node for node in free if node.name != self.spared]
+        return self._strike(kind, self._rng.choice(victims)) if victims else ""
+
+    def _possible(self, down: int, free: int) -> list[str]:
+        may_hurt = down < MAX_DOWN and free - 1 > self._nodes // 2
+        kinds = [kind for kind in WEIGHTS if kind not in ("join", "retire")] if may_hurt else []
+        if may_hurt and len(self.here) >= self._nodes:
+            kinds.append("retire")
+        if free and len(self.here) <= self._nodes:
+            kinds.append("join")
+        return kinds
+
+    def _strike(self, kind: str, node: Node) -> str:
+        now_s = time.monotonic()
+        hurt = ObservedFault(node.name, kind, now_s, now_s)
+        try:
+            if kind in ("kill worker", "kill p2pd"):
+                node.find(kind.removeprefix("kill ")).kill()
+            elif kind == "kill supervisor":
+                node.find("supervisor").kill()
+                self._return_later(node, hurt)
+            elif kind == "stop worker":
+                self._stop(node, hurt)
+            elif kind == "leave and return":
+                node.act("leave")
+                self._return_later(node, hurt)
+            else:
+                kind = self._retire(node, hurt)
+        except (AssertionError, psutil.Error, httpx.HTTPError, OSError):
+            return ""  # A fault of its own plan has hit it first.
+        hurt.kind = kind
+        self._observed.hurts.append(hurt)
+        return f"{kind}: {node.name}"
+
+    def _stop(self, node: Node, hurt: ObservedFault) -> None:
+        worker = node.find("worker")
+        worker.suspend()
+        hurt.over_s = None
+
+        def go_on() -> bool:
+            with suppress(psutil.NoSuchProcess):
+                worker.resume()
+            hurt.over_s = time.monotonic()
+            return True
+
+        self._later(node, self._rng.uniform(*STOP_S), go_on)
+
+    def _return_later(self, node: Node, hurt: ObservedFault) -> None:
+        hurt.over_s = None
+        away_s = self._rng.uniform(*AWAY_S)
+
+        def come_back() -> bool:
+            if not self._is_gone(node, hurt.at_s):
+                return False
+            hurt.over_s = time.monotonic()
+            self.start(node)
+            return True
+
+        self._later(node, away_s, come_back)
+
+    def _retire(self, node: Node, hurt: ObservedFault) -> str:
+        """Remove a node for good: by leaving, or by killing all its processes."""
+        hurt.over_s = None
+        politely = self._rng.random() < 0.5
+        if politely:
+            node.act("leave")
+        else:
+            node.end_by_force()
+        self.here.remove(node)
+        self._later(node, 1.0, lambda: self._is_gone(node, hurt.at_s))
+        return "leave for good" if politely else "kill for good"
+
+    def _join(self, host: Node) -> str:
+        invite = self._watch.invite(host.name)
+        if not invite:
+            return ""
+        node = self._swarm.node(f"n{len(self._swarm.nodes):02d}", join=invite)
+        node.preset = None
+        self.start(node)
+        return f"join: {node.name}, by {host.name}"
+
+    def _is_gone(self, node: Node, since_s: float) -> bool:
+        """Whether all its processes have ended. A process that stays too long is reported and killed."""
+        if node.running.poll() is not None and not node.processes():
+            return True
+        if time.monotonic() - since_s > VANISH_S:
+            self._observed.oddities += [f"still there after {VANISH_S:g} s: {line}" for line in node.end_by_force()]
+        return False
+
+    # due actions
+
+    def _later(self, node: Node, wait_s: float, do: Callable[[], bool]) -> None:
+        self._busy.add(node.name)
+        self._scheduled.append(ScheduledAction(node.name, time.monotonic() + wait_s, do))
+
+    def run_due(self, *, all_now: bool = False) -> None:
+        """Run due actions, and restart nodes that ended by themselves."""
+        now_s = time.monotonic()
+        for action in list(self._scheduled):
+            if all_now or now_s >= action.due_s:
+                if action.do():
+                    self._scheduled.remove(action)
+                    self._busy.discard(action.node)
+                else:
+                    action.due_s = now_s + AGAIN_S
+        for node in list(self.here):
+            if node.name not in self._busy:
+                self._restart_if_ended(node)
+
+    def _restart_if_ended(self, node: Node) -> None:
+        look = self._watch.newest(node.name)
+        if node.running.poll() is not None:
+            self._observed.oddities.append(f"{node.name} ended by itself, exit code {node.running.returncode}")
+            self.start(node)
+        elif look is not None and look.phase == "error":
+            self._observed.oddities.append(f"{node.name} gave up, after round {look.round}")
+            self._later(node, 0.0, lambda: _asked(node, "resume"))
+
+    @property
+    def settled(self) -> bool:
+        return not self._scheduled
+
+
+def _asked(node: Node, action: str) -> bool:
+    """Whether it took the order and left the phase."""
+    try:
+        return node.act(action).status_code < 300 and node.status()["phase"] != "error"
+    except (httpx.HTTPError, AssertionError):
+        return False
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -66,101 +280,103 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def wait(ready: Callable[[], bool], timeout_s: float, tend: Callable[[], None]) -> bool:
-    """Whether it came true in time."""
+def wait(ready: Callable[[], bool], timeout_s: float, run_due: Callable[[], None]) -> bool:
+    """Whether the condition came true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > deadline_s:
             return False
-        tend()
+        run_due()
         time.sleep(0.2)
     return True
 
 
-def gather(swarm: Swarm, gale: Gale, watch: Watch, nodes: int) -> None:
-    """A founder, the others with its invite, and a few calm rounds with all of them."""
+def gather(swarm: Swarm, injector: FaultInjector, watch: Watch, nodes: int) -> None:
+    """Start the founder and the others, and wait for a few rounds with all of them."""
     founder = swarm.node("n00")
-    gale.start(founder)
+    injector.start(founder)
     watch.start()
     if not wait(lambda: bool(watch.invite("n00")), START_S, watch.check):
         raise TimeoutError(f"the founder does not start: {founder.said()[-2000:]}")
-    gale.spared = "n01"
+    injector.spared = "n01"
     for number in range(1, nodes):
         node = swarm.node(f"n{number:02d}", join=watch.invite("n00"))
         node.preset = None
-        gale.start(node)
-    if not wait(lambda: not gale.down(), START_S, watch.check):
-        raise TimeoutError(f"these do not come to train: {', '.join(gale.down())}")
+        injector.start(node)
+    if not wait(lambda: not injector.down(), START_S, watch.check):
+        raise TimeoutError(f"these do not come to train: {', '.join(injector.down())}")
     first = watch.swarm_round()
     say(f"{nodes} nodes train; {CALM_ROUNDS} calm rounds first")
     if not wait(lambda: watch.swarm_round() >= first + CALM_ROUNDS, START_S, watch.check):
         raise TimeoutError("the nodes do not commit rounds, even without faults")
 
 
-def blow(gale: Gale, watch: Watch, observed: Observed, minutes: float, every_s: float) -> None:
-    """The storm itself."""
+def inject_faults(
+    injector: FaultInjector, watch: Watch, observed: StormObservations, minutes: float, every_s: float
+) -> None:
+    """Inject faults until the end of the storm."""
     observed.began_s = time.monotonic()
     due_s, told = observed.began_s, 0
     while time.monotonic() < observed.began_s + 60 * minutes:
         watch.check()
-        gale.tend()
-        if time.monotonic() >= due_s and (done := gale.hurt()):
+        injector.run_due()
+        if time.monotonic() >= due_s and (done := injector.hurt()):
             due_s = max(due_s + every_s, time.monotonic() + every_s / 3)
             told += 1
-            say(f"{told:3d}. round {watch.swarm_round()}: {done}; away: {', '.join(gale.down()) or 'nobody'}")
+            say(f"{told:3d}. round {watch.swarm_round()}: {done}; away: {', '.join(injector.down()) or 'none'}")
         time.sleep(0.2)
 
 
-def calm_down(gale: Gale, watch: Watch, observed: Observed) -> None:
-    """Everybody comes back; two rounds later all must stand at one place."""
+def wait_for_recovery(injector: FaultInjector, watch: Watch, observed: StormObservations) -> None:
+    """All nodes return; two rounds later all must have one head."""
     say("the storm is over; everybody comes back")
     observed.calm_s = time.monotonic()
-    wait(lambda: gale.settled, END_S, lambda: gale.tend(all_now=True))
-    if not wait(lambda: not gale.down(), QUIET_S, gale.tend):
-        observed.oddities += [f"{name} did not come back" for name in gale.down()]
+    wait(lambda: injector.settled, END_S, lambda: injector.run_due(all_now=True))
+    if not wait(lambda: not injector.down(), QUIET_S, injector.run_due):
+        observed.oddities += [f"{name} did not come back" for name in injector.down()]
     first = watch.swarm_round()
-    wait(lambda: watch.swarm_round() >= first + QUIET_ROUNDS, QUIET_S, gale.tend)
+    wait(lambda: watch.swarm_round() >= first + QUIET_ROUNDS, QUIET_S, injector.run_due)
 
-    def looks() -> list[Look]:
-        return [look for node in gale.here if (look := watch.newest(node.name))]
+    def looks() -> list[StatusSample]:
+        return [look for node in injector.here if (look := watch.newest(node.name))]
 
-    wait(lambda: len({(look.round, look.head, look.digest) for look in looks()}) == 1, QUIET_S / 3, gale.tend)
-    observed.at_end = {node.name: look for node in gale.here if (look := watch.newest(node.name))}
+    wait(lambda: len({(look.round, look.head, look.digest) for look in looks()}) == 1, QUIET_S / 3, injector.run_due)
+    observed.at_end = {node.name: look for node in injector.here if (look := watch.newest(node.name))}
     observed.ended_s = time.monotonic()
 
 
-def end(gale: Gale, observed: Observed) -> None:
-    """All nodes leave as on SIGTERM; what does not end in time is an oddity."""
-    for node in gale.here:
+def end(injector: FaultInjector, observed: StormObservations) -> None:
+    """Stop all nodes by SIGTERM. A node that does not end in time is reported."""
+    for node in injector.here:
         if node.running.poll() is None:
             node.running.terminate()
     deadline_s = time.monotonic() + END_S
-    for node in gale.here:
+    for node in injector.here:
         with suppress(subprocess.TimeoutExpired):
             node.running.wait(max(0.1, deadline_s - time.monotonic()))
-    for node in gale.here:
+    for node in injector.here:
         observed.oddities += [f"left behind: {line}" for line in node.end_by_force()]
         if node.running.returncode != 0:
             observed.oddities.append(f"{node.name} left with exit code {node.running.returncode}")
 
 
-def storm(given: argparse.Namespace) -> Observed:
+def storm(given: argparse.Namespace) -> StormObservations:
     folder: Path = given.data_dir.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     settings = {"nodes": given.nodes, "minutes": given.minutes, "fault_every_s": given.fault_every, "seed": given.seed}
-    observed = Observed(settings | {"cores": psutil.cpu_count(), "load_before": psutil.getloadavg()[0]})
+    observed = StormObservations(settings | {"cores": psutil.cpu_count(), "load_before": psutil.getloadavg()[0]})
     with Swarm(folder, RUN) as swarm:
-        gale: Gale
-        watch = Watch(observed, lambda: list(gale.here))
-        gale = Gale(swarm, watch, observed, random.Random(given.seed), given.nodes)
+        injector: FaultInjector
+        watch = Watch(observed, lambda: list(injector.here))
+        injector = FaultInjector(swarm, watch, observed, random.Random(given.seed), given.nodes)
         try:
-            gather(swarm, gale, watch, given.nodes)
-            blow(gale, watch, observed, given.minutes, given.fault_every)
-            calm_down(gale, watch, observed)
+            gather(swarm, injector, watch, given.nodes)
+            inject_faults(injector, watch, observed, given.minutes, given.fault_every)
+            wait_for_recovery(injector, watch, observed)
         finally:
             watch.stop()
-        end(gale, observed)
+        end(injector, observed)
         observed.hurts += injected(swarm.nodes)
         observed.hurts.sort(key=lambda hurt: hurt.at_s)
     observed.save(folder / "storm-seen.json")

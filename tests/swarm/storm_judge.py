@@ -1,45 +1,150 @@
-"""From what was seen of a storm to its figures: who was live when, what was committed, how long it took. Pure.
+"""The observations of a storm as plain values (JSON), and the figures computed from them. It uses files only.
 
-Words, exactly:
-- *chain*: for each round number the record (head, digest) that the most nodes hold. A round begins when the one before
-  it was first seen committed anywhere, and ends when it was itself.
-- *down*: from a fault until the first look, at least SETTLE_S after the fault's cause was gone (the process continued,
-  or was started again), at which the node takes part with a state of the chain, at most one round behind. Never longer
-  than RETURN_S after the cause was gone: a node that does not come back counts against us. Planned damage to a state
-  (`corrupt`) counts as a fault that is over at once; planned rubbish in a contribution is no excuse at all.
-- *live* in a round: from its beginning to SLACK_S after its end, at no time down.
-- *(node, round) committed*: a live node has a record of this round with the chain's head and digest, seen at the
-  latest SLACK_S after the end of the next round.
+Times are seconds of the observing process's monotonic clock. Definitions:
+- *chain*: for each round number the record (head, digest) that most nodes hold. A round begins when the round before it
+  was first seen committed on any node, and ends when it was itself.
+- *down*: from a fault until the first look, at least SETTLE_S after its cause ended (the process continued or was
+  started again), at which the node takes part, at most one round behind the chain. At most RETURN_S after the cause
+  ended, so a node that does not return counts against us. Planned damage to a state (`corrupt`) ends at once; planned
+  bad data in a contribution excuses nothing.
+- *live* in a round: never down from its beginning to SLACK_S after its end.
+- *(node, round) committed*: a live node has a record of this round with the chain's head and digest, seen no later than
+  SLACK_S after the end of the next round.
 - *kill to commit*: from a kill until the last survivor (live in that round) has committed the first round that ends at
-  least LOOK_S after it. Looks are 1 s apart, so it is up to 1 s too long.
+  least LOOK_S after it. Looks are 1 s apart, so the figure is up to 1 s too long.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-from tests.swarm.storm_seen import MEMBER_PHASES, Commit, Hurt, Life, Look, Observed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 SETTLE_S = 5.0
-"""What was told of a process before it was stopped may stand so long."""
+"""How long a report from before a stop of the process may still be shown."""
 RETURN_S = 60.0
 SLACK_S = 2.0
 LOOK_S = 1.0
 LEAST_LIFE_S = 300.0
 WARM_S = 120.0
-"""Of a process's life: what it takes then is its start, not growth."""
+"""The beginning of a process's life, in which memory does not count as growth."""
 SPAN_S = 1200.0
 LONG_LIFE_S = 900.0
-"""Only then a line fitted says something about 20 minutes."""
+"""The shortest life for which a fitted line can be extrapolated to 20 minutes."""
 KILLS = ("kill", "die")
 RESTARTS = ("kill worker", "kill p2pd", "die", "fail")
 """The supervisor starts a new worker after these; the one that lost its p2pd still says that it trains, some seconds
 long."""
+MEMBER_PHASES = frozenset({"training", "syncing", "draining"})
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSample:
+    """One answer of `/api/v1/status`."""
+
+    at_s: float
+    phase: str
+    round: int
+    head: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCommit:
+    """One committed round in a node's list of rounds, and when it was first seen there."""
+
+    at_s: float
+    round: int
+    head: str
+    digest: str
+    outcome: str
+    included: bool
+    """Whether this node's own contribution is in."""
+
+
+@dataclass(slots=True)
+class ObservedFault:
+    """One fault. `over_s`: when its cause ended (the process continued, or started again); None: never."""
+
+    node: str
+    kind: str
+    at_s: float
+    over_s: float | None
+    after_round: int = -1
+    """The node is itself again only in a round after this one (damage that shows later)."""
+
+
+@dataclass(slots=True)
+class ProcessSamples:
+    """Memory and open handles of one process, from its start to its end."""
+
+    node: str
+    what: str
+    pid: int
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    """(at_s, resident bytes, open handles)."""
+
+
+@dataclass(slots=True)
+class NodeObservations:
+    name: str
+    peer_id: str = ""
+    looks: list[StatusSample] = field(default_factory=list)
+    commits: list[ObservedCommit] = field(default_factory=list)
+    rounds_joined: int = 0
+    """Contributions that arrived, over all starts."""
+    rounds_attempted: int = 0
+    """Contributions made, over all starts."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failed attempts by reason, over all starts."""
+    mismatches: int = 0
+    """Times that the node found itself off the chain and fetched the state again."""
+    restarts: int = 0
+
+
+@dataclass(slots=True)
+class StormObservations:
+    settings: dict[str, Any]
+    nodes: dict[str, NodeObservations] = field(default_factory=dict)
+    hurts: list[ObservedFault] = field(default_factory=list)
+    """Joins too: a node that starts is hurt until it takes part."""
+    lives: list[ProcessSamples] = field(default_factory=list)
+    oddities: list[str] = field(default_factory=list)
+    """What should not happen: nodes that ended or failed unasked, processes left behind."""
+    began_s: float = 0.0
+    """The first fault was due."""
+    calm_s: float = 0.0
+    """The last fault was over."""
+    ended_s: float = 0.0
+    at_end: dict[str, StatusSample] = field(default_factory=dict)
+    """Of the nodes that were alive at the end: where each stood."""
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> StormObservations:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    nodes = {name: _node(one) for name, one in raw.pop("nodes").items()}
+    hurts = [ObservedFault(**one) for one in raw.pop("hurts")]
+    lives = [
+        ProcessSamples(**{**one, "samples": [(at_s, size, handles) for at_s, size, handles in one["samples"]]})
+        for one in raw.pop("lives")
+    ]
+    at_end = {name: StatusSample(**one) for name, one in raw.pop("at_end").items()}
+    return StormObservations(nodes=nodes, hurts=hurts, lives=lives, at_end=at_end, **raw)
+
+
+def _node(raw: dict[str, Any]) -> NodeObservations:
+    looks = [StatusSample(**one) for one in raw.pop("looks")]
+    commits = [ObservedCommit(**one) for one in raw.pop("commits")]
+    return NodeObservations(looks=looks, commits=commits, **raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +196,7 @@ class Growth:
 class Judge:
     """All figures of one storm."""
 
-    def __init__(self, seen: Observed) -> None:
+    def __init__(self, seen: StormObservations) -> None:
         self.seen = seen
         self.chain = _chain(seen)
         self._ends = [r.ended_s for r in self.chain.values()]
@@ -100,9 +205,9 @@ class Judge:
         self._gone_s = {hurt.node: hurt.at_s for hurt in seen.hurts if hurt.over_s is None}
         self.downs = [self._down(hurt) for hurt in seen.hurts if not _is_rubbish(hurt)]
 
-    # who was there
+    # presence
 
-    def _down(self, hurt: Hurt) -> Down:
+    def _down(self, hurt: ObservedFault) -> Down:
         if hurt.over_s is None:
             return Down(hurt.node, hurt.kind, hurt.at_s, math.inf, late=False)
         latest_s = hurt.over_s + RETURN_S
@@ -110,8 +215,8 @@ class Judge:
         late = latest_s < min(back_s, self.seen.ended_s, self._gone_s.get(hurt.node, math.inf))
         return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late)
 
-    def _backs(self, hurt: Hurt) -> Iterator[float]:
-        """When it may be called back: at these looks."""
+    def _backs(self, hurt: ObservedFault) -> Iterator[float]:
+        """The looks at which the node counts as back."""
         assert hurt.over_s is not None
         first_s = hurt.over_s + (0.0 if hurt.kind == "start" else SETTLE_S)
         new = not hurt.kind.startswith(RESTARTS)
@@ -122,24 +227,24 @@ class Judge:
             if new and look.at_s >= first_s and look.round > hurt.after_round and self._is_up(look):
                 yield look.at_s
 
-    def _is_up(self, look: Look) -> bool:
+    def _is_up(self, look: StatusSample) -> bool:
         known = self.chain.get(look.round)
         agrees = known is None or (known.head, known.digest) == (look.head, look.digest)
         return agrees and look.phase in MEMBER_PHASES and look.round >= self.swarm_round(look.at_s) - 1
 
     def swarm_round(self, at_s: float) -> int:
-        """The highest round committed anywhere by then."""
+        """The highest round that any node had committed by then."""
         place = bisect_right(self._ends, at_s)
         return list(self.chain)[place - 1] if place else -1
 
     def is_live(self, node: str, from_s: float, to_s: float) -> bool:
         return not any(d.node == node and d.from_s < to_s and d.to_s > from_s for d in self.downs)
 
-    # what came of it
+    # results
 
     @property
     def rounds(self) -> list[Round]:
-        """The chain's rounds that lie in the storm."""
+        """The chain's rounds during the storm."""
         return [r for r in self.chain.values() if r.began_s >= self.seen.began_s and r.ended_s <= self.seen.calm_s]
 
     def pairs(self) -> list[Pair]:
@@ -154,13 +259,13 @@ class Judge:
                     found.append(Pair(name, one.number, commit is not None, commit is not None and commit.included))
         return found
 
-    def _commit(self, name: str, one: Round, by_s: float) -> Commit | None:
+    def _commit(self, name: str, one: Round, by_s: float) -> ObservedCommit | None:
         commits = self.seen.nodes[name].commits
         wanted = (one.head, one.digest)
         return next((c for c in commits if (c.head, c.digest) == wanted and c.at_s <= by_s), None)
 
     def forks(self) -> dict[int, set[str]]:
-        """Rounds with more than one head, over all nodes and all times."""
+        """Rounds with more than one head among all nodes at all times."""
         heads: dict[int, set[str]] = {}
         for node in self.seen.nodes.values():
             for commit in node.commits:
@@ -168,7 +273,7 @@ class Judge:
         return {number: some for number, some in heads.items() if len(some) > 1}
 
     def damaged(self) -> list[tuple[str, int, bool]]:
-        """(node, round, planned) where a node had another digest than the others after the same rounds.
+        """(node, round, planned) for each node whose digest differed from the others' after the same rounds.
 
         Who replays rounds in a burst passes several before anybody can compare: they are as planned as the first of
         them, while the swarm itself ends no more than one.
@@ -190,7 +295,7 @@ class Judge:
         return found
 
     def agree_at_end(self) -> bool:
-        """All nodes alive at the end stand in the chain, with its digest, at most one round apart."""
+        """Whether all nodes alive at the end have a state of the chain, at most one round apart."""
         looks = list(self.seen.at_end.values())
         if not looks or max(k.round for k in looks) - min(k.round for k in looks) > 1:
             return False
@@ -198,7 +303,7 @@ class Judge:
         return all(r and (r.head, r.digest) == (k.head, k.digest) for r, k in zip(known, looks, strict=True))
 
     def usual_s(self) -> float:
-        """Median length of the rounds in which nobody was hurt or away, those before the storm included."""
+        """Median length of the rounds without a fault or an absent node, including those before the storm."""
         away = [(max(d.from_s, self._came_s[d.node]), d.to_s) for d in self.downs if not math.isinf(d.to_s)]
         quiet = [
             r.length_s
@@ -208,7 +313,7 @@ class Judge:
         return statistics.median(quiet) if quiet else math.nan
 
     def kills(self) -> list[tuple[float, float]]:
-        """For each kill: seconds to the survivors' next commit, and the length of that round."""
+        """For each kill, the seconds to the survivors' next commit and the length of that round."""
         found = []
         for hurt in self.seen.hurts:
             if not hurt.kind.startswith(KILLS) or hurt.at_s < self.seen.began_s:
@@ -231,7 +336,7 @@ class Judge:
         return [growth for life in self.seen.lives if (growth := grown(life)) is not None]
 
     def faults(self) -> Counter[str]:
-        """In the storm, by kind. Starts are no faults; a node's first one, after the storm began, is a join."""
+        """Faults in the storm, by kind. Starts are not faults; a node's first start during the storm is a join."""
         kinds = Counter[str]()
         for hurt in self.seen.hurts:
             first = hurt.kind == "start" and hurt.at_s == 0.0 and (hurt.over_s or 0.0) >= self.seen.began_s
@@ -242,7 +347,7 @@ class Judge:
         return kinds
 
 
-def _chain(seen: Observed) -> dict[int, Round]:
+def _chain(seen: StormObservations) -> dict[int, Round]:
     heads: dict[int, Counter[tuple[str, str]]] = {}
     first_s: dict[tuple[int, str], float] = {}
     for node in seen.nodes.values():
@@ -260,13 +365,13 @@ def _chain(seen: Observed) -> dict[int, Round]:
     return chain
 
 
-def _is_rubbish(hurt: Hurt) -> bool:
-    """A contribution that nobody can use: its sender itself is as live as ever."""
+def _is_rubbish(hurt: ObservedFault) -> bool:
+    """A contribution that is useless although its sender is live."""
     return hurt.kind.split(" ")[0] in ("garbage", "shape", "nan")
 
 
-def grown(life: Life) -> Growth | None:
-    """None for a process that did not live long enough to tell."""
+def grown(life: ProcessSamples) -> Growth | None:
+    """Growth, or None for a process that did not live long enough."""
     if not life.samples or life.samples[-1][0] - life.samples[0][0] < LEAST_LIFE_S:
         return None
     began_s, ended_s = life.samples[0][0] + WARM_S, life.samples[-1][0]

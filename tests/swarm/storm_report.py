@@ -1,4 +1,4 @@
-"""The figures of a storm beside what is promised: as text, as a table for the README, as JSON. Knows no node."""
+"""The figures of a storm and their limits: as text, as a table for the README and as JSON."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.swarm.storm_judge import LONG_LIFE_S, RETURN_S, Growth, Judge, Pair, middle, percentile
-from tests.swarm.storm_seen import Observed
+from tests.swarm.storm_judge import LONG_LIFE_S, RETURN_S, Growth, Judge, Pair, StormObservations, middle, percentile
 
 COMMITTED_RATIO = 0.98
 KILL_S = 10.0
 GROWTH_RATIO = 0.05
-"""In 20 minutes."""
+"""Growth in 20 minutes."""
 SPARE_HANDLES = 8
-"""Connections come and go with the peers, up to three for each: so many more are no growth. One leaked for each of the
+"""Connections come and go with the peers, up to three for each, so this is no growth. One leaked for each of the
 faults of 20 minutes would be ten times that."""
 FAULTS_RATIO = 0.9
-"""Of the faults that were asked for; fewer, and it was no such storm."""
+"""Least share of the planned faults; with fewer, the storm does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure; without `passed` it is told, not judged."""
+    """One figure. Without `passed` it is reported but not judged."""
 
     name: str
     figure: str
@@ -33,7 +32,7 @@ class Line:
     passed: bool | None = None
 
 
-def report(seen: Observed, folder: Path) -> int:
+def report(seen: StormObservations, folder: Path) -> int:
     """Print everything and write storm.json. Returns the exit code."""
     judge = Judge(seen)
     pairs = judge.pairs()
@@ -92,7 +91,7 @@ def promises(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
 
 
 def growth_lines(growths: Sequence[Growth]) -> list[Line]:
-    """Judged by each kind of process: the worst of all that lived long enough, and the one that lived longest."""
+    """Growth by kind of process: the worst of those that lived long enough, and the longest-lived one."""
     lines = []
     for what in ("supervisor", "worker", "p2pd"):
         some = [growth for growth in growths if growth.what == what]
@@ -193,7 +192,7 @@ def as_text(lines: Sequence[Line]) -> str:
     )
 
 
-def as_markdown(lines: Sequence[Line], seen: Observed) -> str:
+def as_markdown(lines: Sequence[Line], seen: StormObservations) -> str:
     given = seen.settings
     words = f'`make storm ARGS="--nodes {given["nodes"]} --minutes {given["minutes"]:g} '
     words += f'--fault-every {given["fault_every_s"]:g} --seed {given["seed"]}"`, {given["cores"]} cores'
@@ -207,11 +206,11 @@ def _forks(judge: Judge) -> list[str]:
 
 def _end(judge: Judge) -> str:
     looks = judge.seen.at_end.values()
-    return f"{len({look.digest for look in looks})} on {len(looks)} nodes" if looks else "nobody is left"
+    return f"{len({look.digest for look in looks})} on {len(looks)} nodes" if looks else "no node is left"
 
 
 def _away(judge: Judge, pairs: Sequence[Pair]) -> str:
-    """Of the node-rounds that there would be with all nodes all the time."""
+    """Share of absent node-rounds."""
     whole = len({pair.round for pair in pairs}) * int(judge.seen.settings["nodes"])
     return f"{_ratio(max(0, whole - len(pairs)), whole):.0%} of {whole}"
 

@@ -1,6 +1,6 @@
-"""Watches the nodes of a storm from beside: about once a second their API, now and then their processes and logs.
+"""Watches the nodes of a storm: their API about once a second, their processes and logs less often.
 
-A thread of its own, so that nothing which the storm does to a node delays the clock by which the others are measured.
+It runs on its own thread, so a blocking fault does not delay the measurements.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import httpx
 import psutil
 
 from tests.swarm.harness import CALM, MARK, Node
-from tests.swarm.storm_seen import MEMBER_PHASES, Commit, Hurt, Life, Look, NodeSeen, Observed
+from tests.swarm.storm_judge import (
+    MEMBER_PHASES,
+    NodeObservations,
+    ObservedCommit,
+    ObservedFault,
+    ProcessSamples,
+    StatusSample,
+    StormObservations,
+)
 
 LOOK_S = 1.0
 COUNT_S = 5.0
-"""Between looks at metrics, memory and handles."""
+"""Seconds between samples of metrics, memory and handles."""
 ASK_S = 2.0
 WORDS = {"node.worker": "worker", "node.cli": "supervisor", "-hostAddrs": "p2pd"}
 COUNTER = re.compile(r'^diloco_(sync_failures|digest_mismatch)_total(?:\{reason="(\w+)"\})? (\S+)$', re.MULTILINE)
@@ -30,9 +38,9 @@ INJECTED = re.compile(r"Injected fault at (\w+) of round (\d+): (\w+) (\S+)\.$")
 
 
 class Asked:
-    """One node's API over its starts; never waits for one that is not there."""
+    """One node's API over its starts. Does not wait for an absent node."""
 
-    def __init__(self, node: Node, seen: NodeSeen) -> None:
+    def __init__(self, node: Node, seen: NodeObservations) -> None:
         self.node, self.seen = node, seen
         self.invite = ""
         self._client: httpx.Client | None = None
@@ -42,7 +50,7 @@ class Asked:
         self._told: dict[str, float] = {}
 
     @property
-    def newest(self) -> Look | None:
+    def newest(self) -> StatusSample | None:
         return self.seen.looks[-1] if self.seen.looks else None
 
     def look(self) -> None:
@@ -53,7 +61,7 @@ class Asked:
         before = self.newest
         self.seen.peer_id = status["node"]["peer_id"] or self.seen.peer_id
         self.invite = run["invite"] or self.invite
-        look = Look(time.monotonic(), status["phase"], run["round"], run["head"], run["state_digest"])
+        look = StatusSample(time.monotonic(), status["phase"], run["round"], run["head"], run["state_digest"])
         self.seen.looks.append(look)
         if before is None or (before.head, before.phase) != (look.head, look.phase):
             self._look_at_rounds(limit=30)
@@ -71,7 +79,7 @@ class Asked:
             self._known.add(key)
             mine = [m["included"] for m in record["members"] if m["peer_id"] == self.seen.peer_id]
             self.seen.commits.append(
-                Commit(
+                ObservedCommit(
                     at_s=time.monotonic(),
                     round=record["round"],
                     head=record["head"],
@@ -82,7 +90,7 @@ class Asked:
             )
 
     def count(self) -> None:
-        """Counters of a life that is past reading its checkpoint."""
+        """Add the counters of a start that has read its checkpoint."""
         if self.newest is None or self.newest.phase not in MEMBER_PHASES:
             return
         for name, reason, value in COUNTER.findall(self._text("/metrics")):
@@ -93,7 +101,7 @@ class Asked:
                 self.seen.failures[reason] = self.seen.failures.get(reason, 0) + grown
 
     def _grown(self, name: str, value: float) -> int:
-        """Since the last look; a smaller value is that of a start from an older checkpoint, and counts from there."""
+        """Growth since the last look. A smaller value comes from an older checkpoint and counts from there."""
         before = self._told.get(name, 0.0 if not self.seen.restarts else value)
         self._told[name] = value
         return max(0, round(value - before))
@@ -141,13 +149,13 @@ class Asked:
 
 
 class Watch:
-    """Fills an `Observed`. `nodes` is asked anew each time: all that are not gone for good."""
+    """Fills a `StormObservations`. `nodes` returns all nodes that are not gone for good."""
 
-    def __init__(self, observed: Observed, nodes: Callable[[], Sequence[Node]]) -> None:
+    def __init__(self, observed: StormObservations, nodes: Callable[[], Sequence[Node]]) -> None:
         self.observed = observed
         self._nodes = nodes
         self._asked: dict[str, Asked] = {}
-        self._lives: dict[tuple[int, float], Life] = {}
+        self._lives: dict[tuple[int, float], ProcessSamples] = {}
         self._calm = min(19, psutil.Process().nice() + CALM)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -162,15 +170,15 @@ class Watch:
             asked.close()
 
     def check(self) -> None:
-        """Raises where the watch has ended by itself: what follows would be judged by nothing."""
+        """Raises if the watch has ended by itself."""
         if not self._thread.is_alive():
             raise RuntimeError("the watch ended by itself")
 
-    def newest(self, name: str) -> Look | None:
+    def newest(self, name: str) -> StatusSample | None:
         return self._asked[name].newest if name in self._asked else None
 
     def takes_part(self, name: str) -> bool:
-        """By a look that is not older than a few seconds."""
+        """Whether the node took part at the last recent look."""
         look = self.newest(name)
         return look is not None and look.phase in MEMBER_PHASES and time.monotonic() - look.at_s < 4 * LOOK_S
 
@@ -196,7 +204,7 @@ class Watch:
 
     def _of(self, node: Node) -> Asked:
         if node.name not in self._asked:
-            seen = self.observed.nodes.setdefault(node.name, NodeSeen(node.name))
+            seen = self.observed.nodes.setdefault(node.name, NodeObservations(node.name))
             self._asked[node.name] = Asked(node, seen)
         return self._asked[node.name]
 
@@ -210,7 +218,7 @@ class Watch:
                     if life.what == "worker" and self.takes_part(life.node):
                         process.nice(self._calm)
 
-    def _life(self, process: psutil.Process, by_mark: dict[str, str]) -> Life | None:
+    def _life(self, process: psutil.Process, by_mark: dict[str, str]) -> ProcessSamples | None:
         key = (process.pid, process.create_time())
         if key not in self._lives:
             name = by_mark.get(process.environ().get(MARK, ""))
@@ -218,13 +226,13 @@ class Watch:
             what = next((what for word, what in WORDS.items() if word in line), "")
             if name is None or not what:
                 return None
-            self._lives[key] = Life(name, what, process.pid)
+            self._lives[key] = ProcessSamples(name, what, process.pid)
             self.observed.lives.append(self._lives[key])
         return self._lives[key]
 
 
-def injected(nodes: Sequence[Node]) -> Iterator[Hurt]:
-    """The planned faults that happened, as the nodes' logs (JSON lines) tell."""
+def injected(nodes: Sequence[Node]) -> Iterator[ObservedFault]:
+    """The planned faults that happened, from the nodes' logs (JSON lines)."""
     shift_s = time.monotonic() - time.time()
     for node in nodes:
         for line in node.said().splitlines():
@@ -235,4 +243,4 @@ def injected(nodes: Sequence[Node]) -> Iterator[Hurt]:
                     at_s = datetime.fromisoformat(said["at"]).timestamp() + shift_s
                     lasts_s = float(amount) if kind in ("stall", "hang") else 0.0
                     after = int(number) if kind == "corrupt" else -1
-                    yield Hurt(node.name, f"{kind} at {stage}", at_s, at_s + lasts_s, after)
+                    yield ObservedFault(node.name, f"{kind} at {stage}", at_s, at_s + lasts_s, after)

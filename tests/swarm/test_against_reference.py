@@ -12,7 +12,7 @@ import torch
 
 from node.diloco.digest import state_digest
 from node.reference import Member, initial_anchor, read_run
-from node.training.data import load_corpus
+from node.training.corpus import load_corpus
 from tests.swarm.harness import START_S, Swarm, checkpoint_meta, checkpoint_round, environment, tiny
 
 INNER_STEPS = 5
@@ -37,7 +37,7 @@ def test_same_bits_as_the_reference(size: int, codec: str, tmp_path: Path) -> No
         metas = {checkpoint_round(path): checkpoint_meta(path) for path in founder.checkpoints()}
         ends = {checkpoint_meta(node.checkpoints()[0])["state_digest"] for node in swarm.nodes}
     expected = reference(swarm) if size == 2 else members_of_reference(swarm)
-    # A round that is over before the last checkpoint is on the disk has none; the last state follows from all of them.
+    # A round that ends before the last checkpoint is written has none; the last state follows from all rounds.
     saved = {number: meta["state_digest"] for number, meta in metas.items() if number >= 0}
     assert saved == {number: expected[number] for number in saved} and ROUNDS - 1 in saved
     assert ends == {expected[ROUNDS - 1]}
@@ -56,7 +56,7 @@ def begin(swarm: Swarm) -> tuple[str, Path, list[str]]:
 
 
 def members_of_reference(swarm: Swarm) -> dict[int, str]:
-    """Digests by round, of the reference's members in this process: they do what as many processes do."""
+    """Digests by round of the reference's members in this process, equal to those of separate processes."""
     run_id, initial, peer_ids = begin(swarm)
     run = read_run(swarm.preset)
     cpu = torch.device("cpu")
@@ -79,7 +79,7 @@ def members_of_reference(swarm: Swarm) -> dict[int, str]:
 
 
 def reference(swarm: Swarm) -> dict[int, str]:
-    """Digests by round, of as many processes under torchrun as the swarm has nodes."""
+    """Digests by round of as many processes under torchrun as the swarm has nodes."""
     run_id, initial, peer_ids = begin(swarm)
     size = len(peer_ids)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
 
 CORRUPTED_ROUND = 1
-"""After it one element of the third node's anchor changes; the digest after the next round shows it."""
+"""After this round one element of the third node's anchor changes. The next digest shows it."""
 
 
 def test_silent_corruption_is_repaired_and_counted(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_silent_corruption_is_repaired_and_counted(tmp_path: Path) -> None:
         wait_for(agree, START_S, "they did not agree again")
         assert [mismatches(node) for node in nodes] == [0, 0, 1]
         assert found_at <= CORRUPTED_ROUND + 2, "it took more than one round to find it"
-        assert "fetching the state again" in third.said()
+        assert "It downloads the state again" in third.said()
 
 
 def mismatches(node: Node) -> int:

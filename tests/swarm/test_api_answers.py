@@ -1,5 +1,4 @@
-"""Whatever becomes of the worker, the API answers at once, and the node trains again: rounds that hang, SIGSTOP, and no
-memory left."""
+"""The API answers at once whatever happens to the worker (a hung round, SIGSTOP, no memory), and training resumes."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ ROUTES = ("/api/v1/status", "/api/v1/swarm", "/api/v1/rounds", "/api/v1/logs", "
 ANSWER_S = 0.1
 HANG_S = 6.0
 NO_REUSE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Each tensor is asked of the system, else what was freed before may do for a minute of training without more."""
+"""Each tensor is large enough to be requested from the system; freed memory would suffice otherwise."""
 GRACE_S, STALE_S, HUNG_S = 30.0, 2.0, 6.0
 
 
 @pytest.mark.timeout(400)
 def test_the_api_answers_whatever_becomes_of_the_worker(tmp_path: Path, figures: Figures) -> None:
-    """Two nodes with a model whose tensors are large enough to be asked of the system one by one."""
+    """Two nodes with a model whose tensors are requested from the system one by one."""
     run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 10})
     plan = tmp_path / "faults"
     timings = {"grace_s": GRACE_S, "stale_s": STALE_S, "hung_s": HUNG_S}
@@ -49,7 +48,7 @@ def test_the_api_answers_whatever_becomes_of_the_worker(tmp_path: Path, figures:
 
 
 def in_a_round_that_hangs(node: Node, plan: Path, figures: Figures) -> None:
-    """The swarm's thread stands still in the middle of a round."""
+    """The swarm thread blocks in the middle of a round."""
     number = node.status()["run"]["round"] + 3
     plan.write_text(f"reduce@{number}=hang:{HANG_S}")
     wait_for(lambda: f"Injected fault at reduce of round {number}" in node.said(), START_S, "the fault")
@@ -63,18 +62,18 @@ def in_a_round_that_hangs(node: Node, plan: Path, figures: Figures) -> None:
 
 
 def out_of_memory(node: Node, figures: Figures) -> None:
-    """No more address space than it has: the next tensor does not fit.
+    """Limit the address space to its present size, so the next tensor does not fit.
 
-    A round that fails for it frees what it held, so the limit follows what the worker has until it ends.
+    A round that fails frees memory, so the limit follows the worker's size until it ends.
     """
     worker = node.find("worker")
 
     def crashed() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             limit_bytes = worker.memory_info().vms
-            if limit_bytes:  # 0 of a process that ended
+            if limit_bytes:  # 0 for a process that has ended
                 worker.rlimit(psutil.RLIMIT_AS, (limit_bytes, limit_bytes))
-        return node.status()["code"] == "worker_crashed"
+        return bool(node.status()["code"] == "worker_crashed")
 
     slow_s = answers(node, crashed)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
@@ -86,7 +85,7 @@ def out_of_memory(node: Node, figures: Figures) -> None:
 
 
 def stopped(node: Node, figures: Figures) -> None:
-    """SIGSTOP: nothing of the worker's main process moves."""
+    """Stop the worker's main process by SIGSTOP."""
     worker = node.find("worker")
     os.kill(worker.pid, signal.SIGSTOP)
     began_s = time.monotonic()
@@ -101,8 +100,8 @@ def stopped(node: Node, figures: Figures) -> None:
 
 
 def answers(node: Node, until: Callable[[], bool]) -> float:
-    """Ask all routes in turn until that is so; the seconds within which 19 of 20 were answered."""
-    seconds = []
+    """Request all routes in turn until the condition holds. Returns the 95th percentile in seconds."""
+    seconds: list[float] = []
     end_s = time.monotonic() + START_S
     while not until() or not seconds:
         assert time.monotonic() < end_s, node.said()[-3000:]
@@ -115,6 +114,6 @@ def answers(node: Node, until: Callable[[], bool]) -> float:
 
 
 def until_in_rounds(node: Node, *, more: int) -> None:
-    """It trains, and that many further rounds hold its contribution."""
+    """Wait until it trains and `count` more rounds include its contribution."""
     joined = node.until_training(PATIENCE * START_S)["contribution"]["rounds_joined"]
     node.until(lambda s: s["contribution"]["rounds_joined"] >= joined + more, PATIENCE * START_S)

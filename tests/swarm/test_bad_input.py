@@ -1,4 +1,4 @@
-"""What people get wrong, and what machines do to them: one sentence with the mend, the right exit code, no loss."""
+"""Wrong input and broken machines: one sentence with the remedy, the right exit code, and no loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from node.manifest import Invite, parse_invite
+from node import cli
+from node.config.manifest import Invite, parse_invite
 from node.training.checkpoint import CheckpointStore
 from tests.swarm.harness import (
     PATIENCE,
@@ -22,7 +23,6 @@ from tests.swarm.harness import (
     Swarm,
     checkpoint_meta,
     checkpoint_round,
-    command,
 )
 
 USUAL = ("--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0")
@@ -34,20 +34,22 @@ def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with Swarm(tmp_path_factory.mktemp("founder")) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")
         node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
-        # It answers as before, and takes no time from the others.
+        # It still answers, and does not delay the others.
         node.act("pause")
         node.until(lambda s: s["phase"] == "paused" and s["devices"] == [] and s["run"]["invite"], START_S)
         yield node
 
 
-def assert_one_sentence(err: str, mend: str) -> None:
-    """As `run` says it before a node is up: nothing but `diloco-node: SENTENCE` on stderr."""
-    assert re.fullmatch(r"diloco-node: [^\n]+\.\n", err), err
-    assert mend in err
+def assert_refused(capsys: pytest.CaptureFixture[str], code: int, remedy: str, *words: str) -> None:
+    """Assert that `run` with these arguments ends with one sentence on stderr and nothing on stdout."""
+    assert cli.main(["run", *words]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"diloco-node: [^\n]+\.\n", err), err
+    assert remedy in err
 
 
 def ended(node: Node, code: int) -> str:
-    """The one line in which the node that gave up says why. No traceback, no process left."""
+    """The line that says why the node ended. Asserts that there is no traceback and no process left."""
     assert node.wait_end(START_S) == code, node.said()
     said = node.said()
     assert "Traceback" not in said, said
@@ -58,7 +60,7 @@ def ended(node: Node, code: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flag", "mend"),
+    ("flag", "remedy"),
     [
         ("--run.inner.learning_rate=1", "the nearest known one is --run.inner."),
         ("--limits.cpu_treads=1", "limits.cpu_threads"),
@@ -69,27 +71,27 @@ def ended(node: Node, code: int) -> str:
         ("--swarm.bootstrap=foo", "HOST:PORT"),
     ],
 )
-def test_unknown_key_or_mistyped_value(tmp_path: Path, flag: str, mend: str) -> None:
-    code, out, err = command("run", "--data-dir", str(tmp_path / "node"), *USUAL, flag)
-    assert (code, out) == (2, "")
-    assert_one_sentence(err, mend)
+def test_unknown_key_or_invalid_value(
+    tmp_path: Path, flag: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(capsys, 2, remedy, "--data-dir", str(tmp_path / "node"), *USUAL, flag)
     assert not (tmp_path / "node").exists()
 
 
-@pytest.mark.parametrize("damage", [lambda i: i[:-3], lambda i: i.swapcase(), lambda i: "diloco1-", lambda i: "x"])
-def test_damaged_invite(tmp_path: Path, damage: object) -> None:
-    invite = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V",)))
-    assert callable(damage)
-    code, out, err = command("run", "--data-dir", str(tmp_path / "node"), *USUAL, "--join", damage(invite))
-    assert (code, out) == (2, "")
-    assert_one_sentence(err, "copy the whole string again")
+INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V",)))
+
+
+@pytest.mark.parametrize("invite", [INVITE[:-3], INVITE.swapcase(), "diloco1-", "x"])
+def test_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data-dir", str(tmp_path / "node"), *USUAL, "--join", invite)
+    assert_refused(capsys, 2, "copy the whole text again", *words)
 
 
 def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
-    """As in the image: nothing ends that a restart policy would start again; the page says what to mend."""
+    """As in the image: the node stays, because a restart policy would start it again. The page shows the remedy."""
     node = swarm.node("persists", join="diloco1-damaged").start("--node.persist=true")
     told = node.until(lambda s: s["phase"] == "error", START_S)
-    assert told["code"] == "bad_invite" and "copy the whole string again" in told["reason"]
+    assert told["code"] == "bad_invite" and "copy the whole text again" in told["reason"]
     assert node.http.get("/livez").status_code == 200
     assert node.act("resume").status_code == 202
     node.until(lambda s: s["phase"] == "error" and s["since"] != told["since"], START_S)
@@ -99,19 +101,17 @@ def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
 
 
 def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> None:
-    """The bootstrap peer answers, but it is of another run: waiting would not mend it."""
+    """The bootstrap peer belongs to another run, so waiting does not help."""
     right = parse_invite(founder.invite())
     node = swarm.node("stranger", join=str(Invite("ab" * 32, right.addresses)))
-    assert "ask for a new invite" in ended(node.start(), 4)
+    assert "for a new invite" in ended(node.start(), 4)
     assert founder.status()["peers"]["connected"] == 0
 
 
-def test_api_port_in_use(tmp_path: Path) -> None:
+def test_api_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, out, err = command("run", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
-    assert (code, out) == (3, "")
-    assert_one_sentence(err, "--api.port 0")
+        assert_refused(capsys, 3, "--api.port 0", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
 
 
 def test_listen_port_in_use(swarm: Swarm) -> None:
@@ -120,18 +120,14 @@ def test_listen_port_in_use(swarm: Swarm) -> None:
         assert "--swarm.listen" in ended(node, 3)
 
 
-def test_data_folder_in_use(founder: Node) -> None:
-    code, out, err = command("run", "--data-dir", str(founder.folder), *USUAL)
-    assert (code, out) == (2, "")
-    assert_one_sentence(err, f"process {founder.running.pid}")
+def test_data_folder_in_use(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, 2, f"process {founder.running.pid}", "--data-dir", str(founder.folder), *USUAL)
     assert founder.status()["phase"] == "paused"
 
 
-def test_data_folder_cannot_be_written(tmp_path: Path) -> None:
+def test_data_folder_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    code, out, err = command("run", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
-    assert (code, out) == (2, "")
-    assert_one_sentence(err, "--data-dir")
+    assert_refused(capsys, 2, "--data-dir", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
 
 
 def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
@@ -145,7 +141,7 @@ def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
 
 
 def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
-    """After a way back to an older version: it says so, and touches nothing."""
+    """After a downgrade the node says so and changes nothing."""
     node = swarm.node("older")
     node.folder.mkdir()
     manifest = json.loads((founder.folder / "manifest.json").read_text()) | {"novelty": {"a": 1}}
@@ -158,7 +154,7 @@ def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
     assert status["code"] == "protocol_too_old" and "upgrade diloco-node" in status["reason"]
 
 
-def test_nobody_answers_yet(swarm: Swarm) -> None:
+def test_a_joiner_without_a_reachable_peer_waits(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as was:
         port = was.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
@@ -171,7 +167,7 @@ def test_nobody_answers_yet(swarm: Swarm) -> None:
 
 
 def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
-    """The last test that needs the founder: it stops it, and starts it again."""
+    """The last test that needs the founder, because it stops and restarts it."""
     founder.running.terminate()
     assert founder.wait_end(10 * PATIENCE) == 0
     newest, older = founder.checkpoints()
@@ -186,7 +182,7 @@ def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
     assert founder.status()["training"]["tokens_total"] > tokens
     warnings = [line for line in founder.said().splitlines() if "WARNING" in line and "is damaged" in line]
     assert len(warnings) == 1 and newest.name in warnings[0]
-    assert f"Going on from the checkpoint of round {checkpoint_round(older)}." in founder.said()
+    assert f"Resuming from the checkpoint of round {checkpoint_round(older)}." in founder.said()
     assert "Traceback" not in founder.said()
 
 
@@ -222,7 +218,7 @@ def test_disk_full_at_a_checkpoint(tmp_path: Path) -> None:
         assert "The disk is full" in line and "the older checkpoint is kept" in line
         kept = node.checkpoints()
         assert len(kept) == 2
-        whole = CheckpointStore(node.folder / "checkpoints", keep=2).newest(mend=False)
+        whole = CheckpointStore(node.folder / "checkpoints", keep=2).newest(repair=False)
         assert whole is not None and whole.round == checkpoint_round(kept[0])
 
 

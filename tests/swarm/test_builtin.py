@@ -1,6 +1,6 @@
-"""The built-in preset's own model: left in inner steps and in a round, it ends at once and for all.
+"""The built-in preset: a node that leaves during inner steps or a round ends at once and completely.
 
-Every way of leaving at every moment: `test_leave`.
+`test_leave` covers all other ways of leaving.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figu
 
 
 def reach(founder: Node, node: Node, moment: str) -> None:
-    """Both train; under `round` the node stands in the middle of one."""
+    """Wait until both train, and for `round` until the node is in the middle of one."""
     founder.until(lambda s: s["peers"]["training"] == 2, START_S)
     if moment == "round":
         node.until(lambda s: s["phase"] == "syncing" and s["sync"]["stage"] == "reduce", START_S)

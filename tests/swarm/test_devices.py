@@ -1,4 +1,4 @@
-"""Steps that go wrong, and steps that several processes share, in real nodes."""
+"""Failing steps, and steps shared by several processes, in real nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
 
 
 def helpers(node: Node) -> list[psutil.Process]:
-    """The ranks beside the worker."""
-    return node.with_word("node.worker.helpers")
+    """The rank processes other than the worker."""
+    return node.with_word("node.worker.rank_processes")
 
 
 @pytest.mark.timeout(240)
 def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(tmp_path: Path) -> None:
-    """Two nodes; the one of two ranks is one member of the swarm, before and after."""
+    """Of two nodes, the one with two ranks is one member before and after."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
         kill_a_rank(swarm)
 
@@ -57,10 +57,10 @@ def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
         line for line in node.http.get("/metrics").text.splitlines() if line.startswith("diloco_skipped_steps_total")
     ]
     assert counted and float(counted[0].split()[-1]) >= 3
-    assert node.said().count("it is left out") >= 3
+    assert node.said().count("An inner step was skipped") >= 3
 
 
-def test_steps_that_all_overflow_stop_the_node_and_reach_nobody(swarm: Swarm) -> None:
+def test_a_node_whose_steps_all_overflow_stops_and_sends_nothing(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@0=overflow:1000000"})
     assert node.wait_end(2 * START_S) == 70, node.said()
     lines = [line for line in node.said().splitlines() if "The worker gave up" in line]
@@ -71,8 +71,8 @@ def test_steps_that_all_overflow_stop_the_node_and_reach_nobody(swarm: Swarm) ->
 def test_too_little_memory_halves_the_micro_batch(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, START_S)
-    assert "Out of memory with 4 sequences at once: from here on 2." in node.said()
-    assert "Out of memory with 2 sequences at once: from here on 1." in node.said()
+    assert "Out of memory with 4 sequences at once; continuing with 2." in node.said()
+    assert "Out of memory with 2 sequences at once; continuing with 1." in node.said()
 
 
 def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> None:
@@ -83,7 +83,7 @@ def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> 
 
 @pytest.mark.timeout(240)
 def test_too_little_memory_for_shards_begins_again_with_less(swarm: Swarm) -> None:
-    """In steps of round 0, before anything was saved; the supervisor starts all ranks again."""
+    """Memory runs out in round 0, before anything was saved. The supervisor restarts all ranks."""
     flags = ("--devices.ranks=2", "--devices.sharding=fsdp", "--devices.micro_batch=2")
     node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, 3 * START_S)
@@ -102,12 +102,12 @@ def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factor
             node.until(lambda s: s["contribution"]["rounds_joined"] >= 5, 2 * START_S)
 
         def told() -> list[set[float | None]]:
-            """Of each round that all know: the losses that they tell."""
+            """The losses that all ranks report, for each common round."""
             records = [{r["round"]: r["evaluation_loss"] for r in node.rounds()} for node in swarm.nodes]
             common = set.intersection(*(set(by_round) for by_round in records))
             return [{by_round[number] for by_round in records} for number in sorted(common)]
 
-        rounds = wait_for(lambda: [losses for losses in told() if losses != {None}], START_S, "nobody tells a loss")
+        rounds = wait_for(lambda: [losses for losses in told() if losses != {None}], START_S, "no rank reports a loss")
         assert all(len(losses) == 1 for losses in rounds), "the record is the same for all"
         for node in swarm.nodes:
             node.until(lambda s: s["training"]["evaluation_loss"], START_S)

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, which few who change it have: it runs on a CPU, says where no GPU is, and counts right."""
+"""The GPU benchmark runs on a CPU, reports a missing GPU, and counts correctly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.manifest import RunConfig
+from node.config.manifest import RunConfig
 from node.training.model import build_model, next_token_loss
 from tests.benchmarks.gpu import flops_a_token, peak_flops
 from tests.benchmarks.processes import ROOT
@@ -43,7 +43,7 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     model = {"tie_word_embeddings": tied, "num_key_value_heads": 1, "max_position_embeddings": 512}
     run = RunConfig.model_validate(tiny(model=model, inner={"batch_size": 2, "sequence_length": 256}))
     built = build_model(run.model, seed=0)
-    built.set_attn_implementation("eager")
+    built.set_attn_implementation("eager")  # type: ignore[operator]
     with FlopCounterMode(display=False) as counter:
         next_token_loss(built, torch.zeros(2, 257, dtype=torch.int64)).backward()
     assert counter.get_total_flops() / 512 == pytest.approx(flops_a_token(run), rel=0.02)
@@ -54,5 +54,5 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
      ("NVIDIA L4", 121e12), ("Tesla T4", None)],
 )  # fmt: skip
-def test_the_peak_goes_by_the_name(name: str, peak: float | None) -> None:
+def test_the_peak_rate_depends_on_the_device_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak

@@ -1,4 +1,4 @@
-"""What is killed, stopped or paused leaves no orphan and comes back as what it was: same peer, same work, same text."""
+"""A node that was killed, stopped or paused leaves no orphan and returns with the same identity, work and text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, wait_for
 
 FIRST_LOSS = math.log(258)
-"""Of a model that knows nothing yet, nats per token."""
+"""Loss of an untrained model, nats per token."""
 
 
-def test_restart_goes_on_in_the_middle_of_a_round(swarm: Swarm) -> None:
-    """Alone, in a round that never ends: inner step and place in the text are those of the stop."""
+def test_a_restart_continues_in_the_middle_of_a_round(swarm: Swarm) -> None:
+    """Inner step and text position are restored, in a lone node whose round does not end."""
     swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
     node = swarm.found()
     node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
@@ -54,21 +54,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
 
 
 class Before:
-    """What must not be lost."""
+    """State that must survive."""
 
     def __init__(self, node: Node) -> None:
         status = node.until_training()
         self.peer_id = status["node"]["peer_id"]
         self.losses = round_losses(node)
         self.round = checkpoint_round(node.checkpoints()[0])
-        # Totals are kept at the end of each round, whatever the age of the newest checkpoint.
+        # Totals are saved at the end of each round, independently of checkpoints.
         self.tokens = status["contribution"]["tokens_total"]
         self.rounds_joined = status["contribution"]["rounds_joined"]
         node.until(lambda s: s["contribution"]["rounds_joined"] >= self.rounds_joined + 2, START_S)
         assert self.tokens > 0 and fmean(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
 
     def check(self, node: Node) -> None:
-        """Right after it trains again."""
+        """Compare with the node right after it trains again."""
         first = node.until(lambda s: s["contribution"]["tokens_total"], START_S)
         assert first["contribution"]["tokens_total"] >= self.tokens
         assert first["contribution"]["rounds_joined"] > self.rounds_joined
@@ -82,12 +82,12 @@ class Before:
 
 
 def round_losses(node: Node) -> list[float]:
-    """Of the rounds that the node trained for, in all its starts; nats per token."""
+    """Losses of the rounds that the node trained for in all its starts, nats per token."""
     return [float(loss) for loss in re.findall(r"Round \d+: .* loss (\d+\.\d+)", node.said())]
 
 
 @pytest.mark.parametrize("what", ["worker", "p2pd"])
-def test_worker_or_p2pd_killed_comes_back(pair: list[Node], what: str, figures: Figures) -> None:
+def test_a_killed_worker_or_p2pd_is_restarted(pair: list[Node], what: str, figures: Figures) -> None:
     node = pair[1]
     before = Before(node)
     old = [node.find("worker"), node.find("p2pd")]
@@ -117,7 +117,7 @@ def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], 
     assert shared and all(digests[0][number] == digests[1][number] for number in shared)
 
 
-def test_pause_frees_the_machine_and_resume_goes_on(pair: list[Node], figures: Figures) -> None:
+def test_pause_frees_the_machine_and_resume_continues(pair: list[Node], figures: Figures) -> None:
     founder, node = pair
     before = Before(node)
     worker = node.find("worker")
@@ -141,7 +141,7 @@ def test_pause_frees_the_machine_and_resume_goes_on(pair: list[Node], figures: F
     founder.until_round(first + 2)
     assert all(len(record["members"]) == 1 for record in founder.rounds() if record["round"] > first + 1)
 
-    # Paused, too, it must not go on without p2pd: it serves others.
+    # A paused node needs p2pd, too, because it serves others.
     node.find("p2pd").kill()
     wait_for(lambda: not serves.is_running(), 10 * PATIENCE, "the paused worker runs on without p2pd")
     node.find("p2pd")
@@ -152,8 +152,8 @@ def test_pause_frees_the_machine_and_resume_goes_on(pair: list[Node], figures: F
 
 
 def serving(status: dict[str, Any]) -> bool:
-    """Paused, and the worker without a device has found the others."""
-    return status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1
+    """Whether the paused node has started its worker without a device and found the others."""
+    return bool(status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1)
 
 
 def test_drain_takes_part_in_its_round_then_ends(pair: list[Node]) -> None:

@@ -1,4 +1,4 @@
-"""A founder, and others that know only its invite: they train together, agree after every round, and outlive it."""
+"""Nodes that join by the founder's invite train with it, agree after every round, and continue without it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.swarm.harness import PATIENCE, START_S, TINY, Node, Swarm, common_rou
 
 INNER_STEPS = 60
 WARMUP_TOKENS = 100_000_000
-"""So many that the learning rate rises steeply all the time: a wrong place in the schedule shows at once."""
+"""Long enough that the learning rate rises steeply all the time, so a wrong position in the schedule shows."""
 
 
 NAMES = {"steps": ("second",), "time": ("second", "third")}
 
 
 class Together:
-    """A founder and those that joined, all training; with what joining took."""
+    """A founder and joined nodes, all training, with the time that joining took."""
 
     def __init__(self, swarm: Swarm, policy: str) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ def test_joiners_train_soon(together: Together, figures: Figures) -> None:
 
 
 def test_learning_rate_is_the_swarms(together: Together) -> None:
-    """Of every node at every moment: what the schedule says of the tokens of the whole swarm."""
+    """Each node's rate is always the schedule's value for the tokens of the whole swarm."""
     seen: dict[str, set[tuple[int, int]]] = {node.name: set() for node in together.nodes}
 
     def look() -> bool:
@@ -71,9 +71,9 @@ def test_learning_rate_is_the_swarms(together: Together) -> None:
 
 
 def expected_rates(status: dict[str, Any], policy: str) -> tuple[float, float]:
-    """Least and greatest rate of the newest inner step. `progress_ratio` is that after the step."""
+    """Lowest and highest possible rate of the newest inner step. `progress_ratio` is the value after it."""
     done = status["sync"]["progress_ratio"]
-    # Under `time` a step takes as long as this machine lets it.
+    # Under `time` the duration of a step depends on this machine.
     before = done - 1 / INNER_STEPS if policy == "steps" else done - 0.5
     tokens = sum(m["weight"] for m in status["sync"]["last"]["members"] if m["included"])
     at = [swarm_tokens_at(status["run"]["swarm_tokens"], ratio, tokens) for ratio in (before, done)]
@@ -102,7 +102,7 @@ def test_all_agree_after_each_of_ten_rounds(together: Together) -> None:
 
 
 def test_founder_leaves_and_a_later_start_finds_the_rest(together: Together, figures: Figures) -> None:
-    """The founder is the only bootstrap peer there ever was."""
+    """The founder was the only bootstrap peer."""
     if len(together.nodes) < 3:
         pytest.skip("needs two that stay")
     founder, second, third = together.nodes
@@ -122,7 +122,7 @@ def test_founder_leaves_and_a_later_start_finds_the_rest(together: Together, fig
 
 
 def agree_on(nodes: Sequence[Node], rounds: int) -> None:
-    """The next rounds, with all of these nodes in them, end in one digest."""
+    """Assert that the next rounds include all of these nodes and end in one digest."""
 
     def agreed() -> bool:
         shared = common_rounds(nodes)
@@ -135,7 +135,7 @@ def agree_on(nodes: Sequence[Node], rounds: int) -> None:
 
 
 def test_a_founder_that_waits_for_others_has_an_invite_for_them(tmp_path: Path) -> None:
-    """Its addresses may become known only after it has begun to wait."""
+    """It may learn its addresses only after it has begun to wait."""
     with Swarm(tmp_path, tiny(round={"min_peers": 2, "inner_steps": 1})) as swarm:
         node = swarm.found()
         node.until(lambda s: s["code"] == "waiting_for_peers", START_S)

@@ -1,5 +1,5 @@
-"""Coming late, and coming back: a download that breaks off, a server that lies, a bootstrap peer that is not there yet,
-and a swarm of which nobody was left."""
+"""Late and returning nodes: an interrupted download, a lying server, an absent bootstrap peer, and a swarm whose nodes
+had all stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from node.config.manifest import parse_invite
 from node.diloco.digest import LEAF_BYTES
-from node.manifest import parse_invite
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, common_rounds, tiny, wait_for
 
@@ -24,7 +24,7 @@ OFTEN = ("--checkpoint.every_s=0.5",)
 
 
 def state_bytes(node: Node) -> float:
-    """What this start of the node has received of states."""
+    """Bytes of states that this start of the node has received."""
     for line in node.http.get("/metrics").text.splitlines():
         if line.startswith("diloco_network_received_bytes_total") and 'channel="state"' in line:
             return float(line.rsplit(" ", 1)[1])
@@ -36,7 +36,7 @@ def rejected(node: Node) -> float:
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
 
 
-def test_an_invite_outlives_whoever_gave_it(swarm: Swarm) -> None:
+def test_an_invite_works_after_its_author_has_left(swarm: Swarm) -> None:
     founder = swarm.found()
     (second,) = swarm.join("second")
     second_id = second.until_training()["node"]["peer_id"]
@@ -54,8 +54,8 @@ def test_an_invite_outlives_whoever_gave_it(swarm: Swarm) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_joiner_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Although the founder has long had newer checkpoints: what somebody reads is kept."""
+def test_a_killed_joiner_continues_its_download(tmp_path: Path) -> None:
+    """The founder has newer checkpoints by then, but keeps the one that is read."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
         founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
         founder.until_round(2, 2 * START_S)
@@ -80,7 +80,7 @@ def test_a_killed_joiner_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_one_that_serves_garbage_is_caught_and_the_join_succeeds(tmp_path: Path) -> None:
-    """All of it within the first round, so both serve the same state."""
+    """It happens within the first round, so both servers have the same state."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 1_000_000})) as swarm:
         founder = swarm.found()
         founder.until_training()
@@ -115,7 +115,7 @@ def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swa
     early.preset = None
     early.start()
     waiting = early.until(lambda s: s["phase"] == "connecting" and s["reason"], START_S)
-    assert waiting["code"] == "no_peers" and "trying on" in waiting["reason"]
+    assert waiting["code"] == "no_peers" and "retrying" in waiting["reason"]
     time.sleep(3)
     began_s = time.monotonic()
     founder.start()
@@ -127,7 +127,7 @@ def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swa
 
 @pytest.mark.timeout(300)
 def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figures: Figures) -> None:
-    """Every node has checkpoints of its own rounds; what nobody had saved is trained again."""
+    """Each node has checkpoints of its own rounds; rounds that none had saved are trained again."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
         swarm.found(rarely)

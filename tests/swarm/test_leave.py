@@ -1,10 +1,11 @@
-"""A node goes when its owner says so: at once, cleanly, in the middle of anything, and the others hardly notice."""
+"""A node leaves cleanly at any moment, and the others lose little time."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -13,11 +14,11 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, common_
 
 WAYS = ("sigterm", "sigint", "leave")
 HELD = {"DILOCO_FAULTS": "reduce@*=stall:5"}
-"""Holds every round of this node while its contribution is on its way."""
+"""Delays each round of this node while its contribution is sent."""
 
 
 class Party:
-    """Two that stay, and one for each way to go."""
+    """Two nodes that stay, and one for each way of leaving."""
 
     def __init__(self, swarm: Swarm, moment: str) -> None:
         self.moment = moment
@@ -46,7 +47,7 @@ def party(request: pytest.FixtureRequest, swarm: Swarm) -> Party:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_goes_at_once_and_the_others_go_on(party: Party, way: str, figures: Figures) -> None:
+def test_a_node_leaves_at_once_and_the_others_continue(party: Party, way: str, figures: Figures) -> None:
     node = party.go[way]
     if party.moment == "inner":
         status = node.until_training()
@@ -68,7 +69,7 @@ def test_goes_at_once_and_the_others_go_on(party: Party, way: str, figures: Figu
     assert node.processes() == []
     assert not (node.folder / "api.json").exists()
     for other in party.stay:
-        wait_for(lambda other=other: gone(other, peer_id), 5 * PATIENCE, f"{other.name} still counts {way}")
+        wait_for(partial(gone, other, peer_id), 5 * PATIENCE, f"{other.name} still counts {way}")
     figures.hold(f"{way} in {party.moment} to the others' knowing", time.monotonic() - began_s, 5)
     rounds_go_on(party.stay)
 

@@ -1,4 +1,4 @@
-"""What a real node takes of its machine, and what it is called: as the owner says at its start, or while it runs."""
+"""Limits and names of a real node, set at its start or while it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ def change(node: Node, **limits: Any) -> Any:
     return node.http.patch("/api/v1/config", json={"limits": limits})
 
 
+def has_threads(node: Node, threads: int) -> bool:
+    return bool(node.status()["limits"]["cpu_threads"] == threads)
+
+
 def busiest_share(worker: psutil.Process) -> float:
-    """Of the worker's time on processors, that of its busiest thread: an inner step is shared out evenly."""
+    """Share of the busiest thread in the worker's processor time. Threads share an inner step evenly."""
     before = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
     time.sleep(MEASURE_S)
     spent = {t.id: t.user_time + t.system_time - before.get(t.id, 0.0) for t in worker.threads()}
@@ -41,7 +46,7 @@ def test_threads_change_while_it_trains(tmp_path: Path) -> None:
         shares = [busiest_share(worker)]
         for threads in (1, 2):
             assert change(node, cpu_threads=threads).json()["pending_restart"] == []
-            node.until(lambda s, n=threads: s["limits"]["cpu_threads"] == n, 10)
+            wait_for(partial(has_threads, node, threads), 10, "the limit was not applied")
             time.sleep(2)
             shares.append(busiest_share(worker))
         print(f"busiest thread with 2, 1, 2 threads: {shares}")
@@ -51,7 +56,7 @@ def test_threads_change_while_it_trains(tmp_path: Path) -> None:
 
 
 class DiskWatch:
-    """Looks at a folder all the time."""
+    """Polls the size of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most, self.gaps = folder, 0, 0
@@ -68,7 +73,7 @@ class DiskWatch:
 
     def used(self) -> int:
         total = 0
-        for root, _, names in os.walk(self.folder):  # `rglob` stumbles over a folder that goes while it looks.
+        for root, _, names in os.walk(self.folder):  # `rglob` fails if a folder is removed meanwhile.
             for name in names:
                 with suppress(OSError):
                     total += Path(root, name).lstat().st_size
@@ -88,7 +93,7 @@ def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -
             node.start(f"--limits.disk_gb={quota_gb}", "--checkpoint.keep=50", "--checkpoint.every_s=0.2")
             node.until_training()
             first = min(map(checkpoint_round, node.checkpoints()))
-            wait_for(lambda: "for limits.disk_gb" in node.said(), 90, "nothing had to go")
+            wait_for(lambda: "to keep limits.disk_gb" in node.said(), 90, "nothing had to go")
             at = node.status()["run"]["round"]
             node.until_round(at + 40, 90)
             kept = sorted(map(checkpoint_round, node.checkpoints()))
@@ -97,10 +102,10 @@ def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -
             size = max(sum(f.stat().st_size for f in p.iterdir()) for p in node.checkpoints()[1:3])
             print(f"at most {watch.most / 1e6:.1f} of {1e3 * quota_gb:.0f} MB; {len(kept)} of {size / 1e6:.1f} MB kept")
             assert 0.6 * quota_gb * 1e9 < watch.most <= quota_gb * 1e9
-        # The others that went were all older than those that stayed.
+        # All removed ones were older than the remaining ones.
         removed = [int(rest[:8]) for rest in node.said().split("Removed round-")[1:]]
         assert removed == sorted(removed)
-        # Lowered while it runs: made room for at once, and kept from then on.
+        # Lowered while it runs: enforced at once and from then on.
         assert change(node, disk_gb=lower_gb).status_code == 200
         wait_for(lambda: DiskWatch(node.folder).used() <= lower_gb * 1e9, 20, "the lower quota is not kept")
         with DiskWatch(node.folder) as watch:

@@ -1,4 +1,4 @@
-"""A busy API beside the training: what `make bench` holds to the figure, here shorter and with patience."""
+"""A busy API during training: a shorter and more tolerant version of a measurement of `make bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.benchmarks.load import DROP_RATIO, END_S, P99_S, STATUS, measure
 from tests.swarm.harness import PATIENCE
 
 TRIES = 3
-"""The other tests' programs share both cores: they make what is measured slower, and never faster."""
+"""Other tests share both cores, which makes the measured time longer, never shorter."""
 
 
 @pytest.mark.timeout(500)

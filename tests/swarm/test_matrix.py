@@ -1,4 +1,4 @@
-"""A sample of the fault matrix with real nodes, in one swarm of three; `python -m tests.swarm.matrix` plays more."""
+"""A sample of the fault matrix with real nodes, in one swarm of three. `python -m tests.swarm.matrix` runs more."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_fault_stops_nobody_else(team: Team, case: Case) -> None:
+def test_a_fault_does_not_stop_other_members(team: Team, case: Case) -> None:
     team.play(case, STOP_S)

@@ -1,6 +1,6 @@
-"""Real nodes in networks of their own: a swarm cut in two, nodes behind NAT, lines of different speed.
+"""Real nodes in network namespaces: a swarm cut in two, nodes behind NAT, lines of different speed.
 
-Needs root, iproute2 and iptables; skipped with the reason where they are missing.
+Needs root, iproute2 and iptables; otherwise skipped with a reason.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PORT = 41234
 DIRECT, BEHIND_NAT = Home("public", lines=None), Home("cone", lines=None)
 CALM_ROUNDS = 5
 LONG_S = 90.0
-"""For what takes several rounds on a busy machine."""
+"""For several rounds on a busy machine."""
 DEATH_S = 10.0
 WINDOW_S = 10.0
 MEASURED_S = 30.0
 SETTLE_S = 4.0
-"""What was on its way when a limit changed still passes at the old one."""
+"""Data in transit when a limit changes still passes at the old rate."""
 MEET_S = 15.0
 MEASURED_BY_ROUND = 20
-"""Three rounds measure a line; the next offers tell it, and the plan is read from a checkpoint, a moment later."""
+"""Three rounds to measure an uplink, then rounds until the offers and the stored plan show it."""
 EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
 
 
@@ -44,7 +44,7 @@ def network() -> Iterator[World]:
 
 
 def settle(node: Node, home: AttachedHome) -> Node:
-    """Give the node its place."""
+    """Give the node its network namespace."""
     node.namespace = home.machine.namespace
     node.listen = f"/ip4/{home.machine.address}/tcp/{PORT}"
     return node
@@ -68,10 +68,10 @@ def start_all(
 
 
 def plans(node: Node) -> dict[int, dict[str, Any]]:
-    """The plan of each round that the node still has a checkpoint of."""
+    """The plans of the rounds of which the node has a checkpoint."""
     found = {}
     for path in node.checkpoints():
-        with suppress(OSError, ValueError):  # It may be removed just now.
+        with suppress(OSError, ValueError):  # It may be removed meanwhile.
             proof = checkpoint_meta(path)["extra"]["proof"]
             if proof is not None:
                 outcome = json.loads(proof["outcome"]["text"])
@@ -80,7 +80,7 @@ def plans(node: Node) -> dict[int, dict[str, Any]]:
 
 
 def shares(plan: dict[str, Any]) -> dict[str, float]:
-    """Peer id to the share of the chunks that it reduces."""
+    """Share of the chunks that each peer reduces, by peer id."""
     owners = [plan["reducers"][owner] for owner in plan["owners"]]
     return {peer: owners.count(peer) / len(owners) for peer in plan["reducers"]}
 
@@ -90,7 +90,7 @@ def peer_id(node: Node) -> str:
 
 
 def rounds_with(node: Node, everybody: set[str]) -> list[int]:
-    """Rounds in which the contributions of all of these were counted, as this node tells."""
+    """Rounds that include the contributions of all of these, from this node's records."""
     told = [(r["round"], {m["peer_id"] for m in r["members"] if m["included"]}) for r in node.rounds()]
     return [number for number, included in told if included >= everybody]
 
@@ -104,7 +104,9 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
 
 
 @pytest.mark.timeout(550)
-def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: World, tmp_path: Path, figures: Figures) -> None:
+def test_a_partitioned_swarm_continues_on_both_sides_and_heals(
+    network: World, tmp_path: Path, figures: Figures
+) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
     with Swarm(tmp_path, tiny(round={"policy": "time", "min_peers": 2, "inner_steps": 300})) as swarm:
         nodes = start_all(swarm, hosts, names=("second", "third", "fourth"))
@@ -142,7 +144,7 @@ def test_a_swarm_cut_in_two_goes_on_as_two_and_heals(network: World, tmp_path: P
         )
         assert_agreed(nodes, healed_at)
         losers = [node for node in nodes if "Dropped" in node.said()]
-        assert losers, "nobody says what was dropped"
+        assert losers, "no node says what was dropped"
         told = [(r["dropped"], r["reason"]) for node in losers for r in node.rounds()]
         assert any(dropped and "Dropped" in reason for dropped, reason in told), told
 
@@ -190,7 +192,7 @@ def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path
 def most_mbit_s(
     count: Callable[[], int], seconds: float, look: Callable[[], None] = lambda: None
 ) -> tuple[float, float]:
-    """Of an interface: the most of any WINDOW_S, and all the time together. `look` is called twice a second."""
+    """Highest rate of an interface in any WINDOW_S, and the mean. `look` is called twice a second."""
     seen: list[tuple[float, int]] = []
     while not seen or seen[-1][0] - seen[0][0] < seconds:
         seen.append((time.monotonic(), count()))
@@ -227,7 +229,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, t
             most, mean = most_mbit_s(count, seconds, look)
             print(f"{key} {mbit_s:g}: {mean:.2f} Mbit/s in {seconds:g} s, at most {most:.2f} in {WINDOW_S:g} s")
             assert 0.7 * mbit_s < most and mean < 1.1 * mbit_s, f"{key} {mbit_s}: to be felt, and kept"
-            # What the receiver has not taken yet fills buffers on its side of the interface, and empties them later.
+            # Data that the receiver has not read waits in buffers behind the interface.
             assert most < (1.1 if key == "upload_mbit_s" else 1.3) * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s"
 
         def change(**limits: float | None) -> None:

@@ -1,7 +1,7 @@
-"""Several nodes on one machine, started by the README's plain lines, and ports that are taken in every way there is.
+"""Several nodes on one machine, started as the README says, and ports that are taken.
 
-Each test has a network namespace of its own, as the default ports may be in use on this machine. Needs
-root and iproute2; skipped with the reason where that is not to be had.
+Each test has its own network namespace, because the default ports may be in use on this machine. Needs root and
+iproute2; otherwise skipped with a reason.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
 
-from node.manifest import parse_invite
+from node.config.manifest import parse_invite
 from tests.homes.home import Home
-from tests.homes.world import inside, why_not, world
+from tests.homes.namespace import inside
+from tests.homes.world import why_not, world
 from tests.swarm.conftest import Figures
 from tests.swarm.harness import MARK, START_S, Node, Swarm, environment
 
 PORT, API_PORT = 31337, 8080
 LONG_S = 2 * START_S
-"""For a start with all defaults, which takes all cores, on a busy machine."""
+"""For a start with all defaults, which uses all cores, on a busy machine."""
 TRAINING_S = 30.0
-"""From the plain line to the first inner step, on a quiet machine."""
+"""From the plain command to the first inner step, on a quiet machine."""
 NO_IPV6 = "net.ipv6.conf.all.disable_ipv6=1"
 
 
@@ -43,9 +45,9 @@ def namespace() -> Iterator[str]:
 
 
 class PlainNode(Node):
-    """Started by `diloco-node run` and what it needs to find its folder and its run; everything else is the default."""
+    """A node started by `diloco-node run` with its folder and run; everything else is the default."""
 
-    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> PlainNode:
+    def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Self:
         words = ["ip", "netns", "exec", self.namespace, sys.executable, "-m", self.program, self.order]
         words += ["--join", self.join] if self.join else []
         words += ["--data-dir", str(self.folder)] if self.name != "founder" else []
@@ -60,7 +62,7 @@ class PlainNode(Node):
 
 
 def plain(swarm: Swarm, namespace: str, name: str, join: str | None = None) -> PlainNode:
-    """The founder's data folder is the default one of a HOME of its own."""
+    """The founder uses the default data folder in a separate HOME."""
     home = swarm.folder / "home" / ".local" / "share" / "diloco-node"
     node = PlainNode(swarm.folder / name, name, preset=None, join=join)
     if name == "founder":
@@ -91,7 +93,7 @@ def notices(node: Node) -> dict[str, str]:
 
 @contextmanager
 def held(namespace: str, host: str, port: int, *, shared: bool = False) -> Iterator[None]:
-    """Another program listens there; `shared`: with SO_REUSEPORT."""
+    """Another program that listens on the port; `shared`: with SO_REUSEPORT."""
     with inside(namespace):
         taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     with taken:
@@ -118,9 +120,10 @@ def test_nodes_started_by_the_plain_line_all_train(
         if joiners == 1:
             figures.hold(what, took_s, TRAINING_S)
         else:
-            figures.tell(what, took_s)  # Four trainers load their libraries at once: that is up to the machine's cores.
-        for node in swarm.nodes:
-            node.until(lambda s: s["peers"]["training"] == joiners + 1, LONG_S)
+            # Four trainers load their libraries at once, which depends on the machine's cores.
+            figures.tell(what, took_s)
+        for member in swarm.nodes:
+            member.until(lambda s: s["peers"]["training"] == joiners + 1, LONG_S)
 
         ports = [sorted({port for _, port in listening_ports(node)}) for node in swarm.nodes]
         assert sorted(ports) == [[PORT + i] for i in range(joiners + 1)], "one port each, the same for IPv4 and IPv6"
@@ -190,7 +193,7 @@ def test_a_named_port_that_is_taken_leaves_the_page_of_a_container(namespace: st
         assert founder.http.get("/livez").status_code == 200
 
 
-def test_an_address_of_another_machine_is_told_from_a_taken_port(namespace: str, tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_distinguished_from_a_taken_port(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start("--swarm.listen=/ip4/203.0.113.7/tcp/4001")
         assert founder.wait_end(LONG_S) == 3
@@ -208,7 +211,7 @@ def test_a_machine_without_ipv6_starts_without_a_word(namespace: str, tmp_path: 
 
 
 def test_two_nodes_on_one_named_port_are_never_both_up(namespace: str, tmp_path: Path) -> None:
-    """Both start at the same moment; the one that comes second is refused, whoever that is."""
+    """Both start at the same moment. The second one is refused."""
     with Swarm(tmp_path) as swarm:
         flags = (f"--swarm.listen=/ip4/127.0.0.1/tcp/{PORT}", "--api.port=0")
         nodes = [plain(swarm, namespace, name).start(*flags) for name in ("first", "second")]

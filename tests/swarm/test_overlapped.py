@@ -1,9 +1,10 @@
-"""Real nodes whose training goes on while a round is averaged: the same promises, and nobody stands still."""
+"""Real nodes that train while a round is averaged keep the same promises and do not wait."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
 
 SLOW_S = 1.0
-"""Every member's sending takes so much longer."""
+"""Seconds added to each member's sending."""
 ROUNDS = 5
 
 
 def run_of(mode: str) -> dict[str, Any]:
-    """With two fragments, rounds as long as without."""
+    """A run; with two fragments its rounds are as long as without."""
     steps = {"overlapped": 400, "streaming": 800}[mode]
     return tiny(
         round={"policy": "time", "inner_steps": steps, "min_peers": 2},
@@ -25,17 +26,21 @@ def run_of(mode: str) -> dict[str, Any]:
     )
 
 
-def landed(node: Node) -> list[dict]:  # type: ignore[type-arg]
-    """The node's rounds that hold its contribution, after the first, which is a blocking one."""
+def landed(node: Node) -> list[dict[str, Any]]:
+    """The node's rounds with its contribution, without the first, which is blocking."""
     me = node.status()["node"]["peer_id"]
     return [
         r for r in node.rounds() if r["round"] > 0 and any(m["peer_id"] == me and m["included"] for m in r["members"])
     ]
 
 
+def has_landed(node: Node, rounds: int) -> bool:
+    return len(landed(node)) >= rounds
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["overlapped", "streaming"])
-def test_nobody_stands_still_and_all_agree(mode: str, tmp_path: Path) -> None:
+def test_overlapped_nodes_keep_training_and_agree(mode: str, tmp_path: Path) -> None:
     with Swarm(tmp_path, run_of(mode)) as swarm:
         env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
         founder = swarm.found(env=env)
@@ -43,7 +48,7 @@ def test_nobody_stands_still_and_all_agree(mode: str, tmp_path: Path) -> None:
         (other,) = swarm.join("other", env=env)
         other.calm()
         for node in swarm.nodes:
-            wait_for(lambda node=node: len(landed(node)) >= ROUNDS, 2 * START_S, "no rounds")
+            wait_for(partial(has_landed, node, ROUNDS), 2 * START_S, "no rounds")
         for node in swarm.nodes:
             seconds = [r["seconds"] for r in landed(node)]
             assert statistics.median(s["reduce"] for s in seconds) >= SLOW_S
@@ -71,7 +76,7 @@ def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_with_auto_rounds_become_as_long_as_their_transfers_need(tmp_path: Path) -> None:
-    """H of 0.4 s, transfers of 2 s: without it nobody computes more than a fifth of the time."""
+    """H of 0.4 s and transfers of 2 s. Without overlap a node computes at most a fifth of the time."""
     run = tiny(
         round={"policy": "time", "inner_steps": 20, "most_inner_steps": 400, "min_peers": 2},
         sync={"mode": "overlapped", "auto": True},
@@ -91,7 +96,7 @@ def test_with_auto_rounds_become_as_long_as_their_transfers_need(tmp_path: Path)
         late = {number: steps for number, steps in told.items() if number >= 3}
         assert late and all(len(steps) == 1 for steps in late.values()), f"one decision on all nodes: {told}"
         (steps,) = late[max(late)]
-        assert 2 * SLOW_S / 0.02 <= steps <= 400, "the transfer fits beside them"
+        assert 2 * SLOW_S / 0.02 <= steps <= 400, "the transfer takes place meanwhile"
         blocked = [r["seconds"]["blocked"] for r in landed(founder) if r["round"] >= 4]
         assert statistics.median(blocked) < 0.1 * SLOW_S
         assert all(len(digests) == 1 for digests in common_rounds(swarm.nodes).values())

@@ -1,4 +1,4 @@
-"""A relay is there for all, and in the way of nobody: it is no member of the rounds."""
+"""A relay serves all members and takes no part in rounds."""
 
 from __future__ import annotations
 

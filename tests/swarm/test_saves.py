@@ -1,4 +1,4 @@
-"""Real nodes, stopped and killed at bad moments: their work is on the disk when they come back."""
+"""Real nodes, stopped and killed at bad moments, find their work on the disk."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from node.daemon.shift import Timings
+from node.daemon.worker_process import Timings
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
 
 BUDGET_S = 120.0
-"""Of an evaluation: more than a test waits for a node to end."""
+"""Length of an evaluation, longer than a test waits for a node to end."""
 
 
 def evaluation_s(node: Node) -> float:
-    """What the node has spent on evaluations so far."""
+    """Seconds that the node has spent on evaluations."""
     found = re.search(r'activity_seconds_total{activity="evaluate"} (\S+)', node.http.get("/metrics").text)
     return float(found[1]) if found else 0.0
 
 
 def until_evaluating(node: Node) -> int:
-    """In the middle of an evaluation; returns the round of the anchor that is evaluated."""
+    """Wait for the middle of an evaluation. Returns the round of the evaluated anchor."""
     before_s = evaluation_s(node)
     wait_for(lambda: evaluation_s(node) > before_s + 1.5, PATIENCE * START_S, "no evaluation")
     return int(node.status()["run"]["round"]) + 1
@@ -49,7 +49,7 @@ def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Pat
 
 @pytest.mark.timeout(240)
 def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Path) -> None:
-    """The main thread is in one long operation when the node is asked to leave."""
+    """The main thread is in a long operation when the node must leave."""
     busy_s = Timings().stop_s + 4
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@3=stall:{busy_s}"})
@@ -63,7 +63,7 @@ def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Pa
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "number", "saved"), [("blocking", 5, 3), ("streaming", 2, -1)])
 def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, number: int, saved: int) -> None:
-    """Killed in the middle of a round, with its supervisor and p2pd; `saved` is the round of its newest checkpoint."""
+    """All processes are killed in the middle of a round. `saved`: the round of the newest checkpoint."""
     run = tiny(round={"inner_steps": 40}, sync={"mode": mode, "fragments": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.node("founder")
@@ -71,9 +71,9 @@ def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, nu
         node.end_by_force()
         assert checkpoint_round(node.checkpoints()[0]) == saved
         if mode == "streaming":
-            (node.folder / "totals.json").unlink()  # As a power cut may.
+            (node.folder / "totals.json").unlink()  # A power cut may do this.
         after = start_until(node, number)
-        assert f"Took rounds {saved + 1} to {number} again" in node.said()
+        assert f"Replayed rounds {saved + 1} to {number} from the disk" in node.said()
         for name in ("round", "state_digest", "swarm_tokens"):
             assert after["run"][name] == before["run"][name], name
         assert [record["round"] for record in node.rounds()] == list(range(number, -1, -1)), "each is told once"
@@ -82,7 +82,7 @@ def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, nu
 
 
 def start_until(node: Node, number: int) -> dict[str, Any]:
-    """The status after this round; the next one never ends."""
+    """Start and return the status after this round. The next round does not end."""
     env = {"DILOCO_FAULTS": f"rendezvous@{number + 1}=stall:600"}
     said = f"Injected fault at rendezvous of round {number + 1}"
     before = node.said().count(said)

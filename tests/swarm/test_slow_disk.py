@@ -1,4 +1,4 @@
-"""A slow disk is no worker that hangs: neither while the last state is written, nor while it is read again."""
+"""A slow disk does not make a worker count as hung, neither while it writes its last state nor while it reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.shift import Timings
+from node.daemon.worker_process import Timings
 from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, checkpoint_round, tiny
 from tests.swarm.node_main import PROGRAM, TIMINGS
 
@@ -47,5 +47,5 @@ def test_a_state_is_read_again_however_long_it_takes(tmp_path: Path) -> None:
         timings = json.dumps({"grace_s": HUNG_S, "stale_s": HUNG_S, "hung_s": HUNG_S})
         node.start(env={"DILOCO_FAULTS": f"load@*=stall:{3 * HUNG_S}", TIMINGS: timings})
         node.until_round(saved + 1, PATIENCE * START_S)
-        assert f"Going on from the checkpoint of round {saved}" in node.said()
+        assert f"Resuming from the checkpoint of round {saved}" in node.said()
         assert "Injected fault at load" in node.said() and "hung" not in node.said()

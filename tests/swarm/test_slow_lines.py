@@ -1,4 +1,4 @@
-"""Real nodes of which one has a slow line, or a slow device: it takes part, and the others hardly wait for it."""
+"""Real nodes, one of them on a slow line or device: it takes part, and the others hardly wait for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
 from tests.swarm.test_namespaces import settle
 
 REST = {"DILOCO_FAULTS": "inner@*=rest:0.25"}
-"""A sleep of 0.25 s stands for each inner step: the machine is shared, and only the lines are to be slow."""
+"""An inner step sleeps 0.25 s: the nodes share this machine, and only the lines should be slow."""
 MODEL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
 """0.92 million parameters: 0.92 MB of int8, which take 3.9 s at 2 Mbit/s."""
 MBIT_S = 2.0
 UPLOAD_S = 3.9
 ROUND_S = 11.0
 LEARNT = 5
-"""Rounds until the fast ones have measured their uplinks, and told."""
+"""Rounds until the fast nodes have measured and announced their uplinks."""
 JUDGED = 4
 
 
@@ -37,13 +37,13 @@ def network() -> Iterator[World]:
 
 
 def included(node: Node, after: int) -> dict[int, set[str]]:
-    """Of each round that holds, after this one, whose contributions are in it, as this node tells."""
+    """Contributors of each later round, from this node's records."""
     told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
     return {one["round"]: {m["name"] for m in one["members"] if m["included"]} for one in told}
 
 
 def transfer_s(node: Node, after: int) -> list[float]:
-    """Of each round that holds, after this one: from the closed group to the commit."""
+    """Seconds from the closed group to the commit, for each later round."""
     told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
     return [one["seconds"]["reduce"] + one["seconds"]["commit"] for one in told]
 
@@ -86,7 +86,7 @@ def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
         missed = [number for number in sorted(rounds) if "slow" not in rounds[number]]
         assert not any(number + 1 in missed for number in missed), describe(swarm.nodes)
         waited_s = statistics.median(transfer_s(founder, first))
-        figures.tell(f"fast members wait, beside one at {MBIT_S:g} Mbit/s, for the transfer", waited_s)
+        figures.tell(f"fast members wait for the transfer of one at {MBIT_S:g} Mbit/s", waited_s)
         assert waited_s < 1.5 * UPLOAD_S, describe(swarm.nodes)
         given = [node.status()["contribution"] for node in swarm.nodes]
         assert sum(one["bytes_forwarded"] for one in given) > 0 and given[-1]["bytes_forwarded"] == 0
@@ -100,7 +100,7 @@ SPEED_ROUNDS = 6
 
 @pytest.mark.timeout(400)
 def test_what_members_of_different_speed_do_is_merged(tmp_path: Path) -> None:
-    """The slowest does five steps in a round; one more would end too late for it."""
+    """The slowest node does five steps in a round; a sixth would end too late."""
     run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
     with Swarm(tmp_path, run) as swarm:
         for name, speed in SPEEDS.items():

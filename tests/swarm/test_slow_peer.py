@@ -1,4 +1,4 @@
-"""A peer that is several times slower, under rounds by the clock: from the first on nobody waits for its steps."""
+"""Clock rounds with a peer that is several times slower: no round waits for its steps."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_the_first_round_is_over_when_the_fast_one_is_ready(tmp_path: Path) -> N
         record = next(one for one in slow.rounds() if one["round"] == 0)
         weights = {member["name"]: member["weight"] for member in record["members"] if member["included"]}
         assert set(weights) == {"founder", "slow"}, record
-        # By steps both would bring H; while it is alone, the fast one trains on to at most twice as many.
+        # Under `steps` both would contribute H steps. Alone, the fast node trains up to 2 H.
         assert weights["slow"] < 0.4 * weights["founder"], record
         fast.until_round(0, 30)

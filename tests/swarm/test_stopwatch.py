@@ -1,4 +1,4 @@
-"""What /metrics says of compute and sync time, against a clock outside: steps that sleep, rounds that are held."""
+"""Compute and sync time in /metrics, compared with an outside clock: steps that sleep, rounds that are held."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_activities_utilisation_and_sync_time_agree_with_a_stopwatch(tmp_path: P
 
 
 def at_round_end(node: Node) -> tuple[dict[str, float], float]:
-    """All series at the first scrape that tells of one more round, and the moment of it."""
+    """All series and the time of the first scrape that shows one more round."""
     first = scrape(node)["diloco_local_round"]
     end_s = time.monotonic() + PATIENCE * START_S
     while (found := scrape(node))["diloco_local_round"] == first:

@@ -1,4 +1,4 @@
-"""Text and models of people's own in real nodes: a set shaped like C4, a start from an export, and bad input."""
+"""Users' own text and models in real nodes: a data set shaped like C4, a start from an export, and bad input."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from node.manifest import RunConfig
-from node.training.text import PackedReader, open_library
+from node.config.manifest import RunConfig
+from node.training.prefetch import Prefetcher
+from node.training.text import open_text
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, command, tiny
 from tests.swarm.hub import COMMIT, Hub
 
@@ -25,7 +26,7 @@ SOURCE = "parquet:c4/en/*.parquet"
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """C4's columns, from the standard library's text."""
+    """A data set with C4's columns, from the standard library's text."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "c4" / "en").mkdir(parents=True)
     found: list[str] = []
@@ -60,10 +61,10 @@ def newest(node: Node) -> dict[str, Any]:
 def state_after(
     meta: dict[str, Any], steps: int, manifest: dict[str, Any], peer_id: str, texts: Path
 ) -> dict[str, Any]:
-    """Where a reader stands that has gone on from a checkpoint for so many batches."""
+    """The state of a reader that has read so many batches after a checkpoint."""
     run = RunConfig.model_validate(manifest["run"])
-    reader = open_library(run, texts, texts / "cache").reader(manifest["run_id"], peer_id, meta["text"] or None)
-    assert isinstance(reader, PackedReader)
+    reader = open_text(run, texts, texts / "cache").reader(manifest["run_id"], peer_id, meta["text"] or None)
+    assert isinstance(reader, Prefetcher)
     try:
         for _ in range(steps):
             while reader.next_batch() is None:
@@ -74,8 +75,8 @@ def state_after(
 
 
 @pytest.mark.timeout(240)
-def test_a_set_shaped_like_c4_goes_on_after_kill_9_at_the_last_checkpoint(swarm_of_texts: Swarm, texts: Path) -> None:
-    """No batch twice and none skipped, but those since the last checkpoint, which are fewer than four rounds."""
+def test_a_data_set_like_c4_continues_at_the_last_checkpoint_after_kill_9(swarm_of_texts: Swarm, texts: Path) -> None:
+    """No batch is skipped, and none repeated except those since the last checkpoint, at most four rounds."""
     flags = (f"--node.text_dir={texts}", "--checkpoint.every_s=0.5")
     node = swarm_of_texts.found(*flags)
     node.until_round(4, 2 * START_S)
@@ -120,8 +121,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.mark.timeout(240)
-def test_text_of_a_hub_that_goes_away_and_comes_back(hub: Hub, tmp_path: Path) -> None:
-    """Training goes on from the buffer, then waits and says what for, and goes on when the hub is there again."""
+def test_training_survives_an_outage_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """Training continues from the buffer, then waits with a reason, and resumes when the hub returns."""
     run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 40})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env=hub.environment)
@@ -138,7 +139,7 @@ def test_text_of_a_hub_that_goes_away_and_comes_back(hub: Hub, tmp_path: Path) -
 
 @pytest.mark.timeout(240)
 def test_all_members_read_the_commits_that_the_founder_found(hub: Hub, bad_texts: Path, tmp_path: Path) -> None:
-    """The hub's branch moves on between founding and joining."""
+    """The hub's branch changes between founding and joining."""
     for file in (bad_texts / "words").iterdir():
         shutil.copy(file, hub.folder)
     data = {"sources": ["hub:own/text?config=en&field=text"], "tokenizer": "hub:own/text@main"}
@@ -158,10 +159,10 @@ def test_all_members_read_the_commits_that_the_founder_found(hub: Hub, bad_texts
 @pytest.mark.parametrize(
     ("source", "mend"),
     [
-        ("hub:own/text?config=en&revision=poems", "is not to be had"),
-        ("hub:own/nothing", "is not to be had"),
-        ("hub:own/text?config=de", "is not to be had"),
-        ("hub:own/text?config=en&split=poems", "is not to be had"),
+        ("hub:own/text?config=en&revision=poems", "is not available"),
+        ("hub:own/nothing", "is not available"),
+        ("hub:own/text?config=de", "is not available"),
+        ("hub:own/text?config=en&split=poems", "is not available"),
         ("hub:own/text?config=en&field=body", "no column 'body'"),
     ],
 )
@@ -180,7 +181,7 @@ def test_a_hub_that_cannot_be_reached_at_the_start(hub: Hub, swarm: Swarm) -> No
 
 @pytest.fixture(scope="module")
 def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A node that has a model worth exporting, and has stopped."""
+    """A stopped node with a trained model."""
     run = tiny(round={"min_peers": 1}, evaluation={"batches": 4})
     with Swarm(tmp_path_factory.mktemp("trained"), run) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")

@@ -1,4 +1,4 @@
-"""Addresses that peers tell: read where they are right, dropped where they are not, whatever they are."""
+"""Validation of addresses and texts from peers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.addresses import addresses_of, read_address
-from node.swarm.base import plain
+    from node.swarm.transport.libp2p import addresses_of, read_address
 from node.swarm.identity import new_identity
+from node.swarm.transport.wire import printable
 
 PEER, RELAY = new_identity().peer_id, new_identity().peer_id
 RIGHT = [
@@ -37,22 +37,22 @@ WRONG = [
 
 
 @pytest.mark.parametrize("address", RIGHT, ids=range(len(RIGHT)))
-def test_an_address_is_a_place_and_a_peer(address: str) -> None:
+def test_valid_address_is_split(address: str) -> None:
     found = read_address(address)
     assert found is not None and found[0] == PEER
     assert f"{found[1]}/p2p/{PEER}" == address
 
 
 @pytest.mark.parametrize("address", WRONG, ids=range(len(WRONG)))
-def test_what_is_no_address_is_none(address: str) -> None:
+def test_invalid_address_is_none(address: str) -> None:
     assert read_address(address) is None
 
 
-def test_of_what_a_peer_tells_its_own_right_addresses_count() -> None:
+def test_addresses_of_keeps_the_peers_valid_addresses() -> None:
     assert addresses_of(PEER, [*WRONG, *RIGHT, f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}"]) == tuple(RIGHT)
 
 
-def test_no_mixture_of_parts_makes_it_fail() -> None:
+def test_read_address_never_raises() -> None:
     rng = random.Random(1)
     parts = [
         "ip4",
@@ -77,9 +77,9 @@ def test_no_mixture_of_parts_makes_it_fail() -> None:
         )
 
 
-def test_what_a_peer_says_is_one_short_line_without_controls() -> None:
+def test_printable_text_is_one_short_line_without_control_characters() -> None:
     said = "no\r\n2026-11-22 ERROR \x1b[2Jall is lost\x00\x7f\x9b1m\u2028\u2029\u202egnp.exe\u2066\u200f"
-    assert plain(said, 300) == "no  2026-11-22 ERROR  [2Jall is lost   1m   gnp.exe  "
-    assert plain("äß 日本 👍", 300) == "äß 日本 👍"
-    assert plain("x" * 1000, 300) == "x" * 300 and plain("\ud800", 9) == " "
-    assert plain(["x"], 9) == plain(None, 9) == plain(float("inf"), 9) == ""
+    assert printable(said, 300) == "no  2026-11-22 ERROR  [2Jall is lost   1m   gnp.exe  "
+    assert printable("äß 日本 👍", 300) == "äß 日本 👍"
+    assert printable("x" * 1000, 300) == "x" * 300 and printable("\ud800", 9) == " "
+    assert printable(["x"], 9) == printable(None, 9) == printable(float("inf"), 9) == ""

@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back; what is damaged never does; a full disk costs nothing that was there."""
+"""Checkpoints: a saved one loads unchanged, a damaged one never loads, and a full disk loses nothing."""
 
 from __future__ import annotations
 
@@ -61,34 +61,43 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 @pytest.mark.parametrize("round", [-1, 0, 12, 123_456_789])
-def test_what_was_saved_comes_back(tmp_path: Path, round: int) -> None:
-    path = CheckpointStore(tmp_path / "checkpoints", keep=2).save(checkpoint(round))
-    assert path == tmp_path / "checkpoints" / f"round-{round:08d}"
-    assert same(CheckpointStore(tmp_path / "checkpoints", keep=2).newest(mend=True), checkpoint(round))
+def test_a_saved_checkpoint_loads_unchanged(tmp_path: Path, round: int) -> None:
+    folder = tmp_path / "checkpoints"
+    path = CheckpointStore(folder, keep=2).save(checkpoint(round))
+    assert path == folder / f"round-{round:08d}"
     assert names(path) == [LOCAL, META, OUTER]
+    assert same(CheckpointStore(folder, keep=2).newest(repair=True), checkpoint(round))
 
 
-def test_a_node_without_parameters_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_without_local_parameters_loads_unchanged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     bare = replace(checkpoint(), local=None, optimizer={}, other={})
     store.save(bare)
-    assert same(store.newest(mend=True), bare)
+    assert same(store.newest(repair=True), bare)
 
 
-def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
+def test_an_empty_store_has_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere", keep=2)
-    assert store.newest(mend=True) is None
+    assert store.newest(repair=True) is None
     assert store.rounds() == []
     assert store.outer_file(0) is None
 
 
-def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
+def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path, keep=2).save(checkpoint())
     outer, local = load_file(path / OUTER), load_file(path / LOCAL)
     assert torch.equal(outer["momentum"], checkpoint().momentum)
     assert set(outer) == {"anchor", "momentum"}
     assert torch.equal(local["other.halves"], checkpoint().other["halves"])
+    body = json.loads((path / META).read_text())["body"]
+    assert body["round"] == 12
+    assert body["records"] == [{"round": 11, "members": ["a"]}]
+    assert body["files"][OUTER]["bytes"] == (path / OUTER).stat().st_size
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -101,13 +110,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert store.outer_file(3) is None
 
 
-def test_the_same_round_is_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_round_is_replaced(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint())
-    store.save(replace(checkpoint(), inner_step=99))
-    newest = store.newest(mend=True)
-    assert newest is not None
-    assert newest.inner_step == 99
+    changed = replace(checkpoint(), inner_step=99)
+    store.save(changed)
+    assert same(store.newest(repair=True), changed)
     assert names(tmp_path) == ["round-00000012"]
 
 
@@ -115,7 +123,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
     store.save(checkpoint(12)).rename(tmp_path / "replaced-round-00000012")
-    assert same(store.newest(mend=True), checkpoint(12))
+    assert same(store.newest(repair=True), checkpoint(12))
     assert store.outer_file(12) is not None
     store.save(checkpoint(12))
     assert names(tmp_path) == ["round-00000011", "round-00000012"]
@@ -125,6 +133,17 @@ def _flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -141,27 +160,31 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no meta": lambda p: (p / META).unlink(),
     "meta is not JSON": lambda p: (p / META).write_text('{"format": 1,'),
     "meta is not UTF-8": lambda p: (p / META).write_bytes(b"\xff\xfe"),
-    "meta is another thing": lambda p: (p / META).write_text("[1, 2]"),
+    "meta is no object": lambda p: (p / META).write_text("[1, 2]"),
     "meta of an older version": lambda p: (p / META).write_text('{"format": 1}'),
-    "a number in meta": lambda p: (p / META).write_text(
-        (p / META).read_text().replace("1000000000000", "1000000000001")
-    ),
-    "a file is a folder": lambda p: ((p / OUTER).unlink(), (p / OUTER).mkdir()),
+    "a number in meta": lambda p: _replace_text(p / META, "1000000000000", "1000000000001"),
+    "a file is a folder": lambda p: _replace_by_folder(p / OUTER),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_readers_and_set_aside_by_the_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
     DAMAGES[damage](store.save(checkpoint(12)))
+    before = contents(tmp_path)
+    assert same(CheckpointStore(tmp_path, keep=2).newest(repair=False), checkpoint(11))
+    assert contents(tmp_path) == before
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert same(store.newest(mend=True), checkpoint(11))
+        assert same(store.newest(repair=True), checkpoint(11))
     assert names(tmp_path) == ["damaged-round-00000012", "round-00000011"]
     assert len(caplog.records) == 1
     assert "set aside" in caplog.text
     store.save(checkpoint(12))
-    assert same(store.newest(mend=True), checkpoint(12))
+    assert same(store.newest(repair=True), checkpoint(12))
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
@@ -174,87 +197,75 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
             _flip(path / name, at)
             if b'"format": 3' in (path / name).read_bytes():
                 continue  # Cannot be told from a newer version, and changes nothing on disk.
-            found = store.newest(mend=True)
-            # A bit in the white space of the JSON may change nothing; nothing wrong may ever be read.
+            found = store.newest(repair=True)
+            # A bit in the white space of the JSON may change nothing.
             assert found is None or same(found, small), (name, at)
             if found is None:
                 (tmp_path / f"damaged-{path.name}").rename(path)
             (path / name).write_bytes(data)
-    assert same(store.newest(mend=True), small)
+    assert same(store.newest(repair=True), small)
 
 
-def test_damaged_ones_are_kept_until_another_is_saved(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_kept_until_another_is_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for round in (1, 2, 3):
         (store.save(checkpoint(round)) / META).unlink()
-    assert store.newest(mend=True) is None
+    assert store.newest(repair=True) is None
     assert names(tmp_path) == [f"damaged-round-0000000{round}" for round in (1, 2, 3)]
     store.save(checkpoint(3))
     assert names(tmp_path) == ["damaged-round-00000003", "round-00000003"]
     (tmp_path / "round-00000003" / META).unlink()
-    assert store.newest(mend=True) is None
+    assert store.newest(repair=True) is None
     assert names(tmp_path) == ["damaged-round-00000003", "damaged-round-00000003-2"]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_reader_skips_a_damaged_one_and_changes_nothing(tmp_path: Path, damage: str) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.save(checkpoint(11))
-    DAMAGES[damage](store.save(checkpoint(12)))
-    before = contents(tmp_path)
-    assert same(CheckpointStore(tmp_path, keep=2).newest(mend=False), checkpoint(11))
-    assert contents(tmp_path) == before
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_a_reader_reads_again_what_was_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_reads_a_checkpoint_again_that_was_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.save(checkpoint(12))
-    news = iter([replace(checkpoint(12), inner_step=99), checkpoint(13)])
+    saves = iter([replace(checkpoint(12), inner_step=99), checkpoint(13)])
 
-    def slow_read(path: Path, facts: FileFacts) -> dict[str, Tensor]:
+    def read_after_a_save(path: Path, facts: FileFacts) -> dict[str, Tensor]:
         """Between a reader's meta.json and its tensors the node saves: the same round, then the next."""
-        if (new := next(news, None)) is not None:
-            with monkeypatch.context() as at_once:
-                at_once.setattr("node.training.checkpoint.read_tensors", read_tensors)
+        if (new := next(saves, None)) is not None:
+            with monkeypatch.context() as direct:
+                direct.setattr("node.training.checkpoint.read_tensors", read_tensors)
                 store.save(new)
         return read_tensors(path, facts)
 
-    monkeypatch.setattr("node.training.checkpoint.read_tensors", slow_read)
-    assert same(CheckpointStore(tmp_path, keep=1).newest(mend=False), checkpoint(13))
+    monkeypatch.setattr("node.training.checkpoint.read_tensors", read_after_a_save)
+    assert same(CheckpointStore(tmp_path, keep=1).newest(repair=False), checkpoint(13))
     assert names(tmp_path) == ["round-00000013"]
 
 
-@pytest.mark.parametrize("mend", [True, False])
-def test_what_a_newer_version_wrote_is_an_error_and_stays_as_it_is(tmp_path: Path, mend: bool) -> None:
+@pytest.mark.parametrize("repair", [True, False])
+def test_a_checkpoint_of_a_newer_version_is_an_error_and_stays_as_it_is(tmp_path: Path, repair: bool) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for round in (1, 2):
         meta = store.save(checkpoint(round)) / META
-        meta.write_text(meta.read_text().replace(f'"format": {FORMAT_VERSION}', f'"format": {FORMAT_VERSION + 1}'))
+        _replace_text(meta, f'"format": {FORMAT_VERSION}', f'"format": {FORMAT_VERSION + 1}')
     (store.save(checkpoint(3)) / OUTER).unlink()
     before = contents(tmp_path)
     with pytest.raises(ProtocolError, match="upgrade diloco-node") as caught:
-        store.newest(mend=mend)
+        store.newest(repair=repair)
     assert caught.value.exit_code == 10
     assert contents(tmp_path) == before
 
 
-def test_what_leads_nowhere_is_out_of_use_and_its_newest_is_kept_until_something_else_holds(tmp_path: Path) -> None:
+def test_checkpoints_put_aside_are_not_used_and_the_first_one_is_kept_until_dropped(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for round in (11, 12):
         store.save(checkpoint(round))
     store.put_aside()
     assert names(tmp_path) == ["aside-round-00000012"]
-    assert store.newest(mend=True) is None and store.rounds() == [] and store.outer_file(12) is None
-    store.save(checkpoint(8))  # What the others had; it leads nowhere, either.
+    assert store.newest(repair=True) is None and store.rounds() == [] and store.outer_file(12) is None
+    store.save(checkpoint(8))  # Downloaded from others, and not accepted either.
     store.put_aside()
     store.save(checkpoint(9))
     assert names(tmp_path) == ["aside-round-00000012", "round-00000009"]
     (tmp_path / "aside-round-00000012").rename(tmp_path / "round-00000012")
-    assert same(store.newest(mend=True), checkpoint(12)), "as it was"
+    assert same(store.newest(repair=True), checkpoint(12))
     store.put_aside()
     store.drop_aside()
     store.put_aside()
@@ -265,7 +276,7 @@ def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> Non
     (tmp_path / ".writing-round-00000011").mkdir()
     (tmp_path / ".writing-round-00000011" / OUTER).write_bytes(b"half")
     store = CheckpointStore(tmp_path, keep=2)
-    assert store.newest(mend=True) is None
+    assert store.newest(repair=True) is None
     store.save(checkpoint(12))
     assert names(tmp_path) == ["round-00000012"]
 
@@ -283,15 +294,15 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         for _ in range(4):
-            said = int(child.stdout.readline())
+            saved = int(child.stdout.readline())
         time.sleep(pause_s)
         child.send_signal(signal.SIGKILL)
-        said = max([said, *map(int, child.stdout.read().split())])
+        saved = max([saved, *map(int, child.stdout.read().split())])
         child.stdout.close()
         child.wait(timeout=10)
-        newest = CheckpointStore(tmp_path, keep=2).newest(mend=True)
+        newest = CheckpointStore(tmp_path, keep=2).newest(repair=True)
         assert newest is not None
-        assert newest.tokens in (said, said + 1)
+        assert newest.tokens in (saved, saved + 1)
         assert torch.equal(newest.anchor, torch.full((200_000,), float(newest.tokens)))
         assert not list(tmp_path.glob("damaged-*"))
         shutil.rmtree(tmp_path)
@@ -311,10 +322,9 @@ def test_slices_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
                 read_slice(path, name, start, length)
     with pytest.raises(ValueError, match="ask for one of anchor, momentum"):
         read_slice(path, "local", 0, 1)
-    assert store.outer_file(11) is None
 
 
-def test_a_tensor_file_with_a_lying_header_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_file_with_an_inconsistent_header_is_refused(tmp_path: Path) -> None:
     facts = write_tensors(tmp_path / "x", {"a": torch.zeros(4)})
     data = (tmp_path / "x").read_bytes().replace(b"[4]", b"[5]")
     (tmp_path / "x").write_bytes(data)
@@ -324,15 +334,18 @@ def test_a_tensor_file_with_a_lying_header_is_refused(tmp_path: Path) -> None:
         read_slice(tmp_path / "x", "a", 0, 4)
 
 
-def test_tensors_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
+def test_tensors_that_are_not_contiguous_are_saved_by_their_values(tmp_path: Path) -> None:
     tensor = torch.arange(12.0).view(3, 4).t()
     facts = write_tensors(tmp_path / "x", {"a": tensor})
     assert torch.equal(read_tensors(tmp_path / "x", facts)["a"], tensor)
 
 
+# errors of the disk
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """1 MiB of real file system."""
+    """A real file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -342,29 +355,20 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True, timeout=10)
 
 
-def test_a_full_disk_is_said_and_costs_nothing(tiny_disk: Path) -> None:
-    store = CheckpointStore(tiny_disk / "checkpoints", keep=2)
+@pytest.mark.parametrize("round", [11, 12], ids=["the same round", "the next round"])
+def test_a_full_disk_is_an_error_and_loses_nothing(tiny_disk: Path, round: int) -> None:
+    store = CheckpointStore(tiny_disk / "checkpoints", keep=1)
     store.save(checkpoint(11))
-    large = checkpoint(12, parameters=100_000)
     with pytest.raises(MachineError) as caught:
-        store.save(large)
+        store.save(checkpoint(round, parameters=100_000))
     assert caught.value.exit_code == 3
     assert caught.value.code == "disk_full"
-    message = str(caught.value)
     for part in ("needs 2.1 MiB", "0.9 MiB are free", "older checkpoint is kept", "free some space"):
-        assert part in message
+        assert part in str(caught.value)
     assert names(tiny_disk / "checkpoints") == ["round-00000011"]
-    assert same(store.newest(mend=True), checkpoint(11))
+    assert same(store.newest(repair=True), checkpoint(11))
     store.save(checkpoint(12))
-    assert same(store.newest(mend=True), checkpoint(12))
-
-
-def test_a_full_disk_while_the_same_round_is_replaced(tiny_disk: Path) -> None:
-    store = CheckpointStore(tiny_disk, keep=1)
-    store.save(checkpoint(12))
-    with pytest.raises(MachineError, match="full"):
-        store.save(checkpoint(12, parameters=100_000))
-    assert same(store.newest(mend=True), checkpoint(12))
+    assert same(store.newest(repair=True), checkpoint(12))
 
 
 def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
@@ -376,28 +380,23 @@ def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
     assert names(tmp_path) == ["round-00000011"]
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="could not be written") as caught:
         CheckpointStore(tmp_path / "file" / "checkpoints", keep=2).save(checkpoint())
     assert caught.value.exit_code == 3
 
 
-def test_meta_is_readable_json(tmp_path: Path) -> None:
-    path = CheckpointStore(tmp_path, keep=2).save(checkpoint())
-    body = json.loads((path / META).read_text())["body"]
-    assert body["round"] == 12
-    assert body["records"] == [{"round": 11, "members": ["a"]}]
-    assert body["files"][OUTER]["bytes"] == (path / OUTER).stat().st_size
+# pins
 
 
-def test_what_is_being_read_is_not_pruned_for_a_while(tmp_path: Path) -> None:
+def test_pinned_checkpoints_are_not_pruned_for_a_while(tmp_path: Path) -> None:
     now_s = [0.0]
     store = CheckpointStore(tmp_path, keep=2, clock=lambda: now_s[0])
     for round_ in range(2):
         store.save(checkpoint(round_))
     store.pin(0)
-    store.pin(77)  # That there never was.
+    store.pin(77)  # A round without a checkpoint.
     for round_ in range(2, 5):
         store.save(checkpoint(round_))
     assert store.rounds() == [4, 3, 0] and store.pinned() == [0]
@@ -412,7 +411,7 @@ def test_what_is_being_read_is_not_pruned_for_a_while(tmp_path: Path) -> None:
     assert store.rounds() == [6, 5]
 
 
-def test_readers_cannot_fill_the_disk(tmp_path: Path) -> None:
+def test_pins_cannot_fill_the_disk(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1, clock=lambda: 0.0)
     for round_ in range(8):
         store.save(checkpoint(round_))

@@ -10,7 +10,7 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.discovery import GIVEN_UP_S, Discovery
+    from node.swarm.membership.discovery import GIVEN_UP_S, Discovery
 
 RELAYS = [f"relay{number}" for number in range(10)]
 
@@ -28,7 +28,7 @@ class Carriers:
 
 def discovery(via: tuple[str, ...], seed: int, *bad: str, relays: list[str] = RELAYS, inbound: bool = False) -> Any:
     made: Any = Discovery.__new__(Discovery)
-    made._directory = SimpleNamespace(live_relays=lambda: relays, me=SimpleNamespace(via=via, inbound=inbound))
+    made._peer_table = SimpleNamespace(live_relays=lambda: relays, me=SimpleNamespace(via=via, inbound=inbound))
     made._rng, made._wire = random.Random(seed), Carriers(*bad)
     made._given_up_until_s, made._failing = {}, frozenset()
     return made
@@ -47,18 +47,18 @@ async def check(discovery: Any, times: int) -> list[str]:
     return chosen
 
 
-def test_relays_that_work_are_kept_and_the_missing_ones_are_drawn() -> None:
+def test_working_relays_are_kept_and_missing_ones_drawn() -> None:
     chosen = choose(("relay7", "gone"), seed=1)
     assert chosen[0] == "relay7" and len(set(chosen)) == 3 and "gone" not in chosen
     assert choose(("relay1", "relay2", "relay3"), seed=1) == ["relay1", "relay2", "relay3"]
 
 
-def test_a_node_that_reaches_one_relay_of_ten_comes_to_try_it() -> None:
+def test_every_relay_is_tried_eventually() -> None:
     assert any("relay4" in choose((), seed) for seed in range(20))
     assert len({tuple(choose((), seed)) for seed in range(20)}) > 1
 
 
-def test_a_relay_that_does_not_carry_twice_in_a_row_gives_way_to_another() -> None:
+def test_relay_that_fails_twice_in_a_row_is_replaced() -> None:
     async def run() -> None:
         via = ("relay1", "relay2", "relay3")
         node = discovery(via, 1, "relay2")
@@ -77,11 +77,11 @@ def test_a_relay_that_does_not_carry_twice_in_a_row_gives_way_to_another() -> No
     asyncio.run(run())
 
 
-def test_a_relay_that_does_not_carry_is_better_than_none() -> None:
+def test_failing_relay_is_kept_if_it_is_the_only_one() -> None:
     node = discovery(("relay1",), 1, "relay1", relays=["relay1"])
     assert asyncio.run(check(node, 3)) == ["relay1"]
 
 
-def test_a_node_with_an_inbound_port_does_not_check_its_relays() -> None:
+def test_inbound_node_does_not_check_relays() -> None:
     node = discovery(("relay1",), 1, "relay1", inbound=True)
     assert asyncio.run(check(node, 3))[0] == "relay1" and not node._wire.asked

@@ -1,4 +1,4 @@
-"""The command line, in process and as a program: names, exit codes, sentences, and a real HTTP conversation."""
+"""The command line, in process and as a program: names, exit codes, messages, and real HTTP to a fake node."""
 
 from __future__ import annotations
 
@@ -14,59 +14,38 @@ from typing import Any
 import pytest
 
 from node import __version__
-from node.cli import _main, duration_s, split_flags
-from node.manifest import Invite
-from node.status import NodeInfo, Phase, RunInfo, Status, TrainingInfo
+from node.cli import duration_s, main, split_flags
+from node.config.manifest import Invite
+from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
 
 TOKEN = "t" * 43
-COMMANDS = (
-    "run",
-    "relay",
-    "status",
-    "pause",
-    "resume",
-    "drain",
-    "leave",
-    "invite",
-    "config",
-    "doctor",
-    "export",
-    "generate",
-)
+CLIENT_COMMANDS = ("status", "pause", "resume", "drain", "leave", "invite")
+COMMANDS = ("run", "relay", *CLIENT_COMMANDS, "config", "doctor", "export", "generate")
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
 
-def a_status(invite: str = INVITE) -> dict[str, Any]:
+def make_status(invite: str = INVITE) -> dict[str, Any]:
     status = Status(
         node=NodeInfo(name="tester", peer_id="QmTester", version="1", data_dir="/somewhere"),
-        phase=Phase.TRAINING,
-        reason="Round 4 is under way.",
-        code="training",
-        since="2024-01-01T00:00:00.000Z",
+        phase=Phase.TRAINING, reason="Round 4 is under way.", code="training", since="2024-01-01T00:00:00.000Z",
         run=RunInfo(round=3, swarm_round=3, invite=invite, swarm_tokens=12345, state_digest="cd" * 32),
         training=TrainingInfo(loss=2.5, inner_step=7, inner_steps=20, tokens_per_second=1234.5),
-        sync={"eta_s": 65.0},
-        peers={"connected": 3, "training": 2},
-        compute_utilization_ratio=0.95,
-        reachability="direct",
-        devices=(),
-        limits={},
-        contribution={},
-    )  # type: ignore[arg-type]
-    found: dict[str, Any] = json.loads(status.model_dump_json())
-    return found
+        sync=SyncInfo(eta_s=65.0), peers=PeersInfo(connected=3, training=2), compute_utilization_ratio=0.95,
+        reachability="direct", devices=(), limits={}, contribution={},
+    )  # fmt: skip
+    return dict(json.loads(status.model_dump_json()))
 
 
 class FakeNode(ThreadingHTTPServer):
-    """Stands where a node's API stands, with answers of its own."""
+    """An API with configurable responses."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), Handler)
         self.seen: list[tuple[str, str, Any]] = []
-        self.answer: tuple[int, Any] = (200, a_status())
+        self.answer: tuple[int, Any] = (200, make_status())
 
 
-class Answers(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server: FakeNode
 
     def do_GET(self) -> None:
@@ -82,6 +61,9 @@ class Answers(BaseHTTPRequestHandler):
             self.server.seen.append((self.command, self.path, body))
             code, answer = self.server.answer
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        if not code:  # not HTTP
+            self.wfile.write(content)
+            return
         self.send_response(code)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -105,47 +87,56 @@ def node(tmp_path: Path) -> Iterator[FakeNode]:
 
 
 def call(*argv: str, environ: dict[str, str] | None = None) -> int:
-    return _main(argv, environ or {})
+    return main(argv, environ or {})
 
 
 # As a program
 
 
-def program(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "node.cli", *argv], capture_output=True, text=True, timeout=60, check=False
-    )
+def run_program(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "node.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_help_names_every_command_and_exit_code() -> None:
-    done = program("--help")
+    done = run_program("--help")
     assert done.returncode == 0
     for command in COMMANDS:
         assert f"\n    {command} " in done.stdout
-    for code in ("0 stopped", "2 bad usage", "3 this machine", "4 refused", "10 protocol", "70 a fault"):
+    for code in ("0 stopped", "2 bad usage", "3 this machine", "4 refused", "10 protocol", "70 a bug"):
         assert code in done.stdout.replace("\n", " ")
 
 
 def test_version() -> None:
-    done = program("--version")
+    done = run_program("--version")
     assert (done.returncode, done.stdout) == (0, f"diloco-node {__version__}\n")
 
 
-def test_a_fault_is_one_sentence_on_stderr_without_a_traceback() -> None:
-    done = program("run", "--run.round.inner_step", "5")
-    assert done.returncode == 2
-    assert done.stdout == ""
+def test_an_error_is_one_sentence_on_stderr_without_a_traceback() -> None:
+    done = run_program("run", "--run.round.inner_step", "5")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "diloco-node: Unknown flag --run.round.inner_step: the nearest known one is --run.round.inner_steps.\n"
     )
 
 
-def test_a_reader_that_goes_away_is_no_fault() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m node.cli config | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_settings_that_a_joiner_does_not_use_are_named(tmp_path: Path) -> None:
+    """The data folder is a file, so the node stops there."""
+    file = tmp_path / "file"
+    file.touch()
+    done = run_program("run", "--join", INVITE, "--data-dir", str(file), "--run.outer.lr", "0.5", "--api.port", "0")
+    assert done.returncode == 2
+    first, *_, last = done.stderr.splitlines()
+    assert first == "diloco-node: with --join the swarm decides, so these are not used: run.outer.lr"
+    assert str(file) in last
 
 
 # In process
@@ -160,7 +151,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "required: COMMAND"),
         (("train",), "invalid choice: 'train'"),
@@ -170,40 +161,45 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (("run", "--join", "nonsense"), "damaged or cut short"),
         (("pause", "--for", "soon"), "write it as 45m, 2h"),
         (("export",), "required: DIR"),
+        (("export", "out"), "belongs to no run yet"),
         (("config", "--config", "/nowhere/x.toml"), "/nowhere/x.toml"),
         (("config", "--api.port", "x"), "api.port = 'x' from the flag --api.port"),
     ],
 )
-def test_bad_usage_is_exit_code_2(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(*argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("diloco-node: ")
-    assert said in err
-    assert len(err.splitlines()) == 1
+def test_bad_usage_is_exit_code_2(
+    argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(tmp_path)}) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("diloco-node: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["status", "pause", "resume", "drain", "leave", "invite"])
-def test_no_node_is_one_clear_sentence(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("address", [None, '{"url": "http://127.0.0.1:1", "pid": 1}', "[]", "{}"])
+@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+def test_no_running_node_is_one_clear_sentence(
+    command: str, address: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if address is not None:
+        (tmp_path / "api.json").write_text(address)
+        (tmp_path / "api-token").write_text(TOKEN)
     assert call(command, "--data-dir", str(tmp_path)) == 2
-    (tmp_path / "api.json").write_text('{"url": "http://127.0.0.1:1", "pid": 1}')
-    (tmp_path / "api-token").write_text(TOKEN)
-    assert call(command, "--data-dir", str(tmp_path)) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == second
-    assert first.startswith(f"diloco-node: No node runs on the data folder {tmp_path}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"diloco-node: No node runs on the data folder {tmp_path}")
 
 
 def test_a_bug_is_exit_code_70(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     node.answer = 200, {"run": 5}
     assert call("invite", "--data-dir", str(tmp_path)) == 70
-    err = capsys.readouterr().err
-    assert "fault of ours (TypeError" in err
-    assert "Traceback" not in err
+    error = capsys.readouterr().err
+    assert "internal error (TypeError" in error
+    assert "Traceback" not in error
     assert call("invite", "--data-dir", str(tmp_path), "--log.level", "debug") == 70
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_status_for_people(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_text_and_as_json(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("status", "--data-dir", str(tmp_path)) == 0
     out = capsys.readouterr().out
     for part in (
@@ -216,14 +212,11 @@ def test_status_for_people(tmp_path: Path, node: FakeNode, capsys: pytest.Captur
         "95.0%",
     ):
         assert part in out
-
-
-def test_status_as_json(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("status", "--json", "--data-dir", str(tmp_path)) == 0
-    assert json.loads(capsys.readouterr().out) == a_status()
+    assert json.loads(capsys.readouterr().out) == make_status()
 
 
-def test_data_folder_may_come_from_environment_or_file(tmp_path: Path, node: FakeNode) -> None:
+def test_data_folder_from_environment_or_file(tmp_path: Path, node: FakeNode) -> None:
     assert call("status", environ={"DILOCO_NODE__DATA_DIR": str(tmp_path)}) == 0
     file = tmp_path / "my.toml"
     file.write_text(f"[node]\ndata_dir = '{tmp_path}'\n")
@@ -231,44 +224,52 @@ def test_data_folder_may_come_from_environment_or_file(tmp_path: Path, node: Fak
 
 
 @pytest.mark.parametrize(
-    ("argv", "path", "body"),
+    ("argv", "body"),
     [
-        (("pause",), "pause", {}),
-        (("pause", "--for", "1h30m"), "pause", {"for_s": 5400.0}),
-        (("resume",), "resume", {}),
-        (("drain",), "drain", {}),
-        (("leave",), "leave", {}),
+        (("pause",), {}),
+        (("pause", "--for", "1h30m"), {"for_s": 5400.0}),
+        (("resume",), {}),
+        (("drain",), {}),
+        (("leave",), {}),
     ],
 )
 def test_actions(
-    argv: tuple[str, ...], path: str, body: dict[str, float], tmp_path: Path, node: FakeNode,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    argv: tuple[str, ...], body: dict[str, float], tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     node.answer = 202, {"phase": "paused"}
     assert call(*argv, "--data-dir", str(tmp_path)) == 0
-    assert node.seen == [("POST", f"/api/v1/actions/{path}", body)]
+    assert node.seen == [("POST", f"/api/v1/actions/{argv[0]}", body)]
     assert "phase paused" in capsys.readouterr().out
 
 
-def test_a_refused_action_says_why(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
-    node.answer = 409, {"title": "Conflict", "detail": "The node is leaving: start it again."}
-    assert call("pause", "--data-dir", str(tmp_path)) == 2
-    assert capsys.readouterr().err == "diloco-node: The node is leaving: start it again.\n"
+def test_pause_after_the_current_round(tmp_path: Path, node: FakeNode) -> None:
+    assert call("pause", "--after-round", "0", "--data-dir", str(tmp_path)) == 0
+    assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"after_round": 4})
 
 
-@pytest.mark.parametrize("answer", [(500, b"<html>"), (200, b"<html>"), (200, [1])])
-def test_something_else_on_the_port(
-    answer: tuple[int, Any], tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((409, {"title": "Conflict", "detail": "The node is leaving: start it again."}), "The node is leaving: start"),
+        ((500, b"<html>"), "500"),
+        ((200, b"<html>"), "is not a node"),
+        ((200, [1]), "is not a node"),
+        ((0, b"SSH-2.0-OpenSSH\r\n"), "is not a node"),
+    ],
+)
+def test_a_refusal_or_another_program_on_the_port(
+    answer: tuple[int, Any], message: str, tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.answer = answer
-    assert call("status", "--data-dir", str(tmp_path)) == 2
-    assert "500" in (err := capsys.readouterr().err) or "is not a node" in err
+    assert call("pause", "--data-dir", str(tmp_path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_invite(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("invite", "--data-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == INVITE + "\n"
-    node.answer = 200, a_status(invite="")
+    node.answer = 200, make_status(invite="")
     assert call("invite", "--data-dir", str(tmp_path)) == 2
     assert "no invite yet" in capsys.readouterr().err
 
@@ -276,47 +277,18 @@ def test_invite(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[st
 def test_config_prints_every_value_and_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"DILOCO_LOG__FORMAT": "json"}
     assert call("config", "--api.port", "9", "--data-dir", "/x/y", environ=environ) == 0
-    rows = {line.split(" = ")[0].strip(): line.partition(" = ")[2] for line in capsys.readouterr().out.splitlines()}
-    found = {key: rest.rsplit("  # ", 1) for key, rest in rows.items()}
-    said = {key: (value.strip(), origin) for key, (value, origin) in found.items()}
-    assert said["api.port"] == ("9", "flag --api.port")
-    assert said["node.data_dir"] == ('"/x/y"', "flag --node.data_dir")
-    assert said["log.format"] == ('"json"', "environment variable DILOCO_LOG__FORMAT")
-    assert said["limits.cpu_threads"] == ("0", "default")
-    assert said["run.preset"] == ('"builtin"', "default")
+    rows = [line.partition(" = ") for line in capsys.readouterr().out.splitlines()]
+    values = {key.strip(): [part.strip() for part in rest.rsplit("  # ", 1)] for key, _, rest in rows}
+    assert values["api.port"] == ["9", "flag --api.port"]
+    assert values["node.data_dir"] == ['"/x/y"', "flag --node.data_dir"]
+    assert values["log.format"] == ['"json"', "environment variable DILOCO_LOG__FORMAT"]
+    assert values["limits.cpu_threads"] == ["0", "default"]
+    assert values["run.preset"] == ['"builtin"', "default"]
 
 
-def test_export_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("export", str(tmp_path / "out"), "--data-dir", str(tmp_path)) == 2
-    assert "belongs to no run yet" in capsys.readouterr().err
-
-
-def test_settings_that_a_joiner_does_not_use_are_named(tmp_path: Path) -> None:
-    """The data folder is a file, so the node goes no further."""
-    (tmp_path / "file").touch()
-    argv = ["run", "--join", INVITE, "--data-dir", str(tmp_path / "file"), "--run.outer.lr", "0.5", "--api.port", "0"]
-    done = program(*argv)
-    assert done.returncode == 2
-    first, *_, last = done.stderr.splitlines()
-    assert first == "diloco-node: with --join the swarm decides, so these are not used: run.outer.lr"
-    assert str(tmp_path / "file") in last
-
-
-def test_settings_are_told_from_options() -> None:
-    argv = [
-        "--log.level",
-        "debug",
-        "run",
-        "--join",
-        "x",
-        "--api.port=0",
-        "--swarm.relay",
-        "--name",
-        "n",
-        "--run.round.inner_steps",
-        "5",
-    ]
-    rest, flags = split_flags(argv)
+def test_settings_are_separated_from_options() -> None:
+    words = "--log.level debug run --join x --api.port=0 --swarm.relay --name n --run.round.inner_steps 5"
+    rest, flags = split_flags(words.split())
     assert rest == ["run", "--join", "x", "--name", "n"]
     assert flags == ["--log.level", "debug", "--api.port=0", "--swarm.relay", "--run.round.inner_steps", "5"]
 
@@ -324,5 +296,5 @@ def test_settings_are_told_from_options() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400), ("0.5d", 43200)]
 )
-def test_lengths_of_time(text: str, seconds: float) -> None:
+def test_durations(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds

@@ -1,4 +1,4 @@
-"""The device: asked for and missing is said with the mend; figures are real or None."""
+"""The device: a missing one is an error with a remedy; figures are real or None."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import psutil
 import pytest
 import torch
 
-from node.config import DevicesConfig
+from node.config.schema import DevicesConfig
 from node.errors import MachineError
 from node.training.device import _quota_cores, choose_device, describe, usable_cores
 
 
 @pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
+def _restore_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
-def test_a_cpu_computes_in_fp32_unless_asked() -> None:
+def test_a_cpu_computes_in_fp32_by_default() -> None:
     chosen = choose_device(DevicesConfig(device="cpu"), 1)
     assert (chosen.device.type, chosen.precision) == ("cpu", "fp32")
     assert chosen.name
@@ -30,7 +30,7 @@ def test_a_cpu_computes_in_fp32_unless_asked() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_gpu_is_said_with_the_mend() -> None:
+def test_a_missing_gpu_is_an_error_with_a_remedy() -> None:
     assert choose_device(DevicesConfig(), 1).device.type == "cpu"
     with pytest.raises(MachineError, match=r"devices\.device to auto or cpu") as caught:
         choose_device(DevicesConfig(device="cuda"), 1)
@@ -38,13 +38,10 @@ def test_a_missing_gpu_is_said_with_the_mend() -> None:
     assert caught.value.code == "no_gpu"
 
 
-def test_threads_are_as_asked_and_never_more_than_cores() -> None:
-    choose_device(DevicesConfig(device="cpu"), 1)
-    assert torch.get_num_threads() == 1
-    choose_device(DevicesConfig(device="cpu"), 0)
-    assert torch.get_num_threads() == usable_cores()
-    choose_device(DevicesConfig(device="cpu"), 10_000)
-    assert torch.get_num_threads() == usable_cores()
+def test_threads_are_as_configured_and_at_most_the_cores() -> None:
+    for configured, threads in ((1, 1), (0, usable_cores()), (10_000, usable_cores())):
+        choose_device(DevicesConfig(device="cpu"), configured)
+        assert torch.get_num_threads() == threads
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
@@ -60,31 +57,26 @@ def test_cores_follow_the_affinity() -> None:
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("", None)]
 )
-def test_a_containers_quota_is_read(tmp_path: Path, text: str, cores: int | None) -> None:
+def test_the_quota_of_a_container_is_read(tmp_path: Path, text: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert _quota_cores(tmp_path / "cpu.max") == cores
     assert _quota_cores(tmp_path / "nowhere") is None
 
 
-def test_a_cpu_describes_itself() -> None:
+def test_the_figures_of_a_cpu() -> None:
     info = describe(torch.device("cpu"))
-    assert info.kind == "cpu"
-    assert info.name
-    assert info.utilization_ratio is not None
-    assert 0 <= info.utilization_ratio <= 1
-    assert info.memory_used_bytes is not None
+    assert info.kind == "cpu" and info.name
+    assert info.utilization_ratio is not None and 0 <= info.utilization_ratio <= 1
     assert info.memory_size_bytes == psutil.virtual_memory().total
-    assert 10 * 2**20 < info.memory_used_bytes < info.memory_size_bytes
-    assert info.temperature_celsius is None
-    assert info.energy_joules is None
+    assert info.memory_used_bytes is not None and 10 * 2**20 < info.memory_used_bytes < info.memory_size_bytes
+    assert info.temperature_celsius is None and info.energy_joules is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_chosen_and_describes_itself() -> None:
+def test_a_gpu_is_chosen_and_has_figures() -> None:
     chosen = choose_device(DevicesConfig(), 1)
     assert chosen.device.type == "cuda"
     info = describe(chosen.device)
     assert info.kind == "cuda"
-    assert info.memory_used_bytes is not None
-    assert info.memory_size_bytes is not None
+    assert info.memory_used_bytes is not None and info.memory_size_bytes is not None
     assert 0 < info.memory_used_bytes <= info.memory_size_bytes

@@ -1,23 +1,15 @@
-"""The digest: every bit counts, and each leaf can be checked alone."""
+"""The digest of the outer state: every bit counts, and each leaf can be checked alone."""
 
 from __future__ import annotations
 
-import dataclasses
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
 from blake3 import blake3
 
-from node.diloco.digest import (
-    LEAF_BYTES,
-    LEAF_ELEMENTS,
-    leaf_bounds,
-    leaf_hash,
-    leaf_hashes,
-    root_digest,
-    state_digest,
-)
+from node.diloco.digest import LEAF_BYTES, LEAF_ELEMENTS, leaf_bounds, leaf_hash, leaf_hashes, root_digest, state_digest
 from node.diloco.outer import OuterState
 
 GOLDEN = "b67514a7b35a5cdc32e2578aa134614648a2fe28c0a468345ab8a4f1c248ada0"
@@ -35,7 +27,7 @@ def flipped(x: torch.Tensor, element: int, bit: int) -> torch.Tensor:
     return values
 
 
-def test_it_is_the_hash_that_the_docstring_tells() -> None:
+def test_it_is_the_documented_hash() -> None:
     state = state_of(3)
     leaves = [
         blake3(x.numpy().astype("<f4").tobytes(), derive_key_context="diloco-node outer state leaf v1").digest()
@@ -48,7 +40,7 @@ def test_it_is_the_hash_that_the_docstring_tells() -> None:
     assert len(root) == 64
 
 
-def test_it_never_changes_from_one_version_to_the_next() -> None:
+def test_it_is_the_same_in_every_version() -> None:
     state = OuterState(anchor=torch.arange(5.0), momentum=torch.zeros(5), round=-1, tokens=0)
     assert state_digest(state) == GOLDEN
 
@@ -58,24 +50,24 @@ def test_every_bit_counts(element: int) -> None:
     state = state_of(1000)
     seen = {state_digest(state)}
     for bit in range(32):
-        seen.add(state_digest(dataclasses.replace(state, anchor=flipped(state.anchor, element, bit))))
-        seen.add(state_digest(dataclasses.replace(state, momentum=flipped(state.momentum, element, bit))))
+        seen.add(state_digest(replace(state, anchor=flipped(state.anchor, element, bit))))
+        seen.add(state_digest(replace(state, momentum=flipped(state.momentum, element, bit))))
     assert len(seen) == 65
 
 
-def test_round_tokens_length_and_places_count() -> None:
+def test_round_tokens_length_and_order_count() -> None:
     state = state_of(1000)
     others = [
-        dataclasses.replace(state, round=8),
-        dataclasses.replace(state, tokens=123_457),
-        OuterState(anchor=state.momentum, momentum=state.anchor, round=7, tokens=123_456),
-        OuterState(anchor=state.anchor[:-1], momentum=state.momentum[:-1], round=7, tokens=123_456),
-        dataclasses.replace(state, anchor=state.anchor.roll(1)),
+        replace(state, round=8),
+        replace(state, tokens=123_457),
+        replace(state, anchor=state.momentum, momentum=state.anchor),
+        replace(state, anchor=state.anchor[:-1], momentum=state.momentum[:-1]),
+        replace(state, anchor=state.anchor.roll(1)),
     ]
     assert len({state_digest(s) for s in [state, *others]}) == 6
 
 
-def test_leaves_cover_the_vectors_and_never_straddle_them() -> None:
+def test_leaves_cover_each_vector_separately() -> None:
     parameters = 4 * LEAF_ELEMENTS + 3
     state = state_of(parameters)
     leaves, bounds = leaf_hashes(state), leaf_bounds(parameters)
@@ -83,9 +75,8 @@ def test_leaves_cover_the_vectors_and_never_straddle_them() -> None:
     assert [end - start for start, end in bounds] == [LEAF_ELEMENTS] * 4 + [3]
     spans = [vector[a:b].numpy().tobytes() for vector in (state.anchor, state.momentum) for a, b in bounds]
     assert max(len(s) for s in spans) == LEAF_BYTES
-    # Each alone, as a downloader checks it.
-    assert [leaf_hash(s) for s in spans] == leaves
-    changed = dataclasses.replace(state, momentum=flipped(state.momentum, 2 * LEAF_ELEMENTS + 5, 0))
+    assert [leaf_hash(s) for s in spans] == leaves, "a downloader checks each alone"
+    changed = replace(state, momentum=flipped(state.momentum, 2 * LEAF_ELEMENTS + 5, 0))
     different = [i for i, (a, b) in enumerate(zip(leaves, leaf_hashes(changed), strict=True)) if a != b]
     assert different == [5 + 2]
     assert root_digest(7, 123_456, parameters, leaves) == state_digest(state) != state_digest(changed)

@@ -1,157 +1,146 @@
-"""The doctor: what a machine lacks is found before the first step, with the mend and the right exit code."""
+"""The doctor finds before the first step what a machine lacks, with the remedy and the right exit code."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from node.cli import main
-from node.config import Config
-from node.doctor import Patient, _ports, _rounded
-from node.ports import LISTEN_PORT_FILE, PortFile
+from node.commands.doctor import NodeSetup, _check_ports, _two_digits
+from node.config.schema import Config
+from node.host.ports import LISTEN_PORT_FILE, PortFile
 
 PEER = "12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
-
-TINY = (
-    "--run.model.hidden_size", "32", "--run.model.intermediate_size", "64", "--run.model.num_hidden_layers", "2",
-    "--run.model.num_attention_heads", "2", "--run.model.num_key_value_heads", "2", "--run.inner.sequence_length", "32",
-    "--api.port", "0", "--swarm.listen", "/ip4/127.0.0.1/tcp/0", "--devices.device", "cpu",
-)  # fmt: skip
-HUGE = (
-    "--run.model.hidden_size",
-    "16384",
-    "--run.model.num_hidden_layers",
-    "128",
-    "--run.model.intermediate_size",
-    "65536",
-)
+TINY = """
+    --run.model.hidden_size 32 --run.model.intermediate_size 64 --run.model.num_hidden_layers 2
+    --run.model.num_attention_heads 2 --run.model.num_key_value_heads 2 --run.inner.sequence_length 32
+    --api.port 0 --swarm.listen /ip4/127.0.0.1/tcp/0 --devices.device cpu
+"""
+HUGE = "--run.model.hidden_size 16384 --run.model.num_hidden_layers 128 --run.model.intermediate_size 65536"
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
+def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server
+        yield server.getsockname()[1]
 
 
-def doctor(folder: Path, *flags: str) -> int:
-    return main(["doctor", "--data-dir", str(folder / "data"), *TINY, *flags])
+Doctor = Callable[..., tuple[int, list[str]]]
 
 
-def test_a_fit_machine_is_told_how_busy_it_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(tmp_path, "--limits.upload_mbit_s", "20", "--members", "4") == 0
-    said = capsys.readouterr().out
-    assert "fault" not in said
-    (line,) = [line for line in said.splitlines() if "forecast" in line]
+@pytest.fixture
+def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Runs the doctor; returns its exit code and lines."""
+
+    def run(*flags: str) -> tuple[int, list[str]]:
+        code = main(["doctor", "--data-dir", str(tmp_path / "data"), *TINY.split(), *flags])
+        captured = capsys.readouterr()
+        return code, [*captured.out.splitlines(), *captured.err.splitlines()]
+
+    return run
+
+
+def lines_with(lines: list[str], text: str) -> list[str]:
+    return [line for line in lines if text in line]
+
+
+def test_the_forecast_for_a_limited_link(doctor: Doctor, tmp_path: Path) -> None:
+    code, lines = doctor("--limits.upload_mbit_s", "20", "--members", "4")
+    assert code == 0 and not lines_with(lines, "fault")
+    (line,) = lines_with(lines, "forecast")
     assert "busy at 20 Mbit/s" in line
-    assert "4 members" in said
-    assert "A member contributes to every round on a line of" in said
-    assert not (tmp_path / "data").exists(), "examining leaves nothing behind"
+    assert lines_with(lines, "4 members") and lines_with(lines, "To contribute to every round")
+    assert not (tmp_path / "data").exists(), "the doctor creates no files"
 
 
-def test_a_limit_below_what_the_run_demands_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(tmp_path, "--limits.upload_mbit_s", "2", "--run.round.inner_steps", "2") == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "line"]
+def test_a_limit_below_the_required_link_is_a_warning(doctor: Doctor) -> None:
+    code, lines = doctor("--limits.upload_mbit_s", "2", "--run.round.inner_steps", "2")
+    (line,) = [line for line in lines if line.split()[1] == "link"]
+    assert code == 0
     assert line.startswith("warn") and "this node's limit is 2" in line and "more inner steps" in line
 
 
-def test_without_a_limit_usual_lines_are_forecast_and_faster_ones_are_busier(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctor(tmp_path) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "forecast" in line]
-    shares = [float(line.split("%")[0].split()[-1]) for line in lines]
-    assert len(shares) == 4 and shares == sorted(shares)
+def test_without_limits_the_forecast_covers_usual_links(doctor: Doctor) -> None:
+    code, lines = doctor()
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines_with(lines, "forecast")]
+    assert code == 0 and len(shares) == 4 and shares == sorted(shares)
 
 
-def test_a_taken_port_is_a_fault_with_its_mend(
-    tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    port = listener.getsockname()[1]
-    assert doctor(tmp_path, "--api.port", str(port)) == 3
-    (fault,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
-    assert f"Port {port} on 127.0.0.1 is in use" in fault and "--api.port 0" in fault
-    assert doctor(tmp_path, "--swarm.listen", f"/ip4/127.0.0.1/tcp/{port}") == 3
-    (fault,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
-    assert f"TCP port {port}: another program has the port" in fault and "--swarm.listen" in fault
+def test_a_taken_port_is_a_fault_with_its_remedy(doctor: Doctor, taken_port: int) -> None:
+    code, lines = doctor("--api.port", str(taken_port))
+    (fault,) = lines_with(lines, "fault")
+    assert code == 3 and f"Port {taken_port} on 127.0.0.1 is in use" in fault and "--api.port 0" in fault
+    code, lines = doctor("--swarm.listen", f"/ip4/127.0.0.1/tcp/{taken_port}")
+    (fault,) = lines_with(lines, "fault")
+    assert code == 3 and f"TCP port {taken_port}: another program has the port" in fault and "--swarm.listen" in fault
 
 
-def test_a_default_port_that_is_taken_is_no_fault(tmp_path: Path, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    swarm, api = {"listen": (f"/ip4/127.0.0.1/tcp/{port}",)}, {"port": port}
-    config = Config.model_validate({"swarm": swarm, "api": api, "node": {"data_dir": tmp_path}})
+def test_a_taken_default_port_is_not_a_fault(tmp_path: Path, taken_port: int) -> None:
+    tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": taken_port}}
+    config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
     defaults = {"api.port": "default", "swarm.listen": "default"}
-    found = list(_ports(Patient(config, None, None, 1, is_running=False, origins=defaults)))
+    found = list(_check_ports(NodeSetup(config, None, None, 1, is_running=False, origins=defaults)))
     assert [finding.verdict for finding in found] == ["ok", "ok"]
-    assert all(f"{port} is in use by another program; the node takes" in finding.text for finding in found)
-    assert list(tmp_path.iterdir()) == [], "examining leaves nothing behind"
+    assert all(f"{taken_port} is in use by another program; the node takes" in finding.text for finding in found)
+    assert list(tmp_path.iterdir()) == [], "the doctor creates no files"
 
 
-def test_a_node_that_has_moved_to_another_port_keeps_it(tmp_path: Path, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
+def test_a_remembered_port_is_kept(tmp_path: Path, taken_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         kept = free.getsockname()[1]
-    file = PortFile(tmp_path / "cache" / LISTEN_PORT_FILE)
-    file.remember(port, kept)
-    config = Config.model_validate(
-        {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{port}",)}, "api": {"port": 0}, "node": {"data_dir": tmp_path}}
-    )
-    patient = Patient(config, None, None, 1, is_running=False, origins={"swarm.listen": "default"})
-    assert f"the node keeps {kept}, which it took when {port} was in use" in list(_ports(patient))[1].text
+    PortFile(tmp_path / "cache" / LISTEN_PORT_FILE).remember(taken_port, kept)
+    tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": 0}}
+    config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
+    setup = NodeSetup(config, None, None, 1, is_running=False, origins={"swarm.listen": "default"})
+    finding = list(_check_ports(setup))[1]
+    assert f"the node keeps {kept}, which it took when {taken_port} was in use" in finding.text
 
 
 @pytest.mark.parametrize(("number", "text"), [(142.3, "140"), (0.0123, "0.012"), (12345.0, "12,000"), (3.0, "3")])
 def test_numbers_have_two_digits_and_no_exponent(number: float, text: str) -> None:
-    assert _rounded(number) == text
+    assert _two_digits(number) == text
 
 
-def test_an_address_of_another_machine_is_a_fault_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctor(tmp_path, "--swarm.listen", "/ip4/203.0.113.7/tcp/4001") == 3
-    assert "does not have the address 203.0.113.7" in capsys.readouterr().out
+def test_an_address_of_another_machine_is_a_fault(doctor: Doctor) -> None:
+    code, lines = doctor("--swarm.listen", "/ip4/203.0.113.7/tcp/4001")
+    assert code == 3 and lines_with(lines, "does not have the address 203.0.113.7")
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctor(tmp_path, *HUGE) == 3
-    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
-    assert {line.split()[1] for line in faults} >= {"memory"}
-    assert any("smaller model" in fault for fault in faults)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(doctor: Doctor) -> None:
+    code, lines = doctor(*HUGE.split())
+    faults = lines_with(lines, "fault")
+    assert code == 3
+    assert "memory" in {line.split()[1] for line in faults}
+    assert lines_with(faults, "smaller model")
 
 
-def test_bootstrap_peers_are_tried(tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
-    there = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{PEER}"
+def test_bootstrap_peers_are_dialed(doctor: Doctor, taken_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closing:
         gone = f"127.0.0.1:{closing.getsockname()[1]}"
-    assert doctor(tmp_path, "--swarm.bootstrap", f"{there},{gone}") == 0
-    assert "1 of 2 addresses answer" in capsys.readouterr().out
-    assert doctor(tmp_path, "--swarm.bootstrap", gone) == 3
-    assert "Nobody answers" in capsys.readouterr().out
-    assert doctor(tmp_path, "--swarm.bootstrap", "/ip4/127.0.0.1/udp/9/quic-v1") == 0
-    assert "/ip4/127.0.0.1/udp/9/quic-v1 is not TCP: not tried" in capsys.readouterr().out
+    for addresses, expected_code, text in (
+        (f"/ip4/127.0.0.1/tcp/{taken_port}/p2p/{PEER},{gone}", 0, "1 of 2 addresses answer"),
+        (gone, 3, "No bootstrap peer answers"),
+        ("/ip4/127.0.0.1/udp/9/quic-v1", 0, "/ip4/127.0.0.1/udp/9/quic-v1 is not TCP: not tried"),
+    ):
+        code, lines = doctor("--swarm.bootstrap", addresses)
+        assert code == expected_code and lines_with(lines, text)
 
 
-def test_what_a_killed_node_left_is_no_running_node(
-    tmp_path: Path, listener: socket.socket, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_a_killed_node_are_not_a_running_node(doctor: Doctor, tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "api.json").write_text('{"url": "http://127.0.0.1:9", "pid": 1}')
     (tmp_path / "data" / "api-token").write_text("t" * 43)
-    assert doctor(tmp_path, "--api.port", str(listener.getsockname()[1])) == 3
-    assert "is in use by another program" in capsys.readouterr().out
+    code, lines = doctor("--api.port", str(taken_port))
+    assert code == 3 and lines_with(lines, "is in use by another program")
 
 
-def test_a_damaged_manifest_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_and_a_damaged_manifest_are_exit_code_2(doctor: Doctor, tmp_path: Path) -> None:
+    code, lines = doctor("--members", "0")
+    assert code == 2 and lines_with(lines, "at least one member")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{")
-    assert doctor(tmp_path) == 2
-    assert "cannot be read" in capsys.readouterr().err
-
-
-def test_members_below_one_are_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(tmp_path, "--members", "0") == 2
-    assert "at least one member" in capsys.readouterr().err
+    code, lines = doctor()
+    assert code == 2 and lines_with(lines, "cannot be read")

@@ -1,4 +1,4 @@
-"""Faults on purpose: what a plan may say, when it strikes and whom, and how it spoils what is sent."""
+"""Fault plans: syntax, stages, roles, and damaged data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from node.diloco.codec import Codec, make_codec
 from node.errors import ConfigError, PeerError
-from node.swarm.faults import SPOILS, Fault, Faults, InjectedFault, faults_from, parse_faults, spoil_blobs
-from node.swarm.reduce import Grid
-from node.swarm.rendezvous import leader_of, role_of
+from node.swarm.allreduce.reducer import ChunkLayout
+from node.swarm.consensus.leader_election import leader_of, role_of
+from node.swarm.faults import DAMAGES, Fault, Faults, InjectedFault, damage_blobs, faults_from, parse_faults
 
 
-def test_a_plan_is_read() -> None:
+def test_a_fault_plan_is_parsed() -> None:
     plan = parse_faults("reduce@3=stall:2.5, commit@5=die,serve@*=fail , inner@2!other=nan,apply@*!leader=hang:1").plan
     assert plan == (
         Fault("reduce", 3, "stall", 2.5),
@@ -30,16 +30,16 @@ def test_a_plan_is_read() -> None:
     assert faults_from({"DILOCO_FAULTS": "reduce@0=stop"}).plan == (Fault("reduce", 0, "stop"),)
 
 
-def test_a_plan_in_a_file_comes_and_goes(tmp_path: Path) -> None:
+def test_a_fault_plan_is_read_from_a_file_each_time(tmp_path: Path) -> None:
     file = tmp_path / "plan"
     faults = faults_from({"DILOCO_FAULTS": f"file:{file}"})
-    assert faults.spoils("reduce", 1) == ""
+    assert faults.damage_kind("reduce", 1) == ""
     file.write_text("reduce@1=nan")
-    assert [faults.spoils("reduce", 1), faults.spoils("reduce", 1)] == ["nan", ""]
+    assert [faults.damage_kind("reduce", 1), faults.damage_kind("reduce", 1)] == ["nan", ""]
     file.write_text("reduce@2=shape")
-    assert faults.spoils("reduce", 2) == "shape"
+    assert faults.damage_kind("reduce", 2) == "shape"
     file.unlink()
-    assert faults.spoils("reduce", 2) == ""
+    assert faults.damage_kind("reduce", 2) == ""
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_a_plan_in_a_file_comes_and_goes(tmp_path: Path) -> None:
         "reduce!leader@1=die",
     ],
 )
-def test_a_wrong_plan_is_refused_with_what_is_allowed(text: str) -> None:
+def test_an_invalid_fault_plan_is_refused_with_the_allowed_words(text: str) -> None:
     with pytest.raises(ConfigError, match="STAGE@ROUND"):
         parse_faults(text)
 
 
-def test_a_fault_strikes_at_its_stage_and_round_only() -> None:
+def test_a_fault_applies_to_its_stage_and_round_only() -> None:
     faults = parse_faults("reduce@3=fail,commit@*=fail")
 
     async def struck(stage: str, round_: int) -> bool:
@@ -78,42 +78,44 @@ def test_a_fault_strikes_at_its_stage_and_round_only() -> None:
             for place in (("reduce", 3), ("reduce", 2), ("average", 3), ("commit", 0), ("commit", 9), ("reduce", 3))
         ]
 
-    assert asyncio.run(all_of_them()) == [True, False, False, True, True, False], "of a round: once; of all: always"
+    assert asyncio.run(all_of_them()) == [True, False, False, True, True, False], (
+        "a fault of one round applies once, of all rounds always"
+    )
 
 
-def test_a_fault_for_a_role_strikes_who_has_it() -> None:
+def test_a_fault_with_a_role_applies_to_that_role_only() -> None:
     for role in ("leader", "other", ""):
         faults = parse_faults("reduce@1!leader=garbage,reduce@2!other=shape,reduce@3=nan")
-        found = [faults.spoils("reduce", round_, lambda role=role: role) for round_ in (1, 2, 3)]  # type: ignore[misc]
+        found = [faults.damage_kind("reduce", round_, lambda role=role: role) for round_ in (1, 2, 3)]  # type: ignore[misc]
         assert found == ["garbage" if role == "leader" else "", "shape" if role == "other" else "", "nan"]
 
 
-def test_roles_are_the_first_two_that_would_lead() -> None:
+def test_roles_are_the_first_two_leaders() -> None:
     peers = ["a", "b", "c", "d"]
     for parent in ("x", "y", "z"):
         roles = {peer: role_of(peer, parent, peers) for peer in peers}
         assert roles[leader_of(parent, peers, 0)] == "leader" and roles[leader_of(parent, peers, 1)] == "other"
         assert sorted(roles.values()) == ["", "", "leader", "other"]
-    assert role_of("e", "x", peers) == "", "who was not in the last record has none"
+    assert role_of("e", "x", peers) == "", "members outside of the last record have no role"
 
 
-def test_what_is_suffered_is_not_what_is_spoilt() -> None:
-    """A plan may hold several faults for one place; each is met where it belongs."""
+def test_process_faults_do_not_damage_data() -> None:
+    """A plan may hold several faults for one stage."""
     faults = parse_faults("apply@1=corrupt,apply@1=fail,apply@1=nan")
     with pytest.raises(InjectedFault):
         faults.meet("apply", 1)
     assert faults.corrupts("apply", 1) and not faults.corrupts("apply", 1)
-    assert (faults.spoils("apply", 1), faults.spoils("apply", 1)) == ("nan", "")
+    assert (faults.damage_kind("apply", 1), faults.damage_kind("apply", 1)) == ("nan", "")
 
 
-def test_a_stall_lasts_and_no_plan_costs_nothing() -> None:
+def test_a_stall_delays_and_an_empty_plan_does_not() -> None:
     began_s = time.monotonic()
     asyncio.run(Faults().at("reduce", 0))
     asyncio.run(parse_faults("reduce@0=stall:0.2").at("reduce", 0))
     assert 0.2 <= time.monotonic() - began_s < 5
 
 
-def test_a_stall_lets_others_go_on_and_a_hang_does_not() -> None:
+def test_a_hang_blocks_the_event_loop_and_a_stall_does_not() -> None:
     async def ticks(plan: str) -> int:
         count = 0
 
@@ -133,29 +135,29 @@ def test_a_stall_lets_others_go_on_and_a_hang_does_not() -> None:
     assert asyncio.run(ticks("reduce@0=hang:0.3")) == 0
 
 
-@pytest.mark.parametrize("kind", SPOILS)
+@pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.parametrize("codec", [make_codec("fp32"), make_codec("fp16")], ids=lambda codec: str(codec.name))
-def test_spoilt_chunks_are_refused_for_what_they_are(codec: Codec, kind: str) -> None:
-    grid = Grid(codec, [(0, 4096), (4096, 8192), (8192, 8193)], ((0, 8193),))
-    good = [codec.encode(torch.ones(end - start)) for start, end in grid.bounds]
-    bad = spoil_blobs(kind, good)
-    assert spoil_blobs(kind, good) == bad and spoil_blobs("", good) == good
+def test_damaged_chunks_are_refused_with_the_right_code(codec: Codec, kind: str) -> None:
+    layout = ChunkLayout(codec, [(0, 4096), (4096, 8192), (8192, 8193)], ((0, 8193),))
+    good = [codec.encode(torch.ones(end - start)) for start, end in layout.bounds]
+    bad = damage_blobs(kind, good)
+    assert damage_blobs(kind, good) == bad and damage_blobs("", good) == good
     assert len(bad) == len(good)
     for chunk, (before, after) in enumerate(zip(good, bad, strict=True)):
         assert (len(before) == len(after)) == (kind != "shape")
         if kind == "garbage" and len(after) < 100:
-            continue  # So few random bytes may well be a number.
+            continue  # So few random bytes may be a valid number.
         with pytest.raises(PeerError) as caught:
-            grid.check(chunk, after)
+            layout.check(chunk, after)
         assert caught.value.code == ("bad_size" if kind == "shape" else "not_finite")
 
 
-def test_a_chunk_of_not_numbers_is_right_in_form() -> None:
-    bad = spoil_blobs("nan", [make_codec("fp32").encode(torch.ones(8))])
+def test_a_nan_chunk_keeps_its_size() -> None:
+    bad = damage_blobs("nan", [make_codec("fp32").encode(torch.ones(8))])
     values = torch.frombuffer(bytearray(bad[0]), dtype=torch.float32)
     assert math.isnan(values[-1]) and (values[:-1] == 1).all()
 
 
-def test_a_slow_device_is_one_for_every_round_and_no_other_stage_is() -> None:
+def test_slow_applies_to_the_inner_stage_of_every_round() -> None:
     assert parse_faults("inner@*=slow:3").slowness() == 3
     assert parse_faults("reduce@*=slow:3,inner@*=stall:3").slowness() == 1 == Faults().slowness()

@@ -1,4 +1,4 @@
-"""A small file is the old one or the new one, whatever the disk does."""
+"""Atomic writes: a file has its old or its new content, whatever the disk does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from node.files import write_whole
+from node.host.files import write_whole
 from tests.unit.disk import disk_that_takes
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_written_whole_and_for_its_owner_only(tmp_path: Path, forced: bool) -> None:
+def test_only_the_owner_can_read_a_written_file(tmp_path: Path, forced: bool) -> None:
     path = tmp_path / "peers.json"
     write_whole(path, "Zoë\n", forced=forced)
     assert path.read_bytes() == "Zoë\n".encode()
@@ -23,7 +23,7 @@ def test_written_whole_and_for_its_owner_only(tmp_path: Path, forced: bool) -> N
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_a_disk_that_is_full_keeps_the_old_one_and_nothing_else(tmp_path: Path, forced: bool) -> None:
+def test_a_full_disk_keeps_the_old_content_and_no_temporary_file(tmp_path: Path, forced: bool) -> None:
     path = tmp_path / "totals.json"
     write_whole(path, "old", forced=forced)
     with disk_that_takes(1000), pytest.raises(OSError, match="too large"):
@@ -32,7 +32,7 @@ def test_a_disk_that_is_full_keeps_the_old_one_and_nothing_else(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_reader_never_sees_a_half(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     path = tmp_path / "pause.json"
     versions = [100_000 * b"a", 100_000 * b"b"]
     write_whole(path, versions[0])

@@ -1,9 +1,10 @@
-"""What a run needs: the formulas against what torch really keeps, and the refusal with its figures."""
+"""The memory that a run needs: the formulas agree with what torch uses, and a run that does not fit is refused."""
 
 from __future__ import annotations
 
 import gc
 import re
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,35 +14,35 @@ import pytest
 import torch
 from torch import nn
 
-from node.config import Config, DevicesConfig, NodeConfig
+from node.config.manifest import RunConfig
+from node.config.schema import Config, DevicesConfig, NodeConfig
 from node.diloco.codec import make_codec
 from node.diloco.outer import genesis, outer_step, pseudo_gradient
 from node.errors import MachineError
-from node.manifest import RunConfig
 from node.training import fit
-from node.training.device import Chosen
+from node.training.device import ComputeDevice
 from node.training.fit import (
     DEVICE_BYTES,
     FEEDBACK_BYTES,
     GB,
     HOST_BYTES,
     check_fit,
-    needs_of,
+    choose_execution,
+    estimate_requirements,
     row_bytes,
-    settle_execution,
 )
 from node.training.inner import Execution
-from node.training.model import NextTokenLoss, autocast, build_model, prepare, unit_elements
+from node.training.model import NextTokenLoss, autocast, build_model, prepare_layers, unit_elements
 from node.training.replica import Replica
 from tests.swarm.harness import tiny
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.reduce import grids_of
-    from node.worker.outgoing import Outgoing
+    from node.swarm.allreduce.reducer import chunk_layouts
+    from node.worker.encoder import Encoder
 
 CPU = torch.device("cpu")
-CHOSEN = Chosen(CPU, "fp32", "a CPU")
+CPU_DEVICE = ComputeDevice(CPU, "fp32", "a CPU")
 
 
 def run_of(length: int = 256, **model: Any) -> RunConfig:
@@ -50,8 +51,8 @@ def run_of(length: int = 256, **model: Any) -> RunConfig:
     return RunConfig.model_validate(tiny(model=model, inner={"batch_size": 4, "sequence_length": length}))
 
 
-def kept_bytes(model: nn.Module, run: RunConfig, precision: str, *, chunked: bool = False) -> int:
-    """What autograd keeps for the way back, beside the parameters, after the forward pass of one sequence."""
+def kept_bytes(model: nn.Module, run: RunConfig, precision: str) -> int:
+    """What autograd keeps for the backward pass of one sequence, without the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -62,12 +63,12 @@ def kept_bytes(model: nn.Module, run: RunConfig, precision: str, *, chunked: boo
         return tensor
 
     batch = torch.randint(run.model.vocab_size, (1, run.inner.sequence_length + 1))
-    loss_of = NextTokenLoss(model, chunked=chunked)
+    loss_of = NextTokenLoss(model, chunked=False)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(CPU, precision):
         loss = loss_of(batch)
     loss.backward()
     half = 2 * sum(p.numel() for p in model.parameters() if p.dim() == 2) if precision != "fp32" else 0
-    return sum(kept.values()) - half  # The weights in half precision are counted with the parameters.
+    return sum(kept.values()) - half  # The weights in half precision count as parameters.
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -75,16 +76,16 @@ def kept_bytes(model: nn.Module, run: RunConfig, precision: str, *, chunked: boo
 def test_activations_are_estimated_within_a_third(precision: str, model: dict[str, Any]) -> None:
     run = run_of(**model)
     found = kept_bytes(build_model(run.model, seed=0), run, precision)
-    of_loss = (fit.LOGIT_BYTES - 4) * run.model.vocab_size * run.inner.sequence_length  # Gone before the way back ends.
+    of_loss = (fit.LOGIT_BYTES - 4) * run.model.vocab_size * run.inner.sequence_length  # Freed before the others.
     estimated = row_bytes(run, DevicesConfig(chunked_loss="off"), precision) - of_loss
     assert estimated == pytest.approx(found, rel=0.34)
 
 
-def test_recomputing_keeps_a_fraction() -> None:
+def test_recomputing_keeps_a_fraction_of_the_activations() -> None:
     run, devices = run_of(num_hidden_layers=12), DevicesConfig(activation_checkpointing=True)
     model = build_model(run.model, seed=0)
     plain = kept_bytes(model, run, "fp32")
-    prepare(model, recompute=True, compiled=False)
+    prepare_layers(model, devices)
     assert kept_bytes(model, run, "fp32") < plain / 3
     assert row_bytes(run, devices, "fp32") < row_bytes(run, DevicesConfig(), "fp32") / 3
 
@@ -96,7 +97,7 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_bytes_a_parameter_on_the_device_and_on_the_host() -> None:
+def test_bytes_per_parameter_on_the_device_and_on_the_host() -> None:
     run = run_of(hidden_size=512, intermediate_size=1344, num_hidden_layers=2)
     before = live_bytes()
     model = build_model(run.model, seed=0)
@@ -105,29 +106,29 @@ def test_bytes_a_parameter_on_the_device_and_on_the_host() -> None:
     replica.step(torch.randint(258, (1, 33)), 1e-3)
     sent = replica.take(((0, parameters),))
     device = (live_bytes() - before) / parameters
-    assert device == pytest.approx(DEVICE_BYTES - 4, rel=0.02), "all but the gradients, which live in a step only"
+    assert device == pytest.approx(DEVICE_BYTES - 4, rel=0.02), "all but the gradients, which exist only in a step"
 
     before = live_bytes()
     state = genesis(torch.zeros(parameters))
     gradient = pseudo_gradient(state.anchor, sent)
     stepped = outer_step(state, gradient, lr=0.7, momentum=0.9, tokens=1)
-    snapshot, moments = replica.parameters, replica.moments()
+    snapshot, moments = replica.parameters, replica.optimizer_state()
     host = (live_bytes() - before) / parameters
     assert host <= HOST_BYTES
-    assert host == pytest.approx(32, rel=0.02), "old and new anchor and momentum, pseudo-gradient, a checkpoint's own"
+    assert host == pytest.approx(32, rel=0.02), "old and new anchor and momentum, pseudo-gradient, checkpoint"
     assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
     assert stepped.anchor.shape == snapshot.shape
 
 
 @pytest.mark.parametrize("codec", ["int4", "topk"])
-def test_bytes_a_parameter_of_what_is_sent_with_error_feedback(codec: str) -> None:
-    """Beside anchor and momentum: while the pseudo-gradient is encoded, and between two rounds."""
+def test_bytes_per_parameter_of_the_encoder_with_error_feedback(codec: str) -> None:
+    """While the pseudo-gradient is encoded, and between two rounds."""
     run = RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": "on"}))
     parameters = 2_000_000
     anchor = torch.zeros(parameters)
     sent = torch.randn(parameters, generator=torch.Generator().manual_seed(0)) * 1e-3
     before, while_encoding = live_bytes(), []
-    outgoing = Outgoing(grids_of(make_codec(codec), [((0, parameters),)]), run.sync, {})
+    outgoing = Encoder(chunk_layouts(make_codec(codec), [((0, parameters),)]), run.sync, {})
 
     def then(chunks: Sequence[bytes], norm: float) -> None:
         while_encoding.append((live_bytes() - before + sum(map(len, chunks))) / parameters)
@@ -137,12 +138,12 @@ def test_bytes_a_parameter_of_what_is_sent_with_error_feedback(codec: str) -> No
     outgoing.check()
     between = (live_bytes() - before) / parameters
     assert between == pytest.approx(FEEDBACK_BYTES, rel=0.02), "the residual before the round, and after it"
-    # There is no new anchor and no new momentum yet, and their room is enough for what is decoded of one's own.
+    # There is no new anchor and no new momentum yet, and their memory suffices for the decoded contribution.
     assert while_encoding[0] <= FEEDBACK_BYTES + HOST_BYTES - 8 - 12
-    outgoing.landed(0, included=True)
+    outgoing.round_over(0, included=True)
     assert (live_bytes() - before) / parameters == pytest.approx(FEEDBACK_BYTES / 2, rel=0.02)
     with_feedback, without = (
-        needs_of(RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": how})), Config(), "fp32")
+        estimate_requirements(RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": how})), Config(), "fp32")
         for how in ("on", "off")
     )
     count = sum(unit_elements(run.model))
@@ -152,53 +153,52 @@ def test_bytes_a_parameter_of_what_is_sent_with_error_feedback(codec: str) -> No
 
 def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path / "not" / "there")), run_of()
-    check_fit(run, config, CHOSEN)
-    needs = needs_of(run, config, "fp32")
-    monkeypatch.setattr(
-        fit, "available_memory_bytes", lambda: needs.host_bytes + needs.device_bytes + 0.9 * needs.row_bytes
-    )
-    with pytest.raises(
-        MachineError, match=r"needs [\d.]+ GB of memory here, and [\d.]+ GB are free: end what"
-    ) as caught:
-        check_fit(run, config, CHOSEN)
+    check_fit(run, config, CPU_DEVICE)
+    needs = estimate_requirements(run, config, "fp32")
+    free_bytes = needs.host_bytes + needs.device_bytes + 0.9 * needs.row_bytes
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: free_bytes)
+    message = r"needs [\d.]+ GB of memory here, and [\d.]+ GB are free: end what"
+    with pytest.raises(MachineError, match=message) as caught:
+        check_fit(run, config, CPU_DEVICE)
     wanted, free = (float(x) for x in re.findall(r"([\d.]+) GB", str(caught.value)))
     assert wanted >= free > 0.5
     assert caught.value.exit_code == 3
 
 
-def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, run = Chosen(torch.device("cuda", 0), "bf16", "a small GPU"), run_of()
+def test_a_gpu_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, run = ComputeDevice(torch.device("cuda", 0), "bf16", "a small GPU"), run_of()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10e6, 8e9))
     with pytest.raises(MachineError, match=r"GB of GPU memory here.*smaller model"):
-        check_fit(run, Config(), chosen)
+        check_fit(run, Config(), gpu)
 
 
-def test_the_disk_counts_what_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_checkpoints_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
-    disk = needs_of(run, config, "fp32").disk_bytes
-    monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
+    disk = estimate_requirements(run, config, "fp32").disk_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
     with pytest.raises(MachineError, match="of disk"):
-        check_fit(run, config, CHOSEN)
+        check_fit(run, config, CPU_DEVICE)
     (tmp_path / "checkpoints" / "round-00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "round-00000001" / "outer.safetensors").write_bytes(bytes(int(0.4 * disk)))
-    check_fit(run, config, CHOSEN)
+    check_fit(run, config, CPU_DEVICE)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8.0, 4), (4.1, 4), (3.9, 2), (0.2, 1)])
-def test_a_cpu_takes_as_many_sequences_as_its_memory_allows(
+def test_the_micro_batch_on_a_cpu_fits_into_its_memory(
     rows: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, devices = run_of(), DevicesConfig()
+    model = build_model(run.model, seed=0)
     monkeypatch.setattr(fit, "available_memory_bytes", lambda: rows * row_bytes(run, devices, "fp32") / fit.CPU_RATIO)
-    assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, devices).micro_batch == expected
-    assert settle_execution(build_model(run.model, seed=0), run, CHOSEN, DevicesConfig(micro_batch=3)).micro_batch == 3
+    assert choose_execution(model, run, CPU_DEVICE, devices).micro_batch == expected
+    assert choose_execution(model, run, CPU_DEVICE, DevicesConfig(micro_batch=3)).micro_batch == 3
 
 
-def test_logits_of_a_large_vocabulary_are_made_in_parts() -> None:
+def test_the_loss_of_a_large_vocabulary_is_chunked() -> None:
     small, large = run_of(), run_of(vocab_size=50_000, length=2048)
-    assert not settle_execution(build_model(small.model, seed=0), small, CHOSEN, DevicesConfig()).chunked_loss
+    assert not choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).chunked_loss
     with torch.device("meta"):
         model = build_model(large.model, seed=0)
-    assert settle_execution(model, large, CHOSEN, DevicesConfig()).chunked_loss
-    assert not settle_execution(model, large, CHOSEN, DevicesConfig(chunked_loss="off")).chunked_loss
+    assert choose_execution(model, large, CPU_DEVICE, DevicesConfig()).chunked_loss
+    assert not choose_execution(model, large, CPU_DEVICE, DevicesConfig(chunked_loss="off")).chunked_loss
     assert 1 * GB < 12 * 50_000 * 4 * 2048

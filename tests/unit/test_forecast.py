@@ -1,4 +1,4 @@
-"""What a round costs on a line, by formula: numbers worked out by hand, and what must hold for all."""
+"""The cost of a round on a link: numbers worked out by hand, and properties."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.diloco.forecast import least_line_mbit_s, round_bytes, transfer_seconds, utilization
+from node.diloco.forecast import required_link_mbit_s, round_bytes, transfer_seconds, utilization
 
 positive = st.floats(1e-3, 1e6)
 
 
 @pytest.mark.parametrize(("members", "share"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
-def test_a_butterfly_moves_twice_what_others_reduce(members: int, share: float) -> None:
+def test_a_butterfly_moves_twice_what_the_others_reduce(members: int, share: float) -> None:
     assert round_bytes(30e6, members) == pytest.approx(share * 30e6)
 
 
-def test_a_megabyte_takes_eight_seconds_on_a_megabit() -> None:
+def test_a_megabyte_takes_eight_seconds_at_one_megabit_per_second() -> None:
     assert transfer_seconds(1e6, 1.0) == pytest.approx(8.0)
     assert transfer_seconds(45e6, 20.0) == pytest.approx(18.0)
 
 
-def test_who_waits_pays_for_the_transfer_and_who_overlaps_only_for_what_does_not_fit() -> None:
+def test_overlap_hides_a_transfer_that_is_shorter_than_the_inner_steps() -> None:
     assert utilization(30, 18, overlapped=False) == pytest.approx(30 / 48)
     assert utilization(30, 18, overlapped=True) == 1.0
     assert utilization(30, 60, overlapped=True) == pytest.approx(0.5)
-    assert utilization(30, 18, overlapped=True, still_s=0.3) == pytest.approx(30 / 30.3)
-    assert utilization(30, 18, overlapped=False, still_s=2) == pytest.approx(0.6)
+    assert utilization(30, 18, overlapped=True, stall_s=0.3) == pytest.approx(30 / 30.3)
+    assert utilization(30, 18, overlapped=False, stall_s=2) == pytest.approx(0.6)
 
 
 @given(positive, positive, st.floats(0, 1e3))
-def test_a_share_is_a_share_and_overlap_never_costs(inner_s: float, transfer_s: float, still_s: float) -> None:
-    waiting = utilization(inner_s, transfer_s, overlapped=False, still_s=still_s)
-    overlapped = utilization(inner_s, transfer_s, overlapped=True, still_s=still_s)
+def test_utilization_is_between_0_and_1_and_overlap_never_lowers_it(
+    inner_s: float, transfer_s: float, stall_s: float
+) -> None:
+    waiting = utilization(inner_s, transfer_s, overlapped=False, stall_s=stall_s)
+    overlapped = utilization(inner_s, transfer_s, overlapped=True, stall_s=stall_s)
     assert 0 < waiting <= overlapped <= 1
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one member"):
         round_bytes(1.0, 0)
     with pytest.raises(ValueError, match="a rate above 0"):
         transfer_seconds(1.0, 0.0)
 
 
-def test_the_least_line_carries_a_payload_each_way_beside_one_inner_step() -> None:
-    """1.8 MB both ways, 28.8 Mbit, in 20 s of a round of 22 steps of a second, of which one is done."""
-    least = least_line_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=False)
-    assert least == pytest.approx(28.8 / 21)
-    assert 2 * transfer_seconds(1.8e6, least) + 1.0 == pytest.approx(22.0)
-    assert least_line_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=True) == pytest.approx(28.8 / 22)
-    assert least_line_mbit_s(1.8e6, inner_steps=1, step_s=1.0, overlapped=False) == math.inf
+def test_the_required_link_carries_a_payload_each_way_during_one_inner_step() -> None:
+    """1.8 MB each way, 28.8 Mbit, in 21 s of a round of 22 steps of a second."""
+    required = required_link_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=False)
+    assert required == pytest.approx(28.8 / 21)
+    assert 2 * transfer_seconds(1.8e6, required) + 1.0 == pytest.approx(22.0)
+    assert required_link_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=True) == pytest.approx(28.8 / 22)
+    assert required_link_mbit_s(1.8e6, inner_steps=1, step_s=1.0, overlapped=False) == math.inf

@@ -1,4 +1,4 @@
-"""Which elements belong to which fragment, and getting them out and in."""
+"""Fragments: which elements belong to which, and copying them out and in."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ def test_every_element_is_in_one_fragment(fragments: int) -> None:
     ranges = strided(UNITS, fragments)
     assert sum(elements(r) for r in ranges) == sum(UNITS)
     seen = torch.zeros(sum(UNITS))
-    for one in ranges:
-        for start, end in one:
-            seen[start:end] += 1
+    for start, end in (bounds for one in ranges for bounds in one):
+        seen[start:end] += 1
     assert torch.equal(seen, torch.ones_like(seen))
 
 
-def test_fragments_are_strided_and_neighbours_joined() -> None:
+def test_fragments_are_strided_and_adjacent_units_joined() -> None:
     assert strided(UNITS, 1) == [((0, 19),)]
     assert strided(UNITS, 3) == [((0, 5), (11, 14)), ((5, 8), (14, 17)), ((8, 11), (17, 19))]
     assert strided([4, 4], 2) == [((0, 4),), ((4, 8),)]
 
 
-def test_what_is_taken_out_is_put_back() -> None:
+def test_putting_back_what_was_taken_restores_the_vector() -> None:
     x, y = torch.arange(19.0), torch.zeros(19)
     for ranges in strided(UNITS, 3):
         put_(y, ranges, take(x, ranges))

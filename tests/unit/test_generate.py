@@ -1,4 +1,4 @@
-"""Text from the current model: from the folder of a node, without a swarm."""
+"""Sampling from the newest checkpoint of a data folder, without a swarm."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pytest
 import torch
 
 from node.cli import main
+from node.config.manifest import Manifest, RunConfig
 from node.diloco.outer import genesis
-from node.manifest import Manifest, RunConfig
 from node.training.checkpoint import FORMAT_VERSION, META, CheckpointStore
 from node.training.model import build_model, flatten
 from tests.swarm.harness import tiny
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from node.swarm.chain import tip_at
+    from node.swarm.chain.chain import make_tip
+    from node.worker.checkpointing import initial_checkpoint
     from node.worker.session import rules_of
-    from node.worker.snapshot import initial_checkpoint
 
 RUN = RunConfig.model_validate(tiny())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder as its founder leaves it."""
+    """A data folder with the initial checkpoint of a run."""
     path = tmp_path_factory.mktemp("node")
     state = genesis(flatten(build_model(RUN.model, seed=5)))
     draft = Manifest(run_id="ab" * 16, initial_digest="0" * 64, parameters=state.anchor.numel(), run=RUN)
-    tip = tip_at(state, draft.hash, None, rules_of(draft).outer, {}, 0.0)
+    tip = make_tip(state, draft.hash, None, rules_of(draft).outer, {}, 0.0)
     manifest = draft.model_copy(update={"initial_digest": tip.digest})
     CheckpointStore(path / "checkpoints", 2).save(initial_checkpoint(manifest, tip))
     (path / "manifest.json").write_bytes(manifest.canonical())
@@ -43,14 +43,13 @@ def generate(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> s
 
 
 def test_a_text_is_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = generate(folder, capsys, "--seed", "1")
-    assert said.startswith("def f(") and len(said) > len("def f(\n")
-    assert generate(folder, capsys, "--seed", "1") == said
-    assert generate(folder, capsys, "--seed", "2") != said
+    output = generate(folder, capsys, "--seed", "1")
+    assert output.startswith("def f(") and len(output) > len("def f(\n")
+    assert generate(folder, capsys, "--seed", "1") == output
+    assert generate(folder, capsys, "--seed", "2") != output
 
 
-def test_at_temperature_0_it_is_the_likeliest_token_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(folder, capsys, "--temperature", "0") == generate(folder, capsys, "--temperature", "0")
+def test_temperature_0_picks_the_likeliest_token_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(RUN.model, seed=5).eval()
     tokens = [256, *b"def f("]
     with torch.inference_mode():
@@ -63,28 +62,25 @@ def test_at_temperature_0_it_is_the_likeliest_token_each_time(folder: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("text", "flags", "problem"),
     [
-        (("--tokens", "0"), "--tokens must be at least 1"),
-        (("--temperature", "-1"), "--temperature not below 0"),
+        ("x", ("--tokens", "0"), "--tokens must be at least 1"),
+        ("x", ("--temperature", "-1"), "--temperature not below 0"),
+        ("x" * RUN.model.max_position_embeddings, (), "too long"),
+        ("x", ("--data-dir", "nowhere"), "belongs to no run yet"),
     ],
+    ids=["tokens", "temperature", "text too long", "no run"],
 )
-def test_bad_flags(folder: Path, flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "--data-dir", str(folder), *flags]) == 2
+def test_bad_arguments_are_refused(
+    folder: Path, text: str, flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", text, "--data-dir", str(folder), *flags]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_a_text_that_leaves_no_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x" * RUN.model.max_position_embeddings, "--data-dir", str(folder)]) == 2
-    assert "too long" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "--data-dir", str(tmp_path)]) == 2
-    assert "belongs to no run yet" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_a_newer_version_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_a_newer_version_is_refused_and_not_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     meta = folder / "checkpoints" / "round--0000001" / META
     was = meta.read_text()
     meta.write_text(was.replace(f'"format": {FORMAT_VERSION}', f'"format": {FORMAT_VERSION + 1}'))

@@ -1,31 +1,30 @@
-"""Whom a member tries to connect with directly, what it lets a relay or a caller send it to dial, and how often."""
+"""Hole punching: candidates, pauses, and which addresses a relay or caller can make a member dial."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import warnings
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from node.errors import PeerError
 from node.status import Channel, Phase
-from node.swarm.base import STUMBLES, Message, Service
-from node.swarm.directory import Directory, PeerRecord, sign_record
 from node.swarm.identity import Identity, new_identity
-from node.swarm.local import LocalHub, LocalWire
+from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service
+from tests.event_loop import in_loop
+from tests.in_process import InProcessNetwork, InProcessWire
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own
-    from node.swarm.hole_punching import (
+    from node.swarm.connectivity.hole_punching import (
         MAX_PAUSE_S,
         PAUSE_S,
         SPACING_S,
         HolePunching,
-        observer_place,
-        read_outer,
+        observer_endpoint,
+        read_observed,
     )
 
 RUN = "a" * 64
@@ -33,33 +32,26 @@ OUTER = {"one": ("8.8.4.4", 40001), "other": ("9.9.9.9", 40002)}
 RELAY_IP = "11.0.1.2"
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+class Wire(InProcessWire):
+    """Records UDP dials."""
 
-    return run
-
-
-class Wire(LocalWire):
-    """Notes what is dialed over UDP."""
-
-    def __init__(self, hub: LocalHub, peer_id: str, streets: Streets) -> None:
+    def __init__(self, hub: InProcessNetwork, peer_id: str, network: FakeNetwork) -> None:
         super().__init__(hub, peer_id)
         self.relayed_at_s: dict[str, float] = {}
-        self.streets = streets
+        self.network = network
         self.dialed: list[tuple[str, str, int]] = []
         self.dropped: list[str] = []
         self.connected: set[str] = set()
 
     async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
         self.dialed.append((peer_id, ip, port))
-        if not (self.streets.relay_has_udp if peer_id == self.streets.observer else self.streets.nats_allow):
+        if not (self.network.relay_has_udp if peer_id == self.network.observer else self.network.nats_allow):
             raise PeerError("nobody", code="unreachable")
         self.connected.add(peer_id)
 
     async def seen(self) -> dict[str, tuple[str, ...]]:
-        return {self.streets.relay.peer_id: (RELAY_IP,)} | dict.fromkeys(self.connected, ("8.8.8.8",))
+        connected: dict[str, tuple[str, ...]] = dict.fromkeys(self.connected, ("8.8.8.8",))
+        return connected | {self.network.relay.peer_id: (RELAY_IP,)}
 
     async def drop(self, peer_id: str) -> None:
         self.connected.discard(peer_id)
@@ -67,22 +59,22 @@ class Wire(LocalWire):
 
 
 class Member:
-    def __init__(self, hub: LocalHub, identity: Identity, streets: Streets) -> None:
+    def __init__(self, hub: InProcessNetwork, identity: Identity, network: FakeNetwork) -> None:
         self.peer_id = identity.peer_id
-        self.wire = Wire(hub, self.peer_id, streets)
+        self.wire = Wire(hub, self.peer_id, network)
         record = PeerRecord(
             peer_id=self.peer_id, number=1, run=RUN, head=RUN, phase=Phase.TRAINING, inbound=False,
-            via=(streets.relay.peer_id,),
+            via=(network.relay.peer_id,),
         )  # fmt: skip
         self.now_s = asyncio.get_running_loop().time
-        self.directory = Directory(identity, record, self.now_s)
-        self.punching = HolePunching(self.wire, self.directory)  # type: ignore[arg-type]
+        self.peer_table = PeerTable(identity, record, self.now_s)
+        self.punching = HolePunching(self.wire, self.peer_table)  # type: ignore[arg-type]
 
     def say(self, **changes: object) -> None:
-        self.directory.say(number=self.directory.me.number + 1, **changes)
+        self.peer_table.update_own(number=self.peer_table.me.number + 1, **changes)
 
     def hear(self, *others: Member) -> None:
-        self.directory.merge(sign_record(other.directory.identity, other.directory.me) for other in others)
+        self.peer_table.merge(sign_record(other.peer_table.identity, other.peer_table.me) for other in others)
 
     async def punch(self, peer_id: str, relay: str, version: object = 4) -> Message:
         return await self.wire.call(peer_id, "punch", Message({"relay": relay, "version": version}), timeout_s=5)
@@ -91,13 +83,13 @@ class Member:
         return [record.peer_id for record in self.punching._candidates()]
 
 
-class Streets:
-    """Two members, the one with the smaller peer id first, and a relay that tells what `outer` says."""
+class FakeNetwork:
+    """Two members, sorted by peer id, and a relay that reports the addresses in `outer`."""
 
     def __init__(self) -> None:
-        hub, self.relay = LocalHub(), new_identity()
+        hub, self.relay = InProcessNetwork(), new_identity()
         self.observer, self.nats_allow, self.relay_has_udp = new_identity().peer_id, True, True
-        relay_wire = LocalWire(hub, self.relay.peer_id)
+        relay_wire = InProcessWire(hub, self.relay.peer_id)
         relay_wire.serve({verb: Service(handler, Channel.DHT) for verb, handler in
                           (("observer", self._on_observer), ("outer", self._on_outer))})  # fmt: skip
         one, other = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
@@ -110,7 +102,7 @@ class Streets:
         )  # fmt: skip
         for member in (self.one, self.other):
             member.hear(self.one, self.other)
-            member.directory.merge([sign_record(self.relay, self.relay_record)])
+            member.peer_table.merge([sign_record(self.relay, self.relay_record)])
         self.one.wire.relayed_at_s[other.peer_id] = self.one.now_s()
         self.other.wire.relayed_at_s[one.peer_id] = self.one.now_s()
 
@@ -121,34 +113,34 @@ class Streets:
         return Message({"outer": self.outer[message.header["of"]]})
 
     async def one_tries(self) -> None:
-        record = self.one.directory.find(self.other.peer_id)
+        record = self.one.peer_table.find(self.other.peer_id)
         assert record is not None
         await self.one.punching._try(record)
         await asyncio.gather(*self.other.punching._dials)
 
 
 @in_loop
-async def test_both_dial_what_their_relay_sees_and_only_one_of_them_begins() -> None:
-    streets = Streets()
-    one, other = streets.one, streets.other
+async def test_both_members_dial_the_observed_address() -> None:
+    network = FakeNetwork()
+    one, other = network.one, network.other
     assert one.tries() == [other.peer_id] and other.tries() == []
-    await streets.one_tries()
-    observed = (streets.observer, RELAY_IP, 31337)
+    await network.one_tries()
+    observed = (network.observer, RELAY_IP, 31337)
     assert one.wire.dialed == [observed, (other.peer_id, *OUTER["other"])]
     assert other.wire.dialed == [observed, (one.peer_id, *OUTER["one"])]
-    assert one.tries() == [], "not before the pause is over"
+    assert one.tries() == [], "a pause follows an attempt"
 
 
 @in_loop
-async def test_only_members_without_a_port_that_are_called_over_a_shared_relay_are_tried() -> None:
-    streets = Streets()
-    one, other = streets.one, streets.other
+async def test_candidates_are_relayed_members_with_a_shared_relay() -> None:
+    network = FakeNetwork()
+    one, other = network.one, network.other
     for member, was, now in (
         (other, {"inbound": False}, {"inbound": True}),
         (other, {"phase": Phase.TRAINING}, {"phase": Phase.PAUSED}),
-        (other, {"via": (streets.relay.peer_id,)}, {"via": ()}),
+        (other, {"via": (network.relay.peer_id,)}, {"via": ()}),
         (one, {"inbound": False}, {"inbound": True}),
-        (one, {"via": (streets.relay.peer_id,)}, {"via": ()}),
+        (one, {"via": (network.relay.peer_id,)}, {"via": ()}),
     ):
         member.say(**now)
         one.hear(other)
@@ -157,70 +149,70 @@ async def test_only_members_without_a_port_that_are_called_over_a_shared_relay_a
         one.hear(other)
         assert one.tries() == [other.peer_id], was
     one.wire.relayed_at_s[other.peer_id] -= 3600
-    assert one.tries() == [], "nobody calls it"
+    assert one.tries() == [], "it was not called lately"
 
 
 @in_loop
-async def test_pauses_grow_while_nats_do_not_allow_it_and_shrink_after_a_success() -> None:
-    streets = Streets()
-    punching, peer_id = streets.one.punching, streets.other.peer_id
-    streets.nats_allow = False
+async def test_pause_doubles_on_failure_and_resets_on_success() -> None:
+    network = FakeNetwork()
+    punching, peer_id = network.one.punching, network.other.peer_id
+    network.nats_allow = False
     pauses = []
     for _ in range(8):
-        streets.other.punching._answered_at_s.clear()
-        await streets.one_tries()
-        pauses.append(round(punching._due_at_s[peer_id] - streets.one.now_s()))
+        network.other.punching._answered_at_s.clear()
+        await network.one_tries()
+        pauses.append(round(punching._due_at_s[peer_id] - network.one.now_s()))
     assert pauses[:3] == [PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S] and pauses[-1] == MAX_PAUSE_S
-    streets.nats_allow = True
-    streets.other.punching._answered_at_s.clear()
-    await streets.one_tries()
-    assert round(punching._due_at_s[peer_id] - streets.one.now_s()) == PAUSE_S
+    network.nats_allow = True
+    network.other.punching._answered_at_s.clear()
+    await network.one_tries()
+    assert round(punching._due_at_s[peer_id] - network.one.now_s()) == PAUSE_S
 
 
 @in_loop
-async def test_a_caller_is_answered_once_a_minute_and_only_about_a_relay_of_both() -> None:
-    streets = Streets()
-    one, other = streets.one, streets.other
+async def test_punch_needs_a_shared_relay_and_spacing() -> None:
+    network = FakeNetwork()
+    one, other = network.one, network.other
     for relay in (new_identity().peer_id, one.peer_id, ""):
         with pytest.raises(PeerError, match="no relay of both"):
             await one.punch(other.peer_id, relay)
     for version in (5, "4", None, [4]):
         with pytest.raises(PeerError):
-            await one.punch(other.peer_id, streets.relay.peer_id, version)
+            await one.punch(other.peer_id, network.relay.peer_id, version)
     assert other.wire.dialed == []
-    await one.punch(other.peer_id, streets.relay.peer_id)
+    await one.punch(other.peer_id, network.relay.peer_id)
     with pytest.raises(PeerError, match="too soon"):
-        await one.punch(other.peer_id, streets.relay.peer_id)
+        await one.punch(other.peer_id, network.relay.peer_id)
     other.punching._answered_at_s[one.peer_id] -= SPACING_S
-    await one.punch(other.peer_id, streets.relay.peer_id)
+    await one.punch(other.peer_id, network.relay.peer_id)
 
 
 @in_loop
-async def test_few_callers_a_minute_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.swarm.hole_punching.MAX_ANSWERED", 1)
-    streets = Streets()
-    streets.other.punching._answered_at_s["another"] = streets.other.now_s()
-    await streets.one_tries()
-    assert streets.other.wire.dialed == [], "too soon"
-    assert not streets.one.punching._failures[streets.other.peer_id], "it says nothing of the NATs"
+async def test_answered_callers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.connectivity.hole_punching.MAX_ANSWERED", 1)
+    network = FakeNetwork()
+    network.other.punching._answered_at_s["another"] = network.other.now_s()
+    await network.one_tries()
+    assert network.other.wire.dialed == [], "too soon"
+    assert not network.one.punching._failures[network.other.peer_id], "being too soon is no failure"
 
 
 @in_loop
-async def test_a_relay_that_does_not_answer_over_udp_is_left_alone_for_a_while() -> None:
-    streets = Streets()
-    streets.relay_has_udp = False
+async def test_relay_without_udp_is_not_asked_again_soon() -> None:
+    network = FakeNetwork()
+    network.relay_has_udp = False
     for _ in range(3):
-        await streets.one_tries()
-    assert len(streets.one.wire.dialed) == 1 and streets.other.wire.dialed == []
+        await network.one_tries()
+    assert len(network.one.wire.dialed) == 1 and network.other.wire.dialed == []
 
 
 @in_loop
-async def test_a_stranger_is_not_answered() -> None:
-    streets = Streets()
-    stranger = Member(streets.one.wire._hub, new_identity(), streets)
+async def test_punch_of_a_stranger_is_refused() -> None:
+    network = FakeNetwork()
+    stranger = Member(network.one.wire._hub, new_identity(), network)
     with pytest.raises(PeerError, match="does not know"):
-        await stranger.punch(streets.other.peer_id, streets.relay.peer_id)
-    assert streets.other.wire.dialed == []
+        await stranger.punch(network.other.peer_id, network.relay.peer_id)
+    assert network.other.wire.dialed == []
 
 
 @pytest.mark.parametrize(
@@ -229,55 +221,55 @@ async def test_a_stranger_is_not_answered() -> None:
      ("8.8.8.8", 53), ("8.8.8.8", 0), ("8.8.8.8", 2**16), ("8.8.8.8", True), ("8.8.8.8", "5000"),
      ("2001:4860::1", 5000), ("example.org", 5000), (5, 5000), ("8.8.8.8",), "8.8.8.8", None],
 )  # fmt: skip
-def test_an_address_that_no_home_has_is_not_dialed(told: object) -> None:
-    with pytest.raises((PeerError, *STUMBLES)):
-        read_outer({"outer": told}, 4)
+def test_impossible_observed_address_is_refused(told: object) -> None:
+    with pytest.raises((PeerError, *MALFORMED_ERRORS)):
+        read_observed({"outer": told}, 4)
 
 
-def test_an_address_of_a_home_is_dialed() -> None:
-    assert read_outer({"outer": ["8.8.8.8", 5000]}, 4) == ("8.8.8.8", 5000)
-    assert read_outer({"outer": ["2001:4860::1", 5000]}, 6) == ("2001:4860::1", 5000)
+def test_observed_address_is_read() -> None:
+    assert read_observed({"outer": ["8.8.8.8", 5000]}, 4) == ("8.8.8.8", 5000)
+    assert read_observed({"outer": ["2001:4860::1", 5000]}, 6) == ("2001:4860::1", 5000)
     with pytest.raises(PeerError):
-        read_outer({"outer": ["::ffff:8.8.8.8", 5000]}, 6)
+        read_observed({"outer": ["::ffff:8.8.8.8", 5000]}, 6)
 
 
 @in_loop
-async def test_what_a_relay_makes_up_ends_the_try_and_nothing_else() -> None:
-    streets = Streets()
+async def test_invalid_observed_address_ends_the_attempt_only() -> None:
+    network = FakeNetwork()
     for told in (("10.0.0.1", 5000), "nothing", None):
-        streets.outer[streets.other.peer_id] = told
-        streets.other.punching._answered_at_s.clear()
-        await streets.one_tries()
-    assert {peer for peer, _, _ in streets.one.wire.dialed} == {streets.observer}
+        network.outer[network.other.peer_id] = told
+        network.other.punching._answered_at_s.clear()
+        await network.one_tries()
+    assert {peer for peer, _, _ in network.one.wire.dialed} == {network.observer}
 
 
 @in_loop
-async def test_a_relay_cannot_call_another_peer_its_observer() -> None:
-    streets = Streets()
-    streets.one.wire.connected.add(friend := new_identity().peer_id)
-    for observer in (streets.other.peer_id, friend, streets.relay.peer_id):
-        streets.observer = observer
-        await streets.one_tries()
-    assert streets.one.wire.dialed == [] and streets.one.punching._observers == {}
+async def test_relay_cannot_pass_off_a_known_peer_as_its_observer() -> None:
+    network = FakeNetwork()
+    network.one.wire.connected.add(friend := new_identity().peer_id)
+    for observer in (network.other.peer_id, friend, network.relay.peer_id):
+        network.observer = observer
+        await network.one_tries()
+    assert network.one.wire.dialed == [] and network.one.punching._observers == {}
 
 
 @in_loop
-async def test_the_connection_to_an_observer_is_closed_when_nobody_needs_it() -> None:
-    streets = Streets()
-    await streets.one_tries()
-    punching = streets.one.punching
+async def test_idle_connection_to_observer_is_closed() -> None:
+    network = FakeNetwork()
+    await network.one_tries()
+    punching = network.one.punching
     await punching._leave_observers()
-    assert streets.one.wire.dropped == []
-    punching._observers[streets.observer] -= 3600
+    assert network.one.wire.dropped == []
+    punching._observers[network.observer] -= 3600
     await punching._leave_observers()
-    assert streets.one.wire.dropped == [streets.observer] and not punching._observers
+    assert network.one.wire.dropped == [network.observer] and not punching._observers
 
 
-def test_an_observer_is_looked_for_where_the_relay_is_seen() -> None:
+def test_observer_endpoint_prefers_the_seen_address() -> None:
     told = ["/ip4/192.168.1.2/tcp/1", "/ip4/8.8.8.8/tcp/2", "/ip4/9.9.9.9/tcp/3", "/ip6/2001:4860::1/tcp/4"]
-    assert observer_place(told, ["9.9.9.9"], None).port == 3
-    assert observer_place(told, ["2001:4860::1"], None).port == 4
-    assert observer_place(told, ["2001:4860::1"], 4).port == 2
+    assert observer_endpoint(told, ["9.9.9.9"], None).port == 3
+    assert observer_endpoint(told, ["2001:4860::1"], None).port == 4
+    assert observer_endpoint(told, ["2001:4860::1"], 4).port == 2
     for addresses, version in ((told[:1], None), (told[1:3], 6), (["/dns4/relay.example/tcp/5"], None)):
         with pytest.raises(PeerError):
-            observer_place(addresses, [], version)
+            observer_endpoint(addresses, [], version)

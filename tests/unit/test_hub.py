@@ -1,11 +1,11 @@
-"""Names on the hub in a run: what is a commit already stays, and every option outlives the pinning."""
+"""Names on the hub: commits are kept, branches are pinned with all options, and libraries' errors are translated."""
 
 from __future__ import annotations
 
 import pytest
 
+from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, MachineError
-from node.manifest import RunConfig, parse_source
 from node.training import hub
 from tests.swarm.harness import tiny
 
@@ -16,22 +16,21 @@ def run_of(source: str, tokenizer: str = "bytes") -> RunConfig:
     return RunConfig.model_validate(tiny(data={"sources": [source, "json:own/*.jsonl"], "tokenizer": tokenizer}))
 
 
-def test_commits_and_files_are_not_asked_for() -> None:
-    """There is no hub here that could answer."""
+def test_commits_and_files_need_no_hub() -> None:
     run = run_of(f"hub:allenai/c4?config=en&split=train[:10%25]&revision={COMMIT}", f"hub:own/words@{COMMIT}")
     assert hub.pinned(run) == run
     assert parse_source(hub.pinned(run).data.sources[0]).split == "train[:10%]"
     assert hub.pinned(RunConfig.model_validate(tiny())) == RunConfig.model_validate(tiny())
 
 
-def test_a_branch_becomes_its_commit_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_becomes_its_commit_and_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def commit_of(*what: str) -> str:
+    def find_commit(*what: str) -> str:
         asked.append(what)
         return LATER
 
-    monkeypatch.setattr(hub, "_commit_of", commit_of)
+    monkeypatch.setattr(hub, "_find_commit", find_commit)
     run = run_of("hub:allenai/c4?config=en&split=train[:10%25]&revision=refs/pr/1&field=body", "hub:own/words")
     found = hub.pinned(run).data
     source = parse_source(found.sources[0])
@@ -48,11 +47,11 @@ def test_a_branch_becomes_its_commit_and_the_rest_stays(monkeypatch: pytest.Monk
         (MachineError("As it is."), MachineError, r"^As it is\.$"),
     ],
 )
-def test_what_a_library_raises_is_said_in_our_words(raised: Exception, becomes: type[Exception], words: str) -> None:
-    with pytest.raises(becomes, match=words), hub.reading("X", check="A", mend="do B"):
+def test_library_errors_are_translated(raised: Exception, becomes: type[Exception], words: str) -> None:
+    with pytest.raises(becomes, match=words), hub.translate_errors("X", check="A", remedy="do B"):
         raise raised
 
 
-def test_the_network_is_told_from_what_is_not_there() -> None:
-    assert "cannot be reached" in str(hub.why_not("X", ConnectionRefusedError("refused")))
-    assert "is not to be had" in str(hub.why_not("X", FileNotFoundError("gone")))
+def test_network_errors_are_distinguished_from_missing_names() -> None:
+    assert "cannot be reached" in str(hub.hub_error("X", ConnectionRefusedError("refused")))
+    assert "is not available" in str(hub.hub_error("X", FileNotFoundError("gone")))

@@ -1,9 +1,12 @@
-"""The inner step: AdamW as torch does it, accumulation without effect, and resuming to the bit."""
+"""The inner step and evaluation: AdamW and Muon as in torch, micro-batches without effect, resuming to the bit."""
 
 from __future__ import annotations
 
 import math
 import shutil
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,15 +14,27 @@ import torch
 from torch import Tensor, nn
 
 import node.training.model as model_module
+from node.config.manifest import InnerConfig, ModelConfig, RunConfig
+from node.config.schema import DevicesConfig
+from node.diloco.outer import genesis
 from node.errors import MachineError, TrainingError
-from node.manifest import InnerConfig, ModelConfig
-from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop
-from node.training.model import build_model, flatten, load_flat_, next_token_loss, prepare
+from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop, evaluate
+from node.training.model import build_model, flatten, load_flat_, next_token_loss, prepare_layers
 from node.training.optimizers import is_for_muon
+from node.training.replica import Replica
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.chain.chain import OuterRule, make_tip
+    from node.worker.channel import StopAsked
+    from node.worker.counters import WorkCounters
+    from node.worker.evaluation import Evaluation
+    from node.worker.inner_trainer import InnerTrainer
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
 CFG = InnerConfig(clip_norm=0.5)
+MUON = CFG.model_copy(update={"optimizer": "muon"})
 
 
 def batches(count: int, rows: int = 6) -> list[Tensor]:
@@ -27,9 +42,11 @@ def batches(count: int, rows: int = 6) -> list[Tensor]:
     return [torch.randint(0, 258, (rows, 33), generator=generator) for _ in range(count)]
 
 
-def loop(micro_batch: int = 0, precision: str = "fp32", cfg: InnerConfig = CFG) -> tuple[nn.Module, InnerLoop]:
+def loop(
+    micro_batch: int = 0, precision: str = "fp32", cfg: InnerConfig = CFG, *, chunked: bool = False
+) -> tuple[nn.Module, InnerLoop]:
     model = build_model(TINY, seed=1)
-    return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch))
+    return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch, chunked))
 
 
 def test_it_is_torch_adamw_with_decay_on_matrices_only() -> None:
@@ -53,13 +70,18 @@ def test_it_is_torch_adamw_with_decay_on_matrices_only() -> None:
         assert result.loss == pytest.approx(loss.item(), rel=1e-5)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-3)
         assert result.tokens == 6 * 32
-    assert result.grad_norm > 0.5, "else nothing was clipped here"
+    assert result.grad_norm > 0.5, "otherwise nothing was clipped"
     torch.testing.assert_close(flatten(model), flatten(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 6, 100])
-def test_micro_batches_make_the_same_step_as_the_whole_batch(micro_batch: int) -> None:
-    (whole_model, whole), (model, inner) = loop(), loop(micro_batch)
+@pytest.mark.parametrize(
+    ("micro_batch", "chunked"), [(1, False), (2, False), (4, False), (6, False), (100, False), (0, True), (4, True)]
+)
+def test_micro_batches_and_a_chunked_loss_make_the_same_step(
+    micro_batch: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "LOSS_TOKENS", 50)
+    (whole_model, whole), (model, inner) = loop(), loop(micro_batch, chunked=chunked)
     for batch in batches(3):
         expected, got = whole.step(batch, 1e-3), inner.step(batch, 1e-3)
         assert got.loss == pytest.approx(expected.loss, rel=1e-5)
@@ -68,16 +90,18 @@ def test_micro_batches_make_the_same_step_as_the_whole_batch(micro_batch: int) -
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-3, atol=1e-5)
 
 
-def test_resuming_gives_the_same_bits() -> None:
-    model, inner = loop(micro_batch=2)
+@pytest.mark.parametrize("cfg", [CFG, MUON], ids=["adamw", "muon"])
+def test_resuming_gives_the_same_bits(cfg: InnerConfig) -> None:
+    model, inner = loop(2, cfg=cfg)
     data = batches(6)
     for batch in data[:3]:
         inner.step(batch, 1e-3)
     parameters, state = flatten(model), inner.state_tensors()
+    saved = {key: t.clone() for key, t in state.items()}
     for batch in data[3:]:
         inner.step(batch, 1e-3)
-    resumed_model, resumed = loop(micro_batch=2)
-    resumed.step(data[0], 1.0)  # something to overwrite
+    resumed_model, resumed = loop(2, cfg=cfg)
+    resumed.step(data[0], 1.0)  # Something to overwrite.
     load_flat_(resumed_model, parameters)
     resumed.load_state_tensors(state)
     for batch in data[3:]:
@@ -85,6 +109,7 @@ def test_resuming_gives_the_same_bits() -> None:
     assert torch.equal(flatten(resumed_model), flatten(model))
     for key, tensor in inner.state_tensors().items():
         assert torch.equal(resumed.state_tensors()[key], tensor)
+    assert all(torch.equal(state[key], saved[key]) for key in saved), "the state is a copy, saved and loaded"
 
 
 def test_state_before_the_first_step_is_zero_and_loads() -> None:
@@ -104,18 +129,6 @@ def test_state_before_the_first_step_is_zero_and_loads() -> None:
         inner.load_state_tensors(state | {"exp_avg": torch.zeros(3)})
 
 
-def test_the_state_is_a_copy() -> None:
-    _, inner = loop()
-    first, second = batches(2)
-    inner.step(first, 1e-3)
-    state = inner.state_tensors()
-    kept = {key: t.clone() for key, t in state.items()}
-    inner.step(second, 1e-3)
-    inner.load_state_tensors(state)
-    inner.step(second, 1e-3)
-    assert all(torch.equal(state[key], kept[key]) for key in kept)
-
-
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(what: str) -> None:
     model, inner = loop()
@@ -123,9 +136,8 @@ def test_a_step_that_is_not_finite_changes_nothing(what: str) -> None:
     inner.step(batch, 1e-3)
     weight = model.get_parameter("model.norm.weight")
     handle = weight.register_hook(lambda g: g * float("inf")) if what == "gradient" else None
-    spoiled = float("nan") if what == "loss" else 1.0
     with torch.no_grad():
-        weight[0] = spoiled
+        weight[0] = float("nan") if what == "loss" else 1.0
     before, state = flatten(model), inner.state_tensors()
     assert inner.step(batch, 1e-3).tokens == 0
     torch.testing.assert_close(flatten(model), before, rtol=0, atol=0, equal_nan=True)
@@ -137,12 +149,12 @@ def test_a_step_that_is_not_finite_changes_nothing(what: str) -> None:
     assert inner.step(batch, 1e-3).loss > 0, "no gradient of the failed step is left"
 
 
-def test_many_steps_in_a_row_that_are_not_finite_end_it() -> None:
+def test_many_steps_in_a_row_that_are_not_finite_are_an_error() -> None:
     _, inner = loop()
     batch = batches(1)[0]
     for _ in range(MOST_SKIPPED - 1):
         assert inner.step(batch, 1e-3, lambda rows: math.nan).tokens == 0
-    assert inner.step(batch, 1e-3).tokens, "one that is finite begins the count again"
+    assert inner.step(batch, 1e-3).tokens, "a finite step resets the count"
     for _ in range(MOST_SKIPPED - 1):
         inner.step(batch, 1e-3, lambda rows: math.inf)
     with pytest.raises(TrainingError, match=r"diverged.*lr"):
@@ -158,8 +170,7 @@ def test_it_learns_in_half_precision_with_parameters_in_fp32(precision: str) -> 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_the_scale_of_fp16_is_in_the_step_alone() -> None:
-    """Gradients, and so parameters and what is sent of them, are those without a scale, but for rounding."""
+def test_the_scale_of_fp16_does_not_reach_gradients_and_parameters() -> None:
     (plain_model, plain), (model, inner) = loop(), loop(precision="fp16")
     for batch in batches(3):
         expected, got = plain.step(batch, 1e-3), inner.step(batch, 1e-3)
@@ -168,7 +179,7 @@ def test_the_scale_of_fp16_is_in_the_step_alone() -> None:
     assert (flatten(model) - flatten(plain_model)).norm() < 0.2 * moved.norm()
 
 
-def test_a_gradient_that_overflows_in_fp16_lowers_the_scale_and_costs_a_step() -> None:
+def test_a_gradient_that_overflows_in_fp16_lowers_the_scale_and_skips_the_step() -> None:
     model, inner = loop(precision="fp16")
     batch = batches(1)[0]
     handle = model.get_parameter("model.norm.weight").register_hook(lambda g: g * float("inf"))
@@ -182,7 +193,7 @@ def test_a_gradient_that_overflows_in_fp16_lowers_the_scale_and_costs_a_step() -
 
 
 def test_out_of_memory_halves_the_micro_batch_and_the_step_is_the_same() -> None:
-    def room_for_two(rows: int) -> float:
+    def out_of_memory_above_two(rows: int) -> float:
         if rows > 2:
             raise torch.OutOfMemoryError("injected")
         return 1.0
@@ -190,61 +201,51 @@ def test_out_of_memory_halves_the_micro_batch_and_the_step_is_the_same() -> None
     (whole_model, whole), (model, inner) = loop(), loop()
     for batch in batches(3):
         whole.step(batch, 1e-3)
-        assert inner.step(batch, 1e-3, room_for_two).tokens == 6 * 32
+        assert inner.step(batch, 1e-3, out_of_memory_above_two).tokens == 6 * 32
     assert inner.micro_batch == 1, "6, 3, 1"
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-3, atol=1e-5)
 
 
-def test_no_memory_for_one_row_ends_it_with_the_mend() -> None:
-    def no_room(rows: int) -> float:
+def test_no_memory_for_one_row_is_an_error_with_a_remedy() -> None:
+    def out_of_memory(rows: int) -> float:
         raise torch.OutOfMemoryError("injected")
 
     model, inner = loop()
     before = flatten(model)
     with pytest.raises(MachineError, match=r"single sequence.*activation_checkpointing"):
-        inner.step(batches(1)[0], 1e-3, no_room)
+        inner.step(batches(1)[0], 1e-3, out_of_memory)
     assert torch.equal(flatten(model), before)
 
 
-@pytest.mark.parametrize("how", [Execution(chunked_loss=True), Execution(chunked_loss=True, micro_batch=4)])
-def test_a_chunked_loss_makes_the_same_step(how: Execution, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_module, "LOSS_TOKENS", 50)
-    whole_model, whole = loop()
-    model = build_model(TINY, seed=1)
-    inner = InnerLoop(model, CFG, CPU, how)
-    for batch in batches(3):
-        expected, got = whole.step(batch, 1e-3), inner.step(batch, 1e-3)
-        assert got.loss == pytest.approx(expected.loss, rel=1e-5)
-    torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("recompute", "compiled"),
+    "devices",
     [
-        (True, False),
+        DevicesConfig(activation_checkpointing=True),
         pytest.param(
-            False, True, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+            DevicesConfig(compile=True),
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++"),
         ),
     ],
+    ids=["recomputed", "compiled"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore")  # Those of torch's compiler.
 @pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
 def test_recomputed_and_compiled_layers_make_the_same_step(
-    recompute: bool, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    devices: DevicesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiler's cache on the disk ignores ATEN_CPU_CAPABILITY: it returns code for another instruction set.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     whole_model, whole = loop()
     model = build_model(TINY, seed=1)
-    prepare(model, recompute=recompute, compiled=compiled)
+    prepare_layers(model, devices)
     inner = InnerLoop(model, CFG, CPU)
     for batch in batches(3):
         whole.step(batch, 1e-3), inner.step(batch, 1e-3)
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-4, atol=1e-6)
 
 
-def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
-    model, inner = loop(cfg=CFG.model_copy(update={"optimizer": "muon"}))
+def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    model, inner = loop(cfg=MUON)
     batch = batches(1)[0]
     losses = [inner.step(batch, 1e-3).loss for _ in range(30)]
     assert losses[-1] < losses[0] - 0.5
@@ -257,14 +258,60 @@ def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
     }  # fmt: skip
 
 
-def test_muon_goes_on_to_the_bit() -> None:
-    cfg = CFG.model_copy(update={"optimizer": "muon"})
-    (model, inner), steps = loop(cfg=cfg), batches(6)
-    for batch in steps[:3]:
-        inner.step(batch, 1e-3)
-    other_model, other = loop(cfg=cfg)
-    load_flat_(other_model, flatten(model))
-    other.load_state_tensors(inner.state_tensors())
-    for batch in steps[3:]:
-        inner.step(batch, 1e-3), other.step(batch, 1e-3)
-    assert torch.equal(flatten(model), flatten(other_model))
+# evaluation
+
+
+def loss_function(model: nn.Module, precision: str = "fp32") -> Callable[[Tensor], float]:
+    return InnerLoop(model, InnerConfig(), CPU, Execution(precision)).loss_of
+
+
+def test_evaluation_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
+    model = build_model(TINY, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(0, 258, shape, generator=generator) for shape in ((2, 33), (1, 33), (4, 9))]
+    with torch.no_grad():
+        total = sum(next_token_loss(model, b).item() * b[:, 1:].numel() for b in data)
+    assert evaluate(loss_function(model), data) == pytest.approx(total / (64 + 32 + 32), rel=1e-6)
+    assert math.isnan(evaluate(loss_function(model), []))
+
+
+def test_evaluation_changes_nothing() -> None:
+    model = build_model(TINY, seed=0)
+    before = flatten(model)
+    data = [torch.zeros(2, 9, dtype=torch.int64)]
+    half, full = evaluate(loss_function(model, "bf16"), data), evaluate(loss_function(model), data)
+    assert half == pytest.approx(full, rel=0.02)
+    assert model.training
+    assert torch.equal(flatten(model), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluation_ends_with_its_budget_after_at_least_one_batch() -> None:
+    loss_of = loss_function(build_model(TINY, seed=0))
+    data = [torch.full((1, 9), token) for token in range(4)]
+    times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert evaluate(loss_of, data, budget_s=1.5, clock=lambda: next(times)) == evaluate(loss_of, data[:2])
+    assert evaluate(loss_of, data, budget_s=0.0) == evaluate(loss_of, data[:1])
+
+
+def test_a_stop_ends_evaluation_without_a_loss_and_restores_the_parameters() -> None:
+    model = build_model(TINY, seed=0)
+    run = RunConfig(model=TINY)
+    data = [torch.randint(0, 258, (2, 9)) for _ in range(5)]
+    replica = Replica(model, run.inner, CPU, Execution("fp32", 0))
+    local = InnerTrainer(run, replica, lambda _: pytest.fail("no text is read"), data, WorkCounters(time.monotonic))
+    tip = make_tip(genesis(flatten(model) + 1.0), "ab" * 32, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
+    own, calls = flatten(model), 0
+
+    def obey() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise StopAsked("pause")
+
+    evaluation = Evaluation(run.evaluation, local)
+    evaluation.round_over(tip, "me", obey)
+    assert calls == 3 and evaluation.loss is None
+    assert torch.equal(flatten(model), own)
+    evaluation.round_over(tip, "me", lambda: None)
+    assert evaluation.loss is not None

@@ -1,21 +1,65 @@
-"""A record for people looks like one record, whoever's words are in it."""
+"""Log records as text and as JSON: levels, handlers, exceptions, and hostile messages."""
 
 from __future__ import annotations
 
+import io
+import json
 import logging
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from node.logs import make_formatter
+from node.commands.terminal import LiveView
+from node.host import logs
+from tests.unit.test_terminal import make_status
 
 
-def line(message: str) -> str:
-    record = logging.LogRecord("node.swarm.p2p", logging.WARNING, "", 0, "%s", (message,), None)
-    return make_formatter("console").format(record)
+def test_json_lines_and_levels() -> None:
+    out = io.StringIO()
+    logs.configure("info", "json", to=out)
+    logging.getLogger("node.x").info("für %s", "you", extra={"round": 4})
+    logging.getLogger("node.x").debug("not this")
+    logging.getLogger("library").info("nor this")
+    logging.getLogger("library").warning("but this")
+    try:
+        raise RuntimeError("oh")
+    except RuntimeError:
+        logging.getLogger("node.x").exception("failed")
+    first, second, third = (json.loads(line) for line in out.getvalue().splitlines())
+    assert (first["level"], first["logger"], first["message"], first["round"]) == ("info", "node.x", "für you", 4)
+    assert first["at"].endswith("Z")
+    assert second["message"] == "but this"
+    assert "RuntimeError: oh" in third["exception"]
+
+
+def test_configured_twice_logs_once() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    logs.configure("info", "console", to=first)
+    logs.configure("debug", "console", to=second)
+    logging.getLogger("node.x").debug("once")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("once") == 1
+
+
+def test_log_and_live_line_share_a_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    logs.configure("info", "console", to=console)
+    with LiveView(console, tmp_path, line=True, pid=7) as view:
+        view.update(make_status())
+        logging.getLogger("node.x").info("round [done] %d", 4, extra={"round": 4})
+    assert "INFO    node.x: [round 4] round [done] 4\n" in out.getvalue()
+    assert "sync in" in out.getvalue()
+
+
+def format_line(message: str) -> str:
+    record = logging.LogRecord("node.swarm.transport.libp2p", logging.WARNING, "", 0, "%s", (message,), None)
+    return logs.make_formatter("console").format(record)
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("message", "expected"),
     [
         ("Peer abc refused: \x1b[2J\x1b]0;owned\x07", r"\x1b[2J\x1b]0;owned\x07"),
         ("carriage\rreturn", r"carriage\rreturn"),
@@ -24,12 +68,12 @@ def line(message: str) -> str:
         ("Zoë\t☃", "Zoë\t☃"),
     ],
 )
-def test_what_drives_a_terminal_is_spelled_out(said: str, shown: str) -> None:
-    assert line(said).endswith(shown)
+def test_control_characters_are_escaped(message: str, expected: str) -> None:
+    assert format_line(message).endswith(expected)
 
 
-def test_a_line_feed_forges_no_record() -> None:
-    forged = "12:00:00 ERROR   node.daemon.keeper: The worker crashed"
-    first, second = line(f"refused\n{forged}").split("\n")
-    assert first.endswith(" node.swarm.p2p: refused")
+def test_a_line_feed_cannot_forge_a_record() -> None:
+    forged = "12:00:00 ERROR   node.daemon.supervisor: The worker crashed"
+    first, second = format_line(f"refused\n{forged}").split("\n")
+    assert first.endswith(" node.swarm.transport.libp2p: refused")
     assert second == f"    {forged}"

@@ -1,4 +1,4 @@
-"""Manifest and invite: what is hashed, what survives copying, what is refused."""
+"""Manifest and invite: hashing, copying, and refusal of invalid ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.errors import InviteError, ManifestError, ProtocolError
-from node.manifest import (
+from node.config.manifest import (
     INVITE_PREFIX,
     PROTOCOL_VERSION,
     InnerConfig,
@@ -23,6 +22,7 @@ from node.manifest import (
     parse_invite,
     parse_manifest,
 )
+from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 GOLDEN_HASH = "36b599ab23b0f838b9a96ac60258bbee335dc61ad2c059ff9a95dae16aee6b9b"
@@ -40,7 +40,7 @@ def offered(**changes: object) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def test_a_manifest_comes_back_as_it_was() -> None:
+def test_a_manifest_survives_serialisation() -> None:
     one = manifest(RunConfig(name="ärger", inner=InnerConfig(lr=1e-3)))
     again = parse_manifest(one.canonical(), one.hash)
     assert again == one
@@ -61,10 +61,7 @@ def test_the_hash_covers_every_field() -> None:
 
 
 def test_the_hash_does_not_move_between_versions() -> None:
-    """A golden value: where it changes, this version cannot join runs that the last one founded.
-
-    Then raise PROTOCOL_VERSION (once a version was released), and only after that write the new value here.
-    """
+    """If this value changes, this version cannot join runs of the previous one: then increase PROTOCOL_VERSION."""
     model = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     assert manifest(RunConfig(name="golden", model=model)).hash == GOLDEN_HASH
 
@@ -75,7 +72,7 @@ def test_other_bytes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[]", b"{}", b'{"protocol_version": null}', b"[" * 100_000])
-def test_rubbish_with_the_right_hash_is_refused(data: bytes) -> None:
+def test_invalid_bytes_with_the_right_hash_are_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         parse_manifest(data, hashlib.sha256(data).hexdigest())
 
@@ -88,25 +85,26 @@ def test_wrong_fields_are_refused(changes: dict[str, object]) -> None:
         parse_manifest(*offered(**changes))
 
 
-def test_a_newer_protocol_says_so_before_fields_it_cannot_know() -> None:
+def test_a_newer_protocol_is_reported_before_unknown_fields() -> None:
     with pytest.raises(ProtocolError, match="upgrade"):
         parse_manifest(*offered(protocol_version=PROTOCOL_VERSION + 1, novelty={"a": 1}))
 
 
 def test_rules_between_fields() -> None:
-    with pytest.raises(ValueError, match="longer than"):
-        RunConfig(inner=InnerConfig(sequence_length=2048))
-    with pytest.raises(ValueError, match="multiple"):
-        ModelConfig(num_attention_heads=3)
-    with pytest.raises(ValueError, match="258"):
-        RunConfig(model=ModelConfig(vocab_size=257))
+    for make, message in (
+        (lambda: RunConfig(inner=InnerConfig(sequence_length=2048)), "longer than"),
+        (lambda: ModelConfig(num_attention_heads=3), "multiple"),
+        (lambda: RunConfig(model=ModelConfig(vocab_size=257)), "258"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 multiaddresses = st.from_regex(r"/ip4/[0-9]{1,3}\.0\.0\.1/tcp/[0-9]{1,5}/p2p/[A-Za-z0-9]{10,52}", fullmatch=True)
 
 
 @given(st.binary(min_size=32, max_size=32), st.lists(multiaddresses, min_size=1, max_size=8))
-def test_an_invite_comes_back_as_it_was(digest: bytes, addresses: list[str]) -> None:
+def test_an_invite_survives_serialisation(digest: bytes, addresses: list[str]) -> None:
     one = Invite(digest.hex(), tuple(addresses))
     assert parse_invite(str(one)) == one
 
@@ -117,7 +115,7 @@ def test_an_invite_survives_line_breaks_and_spaces() -> None:
     assert parse_invite(broken).addresses == (ADDRESS,)
 
 
-def test_every_single_damaged_letter_is_found() -> None:
+def test_every_damaged_letter_is_detected() -> None:
     text = str(Invite(HASH, (ADDRESS,)))
     for at in range(len(text)):
         for other in "Aa0_":
@@ -126,41 +124,35 @@ def test_every_single_damaged_letter_is_found() -> None:
                 found = parse_invite(damaged)
             except InviteError:
                 continue
-            # The last letter of base64 may hold spare bits; the content is whole then.
+            # The last letter of base64 may hold spare bits; the content is then intact.
             assert found == parse_invite(text), at
 
 
 @pytest.mark.parametrize("cut", [10, 20, 60])
 def test_a_cut_invite_is_refused(cut: int) -> None:
-    """Less than that, and only zlib's own checksum is gone: ours is whole, and so is the content."""
+    """A shorter cut removes only zlib's own checksum; ours and the content are then intact."""
     with pytest.raises(InviteError, match="damaged or cut short"):
         parse_invite(str(Invite(HASH, (ADDRESS,)))[:-cut])
 
 
 def pack(body: bytes) -> str:
-    packed = zlib.compress(body + zlib.crc32(body).to_bytes(4, "big"))
-    return INVITE_PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
+    compressed = zlib.compress(body + zlib.crc32(body).to_bytes(4, "big"))
+    return INVITE_PREFIX + base64.urlsafe_b64encode(compressed).decode().rstrip("=")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "hello",
-        INVITE_PREFIX,
-        INVITE_PREFIX + "é",
-        pack(b""),
-        pack(b"x" * 32),
-        pack(b"x" * 32 + b"not an address"),
-        pack(b"x" * 32 + b"/ip4/1.2.3.4/tcp/1"),
+        "", "hello", INVITE_PREFIX, INVITE_PREFIX + "é", pack(b""), pack(b"x" * 32),
+        pack(b"x" * 32 + b"not an address"), pack(b"x" * 32 + b"/ip4/1.2.3.4/tcp/1"),
         pack(b"x" * 32 + b"/\xff/p2p/x"),
     ],
-)
-def test_what_is_no_invite_is_refused(text: str) -> None:
+)  # fmt: skip
+def test_an_invalid_invite_is_refused(text: str) -> None:
     with pytest.raises(InviteError):
         parse_invite(text)
 
 
-def test_a_bomb_is_refused_without_being_unpacked() -> None:
+def test_a_decompression_bomb_is_refused() -> None:
     with pytest.raises(InviteError):
         parse_invite(pack(b"x" * 32 + b"/p2p/" * 20_000_000))

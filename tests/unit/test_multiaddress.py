@@ -1,4 +1,4 @@
-"""Multiaddresses: the forms that are read, and the sentence for those that are not."""
+"""Valid and invalid multiaddresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
         "/dns/peer/tcp/1",
     ],
 )
-def test_a_multiaddress_is_read_and_written_alike(text: str) -> None:
+def test_parse_and_str_round_trip(text: str) -> None:
     assert str(parse(text)) == text
 
 
@@ -54,7 +54,7 @@ def test_a_multiaddress_is_read_and_written_alike(text: str) -> None:
         (f"/ip4/1.2.3.4/tcp/1/p2p/{ED25519}" + "1" * 9999, "is no peer id"),
     ],
 )
-def test_anything_else_is_refused_with_the_reason(text: str, said: str) -> None:
+def test_invalid_multiaddress_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(text)
 
@@ -69,7 +69,7 @@ def test_anything_else_is_refused_with_the_reason(text: str, said: str) -> None:
         ("/dns6/example.org/tcp/1", "/dns6/example.org/tcp/1"),
     ],
 )
-def test_host_and_port_are_read_as_a_multiaddress(text: str, read: str) -> None:
+def test_host_and_port_are_parsed(text: str, read: str) -> None:
     assert str(parse_plain(text)) == str(parse_plain(text, bare_port=5)) == read
 
 
@@ -81,13 +81,13 @@ def test_host_and_port_are_read_as_a_multiaddress(text: str, read: str) -> None:
         ("example.org", "/dns4/example.org/tcp/5"),
     ],
 )
-def test_a_host_alone_is_read_only_where_a_port_is_known(text: str, read: str) -> None:
+def test_host_alone_needs_a_default_port(text: str, read: str) -> None:
     assert str(parse_plain(text, bare_port=5)) == read
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_plain(text)
 
 
 @pytest.mark.parametrize("text", ["foo", "", "1.2.3", "1.2.3:4", "[::1]", "[::1:5", "::1]:5", "host:", ":5", "a b:5"])
-def test_what_is_no_host_and_port_is_refused(text: str) -> None:
+def test_invalid_host_and_port_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no "):
         parse_plain(text, bare_port=5)

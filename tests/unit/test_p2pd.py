@@ -1,4 +1,4 @@
-"""libp2p's daemon: how it is started, and what it refuses by itself, where nobody has probed its port before."""
+"""How p2pd is started, and which addresses it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from node.swarm.identity import load_identity
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own
     from node.swarm.member import _announced
-    from node.swarm.p2pd import DaemonOptions, read_refusal, start_daemon
+    from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 
 LIMIT_S = 60.0
 
@@ -29,7 +29,7 @@ def options(folder: Path, *listen: str) -> DaemonOptions:
 
 
 def start(first: DaemonOptions, *others: DaemonOptions) -> None:
-    """All at once; ends them in any case."""
+    """Run all at once, then stop them."""
 
     async def live(chosen: Sequence[DaemonOptions]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -48,59 +48,59 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_it_relays_for_nobody(tmp_path: Path) -> None:
+def test_libp2p_relaying_is_off(tmp_path: Path) -> None:
     arguments = options(tmp_path / "a", "/ip4/127.0.0.1/tcp/0").arguments()
     assert {"-relay=0", "-relayService=0", "-autonat=0"} <= set(arguments)
     assert not any("autoRelay" in argument or "trustedRelays" in argument for argument in arguments)
 
 
-def test_the_udp_port_for_hole_punching_is_listened_on_and_told_to_nobody(tmp_path: Path) -> None:
+def test_quic_port_is_not_announced(tmp_path: Path) -> None:
     both = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
-    given = replace(options(tmp_path / "a", *both), punching=True)
+    given = replace(options(tmp_path / "a", *both), hole_punching=True)
     arguments = dict(argument.split("=", 1) for argument in given.arguments() if "=" in argument)
     hidden = ["/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/udp/0/quic-v1"]
-    assert given.hidden == hidden and arguments["-hostAddrs"] == ",".join([*both, *hidden])
+    assert given.quic_listen == hidden and arguments["-hostAddrs"] == ",".join([*both, *hidden])
     told = arguments["-announceAddrs"].split(",")
     assert "/ip4/127.0.0.1/tcp/31337" in told and all(address.endswith("/tcp/31337") for address in told)
     assert not any("0.0.0.0" in address or "/::/" in address for address in told)
 
 
-def test_a_node_that_listens_on_loopback_or_nothing_has_no_udp_port(tmp_path: Path) -> None:
+def test_no_quic_port_on_loopback(tmp_path: Path) -> None:
     for number, listen in enumerate(((), ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0"))):
-        given = replace(options(tmp_path / str(number), *listen), punching=True)
-        assert given.hidden == [] and not any("announceAddrs" in argument for argument in given.arguments())
+        given = replace(options(tmp_path / str(number), *listen), hole_punching=True)
+        assert given.quic_listen == [] and not any("announceAddrs" in argument for argument in given.arguments())
 
 
-def test_a_udp_port_that_cannot_be_had_stops_nobody() -> None:
+def test_udp_listen_error_is_ignored() -> None:
     line = 'listening failed {"on": "/ip4/0.0.0.0/%s", "error": "listen: bind: address already in use"}'
-    assert read_refusal(line % "udp/31337/quic-v1") is None
-    assert (error := read_refusal(line % "tcp/31337")) is not None and error.code == "port_in_use"
+    assert parse_listen_error(line % "udp/31337/quic-v1") is None
+    assert (error := parse_listen_error(line % "tcp/31337")) is not None and error.code == "port_in_use"
 
 
-def test_a_second_daemon_on_the_same_port_is_refused(tmp_path: Path) -> None:
+def test_second_daemon_on_the_same_port_fails(tmp_path: Path) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", address), options(tmp_path / "b", address))
     assert caught.value.code == "port_in_use"
 
 
-def test_one_taken_address_of_several_is_refused(tmp_path: Path) -> None:
+def test_one_taken_address_of_several_fails(tmp_path: Path) -> None:
     taken, free = (f"/ip4/127.0.0.1/tcp/{free_port()}" for _ in range(2))
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", taken), options(tmp_path / "b", free, taken))
     assert caught.value.code == "port_in_use" and taken.rpartition("/")[2] in str(caught.value)
 
 
-def test_an_address_of_another_machine_is_refused_as_that(tmp_path: Path) -> None:
+def test_address_of_another_machine_fails(tmp_path: Path) -> None:
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", "/ip4/203.0.113.7/tcp/4001"))
     assert caught.value.code == "no_such_address"
 
 
-def test_it_may_listen_on_nothing(tmp_path: Path) -> None:
+def test_daemon_may_listen_on_nothing(tmp_path: Path) -> None:
     start(options(tmp_path / "a"))
 
 
-def test_an_announced_address_without_a_port_gets_the_one_that_is_listened_on() -> None:
+def test_announced_address_without_port_gets_the_listening_port() -> None:
     given = ("/ip4/203.0.113.7/tcp/0", "/dns4/example.org/tcp/443")
     assert _announced(given, {4: 31338, 6: 31338}) == ("/ip4/203.0.113.7/tcp/31338", "/dns4/example.org/tcp/443")

@@ -1,4 +1,4 @@
-"""Ports to listen on: what is taken is seen, whoever holds it, and the choice is kept."""
+"""Ports to listen on: taken ones are detected, and the choice is remembered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from node.errors import MachineError
+from node.host.ports import PORTS_TRIED, PortFile, candidates, choose, listen_error, reserve
 from node.multiaddress import Multiaddress, parse
-from node.ports import PORTS_TRIED, PortFile, candidates, choose, refusal, reserve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # hivemind's own
-    from node.swarm.p2pd import read_refusal
+    from node.swarm.transport.p2pd import parse_listen_error
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def code_of(addresses: list[Multiaddress]) -> str:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("holder", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("wanted", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_another_program_holds_is_found(free_port: int, holder: str, wanted: str, shared: bool) -> None:
+def test_a_port_of_another_program_is_detected(free_port: int, holder: str, wanted: str, shared: bool) -> None:
     with ExitStack() as stack:
         held(stack, holder, free_port, shared=shared)
         assert code_of(at(free_port, wanted)) == "port_in_use"
@@ -57,7 +57,7 @@ def test_a_port_that_another_program_holds_is_found(free_port: int, holder: str,
 
 
 @pytest.mark.parametrize("holder", ["::1", "::"])
-def test_a_port_that_is_held_for_ipv6_only_is_found(free_port: int, holder: str) -> None:
+def test_a_port_held_for_ipv6_only_is_detected(free_port: int, holder: str) -> None:
     with ExitStack() as stack:
         try:
             held(stack, holder, free_port, shared=True)
@@ -66,14 +66,14 @@ def test_a_port_that_is_held_for_ipv6_only_is_found(free_port: int, holder: str)
         assert code_of(at(free_port, "0.0.0.0", "::")) == "port_in_use"
 
 
-def test_a_reservation_keeps_other_nodes_off_until_it_ends(free_port: int) -> None:
+def test_a_reservation_excludes_other_nodes_until_it_ends(free_port: int) -> None:
     with reserve(at(free_port)):
         assert code_of(at(free_port)) == "port_in_use"
     with reserve(at(free_port)):
         pass
 
 
-def test_a_default_port_that_is_taken_is_followed_by_the_next_one(tmp_path: Path, free_port: int) -> None:
+def test_the_next_port_replaces_a_taken_default_one(tmp_path: Path, free_port: int) -> None:
     file = PortFile(tmp_path / "cache" / "port")
     with reserve(at(free_port)), choose(at(free_port), file, may_move=True) as chosen:
         assert chosen.wanted == free_port < chosen.chosen == chosen.port
@@ -81,10 +81,10 @@ def test_a_default_port_that_is_taken_is_followed_by_the_next_one(tmp_path: Path
         with pytest.raises(MachineError):
             choose(at(free_port), file, may_move=False)
     with choose(at(free_port), file, may_move=True) as again:
-        assert again.port == chosen.chosen, "kept, although the default one is free again"
+        assert again.port == chosen.chosen, "kept although the default one is free again"
 
 
-def test_all_families_get_one_port(tmp_path: Path, free_port: int) -> None:
+def test_all_address_families_get_the_same_port(tmp_path: Path, free_port: int) -> None:
     with choose(at(0, "127.0.0.1", "127.0.0.2"), PortFile(tmp_path / "port"), may_move=False) as chosen:
         assert len({address.port for address in chosen.addresses}) == 1 and chosen.port > 0
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def test_all_families_get_one_port(tmp_path: Path, free_port: int) -> None:
             assert [address.port for address in moved.addresses] == [moved.port] * 2 and moved.port != free_port
 
 
-def test_any_port_is_the_one_of_last_time_while_that_is_free(tmp_path: Path, free_port: int) -> None:
+def test_port_0_takes_the_remembered_port_while_it_is_free(tmp_path: Path, free_port: int) -> None:
     file = PortFile(tmp_path / "port")
     file.remember(0, free_port)
     with choose(at(0), file, may_move=False) as chosen:
@@ -103,7 +103,7 @@ def test_any_port_is_the_one_of_last_time_while_that_is_free(tmp_path: Path, fre
         assert other.port not in (0, free_port)
 
 
-def test_what_was_taken_for_another_wish_is_not_used(tmp_path: Path) -> None:
+def test_a_port_taken_for_another_wanted_one_is_not_used(tmp_path: Path) -> None:
     file = PortFile(tmp_path / "cache" / "port")
     assert file.recall(31337) == 0
     file.remember(31337, 31339)
@@ -111,7 +111,7 @@ def test_what_was_taken_for_another_wish_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "0", "0 0", "0 -3", "0 70000", "0 x", "0 1 2", "\ufffd"])
-def test_a_port_file_that_makes_no_sense_is_nothing(tmp_path: Path, content: str) -> None:
+def test_an_invalid_port_file_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "port").write_text(content)
     assert PortFile(tmp_path / "port").recall(0) == 0
 
@@ -122,17 +122,17 @@ def test_candidates_end_with_any_port() -> None:
     assert list(candidates(65535, 0)) == [65535, 0]
 
 
-def test_nothing_to_listen_on_is_a_choice(tmp_path: Path) -> None:
+def test_listening_on_no_address_is_allowed(tmp_path: Path) -> None:
     with choose([], PortFile(tmp_path / "port"), may_move=False) as chosen:
         assert (chosen.addresses, chosen.port) == ((), 0)
 
 
-def test_an_address_of_another_machine_is_told_from_a_taken_port() -> None:
+def test_an_address_of_another_machine_has_a_separate_error_code() -> None:
     assert code_of(at(40123, "203.0.113.7")) == "no_such_address"
 
 
 @pytest.mark.parametrize(
-    ("number", "host", "code", "said"),
+    ("number", "host", "code", "message"),
     [
         (errno.EADDRINUSE, "0.0.0.0", "port_in_use", "another program has the port"),
         (errno.EADDRNOTAVAIL, "203.0.113.7", "no_such_address", "does not have the address 203.0.113.7"),
@@ -142,22 +142,22 @@ def test_an_address_of_another_machine_is_told_from_a_taken_port() -> None:
         (None, "0.0.0.0", "cannot_listen", "unknown"),
     ],
 )
-def test_each_refusal_has_its_own_sentence_and_remedy(number: int | None, host: str, code: str, said: str) -> None:
-    error = refusal(number, at(80, host)[0])
+def test_each_error_has_a_sentence_with_a_remedy(number: int | None, host: str, code: str, message: str) -> None:
+    error = listen_error(number, at(80, host)[0])
     assert (error.code, error.exit_code) == (code, 3)
-    assert said in str(error) and "swarm.listen" in str(error) and str(error).endswith(".")
+    assert message in str(error) and "swarm.listen" in str(error) and str(error).endswith(".")
 
 
 LOG = "2026-11-22T15:02:18.955Z\tWARN\tswarm2\tswarm/swarm_listen.go:30\tlistening failed\t"
 
 
-def test_what_p2pd_could_not_listen_on_is_read_from_its_log() -> None:
+def test_listen_errors_are_read_from_the_log_of_p2pd() -> None:
     line = LOG + '{"on": "/ip4/0.0.0.0/tcp/80", "error": "listen tcp4 0.0.0.0:80: bind: %s"}'
-    told = {"address already in use": "port_in_use", "cannot assign requested address": "no_such_address"}
-    told |= {"permission denied": "port_not_permitted", "no idea": "cannot_listen"}
-    for words, code in told.items():
-        error = read_refusal(line % words)
+    codes = {"address already in use": "port_in_use", "cannot assign requested address": "no_such_address"}
+    codes |= {"permission denied": "port_not_permitted", "no idea": "cannot_listen"}
+    for words, code in codes.items():
+        error = parse_listen_error(line % words)
         assert error is not None and error.code == code
-    assert read_refusal("Peer ID: 12D3") is None
-    broken = read_refusal(LOG + "{")
+    assert parse_listen_error("Peer ID: 12D3") is None
+    broken = parse_listen_error(LOG + "{")
     assert broken is not None and broken.code == "cannot_listen"

@@ -1,12 +1,11 @@
-"""Whether a node takes itself for reachable, and where: the rule, who asks whom, and what a peer may have probed."""
+"""Reachability: the verdict, which peers are asked, and what a peer may have probed."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import pytest
 
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm.base import Message, Service
-from node.swarm.directory import Directory, PeerRecord
+from node.swarm.connectivity.reachability import MAX_PROBES, Finding, Reachability, judge, listen_ports
 from node.swarm.identity import new_identity
-from node.swarm.local import LocalHub, LocalWire
-from node.swarm.reachability import MAX_PROBES, Finding, Reachability, judge, listen_ports
+from node.swarm.membership.peer_table import PeerRecord, PeerTable
+from node.swarm.transport.wire import Message, Service
+from tests.event_loop import in_loop
+from tests.in_process import InProcessNetwork, InProcessWire
 
 RUN = "a" * 64
 HOME, LAN, OTHER_HOME = "203.0.113.2", "192.168.1.5", "198.51.100.9"
@@ -59,48 +59,42 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([YES, WIDE_YES], 2, True),
     ],
 )
-def test_the_rule(findings: Sequence[Finding], askable: int, verdict: bool | None) -> None:
+def test_judge(findings: Sequence[Finding], askable: int, verdict: bool | None) -> None:
     assert judge(findings, askable) is verdict
 
 
-def test_the_ports_are_those_of_the_first_address_of_each_ip_version() -> None:
+def test_listen_ports() -> None:
     relay = "/ip4/1.2.3.4/tcp/7/p2p/QmR/p2p-circuit/p2p/QmX"
     own = ["/ip4/10.0.0.1/tcp/41234/p2p/QmX", "/ip4/10.0.0.2/tcp/5/p2p/QmX", "/ip6/fd00::1/tcp/6/p2p/QmX"]
     assert listen_ports([relay, "/ip4/0.0.0.0/udp/5/quic", *own]) == {4: 41234, 6: 6}
     assert listen_ports([]) == listen_ports([relay]) == {}
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
-
-    return run
-
-
-class Streets:
-    """Who lives where: what a dial to an IP address and a port finds, as `peer_at` would."""
+class FakeNetwork:
+    """What a dial to an IP address and port finds, like `peer_at`."""
 
     def __init__(self) -> None:
-        self.lives_at: dict[tuple[str, int], str] = {}
-        """Peer id, or the word for why nobody answers."""
-        self.knocked: list[tuple[str, int]] = []
+        self.hub = InProcessNetwork()
+        self.seen: dict[str, tuple[str, ...]] = {}
+        """The IP addresses at which all others see each peer."""
+        self.listeners: dict[tuple[str, int], str] = {}
+        """A peer id or a failure code."""
+        self.dialed: list[tuple[str, int]] = []
 
     async def dial(self, host: str, port: int, timeout_s: float) -> str:
-        self.knocked.append((host, port))
-        found = self.lives_at.get((host, port), "refused")
+        self.dialed.append((host, port))
+        found = self.listeners.get((host, port), "refused")
         if found in ("refused", "timeout", "not_libp2p"):
             raise PeerError("nobody", code=found)
         return found
 
 
 class Peer:
-    """One end on a local wire; all others see it at `ips`."""
+    """A peer that all others see at `ips`."""
 
     def __init__(
         self,
-        hub: LocalHub,
-        streets: Streets,
+        network: FakeNetwork,
         *ips: str,
         ports: Mapping[int, int] | None = None,
         announced: Sequence[str] = (),
@@ -109,36 +103,35 @@ class Peer:
     ) -> None:
         identity = new_identity()
         self.peer_id = identity.peer_id
-        self.hub, self.ips = hub, ips or (HOME,)
-        hub.seen = getattr(hub, "seen", {})  # type: ignore[attr-defined]
-        hub.seen[self.peer_id] = self.ips  # type: ignore[attr-defined]
-        self.wire = LocalWire(hub, self.peer_id)
+        self.network = network
+        self.move(*(ips or (HOME,)))
+        self.wire = InProcessWire(network.hub, self.peer_id)
         record = PeerRecord(peer_id=self.peer_id, number=1, run=RUN, head=RUN)
-        self.directory = Directory(identity, record, asyncio.get_running_loop().time)
+        self.peer_table = PeerTable(identity, record, asyncio.get_running_loop().time)
         self.changes: list[bool] = []
-        self.changed = asyncio.Event()
+        self.on_change = asyncio.Event()
         self.reachability = Reachability(
             self.wire,
-            self.directory,
+            self.peer_table,
             self._seen,
             {4: PORT} if ports is None else ports,
-            changed=self._change,
+            on_change=self._change,
             rng=random.Random(0),
             announced=announced,
             cache=cache,
-            dial=streets.dial,
+            dial=network.dial,
             is_relay=is_relay,
         )
 
     def _change(self, inbound: bool) -> None:
         self.changes.append(inbound)
-        self.changed.set()
+        self.on_change.set()
 
     async def _seen(self) -> dict[str, tuple[str, ...]]:
-        return {peer: ips for peer, ips in self.hub.seen.items() if peer != self.peer_id}  # type: ignore[attr-defined]
+        return {peer: ips for peer, ips in self.network.seen.items() if peer != self.peer_id}
 
     def move(self, *ips: str) -> None:
-        self.hub.seen[self.peer_id] = ips  # type: ignore[attr-defined]
+        self.network.seen[self.peer_id] = ips
 
     async def ask(self, others: Sequence[Peer]) -> None:
         for other in others:
@@ -153,27 +146,27 @@ class Peer:
 
 
 @in_loop
-async def test_an_address_that_others_have_dialed_is_confirmed() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets), [Peer(hub, streets) for _ in range(2)]
-    streets.lives_at[HOME, PORT] = me.peer_id
+async def test_dialed_address_is_confirmed() -> None:
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(2)]
+    network.listeners[HOME, PORT] = me.peer_id
     known = me.reachability
     assert known.is_inbound is None and known.code == "not_tested" and not known.confirmed
     assert known.reason == "Not tested yet: no other peer has tried to connect."
     await me.ask(others)
     assert known.is_inbound is True and known.code == "reached" and known.confirmed == (DIRECT,)
     assert known.reason == f"Other peers reach this node at {HOME}:{PORT} (2 of 2 that tried)."
-    assert me.changes == [], "it took itself for callable before"
+    assert me.changes == [], "it took itself for callable all along"
 
 
 @in_loop
-async def test_a_port_that_closes_is_told_with_the_mend_the_second_time() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets), [Peer(hub, streets) for _ in range(2)]
-    streets.lives_at[HOME, PORT] = me.peer_id
+async def test_closed_port_is_reported_after_the_second_failure() -> None:
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(2)]
+    network.listeners[HOME, PORT] = me.peer_id
     await me.ask(others)
-    del streets.lives_at[HOME, PORT]
-    for expected in (True, False):  # One failure alone may be who asked.
+    del network.listeners[HOME, PORT]
+    for expected in (True, False):  # One failure alone may be the fault of the asked peers.
         await me.ask(others)
         assert me.reachability.is_inbound is expected
     assert me.changes == [False] and not me.reachability.confirmed
@@ -187,10 +180,10 @@ async def test_a_port_that_closes_is_told_with_the_mend_the_second_time() -> Non
     [("another", "another node answers"), ("not_libp2p", "another program answers"), ("timeout", "nothing answers")],
 )
 @in_loop
-async def test_whoever_else_answers_at_the_address_does_not_make_it_reachable(neighbour: str, words: str) -> None:
-    hub, streets = LocalHub(), Streets()
-    me, other = Peer(hub, streets), Peer(hub, streets)
-    streets.lives_at[HOME, PORT] = new_identity().peer_id if neighbour == "another" else neighbour
+async def test_another_listener_does_not_make_the_node_reachable(neighbour: str, words: str) -> None:
+    network = FakeNetwork()
+    me, other = Peer(network), Peer(network)
+    network.listeners[HOME, PORT] = new_identity().peer_id if neighbour == "another" else neighbour
     await me.ask([other])
     assert me.reachability.is_inbound is False and words in me.reachability.reason
     assert not me.reachability.confirmed
@@ -202,14 +195,14 @@ OLD_LIE = {"reached": True, "public": True}
 
 @pytest.mark.parametrize("lie", [LIE, OLD_LIE])
 @in_loop
-async def test_one_liar_outvotes_no_two(lie: dict[str, Any]) -> None:
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets), [Peer(hub, streets) for _ in range(3)]
+async def test_one_liar_does_not_outvote_two(lie: dict[str, Any]) -> None:
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(3)]
     others[0].lie(lie)
     await me.ask(others)
     assert me.reachability.is_inbound is False and me.reachability.code == "not_reached"
 
-    one_of_two = Peer(hub, streets)
+    one_of_two = Peer(network)
     await one_of_two.ask(others[:2])
     assert one_of_two.reachability.is_inbound is not True
     if lie is LIE:
@@ -217,10 +210,10 @@ async def test_one_liar_outvotes_no_two(lie: dict[str, Any]) -> None:
 
 
 @in_loop
-async def test_a_liar_takes_no_address_away_and_puts_none_first() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets), [Peer(hub, streets) for _ in range(3)]
-    streets.lives_at[HOME, PORT] = me.peer_id
+async def test_liar_does_not_change_the_addresses() -> None:
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(3)]
+    network.listeners[HOME, PORT] = me.peer_id
     false = f"/ip4/{OTHER_HOME}/tcp/{PORT}"
     others[0].lie({"found": [{"seen": OTHER_HOME, "tried": [false], "reached": [false, "/ip4/8.8.8.8/tcp/22"]}]})
     await me.ask(others)
@@ -231,26 +224,26 @@ async def test_a_liar_takes_no_address_away_and_puts_none_first() -> None:
 
 
 @in_loop
-async def test_a_peer_on_this_network_does_not_speak_for_those_outside() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, neighbours = Peer(hub, streets, LAN), [Peer(hub, streets, ip) for ip in ("192.168.1.6", "192.168.1.7")]
-    streets.lives_at[LAN, PORT] = me.peer_id
+async def test_neighbour_does_not_decide_reachability_from_outside() -> None:
+    network = FakeNetwork()
+    me, neighbours = Peer(network, LAN), [Peer(network, ip) for ip in ("192.168.1.6", "192.168.1.7")]
+    network.listeners[LAN, PORT] = me.peer_id
     neighbours[0].lie({"found": [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "timeout"}]})
     await me.ask(neighbours)
-    assert me.reachability.code == "disputed", "one word against another"
-    outside = Peer(hub, streets, OTHER_HOME)
+    assert me.reachability.code == "disputed", "the findings disagree"
+    outside = Peer(network, OTHER_HOME)
     outside.lie({"found": [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "timeout"}]})
     await me.ask([neighbours[1], outside])
     assert me.reachability.code == "not_reached", "only one sees this node from outside"
 
 
 @in_loop
-async def test_ipv4_and_ipv6_are_asked_about_of_those_that_are_connected_over_each() -> None:
-    hub, streets = LocalHub(), Streets()
+async def test_each_ip_version_is_tested_by_peers_connected_over_it() -> None:
+    network = FakeNetwork()
     both = {4: PORT, 6: PORT + 1}
-    me, others = Peer(hub, streets, HOME, "2001:db8::5", ports=both), [Peer(hub, streets) for _ in range(3)]
-    others.append(Peer(hub, streets, "2001:db8::9"))
-    streets.lives_at["2001:db8::5", PORT + 1] = me.peer_id
+    me, others = Peer(network, HOME, "2001:db8::5", ports=both), [Peer(network) for _ in range(3)]
+    others.append(Peer(network, "2001:db8::9"))
+    network.listeners["2001:db8::5", PORT + 1] = me.peer_id
     await me.ask(others)
     known = me.reachability
     assert known.is_inbound is True and known.confirmed == (f"/ip6/2001:db8::5/tcp/{PORT + 1}",)
@@ -259,46 +252,46 @@ async def test_ipv4_and_ipv6_are_asked_about_of_those_that_are_connected_over_ea
 
 
 @in_loop
-async def test_what_the_user_announces_holds_until_nobody_reaches_it() -> None:
-    hub, streets = LocalHub(), Streets()
+async def test_announced_address_is_kept_until_refuted() -> None:
+    network = FakeNetwork()
     right, wrong, elsewhere = f"/ip4/{HOME}/tcp/40000", f"/ip4/{HOME}/tcp/40001", f"/ip4/{OTHER_HOME}/tcp/40000"
     announced = [right, wrong, elsewhere]
-    me, others = Peer(hub, streets, announced=announced), [Peer(hub, streets) for _ in range(2)]
+    me, others = Peer(network, announced=announced), [Peer(network) for _ in range(2)]
     assert me.reachability.announced == tuple(announced)
-    streets.lives_at[HOME, 40000] = me.peer_id
+    network.listeners[HOME, 40000] = me.peer_id
     await me.ask(others)
     assert me.reachability.is_inbound is True and me.reachability.confirmed == (right,)
     assert me.reachability.announced == (right, elsewhere)
     assert f"Nobody reaches {HOME}:40001, which swarm.announce names." in me.reachability.reason
-    assert (OTHER_HOME, 40000) not in streets.knocked, "it is another machine, for all that the asked ones know"
+    assert (OTHER_HOME, 40000) not in network.dialed, "that may be another machine"
 
 
 @in_loop
-async def test_a_name_is_dialed_where_it_leads_to_the_caller() -> None:
-    hub, streets = LocalHub(), Streets()
-    me = Peer(hub, streets, "127.0.0.1", announced=["/dns4/localhost/tcp/40000", "/dns4/no.such.invalid/tcp/40000"])
-    streets.lives_at["127.0.0.1", 40000] = me.peer_id
-    await me.ask([Peer(hub, streets)])
+async def test_announced_name_is_dialed_if_it_resolves_to_the_caller() -> None:
+    network = FakeNetwork()
+    me = Peer(network, "127.0.0.1", announced=["/dns4/localhost/tcp/40000", "/dns4/no.such.invalid/tcp/40000"])
+    network.listeners["127.0.0.1", 40000] = me.peer_id
+    await me.ask([Peer(network)])
     assert me.reachability.confirmed == ("/dns4/localhost/tcp/40000",)
 
 
 @in_loop
-async def test_confirmed_addresses_outlive_a_restart_and_move_with_the_node(tmp_path: Path) -> None:
-    hub, streets = LocalHub(), Streets()
+async def test_confirmed_addresses_survive_a_restart(tmp_path: Path) -> None:
+    network = FakeNetwork()
     cache = tmp_path / "cache" / "addresses.json"
-    me, others = Peer(hub, streets, cache=cache), [Peer(hub, streets) for _ in range(2)]
-    streets.lives_at[HOME, PORT] = me.peer_id
+    me, others = Peer(network, cache=cache), [Peer(network) for _ in range(2)]
+    network.listeners[HOME, PORT] = me.peer_id
     await me.ask(others)
 
-    again = Peer(hub, streets, cache=cache)
+    again = Peer(network, cache=cache)
     again.reachability._load()
     assert again.reachability.confirmed == (DIRECT,) and again.reachability.is_inbound is None
     assert again.reachability.remembered == {DIRECT}
-    other_port = Peer(hub, streets, cache=cache, ports={4: PORT + 1})
+    other_port = Peer(network, cache=cache, ports={4: PORT + 1})
     other_port.reachability._load()
-    assert other_port.reachability.confirmed == (), "that port leads here no more"
+    assert other_port.reachability.confirmed == (), "the node listens on another port now"
 
-    streets.lives_at = {(OTHER_HOME, PORT): again.peer_id}
+    network.listeners = {(OTHER_HOME, PORT): again.peer_id}
     again.move(OTHER_HOME)
     await again.reachability._ask_seen(others[0].peer_id)
     await again.ask(others)
@@ -308,13 +301,13 @@ async def test_confirmed_addresses_outlive_a_restart_and_move_with_the_node(tmp_
 
 
 @in_loop
-async def test_an_address_of_before_the_start_is_not_said_to_be_reached(tmp_path: Path) -> None:
+async def test_remembered_address_is_not_reported_as_reached(tmp_path: Path) -> None:
     cache, near = tmp_path / "addresses.json", f"/ip4/192.168.1.2/tcp/{PORT}"
     cache.write_text(json.dumps({"confirmed": [DIRECT, near]}))
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets, cache=cache), [Peer(hub, streets) for _ in range(2)]
+    network = FakeNetwork()
+    me, others = Peer(network, cache=cache), [Peer(network) for _ in range(2)]
     me.reachability._load()
-    streets.lives_at[HOME, PORT] = me.peer_id
+    network.listeners[HOME, PORT] = me.peer_id
     await me.ask(others)
     known = me.reachability
     assert known.reason == f"Other peers reach this node at {HOME}:{PORT} (2 of 2 that tried)."
@@ -322,9 +315,9 @@ async def test_an_address_of_before_the_start_is_not_said_to_be_reached(tmp_path
 
 
 @in_loop
-async def test_a_relay_whose_port_is_closed_is_told_that_it_is_of_no_use() -> None:
-    hub, streets = LocalHub(), Streets()
-    relay, others = Peer(hub, streets, is_relay=True), [Peer(hub, streets) for _ in range(2)]
+async def test_a_relay_with_a_closed_port_reports_that_it_relays_no_calls() -> None:
+    network = FakeNetwork()
+    relay, others = Peer(network, is_relay=True), [Peer(network) for _ in range(2)]
     await relay.ask(others)
     assert relay.reachability.code == "not_reached" and "trains" not in relay.reachability.reason
     assert f"this relay carries no calls until others reach TCP port {PORT}" in relay.reachability.reason
@@ -332,22 +325,22 @@ async def test_a_relay_whose_port_is_closed_is_told_that_it_is_of_no_use() -> No
 
 @pytest.mark.parametrize("text", ["", "[]", '{"confirmed": 5}', '{"confirmed": [1, null, "/", "/ip4/1.2.3.4/tcp/7"]}'])
 @in_loop
-async def test_what_the_file_of_addresses_says_may_be_anything(tmp_path: Path, text: str) -> None:
+async def test_malformed_cache_is_ignored(tmp_path: Path, text: str) -> None:
     cache = tmp_path / "addresses.json"
     cache.write_text(text)
-    me = Peer(LocalHub(), Streets(), cache=cache)
+    me = Peer(FakeNetwork(), cache=cache)
     me.reachability._load()
     assert me.reachability.confirmed == ()
 
 
 @in_loop
-async def test_a_new_address_is_noticed_and_tried_at_once() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, others = Peer(hub, streets), [Peer(hub, streets) for _ in range(4)]
-    streets.lives_at[HOME, PORT] = me.peer_id
+async def test_new_observed_address_is_tested_soon() -> None:
+    network = FakeNetwork()
+    me, others = Peer(network), [Peer(network) for _ in range(4)]
+    network.listeners[HOME, PORT] = me.peer_id
     everybody = {other.peer_id for other in others}
     me.reachability._asked_for = everybody
-    me.reachability._hurries = False
+    me.reachability._ask_soon = False
     await me.ask(others)
     assert not me.reachability._is_due(100.0, everybody), "nothing has changed"
     await me.reachability._ask_seen(others[0].peer_id)
@@ -358,80 +351,76 @@ async def test_a_new_address_is_noticed_and_tried_at_once() -> None:
 
 
 @in_loop
-async def test_an_address_that_only_some_peers_see_is_new_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A neighbour sees another address than the peers that are asked to dial; each change is one more probe."""
-    hub, streets = LocalHub(), Streets()
-    me, neighbour, others = Peer(hub, streets), Peer(hub, streets), [Peer(hub, streets) for _ in range(2)]
+async def test_address_that_few_peers_see_is_new_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour sees another address than the asked peers. Each new address costs one probe."""
+    network = FakeNetwork()
+    me, neighbour, others = Peer(network), Peer(network), [Peer(network) for _ in range(2)]
     known = me.reachability
 
     async def on_seen(_caller: str, _message: Message) -> Message:
         return Message({"seen": [LAN]})
 
     neighbour.wire.serve({"seen": Service(on_seen, Channel.DHT)})
-    streets.lives_at[HOME, PORT] = me.peer_id
+    network.listeners[HOME, PORT] = me.peer_id
     known._asked_for = {other.peer_id for other in others}
     for expected in (True, False, False):
         await me.ask(others)
-        known._hurries = False
+        known._ask_soon = False
         await known._ask_seen(neighbour.peer_id)
-        assert known._hurries is expected
-        assert known.outer == {HOME, LAN}
+        assert known._ask_soon is expected
+        assert known.observed == {HOME, LAN}
 
-    monkeypatch.setattr("node.swarm.reachability.RENEW_S", 0.0)
+    monkeypatch.setattr("node.swarm.connectivity.reachability.RENEW_S", 0.0)
     await known._ask_seen(neighbour.peer_id)
-    assert known._hurries and known.outer == {LAN}, "what nobody has said for long is forgotten"
+    assert known._ask_soon and known.observed == {LAN}, "old observations are forgotten"
 
 
 @in_loop
-async def test_a_node_that_listens_nowhere_asks_nobody() -> None:
-    me = Peer(LocalHub(), Streets(), ports={})
+async def test_node_without_port_does_not_ask() -> None:
+    me = Peer(FakeNetwork(), ports={})
     with suppress(TimeoutError):
         await asyncio.wait_for(me.reachability.run(), 0.3)
     assert me.changes == [False] and "swarm.listen" in me.reachability.reason
 
 
 @in_loop
-async def test_it_asks_by_itself_once_somebody_is_there() -> None:
-    hub, streets = LocalHub(), Streets()
-    me, other = Peer(hub, streets), Peer(hub, streets)
-    me.directory.merge([other.directory.pulse()])
+async def test_asks_once_a_peer_is_known() -> None:
+    network = FakeNetwork()
+    me, other = Peer(network), Peer(network)
+    me.peer_table.merge([other.peer_table.pulse()])
     task = asyncio.create_task(me.reachability.run())
     try:
         async with asyncio.timeout(10):
-            await me.changed.wait()
+            await me.on_change.wait()
     finally:
         task.cancel()
     assert me.changes == [False]
-
-
-# what others may have probed
 
 
 GOOD = {"ports": {"4": PORT}, "announced": []}
 
 
 @in_loop
-async def test_a_peer_that_is_called_over_a_relay_is_not_asked() -> None:
-    """It does not see this node; one without an inbound port that is connected directly can dial all the same."""
-    hub, streets = LocalHub(), Streets()
-    me, relayed, connected = Peer(hub, streets), Peer(hub, streets), Peer(hub, streets)
-    relayed.move()
-    del hub.seen[relayed.peer_id]  # type: ignore[attr-defined]
+async def test_relayed_peer_is_not_asked() -> None:
+    """It does not see this node. A connected peer without an inbound port can dial."""
+    network = FakeNetwork()
+    me, relayed, connected = Peer(network), Peer(network), Peer(network)
+    del network.seen[relayed.peer_id]
     for other in (relayed, connected):
-        other.directory.say(inbound=False, via=(connected.peer_id,))
-        me.directory.merge([other.directory.pulse()])
+        other.peer_table.update_own(inbound=False, via=(connected.peer_id,))
+        me.peer_table.merge([other.peer_table.pulse()])
     assert await me.reachability._find_askable() == {connected.peer_id}
 
 
 @in_loop
-async def test_peers_that_see_this_node_through_a_relay_only_do_not_keep_it_in_doubt() -> None:
-    """Until somebody has tried, each takes itself for callable, so each seems to be a witness for the others."""
-    hub, streets = LocalHub(), Streets()
-    me, relay, *others = (Peer(hub, streets) for _ in range(5))
+async def test_blind_peers_do_not_keep_the_verdict_open() -> None:
+    """Each takes itself for callable until it is tested, so each seems to be a witness for the others."""
+    network = FakeNetwork()
+    me, relay, *others = (Peer(network) for _ in range(5))
     for other in (relay, *others):
-        me.directory.merge([other.directory.pulse()])
+        me.peer_table.merge([other.peer_table.pulse()])
     for other in others:
-        del hub.seen[other.peer_id]  # type: ignore[attr-defined]
+        del network.seen[other.peer_id]
 
         async def on_probe(_caller: str, _message: Message) -> Message:
             raise PeerError("this node sees the caller only through a relay", code="not_seen")
@@ -445,9 +434,9 @@ async def test_peers_that_see_this_node_through_a_relay_only_do_not_keep_it_in_d
 
 
 @in_loop
-async def test_one_probe_per_caller_at_a_time_and_at_its_own_address_only() -> None:
-    hub, streets = LocalHub(), Streets()
-    caller, asked = Peer(hub, streets), Peer(hub, streets)
+async def test_probe_is_limited_to_the_callers_address_and_spacing() -> None:
+    network = FakeNetwork()
+    caller, asked = Peer(network), Peer(network)
 
     async def probe(**header: object) -> Message:
         return await caller.wire.call(asked.peer_id, "probe", Message(header), timeout_s=5)
@@ -455,30 +444,37 @@ async def test_one_probe_per_caller_at_a_time_and_at_its_own_address_only() -> N
     for port in (0, 65536, -1, "80", None, 80.0, True):
         with pytest.raises(PeerError):
             await probe(**GOOD | {"ports": {"4": port}})
-    for bad in ({"ports": {}}, {"ports": {"5": 1}}, {"ports": [1]}, {"announced": 5}, {"announced": [DIRECT] * 5}):
+    wrong: list[dict[str, Any]] = [
+        {"ports": {}},
+        {"ports": {"5": 1}},
+        {"ports": [1]},
+        {"announced": 5},
+        {"announced": [DIRECT] * 5},
+    ]
+    for bad in wrong:
         with pytest.raises(PeerError):
             await probe(**GOOD | bad)
     strangers = [f"/ip4/{OTHER_HOME}/tcp/22", "/x", f"{DIRECT}/p2p/x"]
     found = (await probe(**GOOD | {"host": OTHER_HOME, "announced": strangers})).header["found"]
     assert found == [{"seen": HOME, "tried": [DIRECT], "reached": [], "why": "refused"}]
-    assert streets.knocked == [(HOME, PORT)]
+    assert network.dialed == [(HOME, PORT)]
     with pytest.raises(PeerError) as caught:
         await probe(**GOOD)
     assert caught.value.code == "too_soon"
 
 
 @in_loop
-async def test_ports_of_both_ip_versions_that_do_not_answer_are_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.swarm.reachability.PROBE_S", 0.5)
-    monkeypatch.setattr("node.swarm.reachability.CALL_S", 0.8)
-    hub, streets = LocalHub(), Streets()
+async def test_two_silent_ports_are_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.connectivity.reachability.PROBE_S", 0.5)
+    monkeypatch.setattr("node.swarm.connectivity.reachability.CALL_S", 0.8)
+    network = FakeNetwork()
 
     async def no_answer(_host: str, _port: int, timeout_s: float) -> str:
         await asyncio.sleep(timeout_s)
         raise PeerError("nobody", code="timeout")
 
-    monkeypatch.setattr(streets, "dial", no_answer)
-    me, other = Peer(hub, streets, HOME, "2001:db8::5", ports={4: PORT, 6: PORT}), Peer(hub, streets)
+    monkeypatch.setattr(network, "dial", no_answer)
+    me, other = Peer(network, HOME, "2001:db8::5", ports={4: PORT, 6: PORT}), Peer(network)
     other.move(HOME, "2001:db8::9")
     await me.ask([other])
     assert me.reachability.code == "not_reached"
@@ -486,9 +482,9 @@ async def test_ports_of_both_ip_versions_that_do_not_answer_are_told_in_time(mon
 
 
 @in_loop
-async def test_who_is_seen_through_a_relay_only_is_not_probed() -> None:
-    hub, streets = LocalHub(), Streets()
-    caller, asked = Peer(hub, streets), Peer(hub, streets)
+async def test_relayed_caller_is_not_probed() -> None:
+    network = FakeNetwork()
+    caller, asked = Peer(network), Peer(network)
     caller.move()
     with pytest.raises(PeerError) as caught:
         await caller.wire.call(asked.peer_id, "probe", Message(GOOD), timeout_s=5)
@@ -496,10 +492,10 @@ async def test_who_is_seen_through_a_relay_only_is_not_probed() -> None:
 
 
 @in_loop
-async def test_all_callers_together_are_bounded() -> None:
-    hub, streets = LocalHub(), Streets()
-    asked = Peer(hub, streets)
-    callers = [Peer(hub, streets) for _ in range(2)]
+async def test_concurrent_probes_are_limited() -> None:
+    network = FakeNetwork()
+    asked = Peer(network)
+    callers = [Peer(network) for _ in range(2)]
     for _ in range(MAX_PROBES):
         await asked.reachability._probes.acquire()
     with pytest.raises(PeerError):

@@ -1,36 +1,28 @@
-"""What a relay does with the two streams of a circuit, with streams in memory: bounds, order of hanging up, limits."""
+"""A relay's circuits on in-memory streams: limits, and the order of closing."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgpack
 import pytest
 
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm import relay as rules
-from node.swarm.base import Traffic
-from node.swarm.pace import Pace
-from node.swarm.relay import MAX_CIRCUITS, PER_CALLER, Relay
+from node.swarm.transport import relay
+from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.relay import MAX_CIRCUITS, PER_CALLER, Relay
+from node.swarm.transport.wire import Traffic
+from tests.event_loop import in_loop
 
 HELLO = bytes(32)
 TARGET = "target"
 
 
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    return run
-
-
 class Sink:
-    """A writer that keeps what is written. `gate`: a peer that takes nothing while it is closed."""
+    """A writer that keeps its data. `drain` waits while `gate` is cleared."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -41,6 +33,9 @@ class Sink:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.data += data
 
+    def holds(self, size: int) -> bool:
+        return len(self.data) >= size
+
     async def drain(self) -> None:
         await self.gate.wait()
 
@@ -48,14 +43,14 @@ class Sink:
         self.closed.set()
 
 
-class Bench:
+class RelayBench:
     """A relay, one caller and one target."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         clock = asyncio.get_running_loop().time
-        self.up = Pace(clock)
-        self.relay = Relay(self._open_target, lambda: self.traffic, self.up, Pace(clock), clock)
+        self.upload_limiter = RateLimiter(clock)
+        self.relay = Relay(self._open_target, lambda: self.traffic, self.upload_limiter, RateLimiter(clock), clock)
         self.from_caller, self.to_caller = asyncio.StreamReader(), Sink()
         self.from_target, self.to_target = asyncio.StreamReader(), Sink()
         self.opened: list[str] = []
@@ -72,98 +67,118 @@ class Bench:
     def ask(self, content: object = (TARGET, HELLO, 60.0)) -> asyncio.Task[None]:
         data = msgpack.packb(content)
         self.from_caller.feed_data(len(data).to_bytes(2, "big") + data)
+        return self.carry()
+
+    async def ask_and_wait(self) -> asyncio.Task[None]:
+        """Ask, and wait until the relay has answered."""
+        circuit = self.ask()
+        await self.answered()
+        return circuit
+
+    def carry(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.relay.carry("caller", self._check, (self.from_caller, self.to_caller)))
+
+    async def answered(self) -> None:
+        async with asyncio.timeout(1):
+            await until(lambda: bool(self.to_caller.data))
 
     @property
     def answer(self) -> list[str]:
         size = int.from_bytes(self.to_caller.data[:2], "big")
         return list(msgpack.unpackb(bytes(self.to_caller.data[2 : 2 + size])))
 
+    def fill(self, callers: Sequence[str], idle_s: float = 0.0) -> list[relay._Circuit]:
+        """Add a circuit for each of these callers."""
+        moved_at_s = asyncio.get_running_loop().time() - idle_s
+        circuits = [relay._Circuit(caller, moved_at_s, asyncio.Event()) for caller in callers]
+        self.relay._circuits.update(circuits)
+        return circuits
 
-async def until(what: Callable[[], bool]) -> None:
-    while not what():  # noqa: ASYNC110 - what is awaited has no event
+
+async def until(is_done: Callable[[], bool]) -> None:
+    while not is_done():  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.01)
 
 
-@on_a_loop
-async def test_bytes_pass_both_ways_until_the_caller_hangs_up() -> None:
-    bench = Bench()
+async def end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@in_loop
+async def test_bytes_pass_both_ways_until_the_caller_closes() -> None:
+    bench = RelayBench()
     circuit = bench.ask()
     bench.from_caller.feed_data(b"question")
-    await until(lambda: bytes(bench.to_target.data).endswith(b"question"))
+    await until(lambda: bench.to_target.data.endswith(b"question"))
     bench.from_target.feed_data(b"answer")
-    await until(lambda: bytes(bench.to_caller.data).endswith(b"answer"))
+    await until(lambda: bench.to_caller.data.endswith(b"answer"))
     assert bench.answer == ["ok", ""] and bench.opened == [TARGET]
     bench.from_caller.feed_eof()
     await circuit
-    assert bench.to_target.closed.is_set()
-    assert (
-        bench.traffic.sent_bytes[Channel.RELAY] == bench.traffic.received_bytes[Channel.RELAY] == len("questionanswer")
-    )
-    assert not bench.relay._circuits
+    assert bench.to_target.closed.is_set() and not bench.relay._circuits
+    for counted in (bench.traffic.sent_bytes, bench.traffic.received_bytes):
+        assert counted[Channel.RELAY] == len("questionanswer")
 
 
-@on_a_loop
-async def test_a_target_that_hangs_up_first_does_not_cut_off_a_caller_that_still_writes() -> None:
-    bench = Bench()
+@in_loop
+async def test_caller_that_still_writes_gets_the_answer_of_a_closed_target() -> None:
+    bench = RelayBench()
     circuit = bench.ask()
     bench.from_target.feed_data(b"too long")
     bench.from_target.feed_eof()
-    await until(lambda: bytes(bench.to_caller.data).endswith(b"too long"))
+    await until(lambda: bench.to_caller.data.endswith(b"too long"))
     for _ in range(5):
         bench.from_caller.feed_data(bytes(100_000))
         await asyncio.sleep(0.02)
-        assert not circuit.done(), "it would lose the answer"
+        assert not circuit.done(), "the caller would lose the answer"
     bench.from_caller.feed_eof()
     await circuit
 
 
-@on_a_loop
-async def test_a_slow_target_holds_the_caller_back_and_no_memory_fills() -> None:
-    bench = Bench()
+@in_loop
+async def test_slow_target_slows_the_caller() -> None:
+    bench = RelayBench()
     bench.to_target.gate.clear()
     circuit = bench.ask()
-    bench.from_caller.feed_data(bytes(10 * rules.PIECE_BYTES))
+    bench.from_caller.feed_data(bytes(10 * relay.PIECE_BYTES))
     await asyncio.sleep(0.1)
-    assert len(bench.to_target.data) <= rules.PIECE_BYTES + 100
+    assert len(bench.to_target.data) <= relay.PIECE_BYTES + 100
     bench.to_target.gate.set()
-    await until(lambda: len(bench.to_target.data) >= 10 * rules.PIECE_BYTES)
+    await until(lambda: len(bench.to_target.data) >= 10 * relay.PIECE_BYTES)
     bench.from_caller.feed_eof()
     await circuit
 
 
-@on_a_loop
-async def test_a_circuit_lasts_no_longer_than_its_call() -> None:
-    bench = Bench()
-    more_s, rules.MORE_S = rules.MORE_S, 0.1
-    try:
-        await bench.ask((TARGET, HELLO, 0.1))
-    finally:
-        rules.MORE_S = more_s
+@in_loop
+async def test_circuit_ends_after_the_calls_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "HANDSHAKE_S", 0.1)
+    bench = RelayBench()
+    await bench.ask((TARGET, HELLO, 0.1))
     assert bench.to_target.closed.is_set()
 
 
-@on_a_loop
-async def test_the_first_bytes_do_not_wait_and_the_rest_keeps_to_the_limit() -> None:
-    bench = Bench()
-    bench.up.limit(1.0)
+@in_loop
+async def test_first_bytes_have_priority_and_the_rest_is_limited() -> None:
+    bench = RelayBench()
+    bench.upload_limiter.limit(1.0)
     circuit = bench.ask()
-    bench.from_caller.feed_data(bytes(rules.FREE_BYTES // 2))
+    bench.from_caller.feed_data(bytes(relay.FREE_BYTES // 2))
     async with asyncio.timeout(0.5):
-        await until(lambda: len(bench.to_target.data) >= rules.FREE_BYTES // 2)
-    bench.from_caller.feed_data(bytes(10 * rules.FREE_BYTES))
+        await until(lambda: len(bench.to_target.data) >= relay.FREE_BYTES // 2)
+    bench.from_caller.feed_data(bytes(10 * relay.FREE_BYTES))
     await asyncio.sleep(0.5)
-    assert len(bench.to_target.data) < 3 * rules.FREE_BYTES
-    circuit.cancel()
-    await asyncio.gather(circuit, return_exceptions=True)
+    assert len(bench.to_target.data) < 3 * relay.FREE_BYTES
+    await end(circuit)
     assert bench.to_target.closed.is_set()
 
 
-@on_a_loop
-async def test_many_short_circuits_together_keep_to_the_limit() -> None:
-    """Each carries less than what one circuit may send without waiting. Measured after the first second."""
-    bench = Bench()
-    bench.up.limit(4.0)
+@in_loop
+async def test_many_short_circuits_keep_to_the_limit() -> None:
+    """Each circuit carries less than its free bytes. Measured after the first second."""
+    bench = RelayBench()
+    bench.upload_limiter.limit(4.0)
     clock = asyncio.get_running_loop().time
     ends_s, targets = clock() + 4.0, dict[str, Sink]()
 
@@ -179,9 +194,9 @@ async def test_many_short_circuits_together_keep_to_the_limit() -> None:
             request = msgpack.packb((caller, HELLO, 60.0))
             from_caller.feed_data(len(request).to_bytes(2, "big") + request)
             circuit = asyncio.create_task(bench.relay.carry(caller, bench._check, (from_caller, to_caller)))
-            await until(lambda to_caller=to_caller: bool(to_caller.data))
+            await until(partial(bool, to_caller.data))
             from_caller.feed_data(bytes(20_000))
-            await until(lambda there=to_target: len(there.data) >= 20_000)
+            await until(partial(to_target.holds, 20_000))
             from_caller.feed_eof()
             await circuit
 
@@ -190,10 +205,8 @@ async def test_many_short_circuits_together_keep_to_the_limit() -> None:
     began_s, before = clock(), bench.traffic.sent_bytes[Channel.RELAY]
     await asyncio.sleep(2.5)
     bytes_s = (bench.traffic.sent_bytes[Channel.RELAY] - before) / (clock() - began_s)
-    for caller in callers:
-        caller.cancel()
-    await asyncio.gather(*callers, return_exceptions=True)
-    assert 0.5 < bytes_s / bench.up.bytes_s < 1.1
+    await end(*callers)
+    assert 0.5 < bytes_s / bench.upload_limiter.bytes_s < 1.1
 
 
 WRONG = {
@@ -207,129 +220,83 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=list(WRONG))
-def test_a_request_of_the_wrong_form_is_refused(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.swarm.streams.LINGER_S", 0.05)
-
-    @on_a_loop
-    async def ask() -> None:
-        bench = Bench()
-        await bench.ask(content)
-        assert bench.answer[0] == "bad_message" and bench.opened == []
-
-    ask()
+@in_loop
+async def test_malformed_request_is_refused(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.transport.framing.LINGER_S", 0.05)
+    bench = RelayBench()
+    await bench.ask(content)
+    assert bench.answer[0] == "bad_message" and bench.opened == []
 
 
-@on_a_loop
-async def test_who_may_not_is_told_why_and_nothing_is_opened() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("sends_request", [True, False])
+@in_loop
+async def test_stranger_is_refused_with_a_reason_before_its_request_is_read(sends_request: bool) -> None:
+    bench = RelayBench()
     bench.refusal = PeerError("only for peers of the run", code="stranger")
-    circuit = bench.ask()
-    await until(lambda: bool(bench.to_caller.data))
+    circuit = bench.ask() if sends_request else bench.carry()
+    await bench.answered()
     assert bench.answer == ["stranger", "only for peers of the run"] and bench.opened == []
+    assert not bench.relay._circuits and not circuit.done(), "the stream lingers without a circuit"
     bench.from_caller.feed_eof()
     await circuit
 
 
-def fill(bench: Bench, callers: Sequence[str], idle_s: float = 0.0) -> list[rules._Circuit]:
-    """Take one place for each of these."""
-    moved_at_s = asyncio.get_running_loop().time() - idle_s
-    circuits = [rules._Circuit(caller, moved_at_s, asyncio.Event()) for caller in callers]
-    bench.relay._circuits.update(circuits)
-    return circuits
-
-
-async def end(circuit: asyncio.Task[None]) -> None:
-    circuit.cancel()
-    await asyncio.gather(circuit, return_exceptions=True)
-
-
-@on_a_loop
-async def test_one_caller_does_not_take_all_places_and_all_together_no_more_than_there_are() -> None:
-    bench = Bench()
-    for callers in (["caller"] * PER_CALLER, [f"peer {i}" for i in range(MAX_CIRCUITS)]):
-        bench.relay._circuits.clear()
-        fill(bench, callers)
-        bench.to_caller.data.clear()
-        circuit = bench.ask()
-        await until(lambda: bool(bench.to_caller.data))
-        assert bench.answer[0] == "busy"
-        await end(circuit)
-
-
-@on_a_loop
-async def test_a_refused_or_silent_caller_takes_no_place() -> None:
-    bench = Bench()
-    silent = asyncio.create_task(bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller)))
-    await asyncio.sleep(0.05)
-    assert not bench.relay._circuits
-    await end(silent)
-    bench.refusal = PeerError("only for peers of the run", code="stranger")
-    circuit = bench.ask()
-    await until(lambda: bool(bench.to_caller.data))
-    assert not bench.relay._circuits and not circuit.done(), "it lingers without a place"
-    await end(circuit)
-
-
-@on_a_loop
-async def test_a_stranger_is_refused_before_it_has_said_anything() -> None:
-    bench = Bench()
-    bench.refusal = PeerError("only for peers of the run", code="stranger")
-    circuit = asyncio.create_task(bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller)))
-    async with asyncio.timeout(1):
-        await until(lambda: bool(bench.to_caller.data))
-    assert bench.answer[0] == "stranger"
-    await end(circuit)
-
-
-@on_a_loop
-async def test_a_caller_that_says_nothing_is_not_awaited_for_long() -> None:
-    bench = Bench()
-    request_s, rules.REQUEST_S = rules.REQUEST_S, 0.1
-    try:
-        with pytest.raises(TimeoutError):
-            await bench.relay.carry("caller", bench._check, (bench.from_caller, bench.to_caller))
-    finally:
-        rules.REQUEST_S = request_s
-    assert not bench.relay._asking
-
-
-@on_a_loop
-async def test_a_request_too_many_is_refused_unread() -> None:
-    bench = Bench()
-    bench.relay._asking["caller"] = PER_CALLER
-    circuit = bench.ask()
-    await until(lambda: bool(bench.to_caller.data))
+@pytest.mark.parametrize("callers", [["caller"] * PER_CALLER, [f"peer {i}" for i in range(MAX_CIRCUITS)]])
+@in_loop
+async def test_circuits_are_limited_per_caller_and_in_total(callers: list[str]) -> None:
+    bench = RelayBench()
+    bench.fill(callers)
+    circuit = await bench.ask_and_wait()
     assert bench.answer[0] == "busy"
     await end(circuit)
 
 
-@on_a_loop
-async def test_where_all_places_are_taken_an_idle_circuit_of_the_caller_with_the_most_ends() -> None:
-    bench = Bench()
-    idle = bench.ask()
-    await until(lambda: bool(bench.to_caller.data))
+@in_loop
+async def test_silent_caller_holds_no_circuit_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "REQUEST_S", 0.1)
+    bench = RelayBench()
+    silent = bench.carry()
+    await asyncio.sleep(0.05)
+    assert bench.relay._pending and not bench.relay._circuits
+    with pytest.raises(TimeoutError):
+        await silent
+    assert not bench.relay._pending
+
+
+@in_loop
+async def test_pending_requests_are_limited() -> None:
+    bench = RelayBench()
+    bench.relay._pending["caller"] = PER_CALLER
+    circuit = await bench.ask_and_wait()
+    assert bench.answer[0] == "busy"
+    await end(circuit)
+
+
+@in_loop
+async def test_full_relay_ends_an_idle_circuit_of_the_largest_holder() -> None:
+    bench = RelayBench()
+    idle = await bench.ask_and_wait()
     (first,) = bench.relay._circuits
-    first.moved_at_s -= 2 * rules.IDLE_S
-    others = fill(bench, [f"peer {i}" for i in range(MAX_CIRCUITS - 2)], idle_s=3 * rules.IDLE_S)
-    fill(bench, ["caller"])
-    with bench.relay._place("new"):
+    first.moved_at_s -= 2 * relay.IDLE_S
+    others = bench.fill([f"peer {i}" for i in range(MAX_CIRCUITS - 2)], idle_s=3 * relay.IDLE_S)
+    bench.fill(["caller"])
+    with bench.relay._reserve("new"):
         assert first.ended.is_set() and first not in bench.relay._circuits
-        assert not any(circuit.ended.is_set() for circuit in others), "one each, so a call that waits goes on"
+        assert not any(circuit.ended.is_set() for circuit in others), "callers with one circuit keep it"
         async with asyncio.timeout(1):
             await idle
         assert bench.to_target.closed.is_set()
 
 
-@on_a_loop
-async def test_an_idle_circuit_goes_on_while_there_are_places() -> None:
-    bench = Bench()
-    circuit = bench.ask()
-    await until(lambda: bool(bench.to_caller.data))
+@in_loop
+async def test_idle_circuit_survives_while_there_is_room() -> None:
+    bench = RelayBench()
+    circuit = await bench.ask_and_wait()
     (held,) = bench.relay._circuits
-    held.moved_at_s -= 2 * rules.IDLE_S
-    with bench.relay._place("new"):
+    held.moved_at_s -= 2 * relay.IDLE_S
+    with bench.relay._reserve("new"):
         assert not held.ended.is_set()
     bench.from_target.feed_data(b"answer")
-    await until(lambda: bytes(bench.to_caller.data).endswith(b"answer"))
-    assert held.moved_at_s > asyncio.get_running_loop().time() - 5, "what moves is not idle"
+    await until(lambda: bench.to_caller.data.endswith(b"answer"))
+    assert held.moved_at_s > asyncio.get_running_loop().time() - 5, "traffic ends idleness"
     await end(circuit)

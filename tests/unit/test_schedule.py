@@ -15,7 +15,7 @@ from node.diloco.schedule import (
     round_seconds,
     swarm_tokens_at,
 )
-from node.swarm.records import LEAST_STEP_S, MOST_STEP_S
+from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S
 
 
 def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.1) -> float:
@@ -26,18 +26,18 @@ def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.
     ("tokens", "share"),
     [(0, 0.0), (25, 0.25), (99, 0.99), (100, 1.0), (600, 0.55), (1100, 0.1), (1101, 0.1), (10**15, 0.1)],
 )
-def test_rate_at_its_corners(tokens: int, share: float) -> None:
+def test_learning_rate_at_its_corners(tokens: int, share: float) -> None:
     assert rate(tokens) == pytest.approx(4e-4 * share, rel=1e-12)
 
 
-def test_rate_rises_then_falls_without_a_jump() -> None:
+def test_learning_rate_rises_then_falls_without_a_jump() -> None:
     rates = [rate(t) for t in range(1300)]
     assert all(a < b for a, b in itertools.pairwise(rates[:101]))
     assert all(a >= b for a, b in itertools.pairwise(rates[100:]))
     assert max(abs(a - b) for a, b in itertools.pairwise(rates)) <= 4e-4 / 100 * 1.001
 
 
-def test_rate_without_warmup_starts_at_the_peak_and_with_nothing_else_stays_defined() -> None:
+def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
     assert rate(0, warmup=0) == 4e-4
     assert rate(0, warmup=50, total=10) == 0.0
     assert rate(60, warmup=50, total=10) == pytest.approx(4e-5)
@@ -54,45 +54,43 @@ def test_swarm_tokens_inside_a_round() -> None:
 
 
 def test_a_late_joiner_trains_at_the_rate_of_the_others() -> None:
-    veteran, joiner = (rate(swarm_tokens_at(500, progress("steps", inner_step=k, inner_steps=n, elapsed_s=0.0,
-                       round_s=None), 300)) for k, n in ((50, 100), (10, 20)))  # fmt: skip
-    assert veteran == joiner
+
+    def rate_after(steps: int, of: int) -> float:
+        done = progress("steps", inner_step=steps, inner_steps=of, elapsed_s=0.0, round_s=None)
+        return rate(swarm_tokens_at(500, done, 300))
+
+    assert rate_after(50, of=100) == rate_after(10, of=20)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "median"),
-    [([2.0], 2.0), ([1.0, 3.0], 1.0), ([3.0, 1.0, 2.0], 2.0), ([9.0, 1.0, 2.0], 2.0), ([1.0, 2.0, 3.0, 4.0], 2.0)],
+    ("seconds", "median"), [([2.0], 2.0), ([1.0, 9e5], 1.0), ([3.0, 1.0, 2.0], 2.0), ([1.0, 2.0, 3.0, 4.0], 2.0)]
 )
-def test_round_lasts_h_median_steps(seconds: list[float], median: float) -> None:
+def test_a_round_lasts_h_median_steps(seconds: list[float], median: float) -> None:
     assert round_seconds(seconds, 500) == 500 * median
     assert round_seconds(seconds[::-1], 500) == 500 * median
 
 
 @pytest.mark.parametrize("false", [LEAST_STEP_S, MOST_STEP_S, 9e5, 1e-300])
-def test_a_minority_of_members_cannot_move_the_round_out_of_what_the_others_say(false: float) -> None:
+def test_a_minority_cannot_move_the_round_length_beyond_the_times_of_the_others(false: float) -> None:
     assert 10.0 <= round_seconds([1.0, 1.1, false], 10) <= 11.0
     assert 10.0 <= round_seconds([1.0, 1.1, 1.05, false, false], 10) <= 11.0
 
 
-def test_one_of_two_cannot_stretch_the_round() -> None:
-    assert round_seconds([1.0, 9e5], 10) == 10.0
-
-
 def test_a_round_is_at_most_four_times_as_long_or_as_short_as_the_one_before() -> None:
     assert [round_seconds([s], 10, 20.0) for s in (1e-300, 0.6, 7.9, 9e5)] == [5.0, 6.0, 79.0, 80.0]
-    assert round_seconds([9e5], 500) == 4.5e8, "where no length was known before"
+    assert round_seconds([9e5], 500) == 4.5e8, "where no length is known yet"
 
 
 def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
-    """So a typical member does its H steps, however long it needs until the first of them."""
+    """So a typical member does H steps, even if it needs long until the first of them."""
     assert round_seconds([1.0, 1.0], 10, None, [9.0, 8.0]) == 18.0
-    assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow line does not move it"
+    assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow link does not change it"
     assert round_seconds([1.0, 1.0], 10, None, [0.0, 9e5]) == 10.0, "one of two cannot stretch it"
-    assert round_seconds([1.0], 10, 10.0, [9e5]) == 40.0, "nobody stretches it by more than the usual change"
+    assert round_seconds([1.0], 10, 10.0, [9e5]) == 40.0, "by at most the usual change"
 
 
 @pytest.mark.parametrize("settle", [-1.0, float("nan"), float("inf")])
-def test_settle_times_without_meaning_are_refused(settle: float) -> None:
+def test_invalid_settle_times_are_refused(settle: float) -> None:
     with pytest.raises(ValueError, match="Settle"):
         round_seconds([1.0], 10, None, [settle])
 
@@ -100,14 +98,14 @@ def test_settle_times_without_meaning_are_refused(settle: float) -> None:
 @pytest.mark.parametrize(
     ("elapsed_s", "step_s", "lead_s", "due"),
     [
-        # many small steps: up to the end of the round, to half a step
+        # many small steps: until the end of the round, give or take half a step
         (99.0, 0.1, 0.0, False),
         (99.94, 0.1, 0.0, False),
         (99.96, 0.1, 0.0, True),
-        # the last of H equal steps is begun, though steps vary a little
+        # the last of H equal steps is started although steps vary a little
         (90.0, 10.0, 0.0, False),
         (94.0, 10.0, 0.0, False),
-        # one that would end after half of the grace is not
+        # a step that would end after half of the grace is not
         (96.0, 10.0, 0.0, True),
         (84.0, 20.0, 0.0, False),
         (86.0, 20.0, 0.0, True),
@@ -118,12 +116,12 @@ def test_settle_times_without_meaning_are_refused(settle: float) -> None:
         (58.0, 1.0, 40.0, False),
     ],
 )
-def test_no_step_is_begun_that_would_end_too_late(elapsed_s: float, step_s: float, lead_s: float, due: bool) -> None:
+def test_no_step_is_started_that_would_end_too_late(elapsed_s: float, step_s: float, lead_s: float, due: bool) -> None:
     assert is_time_up(elapsed_s, round_s=100.0, step_s=step_s, grace_s=10.0, lead_s=lead_s) is due
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [float("nan")], [float("inf")], [1.0, -1.0]])
-def test_times_without_meaning_are_refused(seconds: list[float]) -> None:
+def test_invalid_step_times_are_refused(seconds: list[float]) -> None:
     with pytest.raises(ValueError, match=r"median"):
         round_seconds(seconds, 10)
 
@@ -133,9 +131,6 @@ def test_progress_by_policy() -> None:
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=5.0, round_s=10.0) == 0.5
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=None) == 0.25
     assert progress("time", inner_step=0, inner_steps=20, elapsed_s=20.0, round_s=10.0) == 2.0
-
-
-# control
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_h_grows_until_the_slowest_transfer_fits(transfers: list[float], expecte
 
 @pytest.mark.parametrize("step_s", [5e-324, 1e-300, LEAST_STEP_S, MOST_STEP_S, 1.7e308])
 @pytest.mark.parametrize("transfer_s", [0.0, 5e-324, 1e6, 1.7e308])
-def test_h_is_within_its_bounds_whatever_members_say(step_s: float, transfer_s: float) -> None:
+def test_h_is_within_its_bounds_for_any_claimed_times(step_s: float, transfer_s: float) -> None:
     assert 100 <= fitting_steps([step_s], [transfer_s], least=100, most=400) <= 400
 
 

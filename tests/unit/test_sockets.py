@@ -1,4 +1,4 @@
-"""The folder of a node's sockets: found again by the next start, cleaned, never taken from one that lives."""
+"""The socket folder is reused and cleaned by the next start, but not while its owner runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.swarm.sockets import SocketFolder, open_sockets
+from node.swarm.transport.p2pd import SocketFolder, open_sockets
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_the_name_is_short_and_the_data_folders_own(tmp_path: Path, base: Path) -> None:
+def test_socket_folder_is_short_private_and_per_data_folder(tmp_path: Path, base: Path) -> None:
     one, other = open_sockets(tmp_path / "one"), open_sockets(tmp_path / "other")
     assert one.path != other.path and one.path.parent == base
     assert len(str(one.path / "p2pclient-0123456789a.sock")) < 100
@@ -33,9 +33,10 @@ def test_the_name_is_short_and_the_data_folders_own(tmp_path: Path, base: Path) 
     assert list(base.iterdir()) == []
 
 
-def test_what_a_killed_one_left_is_cleaned(tmp_path: Path, base: Path) -> None:
+def test_folder_of_a_killed_process_is_cleaned(tmp_path: Path, base: Path) -> None:
     code = (
-        "import sys, time, tempfile\nfrom pathlib import Path\nfrom node.swarm.sockets import open_sockets\n"
+        "import sys, time, tempfile\nfrom pathlib import Path\n"
+        "from node.swarm.transport.p2pd import open_sockets\n"
         f"tempfile.tempdir = {str(base)!r}\nfolder = open_sockets(Path(sys.argv[1]))\n"
         "(folder.path / 'control').touch()\nprint(folder.path, flush=True)\ntime.sleep(60)\n"
     )
@@ -45,7 +46,7 @@ def test_what_a_killed_one_left_is_cleaned(tmp_path: Path, base: Path) -> None:
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
         beside = open_sockets(tmp_path)
-        assert beside.path != left, "it lives: its folder is not touched"
+        assert beside.path != left, "its owner is running"
         assert sorted(path.name for path in left.iterdir()) == ["control", "lock"]
         beside.close()
         process.send_signal(signal.SIGKILL)
@@ -55,7 +56,7 @@ def test_what_a_killed_one_left_is_cleaned(tmp_path: Path, base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_a_folder_that_somebody_else_could_have_made_is_not_used(tmp_path: Path, base: Path) -> None:
+def test_folder_that_is_not_private_is_not_used(tmp_path: Path, base: Path) -> None:
     folder = open_sockets(tmp_path)
     path = folder.path
     folder.close()
@@ -72,7 +73,7 @@ def test_a_folder_that_somebody_else_could_have_made_is_not_used(tmp_path: Path,
     linked.close()
 
 
-def test_closing_twice_is_nothing(tmp_path: Path) -> None:
+def test_closing_twice_is_allowed(tmp_path: Path) -> None:
     folder: SocketFolder = open_sockets(tmp_path)
     folder.close()
     folder.close()

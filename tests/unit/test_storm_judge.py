@@ -9,33 +9,46 @@ from pathlib import Path
 import pytest
 
 from node.swarm.faults import parse_faults
-from tests.swarm.storm_faults import ARMS
-from tests.swarm.storm_judge import RETURN_S, Judge, grown, percentile
+from tests.swarm.storm import ARMS
+from tests.swarm.storm_judge import (
+    RETURN_S,
+    Judge,
+    NodeObservations,
+    ObservedCommit,
+    ObservedFault,
+    ProcessSamples,
+    StatusSample,
+    StormObservations,
+    grown,
+    load,
+    percentile,
+)
 from tests.swarm.storm_report import growth_lines, promises, report
-from tests.swarm.storm_seen import Commit, Hurt, Life, Look, NodeSeen, Observed, load
 
 LENGTH_S = 10.0
 ROUNDS = 12
 NAMES = ("a", "b", "c", "d")
 
 
-def calm_storm() -> Observed:
+def calm_storm() -> StormObservations:
     """Four nodes that commit a round every 10 s, round r at 10 (r + 1); the storm lasts from 20 s to 100 s."""
-    seen = Observed({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
+    seen = StormObservations({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
     seen.began_s, seen.calm_s, seen.ended_s = 20.0, 100.0, 120.0
     for name in NAMES:
-        node = NodeSeen(name, rounds_joined=10, rounds_attempted=10, failures={"timeout": 2})
-        node.looks = [Look(float(t), "training", t // 10 - 1, f"h{t // 10 - 1}", f"d{t // 10 - 1}") for t in range(121)]
+        node = NodeObservations(name, rounds_joined=10, rounds_attempted=10, failures={"timeout": 2})
+        node.looks = [
+            StatusSample(float(t), "training", t // 10 - 1, f"h{t // 10 - 1}", f"d{t // 10 - 1}") for t in range(121)
+        ]
         node.commits = [
-            Commit(LENGTH_S * (r + 1), r, f"h{r}", f"d{r}", "complete", included=True) for r in range(ROUNDS)
+            ObservedCommit(LENGTH_S * (r + 1), r, f"h{r}", f"d{r}", "complete", included=True) for r in range(ROUNDS)
         ]
         seen.nodes[name] = node
-        seen.hurts.append(Hurt(name, "start", 0.0, 0.0))
+        seen.hurts.append(ObservedFault(name, "start", 0.0, 0.0))
         seen.at_end[name] = node.looks[-1]
     return seen
 
 
-def away(seen: Observed, name: str, from_s: float, to_s: float) -> None:
+def away(seen: StormObservations, name: str, from_s: float, to_s: float) -> None:
     """It starts anew all this time, and commits nothing."""
     node = seen.nodes[name]
     node.looks = [replace(k, phase="starting") if from_s <= k.at_s < to_s else k for k in node.looks]
@@ -60,8 +73,8 @@ def test_live_node_that_misses_a_round_counts_against_us() -> None:
 def test_replay_counts_within_the_next_round_and_not_later() -> None:
     seen = calm_storm()
     commits = seen.nodes["b"].commits
-    commits[5] = Commit(69.0, 5, "h5", "d5", "skipped", included=False)
-    commits[6] = Commit(93.0, 6, "h6", "d6", "skipped", included=False)
+    commits[5] = ObservedCommit(69.0, 5, "h5", "d5", "skipped", included=False)
+    commits[6] = ObservedCommit(93.0, 6, "h6", "d6", "skipped", included=False)
     pairs = {(pair.node, pair.round): pair for pair in Judge(seen).pairs()}
     assert pairs["b", 5].committed and not pairs["b", 5].included
     assert not pairs["b", 6].committed
@@ -69,7 +82,7 @@ def test_replay_counts_within_the_next_round_and_not_later() -> None:
 
 def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> None:
     seen = calm_storm()
-    seen.hurts.append(Hurt("c", "kill worker", 33.0, 33.0))
+    seen.hurts.append(ObservedFault("c", "kill worker", 33.0, 33.0))
     away(seen, "c", 33.0, 52.0)
     live = {pair.round for pair in Judge(seen).pairs() if pair.node == "c"}
     assert live == {2, 6, 7, 8, 9}, "rounds 3 to 5 saw it hurt"
@@ -78,7 +91,7 @@ def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> No
 
 def test_word_of_the_dead_worker_is_no_return() -> None:
     seen = calm_storm()
-    seen.hurts.append(Hurt("c", "kill p2pd", 33.0, 33.0))
+    seen.hurts.append(ObservedFault("c", "kill p2pd", 33.0, 33.0))
     away(seen, "c", 43.0, 52.0)
     (down,) = [down for down in Judge(seen).downs if down.kind == "kill p2pd"]
     assert (down.from_s, down.to_s) == (33.0, 52.0), "it says that it trains until 43 s"
@@ -86,7 +99,7 @@ def test_word_of_the_dead_worker_is_no_return() -> None:
 
 def test_node_that_does_not_come_back_counts_as_live_again() -> None:
     seen = calm_storm()
-    seen.hurts.append(Hurt("c", "kill worker", 21.0, 21.0))
+    seen.hurts.append(ObservedFault("c", "kill worker", 21.0, 21.0))
     away(seen, "c", 21.0, 200.0)
     judge = Judge(seen)
     (down,) = [down for down in judge.downs if down.kind == "kill worker"]
@@ -96,18 +109,18 @@ def test_node_that_does_not_come_back_counts_as_live_again() -> None:
 
 def test_kill_is_timed_to_the_last_survivors_commit() -> None:
     seen = calm_storm()
-    seen.hurts.append(Hurt("d", "kill supervisor", 36.0, None))
+    seen.hurts.append(ObservedFault("d", "kill supervisor", 36.0, None))
     seen.nodes["d"].commits = seen.nodes["d"].commits[:3]
-    seen.nodes["b"].commits[3] = Commit(44.0, 3, "h3", "d3", "complete", included=True)
+    seen.nodes["b"].commits[3] = ObservedCommit(44.0, 3, "h3", "d3", "complete", included=True)
     assert Judge(seen).kills() == [(8.0, LENGTH_S)]
 
 
-def test_forks_and_damage_are_told_apart() -> None:
+def test_forks_and_damage_are_distinguished() -> None:
     seen = calm_storm()
-    seen.nodes["a"].commits[4] = Commit(50.0, 4, "other", "dx", "complete", included=True)
-    seen.nodes["b"].commits[6] = Commit(70.0, 6, "h6", "damaged", "complete", included=True)
-    seen.nodes["c"].commits[7] = Commit(80.0, 7, "h7", "damaged", "complete", included=True)
-    seen.hurts.append(Hurt("b", "corrupt at apply", 60.0, 60.0, after_round=5))
+    seen.nodes["a"].commits[4] = ObservedCommit(50.0, 4, "other", "dx", "complete", included=True)
+    seen.nodes["b"].commits[6] = ObservedCommit(70.0, 6, "h6", "damaged", "complete", included=True)
+    seen.nodes["c"].commits[7] = ObservedCommit(80.0, 7, "h7", "damaged", "complete", included=True)
+    seen.hurts.append(ObservedFault("b", "corrupt at apply", 60.0, 60.0, after_round=5))
     judge = Judge(seen)
     assert judge.forks() == {4: {"h4", "other"}}
     assert sorted(judge.damaged()) == [("b", 6, True), ("c", 7, False)]
@@ -123,15 +136,17 @@ def test_damage_in_a_burst_of_replayed_rounds_is_one_and_damage_that_lasts_is_no
     ):
         seen = calm_storm()
         for round_, at_s in zip(range(4, 8), seconds, strict=True):
-            seen.nodes["b"].commits[round_] = Commit(at_s, round_, f"h{round_}", "damaged", "skipped", included=False)
-        seen.hurts.append(Hurt("b", "corrupt at apply", 40.0, 40.0, after_round=3))
+            seen.nodes["b"].commits[round_] = ObservedCommit(
+                at_s, round_, f"h{round_}", "damaged", "skipped", included=False
+            )
+        seen.hurts.append(ObservedFault("b", "corrupt at apply", 40.0, 40.0, after_round=3))
         assert [is_planned for *_, is_planned in Judge(seen).damaged()] == planned
 
 
 def test_nodes_apart_at_the_end_do_not_agree() -> None:
     seen = calm_storm()
     look = seen.at_end["d"]
-    seen.at_end["d"] = Look(look.at_s, "training", look.round, look.head, "another")
+    seen.at_end["d"] = StatusSample(look.at_s, "training", look.round, look.head, "another")
     assert not Judge(seen).agree_at_end()
 
 
@@ -139,25 +154,25 @@ def test_nodes_apart_at_the_end_do_not_agree() -> None:
 def test_growth_fails_above_five_percent(per_minute: float, passes: bool) -> None:
     base = 100_000_000
     samples = [(5.0 * i, round(base * (1 + per_minute * i / 12)), 40) for i in range(240)]
-    growth = grown(Life("a", "worker", 1, samples))
+    growth = grown(ProcessSamples("a", "worker", 1, samples))
     assert growth is not None
     assert growth.memory_fit_ratio == pytest.approx(20 * per_minute, rel=0.05, abs=1e-6)
     (memory,) = [line for line in growth_lines([growth]) if "memory growth of a worker" in line.name]
     assert memory.passed is passes
-    assert grown(Life("a", "worker", 1, samples[:50])) is None, "too short a life"
+    assert grown(ProcessSamples("a", "worker", 1, samples[:50])) is None, "too short a life"
 
 
 def test_handles_that_pile_up_fail() -> None:
     samples = [(5.0 * i, 100, 40 + i // 4) for i in range(120)]
-    growth = grown(Life("a", "worker", 1, samples))
+    growth = grown(ProcessSamples("a", "worker", 1, samples))
     assert growth is not None
     (handles,) = [line for line in growth_lines([growth]) if "open handles of a worker" in line.name]
     assert handles.passed is False
 
 
-def test_what_was_seen_comes_back_from_its_file_and_is_reported(tmp_path: Path) -> None:
+def test_observations_are_reloaded_from_their_file_and_reported(tmp_path: Path) -> None:
     seen = calm_storm()
-    seen.hurts.append(Hurt("d", "kill p2pd", 36.0, 36.0))
+    seen.hurts.append(ObservedFault("d", "kill p2pd", 36.0, 36.0))
     seen.save(tmp_path / "seen.json")
     again = load(tmp_path / "seen.json")
     assert again == seen
@@ -166,11 +181,11 @@ def test_what_was_seen_comes_back_from_its_file_and_is_reported(tmp_path: Path) 
     assert report(seen, tmp_path) == 1
 
 
-def test_who_is_yet_to_come_or_gone_for_good_is_not_missed() -> None:
+def test_future_and_departed_members_do_not_count_as_absent() -> None:
     seen = calm_storm()
-    seen.nodes["e"] = NodeSeen("e", looks=[replace(k) for k in seen.nodes["a"].looks if k.at_s > 95])
-    seen.hurts += [Hurt("e", "start", 0.0, 90.0), Hurt("d", "stall at reduce", 33.0, 35.0)]
-    seen.hurts.append(Hurt("d", "leave for good", 38.0, None))
+    seen.nodes["e"] = NodeObservations("e", looks=[replace(k) for k in seen.nodes["a"].looks if k.at_s > 95])
+    seen.hurts += [ObservedFault("e", "start", 0.0, 90.0), ObservedFault("d", "stall at reduce", 33.0, 35.0)]
+    seen.hurts.append(ObservedFault("d", "leave for good", 38.0, None))
     away(seen, "d", 33.0, 200.0)
     judge = Judge(seen)
     assert judge.usual_s() == LENGTH_S

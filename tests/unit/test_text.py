@@ -1,8 +1,9 @@
-"""Text from files and data sets: the same tokens whatever the format, none twice and none lost, and clear faults."""
+"""Text from files and data sets: the same tokens in every format, no document twice or skipped, and clear errors."""
 
 from __future__ import annotations
 
 import json
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -15,14 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from node.config.manifest import RunConfig
 from node.errors import ConfigError, MachineError
-from node.manifest import RunConfig
 from node.training.packing import ShardOrder
-from node.training.text import Reader, open_library
+from node.training.text import Reader, open_text
 from node.training.tokenizer import BEGIN, END
 from tests.swarm.harness import tiny
 
 B, T = 3, 16
+NONE_HELD_OUT = 1_000_000
 DOCUMENTS = [
     path.read_text(encoding="utf-8")[:400]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -30,17 +32,23 @@ DOCUMENTS = [
 ][:60]
 
 
-def write_parquet(path: Path, texts: Sequence[str], field: str = "text") -> None:
-    pq.write_table(pa.table({"url": ["x"] * len(texts), field: list(texts)}), path.with_suffix(".parquet"))
+def write_parquet(path: Path, texts: Sequence[str]) -> None:
+    pq.write_table(pa.table({"url": ["x"] * len(texts), "text": list(texts)}), path.with_suffix(".parquet"))
 
 
 def write_json(path: Path, texts: Sequence[str], field: str = "text") -> None:
     path.with_suffix(".jsonl").write_text("".join(json.dumps({"url": "x", field: text}) + "\n" for text in texts))
 
 
-def write_text(path: Path, texts: Sequence[str], field: str = "text") -> None:
+def write_text(path: Path, texts: Sequence[str]) -> None:
     (text,) = texts
     path.with_suffix(".txt").write_text(text, encoding="utf-8")
+
+
+def split_into(folder: Path, files: int, write: Callable[..., None] = write_json) -> None:
+    folder.mkdir(exist_ok=True)
+    for i in range(files):
+        write(folder / f"part-{i:03}", DOCUMENTS[i::files])
 
 
 def run_of(*sources: str, batches: int = 0, **data: Any) -> RunConfig:
@@ -54,102 +62,85 @@ def run_of(*sources: str, batches: int = 0, **data: Any) -> RunConfig:
 
 
 def reader(folder: Path, *sources: str, peer: str = "peer", state: dict[str, Any] | None = None, **data: Any) -> Reader:
-    return open_library(run_of(*sources, **data), folder, folder / "cache").reader("run", peer, state)
+    return open_text(run_of(*sources, **data), folder, folder / "cache").reader("run", peer, state)
 
 
-def batches(source: Reader, count: int) -> torch.Tensor:
-    """[count B, T + 1]"""
+def take(source: Reader, count: int) -> torch.Tensor:
+    """The rows of the next batches, [count B, T + 1]. Closes the reader."""
+    taken: list[torch.Tensor] = []
+    deadline = time.monotonic() + 30
     try:
-        taken = [taken_from(source) for _ in range(count)]
-        return torch.cat(taken) if taken else torch.empty(0, T + 1, dtype=torch.int64)
+        while len(taken) < count:
+            assert time.monotonic() < deadline
+            if (batch := source.next_batch()) is not None:
+                taken.append(batch)
     finally:
         source.close()
+    return torch.cat(taken) if taken else torch.empty(0, T + 1, dtype=torch.int64)
 
 
-def taken_from(source: Reader) -> torch.Tensor:
-    deadline = time.monotonic() + 30
-    while (batch := source.next_batch()) is None:
-        assert time.monotonic() < deadline
-    return batch
-
-
-def split_into(folder: Path, files: int, write: Callable[..., None]) -> None:
-    folder.mkdir(exist_ok=True)
-    for i in range(files):
-        write(folder / f"part-{i:03}", DOCUMENTS[i::files])
-
-
-def as_tokens(text: str) -> list[int]:
-    return [BEGIN, *text.encode(), END]
+def decode(tokens: torch.Tensor) -> str:
+    return bytes(token if token < 256 else 0 for token in tokens.flatten().tolist()).decode()
 
 
 def test_parquet_json_lines_and_plain_files_give_the_same_tokens(tmp_path: Path) -> None:
-    """A file a document, as plain files are."""
     for write in (write_parquet, write_json, write_text):
         split_into(tmp_path / "files", len(DOCUMENTS), write)
     patterns = ("parquet:files/*.parquet", "json:files/*.jsonl", "text:files/*.txt")
-    one, two, three = (batches(reader(tmp_path, pattern), 60) for pattern in patterns)
+    one, two, three = (take(reader(tmp_path, pattern), 60) for pattern in patterns)
     assert torch.equal(one, two) and torch.equal(one, three)
     assert len(set(one.flatten().tolist())) > 40
 
 
 @pytest.mark.parametrize("files", [1, 5, 60])
-def test_every_document_comes_once_before_any_comes_twice(tmp_path: Path, files: int) -> None:
-    split_into(tmp_path / "files", files, write_json)
-    source = reader(tmp_path, "json:files/*.jsonl", held_out_one_in=1_000_000)
-    total = sum(len(as_tokens(text)) for text in DOCUMENTS)
-    rows = batches(source, total // (B * T) // 2)
-    # The rows of one lane follow each other: the last target of each is the first input of the next.
-    lanes = 8
-    strings = [np.concatenate([row[:-1] for row in rows.numpy()[lane::lanes]]) for lane in range(lanes)]
-    found = [text for text in DOCUMENTS for string in strings if _holds(string, as_tokens(text))]
+def test_no_document_repeats_before_all_are_read(tmp_path: Path, files: int) -> None:
+    split_into(tmp_path / "files", files)
+    source = reader(tmp_path, "json:files/*.jsonl", held_out_one_in=NONE_HELD_OUT)
+    encoded = [np.asarray([BEGIN, *text.encode(), END], dtype=">u2").tobytes() for text in DOCUMENTS]
+    rows = take(source, sum(map(len, encoded)) // 2 // (B * T) // 2)
+    # Consecutive rows of a lane overlap by one token: the last target is the next row's first input.
+    lanes = [rows[lane::8] for lane in range(8)]
+    strings = [lane[:, :-1].numpy().astype(">u2").tobytes() for lane in lanes]
+    found = [text for text, data in zip(DOCUMENTS, encoded, strict=True) for string in strings if data in string]
     assert len(found) == len(set(found)) > len(DOCUMENTS) / 4
-    for lane in range(lanes):
-        own = rows[lane::lanes]
-        assert torch.equal(own[:-1, -1], own[1:, 0])
-
-
-def _holds(tokens: np.ndarray[Any, np.dtype[np.int64]], document: list[int]) -> bool:
-    return bytes(np.asarray(document, dtype=">u2")) in bytes(tokens.astype(">u2"))
+    assert all(torch.equal(lane[:-1, -1], lane[1:, 0]) for lane in lanes)
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 40])
-def test_a_reader_goes_on_behind_the_last_batch_that_was_taken(tmp_path: Path, at: int) -> None:
-    split_into(tmp_path / "files", 5, write_json)
+def test_a_reader_continues_after_the_last_batch_that_was_taken(tmp_path: Path, at: int) -> None:
+    split_into(tmp_path / "files", 5)
     first = reader(tmp_path, "json:files/*.jsonl")
-    whole = batches(reader(tmp_path, "json:files/*.jsonl"), at + 20)
-    assert torch.equal(batches(first, at), whole[: at * B])
+    whole = take(reader(tmp_path, "json:files/*.jsonl"), at + 20)
+    assert torch.equal(take(first, at), whole[: at * B])
     state = json.loads(json.dumps(first.state))
-    assert torch.equal(batches(reader(tmp_path, "json:files/*.jsonl", state=state), 20), whole[at * B :])
+    assert torch.equal(take(reader(tmp_path, "json:files/*.jsonl", state=state), 20), whole[at * B :])
 
 
-def test_peers_read_different_shards_at_different_times(tmp_path: Path) -> None:
-    split_into(tmp_path / "files", 60, write_json)
-    one, two = (batches(reader(tmp_path, "json:files/*.jsonl", peer=peer), 10) for peer in ("one", "two"))
+def test_peers_read_the_shards_in_different_orders(tmp_path: Path) -> None:
+    split_into(tmp_path / "files", 60)
+    one, two = (take(reader(tmp_path, "json:files/*.jsonl", peer=peer), 10) for peer in ("one", "two"))
     assert not torch.equal(one, two)
 
 
-def test_sources_come_by_their_weights(tmp_path: Path) -> None:
-    for name, letter in (("a", "a"), ("b", "b")):
-        write_text(tmp_path / name, [letter * 5000])
-    rows = batches(reader(tmp_path, "text:a.txt", "text:b.txt", weights=[3.0, 1.0], held_out_one_in=1_000_000), 40)
+def test_rows_of_sources_follow_their_weights(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_text(tmp_path / name, [name * 5000])
+    rows = take(reader(tmp_path, "text:a.txt", "text:b.txt", weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT), 40)
     share = (rows == ord("a")).any(dim=1).double().mean().item()
     assert share == pytest.approx(0.75, abs=0.01)
 
 
-def test_what_is_held_out_is_never_trained_on_and_the_same_for_all(tmp_path: Path) -> None:
-    texts = [f"document number {i:05} of many." for i in range(400)]
-    write_json(tmp_path / "many", texts)
+def test_held_out_documents_are_the_same_for_all_and_never_trained_on(tmp_path: Path) -> None:
+    write_json(tmp_path / "many", [f"document number {i:05} of many." for i in range(400)])
     run = run_of("json:many.jsonl", batches=2, held_out_one_in=10)
-    library = open_library(run, tmp_path, tmp_path / "cache")
-    held_out = library.held_out()
-    again = open_library(run, tmp_path, tmp_path / "cache").held_out()
+    dataset = open_text(run, tmp_path, tmp_path / "cache")
+    held_out = dataset.held_out()
+    again = open_text(run, tmp_path, tmp_path / "cache").held_out()
     assert [part.shape for part in held_out] == [(B, T + 1)] * 2
     assert all(torch.equal(a, b) for a, b in zip(held_out, again, strict=True))
-    seen = bytes(token if token < 256 else 0 for token in torch.cat(held_out).flatten().tolist()).decode()
+    seen = decode(torch.cat(held_out))
     names = {seen[i + 7 : i + 12] for i in range(len(seen)) if seen.startswith("number ", i) and len(seen) > i + 12}
-    trained = batches(library.reader("run", "peer"), 400)
-    text = bytes(token if token < 256 else 0 for row in trained for token in row[:-1].tolist()).decode()
+    text = decode(take(dataset.reader("run", "peer"), 400)[:, :-1])
     assert len(names) >= 3
     assert not [name for name in names if f"number {name} of" in text]
 
@@ -158,16 +149,13 @@ def test_a_validation_source_leaves_all_of_the_text_to_training(tmp_path: Path) 
     write_json(tmp_path / "train", ["train " * 20] * 9)
     write_json(tmp_path / "validation", ["valid " * 20] * 9)
     run = run_of("json:train.jsonl", batches=1, held_out_source="json:validation.jsonl", held_out_one_in=2)
-    library = open_library(run, tmp_path, tmp_path / "cache")
-    (only,) = library.held_out()
-    assert b"valid" in bytes(token for token in only.flatten().tolist() if token < 256)
-    assert b"train" in bytes(
-        token for token in batches(library.reader("run", "p"), 1).flatten().tolist() if token < 256
-    )
+    dataset = open_text(run, tmp_path, tmp_path / "cache")
+    (only,) = dataset.held_out()
+    assert "valid" in decode(only)
+    assert "train" in decode(take(dataset.reader("run", "p"), 1))
 
 
-def test_overlap_of_a_hundred_peers_that_come_and_go_is_as_expected() -> None:
-    """Each reads a random share of the shards; the union is what independent orders give."""
+def test_the_union_of_a_hundred_peers_is_that_of_independent_orders() -> None:
     shards, rng = 1024, np.random.default_rng(0)
     read, missed = set(), 1.0
     for peer in range(100):
@@ -177,110 +165,108 @@ def test_overlap_of_a_hundred_peers_that_come_and_go_is_as_expected() -> None:
         assert len(own) == count
         read |= own
         missed *= 1 - count / shards
-    expected = shards * (1 - missed)
-    assert len(read) == pytest.approx(expected, rel=0.03)
+    assert len(read) == pytest.approx(shards * (1 - missed), rel=0.03)
 
 
-# Bad input
+# bad input
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "text:/etc/passwd",
-        "text:~/mail/*",
-        "text:../../secret.txt",
-        "json:a/../../b",
-        "hub:/etc",
-        "hub:./a",
-        "hub:../x/y",
+        "text:/etc/passwd", "text:~/mail/*", "text:../../secret.txt", "json:a/../../b",
+        "hub:/etc", "hub:./a", "hub:../x/y",
     ],
-)
-def test_a_manifest_names_no_file_of_a_volunteers(source: str) -> None:
-    with pytest.raises(ValueError, match=r"in sources (leaves|is no data set)"):
+)  # fmt: skip
+def test_a_manifest_cannot_name_files_outside_the_text_folder(source: str) -> None:
+    with pytest.raises(ValueError, match=r"in sources is (outside of|not a data set)"):
         run_of(source)
     with pytest.raises(ValueError, match="tokenizer"):
         run_of("text:a.txt", tokenizer=source.partition(":")[2] if source.startswith("text") else source)
 
 
-def test_other_files_than_before_are_read_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    split_into(tmp_path / "files", 40, write_json)
+def test_a_source_with_changed_files_is_read_from_the_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    split_into(tmp_path / "files", 40)
     first = reader(tmp_path, "json:files/*.jsonl")
-    batches(first, 20)
+    take(first, 20)
     write_json(tmp_path / "files" / "more", ["more " * 50])
-    again = batches(reader(tmp_path, "json:files/*.jsonl", state=first.state), 5)
+    again = take(reader(tmp_path, "json:files/*.jsonl", state=first.state), 5)
     assert (again[:8, 0] == BEGIN).all(), "each lane begins with a document"
-    assert "read anew" in caplog.text
+    assert "have changed" in caplog.text
 
 
-def message(folder: Path, *sources: str, **data: Any) -> str:
+def error_of(folder: Path, *sources: str, **data: Any) -> str:
     with pytest.raises((MachineError, ConfigError)) as caught:
-        batches(reader(folder, *sources, **data), 1)
+        take(reader(folder, *sources, **data), 1)
     assert caught.value.exit_code in (2, 3)
     text = str(caught.value)
-    assert text.count(". ") == 0 and ":" in text, "one sentence, with the mend"
+    assert text.count(". ") == 0 and ":" in text, "one sentence, with the remedy"
     return text
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    assert "no file on this machine" in message(tmp_path, "parquet:nowhere/*.parquet")
+@pytest.mark.parametrize(
+    ("name", "content", "source", "error"),
+    [
+        ("other", b"", "parquet:nowhere/*.parquet", "no file on this machine"),
+        ("empty.txt", b"", "text:empty.txt", "has no text"),
+        ("hollow.jsonl", b'{"text": ""}\n{"text": ""}\n', "json:hollow.jsonl", "no text in any of its files"),
+        ("latin.txt", "äöü".encode("latin-1"), "text:latin.txt", "utf-8"),
+        ("bad", b"{nonsense\n", "json:bad", "repair or remove the file"),
+        ("bad", b"{nonsense\n", "parquet:bad", "repair or remove the file"),
+        ("body.jsonl", b'{"url": "x", "body": "abc"}\n', "json:body.jsonl", "no column 'text', but url, body"),
+    ],
+)
+def test_missing_and_bad_files_are_errors_with_a_remedy(
+    tmp_path: Path, name: str, content: bytes, source: str, error: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert error in error_of(tmp_path, source)
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    assert "has no text" in message(tmp_path, "text:empty.txt")
-
-
-def test_files_without_any_document(tmp_path: Path) -> None:
-    write_json(tmp_path / "hollow", ["", ""])
-    assert "no text in any of its files" in message(tmp_path, "json:hollow.jsonl")
-
-
-def test_a_file_that_is_not_utf_8(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes("äöü".encode("latin-1"))
-    assert "utf-8" in message(tmp_path, "text:latin.txt")
+def test_a_column_can_be_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "other", ["abc"], field="body")
+    assert take(reader(tmp_path, "json:other.jsonl?field=body", held_out_one_in=NONE_HELD_OUT), 1).shape == (B, T + 1)
 
 
 def test_a_damaged_file_among_whole_ones_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(40):
         write_text(tmp_path / f"whole{i}", ["whole " * 30])
     (tmp_path / "latin.txt").write_bytes("äöü".encode("latin-1") * 20)
-    batches(reader(tmp_path, "text:*.txt", held_out_one_in=1_000_000), 200)
+    take(reader(tmp_path, "text:*.txt", held_out_one_in=NONE_HELD_OUT), 200)
     assert "left out" in caplog.text and "utf-8" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_files_that_are_not_what_they_say(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "bad").write_text("{nonsense\n")
-    assert "mend or remove the file" in message(tmp_path, f"{kind}:bad")
-
-
-def test_a_column_that_is_not_there(tmp_path: Path) -> None:
-    write_json(tmp_path / "other", ["abc"], field="body")
-    assert "no column 'text', but url, body" in message(tmp_path, "json:other.jsonl")
-    assert batches(reader(tmp_path, "json:other.jsonl?field=body", held_out_one_in=1_000_000), 1).shape == (B, T + 1)
-
-
-def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach 'some/where' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    assert "cannot be reached" in message(tmp_path, "hub:some/where")
+    assert "cannot be reached" in error_of(tmp_path, "hub:some/where")
+
+
+def test_without_the_package_datasets_only_the_built_in_text_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    write_json(tmp_path / "own", ["abc"])
+    assert "install diloco-node[datasets]" in error_of(tmp_path, "json:own.jsonl")
+    assert take(reader(tmp_path, "builtin:python-stdlib"), 1).shape == (B, T + 1)
 
 
 @pytest.mark.parametrize(
     "source", ["", "hub:", "ftp:somewhere", "builtin:poems", "hub:a/b?color=red", "text:a?field=b"]
 )
-def test_sources_that_are_no_sources(source: str) -> None:
+def test_invalid_sources_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match="in sources"):
         run_of(source)
 
 
-def test_the_built_in_text_stands_alone() -> None:
-    with pytest.raises(ValueError, match="stands alone"):
+def test_the_built_in_text_cannot_be_combined_and_weights_must_match() -> None:
+    with pytest.raises(ValueError, match="must be the only source"):
         run_of("builtin:python-stdlib", "text:a.txt")
-    with pytest.raises(ValueError, match="as many as sources"):
+    with pytest.raises(ValueError, match="as there are sources"):
         run_of("text:a.txt", weights=[1.0, 2.0])

@@ -1,14 +1,19 @@
-/** Requests to this node, and the session they need. Knows HTTP and the token's whereabouts; knows no view. */
+/** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Action, Config, Contribution, Fault, History, Json, Level, LogLine, Peer, PauseOrder, RoundRecord, Status, Version,
-} from "./types";
+  Contribution, Fault, History, LogLine, PauseOrder, PeerRow, ResolvedConfig, RoundRecord, Status, Version,
+} from "./schema";
+
+export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
+export type Action = "pause" | "resume" | "drain" | "leave";
+export type Level = LogLine["level"];
+export const LEVELS: readonly Level[] = ["debug", "info", "warning", "error"];
 
 const TIMEOUT_MS = 10_000;
 const TOKEN_KEY = "diloco-token";
 
-/** The node answered, and it was a refusal. */
-export class Refused extends Error {
+/** The node answered with an error. */
+export class ApiError extends Error {
   constructor(
     readonly status: number,
     message: string,
@@ -17,13 +22,13 @@ export class Refused extends Error {
     super(message);
   }
 
-  /** Neither session nor token opens this node. */
+  /** The node accepts neither the session nor the token. */
   get locked(): boolean {
     return this.status === 401 || this.status === 429;
   }
 }
 
-/** Where the token is between two loads of the page in one tab. Storage may be forbidden; the page works without. */
+/** Keeps the token while the tab is open. The page also works if the browser forbids storage. */
 const tokenStore = {
   get(): string | null {
     try {
@@ -37,36 +42,36 @@ const tokenStore = {
       if (token === null) sessionStorage.removeItem(TOKEN_KEY);
       else sessionStorage.setItem(TOKEN_KEY, token);
     } catch {
-      // Then this tab asks again after the node's restart.
+      // The tab asks for the token again after a restart of the node.
     }
   },
 };
 
-/** A token that came with the address and has not been traded for a session yet. */
-let arrived: string | null = null;
+/** A token from the URL that has not been exchanged for a session yet. */
+let urlToken: string | null = null;
 
-/** Take the token out of the address, where `run`'s link carries it, before anything else can see it. */
+/** Removes the token from the URL fragment of the link that `run` prints. */
 export function takeToken(): void {
-  arrived = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (!arrived) return;
-  tokenStore.set(arrived);
+  urlToken = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (!urlToken) return;
+  tokenStore.set(urlToken);
   history.replaceState(null, "", location.pathname);
 }
 
-async function refusal(response: Response): Promise<Refused> {
+async function toApiError(response: Response): Promise<ApiError> {
   try {
     const problem = (await response.json()) as { detail?: string; title?: string; faults?: Fault[] };
-    return new Refused(response.status, problem.detail || problem.title || `HTTP ${response.status}`, problem.faults ?? []);
+    return new ApiError(response.status, problem.detail || problem.title || `HTTP ${response.status}`, problem.faults ?? []);
   } catch {
-    return new Refused(response.status, `The node answered with HTTP ${response.status}.`);
+    return new ApiError(response.status, `The node answered with HTTP ${response.status}.`);
   }
 }
 
-/** Trade a token for a session, and keep the token for the tab's life, because sessions end with the node. */
+/** Exchanges a token for a session, and keeps the token, because sessions end with the node's process. */
 export async function openSession(token: string): Promise<void> {
   const headers = { Authorization: `Bearer ${token}` };
   const response = await fetch("/api/v1/session", { method: "POST", headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await toApiError(response);
   tokenStore.set(token);
 }
 
@@ -75,20 +80,20 @@ export async function closeSession(): Promise<void> {
   await send("DELETE", "/api/v1/session");
 }
 
-let opening: Promise<void> | null = null;
+let pendingSession: Promise<void> | null = null;
 
-/** Open the session anew with the tab's token: at the first load, and after the node's restart. */
-function reopen(token: string): Promise<void> {
-  opening ??= openSession(token)
+/** Opens a session with the tab's token: at the first load, and after a restart of the node. */
+function reopenSession(token: string): Promise<void> {
+  pendingSession ??= openSession(token)
     .catch((error: unknown) => {
-      if (error instanceof Refused && error.locked) tokenStore.set(null);
+      if (error instanceof ApiError && error.locked) tokenStore.set(null);
       throw error;
     })
     .finally(() => {
-      arrived = null;
-      opening = null;
+      urlToken = null;
+      pendingSession = null;
     });
-  return opening;
+  return pendingSession;
 }
 
 async function send(method: string, path: string, body?: Json): Promise<Response> {
@@ -99,18 +104,18 @@ async function send(method: string, path: string, body?: Json): Promise<Response
   }
   const response = await fetch(path, init);
   if (response.ok) return response;
-  throw await refusal(response);
+  throw await toApiError(response);
 }
 
-async function ask<T>(method: string, path: string, body?: Json): Promise<T> {
+async function request<T>(method: string, path: string, body?: Json): Promise<T> {
   let response: Response;
-  if (arrived) await reopen(arrived);
+  if (urlToken) await reopenSession(urlToken);
   try {
     response = await send(method, path, body);
   } catch (error) {
     const token = tokenStore.get();
-    if (!(error instanceof Refused && error.locked && token)) throw error;
-    await reopen(token);
+    if (!(error instanceof ApiError && error.locked && token)) throw error;
+    await reopenSession(token);
     response = await send(method, path, body);
   }
   return (await response.json()) as T;
@@ -122,24 +127,24 @@ function query(values: Record<string, string | number | undefined>): string {
 }
 
 export const api = {
-  status: () => ask<Status>("GET", "/api/v1/status"),
-  swarm: async () => (await ask<{ peers: Peer[] }>("GET", "/api/v1/swarm")).peers,
-  rounds: async (limit: number) => (await ask<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,
+  status: () => request<Status>("GET", "/api/v1/status"),
+  swarm: async () => (await request<{ peers: PeerRow[] }>("GET", "/api/v1/swarm")).peers,
+  rounds: async (limit: number) => (await request<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,
   contributions: async () =>
-    (await ask<{ contributions: Contribution[] }>("GET", "/api/v1/contributions")).contributions,
+    (await request<{ contributions: Contribution[] }>("GET", "/api/v1/contributions")).contributions,
   history: (since: string, points: number) =>
-    ask<History>("GET", `/api/v1/history${query({ since, points })}`),
+    request<History>("GET", `/api/v1/history${query({ since, points })}`),
   logs: (level: Level, search: string, limit: number, after?: number) =>
-    ask<{ records: LogLine[]; last_id: number }>("GET", `/api/v1/logs${query({ level, search, limit, after })}`),
-  version: () => ask<Version>("GET", "/api/v1/version"),
-  config: () => ask<Config>("GET", "/api/v1/config"),
-  change: (part: Json) => ask<Config>("PATCH", "/api/v1/config", part),
+    request<{ records: LogLine[]; last_id: number }>("GET", `/api/v1/logs${query({ level, search, limit, after })}`),
+  version: () => request<Version>("GET", "/api/v1/version"),
+  config: () => request<ResolvedConfig>("GET", "/api/v1/config"),
+  change: (part: Json) => request<ResolvedConfig>("PATCH", "/api/v1/config", part),
   act: (action: Action, order?: PauseOrder) =>
-    ask<{ phase: string }>("POST", `/api/v1/actions/${action}`, order as Json | undefined),
+    request<{ phase: string }>("POST", `/api/v1/actions/${action}`, order as Json | undefined),
 };
 
-/** One sentence about what went wrong, for a person. */
-export function sentence(error: unknown): string {
-  if (error instanceof Refused) return error.status === 404 ? "This node's version does not know this." : error.message;
+/** One sentence for a person about a failed request. */
+export function errorText(error: unknown): string {
+  if (error instanceof ApiError) return error.status === 404 ? "This version of the node does not support this." : error.message;
   return "The node does not answer.";
 }

@@ -1,12 +1,12 @@
-/** Versions, and where this node keeps its things. */
+/** Versions, data folder and ids of this node. */
 
 import { useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import { api } from "../api/client";
-import type { Version } from "../api/types";
-import { reconnects, status } from "../live/store";
-import { Section } from "../ui/text";
-import { clean } from "../words/clean";
+import type { Version } from "../api/schema";
+import { Section } from "../components/text";
+import { clean } from "../format/sanitize";
+import { reconnects, status } from "../state/store";
 
 export function About() {
   const version = useSignal<Version | null>(null);
@@ -49,7 +49,7 @@ export function About() {
         )}
       </dl>
       <p class="quiet">
-        <a href="/api/v1/status">Everything it knows</a>, <a href="/openapi.json">its API</a>, <a href="/metrics">its metrics</a>.
+        <a href="/api/v1/status">Full status</a>, <a href="/openapi.json">API description</a>, <a href="/metrics">metrics</a>.
       </p>
     </Section>
   );

@@ -1,17 +1,21 @@
-/** The charts of a view, with the range that they share. */
+/** The charts of a view, the range that they share, and one history request for all of them. */
 
-import { range, useHistory } from "../live/charts";
-import { EMPTY, RANGES } from "../live/history";
-import { Chart } from "../ui/chart";
-import type { ChartSpec } from "../ui/plot";
-import { Section } from "../ui/text";
+import { signal, Signal, useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
+import { api, ApiError } from "../api/client";
+import type { History } from "../api/schema";
+import type { ChartSpec } from "../components/chart-options";
+import { Chart } from "../components/chart";
+import { Section } from "../components/text";
+import { EMPTY, merge, nextRequest, type Range, RANGES, refreshMs, same, startOf } from "../state/history";
+import { reconnects, usePolling } from "../state/store";
 
 export function Charts({ specs }: { specs: ChartSpec[] }) {
   const { history, absent } = useHistory();
   return (
     <Section title="History" id="history" aside={<Ranges />}>
       {absent ? (
-        <p class="plain">This node's version keeps no history.</p>
+        <p class="plain">This version of the node keeps no history.</p>
       ) : (
         <div class="charts" data-testid="charts">
           {specs.map((spec) => (
@@ -43,4 +47,44 @@ function Ranges() {
       ))}
     </fieldset>
   );
+}
+
+export const range = signal<Range>(RANGES[0]);
+
+export interface Charts {
+  history: History | null;
+  /** The node keeps no history. */
+  absent: boolean;
+}
+
+export function useHistory(): Charts {
+  const have: Signal<History | null> = useSignal(null);
+  const absent = useSignal(false);
+  const { id } = range.value;
+
+  useEffect(() => {
+    have.value = null;
+  }, [id]);
+
+  usePolling(
+    async () => {
+      const wanted = range.peek();
+      const asked = nextRequest(have.peek(), wanted, Date.now() / 1000);
+      try {
+        const fresh = await api.history(new Date(asked.since * 1000).toISOString(), asked.points);
+        if (range.peek() !== wanted) return 0;
+        const old = have.peek();
+        const next = asked.whole || !old ? fresh : merge(old, fresh, startOf(wanted, Date.now() / 1000));
+        if (!old || !same(old, next)) have.value = next;
+        absent.value = false;
+      } catch (error) {
+        absent.value = error instanceof ApiError && error.status === 404;
+        throw error;
+      }
+      return refreshMs(have.peek());
+    },
+    10_000,
+    [id, reconnects.value],
+  );
+  return { history: have.value, absent: absent.value };
 }

@@ -1,8 +1,8 @@
-/** The control for one setting. */
+/** The input element of one setting. */
 
-import type { Json } from "../api/types";
-import type { Field } from "./fields";
+import type { Json } from "../api/client";
 import { HoursEditor } from "./hours";
+import type { Field } from "./setting-fields";
 
 interface Props {
   field: Field;
@@ -41,7 +41,7 @@ export function Control({ field, id, value, disabled, invalid, describedBy, chan
             min={0}
             step={field.step ?? "any"}
             value={String(value)}
-            // What is no number goes to the node as it is: its answer says what is wrong.
+            // Text that is not a number is sent as it is; the node's answer explains the error.
             onInput={({ currentTarget: { value: text, valueAsNumber: number } }) => change(Number.isNaN(number) ? text : number)}
           />
           {field.unit && <span>{field.unit}</span>}
@@ -74,7 +74,7 @@ export function Control({ field, id, value, disabled, invalid, describedBy, chan
   }
 }
 
-/** The known choices, and the present value even where this page does not know it. */
+/** The known choices, and the current value if it is not among them. */
 function choices(field: Field, value: string): [string, string][] {
   const known = field.choices ?? [];
   return known.some(([one]) => one === value) ? known : [...known, [value, value]];

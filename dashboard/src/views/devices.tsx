@@ -1,18 +1,18 @@
-/** What this node computes on, and what that takes. */
+/** The devices of this node and their load. */
 
-import type { Device, Phase } from "../api/types";
-import { cleanName } from "../words/clean";
-import { bytes, count, NONE, percent } from "../words/units";
+import type { DeviceInfo, Phase } from "../api/schema";
+import { bytes, count, NONE, percent } from "../format/format";
+import { cleanName } from "../format/sanitize";
 
-export function Devices({ devices, phase }: { devices: Device[]; phase: Phase }) {
+export function Devices({ devices, phase }: { devices: DeviceInfo[]; phase: Phase }) {
   if (!devices.length) {
     const rests = phase === "paused" || phase === "stopped" || phase === "error";
-    return <p class="plain">{rests ? "No device is in use." : "Not known yet: the node is still getting ready."}</p>;
+    return <p class="plain">{rests ? "No device is in use." : "Not known yet: the node is starting."}</p>;
   }
   const withoutGpu = devices.every((device) => device.kind === "cpu");
   return (
     <>
-      {withoutGpu && <p class="plain">No GPU in use: this node trains on the CPU. Slower, and it counts all the same.</p>}
+      {withoutGpu && <p class="plain">No GPU in use: this node trains on the CPU, which is slower but counts.</p>}
       <ul class="devices">
         {devices.map((device, at) => (
           <li key={at}>

@@ -1,17 +1,18 @@
-/** The state in one word, its reason, since when; the owner's three orders; the way to the next sync. */
+/** State, reason and time; the actions of the owner; progress to the next sync. */
 
 import { signal } from "@preact/signals";
-import type { Status } from "../api/types";
-import { ageS, now as clock, stale, state } from "../live/store";
-import { Ago, Prose } from "../ui/text";
-import { clean } from "../words/clean";
-import { isRelay, reason, startAgain } from "../words/states";
-import { moment, soon } from "../words/time";
-import { brief, decimals, duration, percent, tokensPerSecond } from "../words/units";
-import { Orders } from "./orders";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { type Action, api, errorText } from "../api/client";
+import type { PauseOrder, Status } from "../api/schema";
+import { Menu } from "../components/menu";
+import { Ago, Prose } from "../components/text";
+import { brief, decimals, duration, moment, percent, soon, tokensPerSecond, tomorrowAt } from "../format/format";
+import { clean } from "../format/sanitize";
+import { availableActions, isRelay, reason, restartCommand } from "../format/status-text";
+import { ageS, now as clock, stale, state } from "../state/store";
 
-/** What the last order came to, when it was refused. */
-export const refused = signal("");
+/** Error text of the last action. */
+export const actionError = signal("");
 
 export function Headline({ status }: { status: Status }) {
   return (
@@ -25,26 +26,25 @@ export function Headline({ status }: { status: Status }) {
             <Prose text={reason(status, clock.value)} />
           </p>
           {(!stale.value || status.final) && <p class="meaning">{state.value.meaning}</p>}
-          <Again status={status} />
+          <RestartHint status={status} />
           <p class="since">
             <span>
               <Ago at={status.since} prefix="For " />
             </span>
-            <Until status={status} />
+            <UpcomingChanges status={status} />
           </p>
         </div>
-        <Orders status={status} />
+        <Actions status={status} />
       </div>
       {stale.value && (
         <p class={status.final ? "notice info" : "notice error"} data-testid="stale">
-          {status.final ? "What stands here is the last that it told," : "The node does not answer. What stands here is"}{" "}
-          {brief(ageS.value)} {status.final ? "ago" : "old"}. This page goes on by itself when the node is back at this
-          address.
+          {status.final ? "The node has ended." : "The node does not answer."} Showing data from {brief(ageS.value)} ago. This page
+          reconnects automatically.
         </p>
       )}
-      {refused.value && (
+      {actionError.value && (
         <p class="notice error" role="alert">
-          <Prose text={refused.value} />
+          <Prose text={actionError.value} />
         </p>
       )}
       {status.notices?.map((notice) => (
@@ -52,14 +52,14 @@ export function Headline({ status }: { status: Status }) {
           <b>{{ info: "Note", warning: "Warning", error: "Error" }[notice.level]}</b> <Prose text={notice.text} />
         </p>
       ))}
-      {!isRelay(status) && <Ruler status={status} />}
+      {!isRelay(status) && <Progress status={status} />}
     </>
   );
 }
 
-/** How a node that has ended is brought back. */
-function Again({ status }: { status: Status }) {
-  const command = startAgain(status);
+/** How to start a node that has ended. */
+function RestartHint({ status }: { status: Status }) {
+  const command = restartCommand(status);
   if (command === null) return null;
   return (
     <p class="again" data-testid="again">
@@ -68,8 +68,8 @@ function Again({ status }: { status: Status }) {
   );
 }
 
-/** What ends the present state, where that is known and the reason does not say it. */
-function Until({ status }: { status: Status }) {
+/** What ends the current state, if that is known and not in the reason. */
+function UpcomingChanges({ status }: { status: Status }) {
   const facts: string[] = [];
   const until = moment(status.pause?.until);
   const next = moment(status.schedule_next);
@@ -77,7 +77,7 @@ function Until({ status }: { status: Status }) {
   if (status.pause?.after_round != null && status.phase !== "paused") {
     facts.push(`Pauses after round ${status.pause.after_round}`);
   }
-  if (next !== null && next !== until) facts.push(`Schedule turns ${soon(next, clock.value)}`);
+  if (next !== null && next !== until) facts.push(`Schedule changes ${soon(next, clock.value)}`);
   return (
     <>
       {facts.map((fact) => (
@@ -87,19 +87,19 @@ function Until({ status }: { status: Status }) {
   );
 }
 
-/** The way to the next sync, on a scale. */
-function Ruler({ status }: { status: Status }) {
+/** Progress to the next sync. */
+function Progress({ status }: { status: Status }) {
   const { training, sync, run, phase } = status;
   const moving = phase === "training" || phase === "syncing" || phase === "draining";
   const share = moving ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
   const eta = sync.eta_s === null || !moving ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
-  const text = `Round ${run.round + 1}: ${percent(share)} of the way to the next sync`;
+  const text = `Round ${run.round + 1}: ${percent(share)} of the inner steps before the next sync`;
   return (
     <div class="ruler" data-moving={moving}>
       <div
         class="scale"
         role="progressbar"
-        aria-label="Way to the next sync"
+        aria-label="Progress to the next sync"
         aria-valuemin={0}
         aria-valuemax={100}
         aria-valuenow={Math.round(share * 100)}
@@ -133,6 +133,79 @@ function Ruler({ status }: { status: Status }) {
           <dd>{tokensPerSecond(moving ? training.tokens_per_second : 0)}</dd>
         </div>
       </dl>
+    </div>
+  );
+}
+
+const MORNING = 8;
+
+function Actions({ status }: { status: Status }) {
+  const [confirming, setConfirming] = useState(false);
+  const can = availableActions(status);
+  const runAction = async (action: Action, how?: PauseOrder) => {
+    actionError.value = "";
+    try {
+      await api.act(action, how);
+    } catch (error) {
+      actionError.value = errorText(error);
+    }
+  };
+  if (confirming && can.leave) return <LeaveConfirmation close={() => setConfirming(false)} leave={() => runAction("leave")} />;
+  const morning = tomorrowAt(new Date(), MORNING);
+  const round = status.run.round + 1;
+  return (
+    <div class="orders">
+      {can.pause && (
+        <Menu
+          label="Pause"
+          disabled={stale.value}
+          items={[
+            { label: "For 1 hour", note: `until ${soon(Date.now() + 3_600_000, Date.now())}`, run: () => runAction("pause", { for_s: 3600 }) },
+            { label: "Until tomorrow 8:00", run: () => runAction("pause", { until: morning.toISOString() }) },
+            { label: "After this round", note: `round ${round}`, run: () => runAction("pause", { after_round: round }) },
+            { label: "Until I resume", run: () => runAction("pause") },
+          ]}
+        />
+      )}
+      {can.resume && (
+        <button type="button" class="button strong" disabled={stale.value} onClick={() => runAction("resume")}>
+          Resume
+        </button>
+      )}
+      {can.leave && (
+        <button type="button" class="button plain" disabled={stale.value} onClick={() => setConfirming(true)}>
+          Leave
+        </button>
+      )}
+    </div>
+  );
+}
+
+/** Asks for confirmation, because leaving ends the node. */
+function LeaveConfirmation({ close, leave }: { close(): void; leave(): void }) {
+  const stay = useRef<HTMLButtonElement>(null);
+  useEffect(() => stay.current?.focus(), []);
+  return (
+    <div
+      class="orders asking"
+      role="group"
+      aria-labelledby="leave-question"
+      onKeyDown={(event) => event.key === "Escape" && close()}
+    >
+      <p id="leave-question">Save the work, leave the swarm, and stop this node?</p>
+      <button type="button" class="button" ref={stay} onClick={close}>
+        Stay
+      </button>
+      <button
+        type="button"
+        class="button grave"
+        onClick={() => {
+          leave();
+          close();
+        }}
+      >
+        Leave now
+      </button>
     </div>
   );
 }

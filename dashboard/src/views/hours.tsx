@@ -1,6 +1,6 @@
-/** The weekly schedule: spans of hours, and a picture of the week that they come to. */
+/** The editor of the weekly schedule, with a chart of the week. */
 
-import { DAY_NAMES, DAYS, formatHours, type Hours, parseHours, week } from "../words/hours";
+import { DAY_NAMES, DAYS, formatHours, type Hours, parseHours, week } from "../format/weekly-hours";
 
 interface Props {
   id: string;
@@ -82,7 +82,7 @@ function Span({ hours, change }: { hours: Hours; change(hours: Hours): void }) {
   );
 }
 
-/** The week at a glance. The spans above say the same to whoever does not see it. */
+/** A chart of the week. Screen readers read the time spans instead. */
 function Week({ hours, always }: { hours: Hours[]; always: boolean }) {
   const spans = always ? DAYS.map(() => [[0, 24] as [number, number]]) : week(hours);
   return (

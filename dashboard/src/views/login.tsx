@@ -1,13 +1,13 @@
-/** Without a session: the way in. */
+/** The form for the token, shown without a session. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { openSession, Refused } from "../api/client";
-import { unlock } from "../live/store";
+import { openSession, ApiError } from "../api/client";
+import { unlock } from "../state/store";
 
 function words(error: unknown): string {
-  if (!(error instanceof Refused)) return "The node does not answer. Is it running?";
-  if (error.status === 429) return "Too many wrong tokens within a minute. The right one opens this page all the same.";
-  if (error.status === 401) return "This token is wrong. It is the one line in the file api-token of the data folder.";
+  if (!(error instanceof ApiError)) return "The node does not answer. Is it running?";
+  if (error.status === 429) return "Too many wrong tokens within a minute. The right one still opens this page.";
+  if (error.status === 401) return "This token is wrong. The file api-token in the data folder contains it.";
   return error.message;
 }
 
@@ -20,7 +20,7 @@ export function Login() {
 
   const submit = async (event: Event) => {
     event.preventDefault();
-    // What is pasted may be the whole link that `run` printed.
+    // The user may paste the whole link that `run` prints.
     const given = /token=([^&\s]+)/.exec(token)?.[1] ?? token.trim();
     setBusy(true);
     setFault("");
@@ -40,7 +40,7 @@ export function Login() {
         Locked
       </h1>
       <p class="reason" data-testid="reason">
-        Open the link that <code>diloco-node run</code> printed at its start, or paste the token here. It is in the file{" "}
+        Open the link that <code>diloco-node run</code> prints at start, or paste the token here. It is in the file{" "}
         <code>api-token</code> of the node's data folder.
       </p>
       <label for="token">Token</label>

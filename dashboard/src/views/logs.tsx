@@ -1,15 +1,14 @@
-/** What the node wrote. */
+/** The log view. */
 
 import { useSignal } from "@preact/signals";
-import { memo } from "../ui/memo";
 import { useEffect, useRef } from "preact/hooks";
-import { api, sentence } from "../api/client";
-import { type Level, LEVELS, type LogLine } from "../api/types";
-import { appended, matches } from "../live/lines";
-import { usePolling } from "../live/poll";
-import { reconnects } from "../live/store";
-import { clean } from "../words/clean";
-import { clockWithSeconds, dayAndClock, moment } from "../words/time";
+import { Component, type ComponentType, type FunctionComponent, h } from "preact";
+import { api, type Level, LEVELS, errorText } from "../api/client";
+import type { LogLine } from "../api/schema";
+import { clockWithSeconds, dayAndClock, moment } from "../format/format";
+import { clean } from "../format/sanitize";
+import { appendLines } from "../state/records";
+import { reconnects, usePolling } from "../state/store";
 
 const POLL_MS = 2_000;
 const FIRST = 300;
@@ -21,7 +20,7 @@ export function Logs() {
   const follow = useSignal(true);
   const lines = useSignal<LogLine[]>([]);
   const fault = useSignal("");
-  /** The id asked up to; a new one for each question, so that an answer to an earlier one changes nothing. */
+  /** The last id received. A new object for each filter, so that late answers are ignored. */
   const last = useRef<{ id: number | null }>({ id: null });
   const box = useRef<HTMLDivElement>(null);
 
@@ -40,10 +39,9 @@ export function Logs() {
         if (asked !== last.current) return 0;
         asked.id = last_id;
         fault.value = "";
-        const found = records.filter((line) => matches(line, search.peek()));
-        if (found.length) lines.value = appended(after === null ? [] : lines.peek(), found);
+        if (records.length) lines.value = appendLines(after === null ? [] : lines.peek(), records);
       } catch (error) {
-        fault.value = sentence(error);
+        fault.value = errorText(error);
       }
       return POLL_MS;
     },
@@ -58,7 +56,7 @@ export function Logs() {
   const onScroll = () => {
     const pane = box.current as HTMLDivElement;
     const atEnd = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 24;
-    // Whoever scrolls up reads; whoever comes back to the end follows again.
+    // Scrolling up stops following; scrolling to the end resumes it.
     if (follow.peek() !== atEnd) follow.value = atEnd;
   };
 
@@ -100,14 +98,14 @@ export function Logs() {
         {lines.value.map((line) => (
           <Line key={line.id} line={line} />
         ))}
-        {!lines.value.length && <p class="empty">{search.value ? "No line holds this." : "Nothing of this level yet."}</p>}
+        {!lines.value.length && <p class="empty">{search.value ? "No line matches." : "No lines of this level yet."}</p>}
       </div>
-      <p class="quiet">The support bundle holds the configuration, rounds, and logs, without secrets. It goes nowhere by itself.</p>
+      <p class="quiet">The support bundle holds the configuration, rounds, and logs, without secrets. It is not sent anywhere.</p>
     </>
   );
 }
 
-/** Asks a moment after the last key. */
+/** Applies the search 250 ms after the last key. */
 function Search({ change }: { change(text: string): void }) {
   const timer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   useEffect(() => () => clearTimeout(timer.current), []);
@@ -122,6 +120,19 @@ function Search({ change }: { change(text: string): void }) {
       }}
     />
   );
+}
+
+/** A component that renders again only for other properties. */
+function memo<Props extends object>(Inner: FunctionComponent<Props>): ComponentType<Props> {
+  return class Memo extends Component<Props> {
+    override shouldComponentUpdate(next: Readonly<Props>): boolean {
+      return (Object.keys(next) as (keyof Props)[]).some((key) => next[key] !== this.props[key]);
+    }
+
+    override render() {
+      return h(Inner, this.props as Props);
+    }
+  };
 }
 
 const Line = memo(({ line }: { line: LogLine }) => {

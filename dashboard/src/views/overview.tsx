@@ -1,26 +1,26 @@
-/** This node: what it does, what it gave, what it costs. */
+/** The overview of this node: state, contribution, network, devices, charts. */
 
-import { link, stale, status } from "../live/store";
-import { Fact, Prose, Section } from "../ui/text";
-import { cleanName } from "../words/clean";
-import { isRelay, reach } from "../words/states";
-import { bytes, count, hours, many, NONE, percent } from "../words/units";
-import type { Status } from "../api/types";
+import { useState } from "preact/hooks";
+import type { Status } from "../api/schema";
+import { Fact, Prose, Section } from "../components/text";
+import { bytes, count, hours, many, NONE, percent } from "../format/format";
+import { cleanName } from "../format/sanitize";
+import { isRelay, reach } from "../format/status-text";
+import { link, stale, status } from "../state/store";
+import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
-import { Invite } from "./invite";
 import { Headline } from "./headline";
-import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./specs";
 
 export function Overview() {
   const now = status.value;
-  if (!now) return <Nothing />;
+  if (!now) return <NoStatus />;
   const relay = isRelay(now);
   return (
     <>
       <Headline status={now} />
-      {relay ? <Run status={now} /> : <Given status={now} />}
-      <Reach status={now} />
+      {relay ? <RunSection status={now} /> : <ContributionSection status={now} />}
+      <Network status={now} />
       {!relay && (
         <Section title="Devices" id="devices">
           <Devices devices={now.devices} phase={now.phase} />
@@ -31,22 +31,22 @@ export function Overview() {
   );
 }
 
-/** Before the first answer, and where none ever comes. */
-function Nothing() {
+/** Shown before the first answer. */
+function NoStatus() {
   const lost = link.value === "lost";
   return (
     <div class="headline">
       <h1 class="word" data-testid="state">
-        {lost ? "No answer" : "Asking"}
+        {lost ? "No answer" : "Loading"}
       </h1>
       <p class="reason" data-testid="reason">
-        {lost ? "The node does not answer. It may have stopped; this page tries again every two seconds." : "Asking the node how it is."}
+        {lost ? "The node does not answer. It may have stopped. This page tries again every two seconds." : "Requesting the status of the node."}
       </p>
     </div>
   );
 }
 
-function Given({ status }: { status: Status }) {
+function ContributionSection({ status }: { status: Status }) {
   const { contribution, compute_utilization_ratio: busy, forecast_utilization_ratio: forecast } = status;
   const share = contribution.rounds_attempted ? contribution.rounds_joined / contribution.rounds_attempted : null;
   return (
@@ -58,9 +58,9 @@ function Given({ status }: { status: Status }) {
         <Fact label="Rounds" note={share === null ? "none with others yet" : `${percent(share)} of ${count(contribution.rounds_attempted)}`}>
           {count(contribution.rounds_joined)}
         </Fact>
-        <Fact label="Compute given">{hours(contribution.training_s)}</Fact>
+        <Fact label="Compute time">{hours(contribution.training_s)}</Fact>
         <Fact label="Busy, last round" note={forecast == null ? "" : `forecast ${percent(forecast)}`}>{percent(busy)}</Fact>
-        <Fact label="Sent" note={contribution.bytes_forwarded ? `${bytes(contribution.bytes_forwarded)} for slow lines` : ""}>
+        <Fact label="Sent" note={contribution.bytes_forwarded ? `${bytes(contribution.bytes_forwarded)} for members with slow uplinks` : ""}>
           {bytes(contribution.bytes_sent)}
         </Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
@@ -70,8 +70,8 @@ function Given({ status }: { status: Status }) {
   );
 }
 
-/** What a relay shows in place of work of its own: the run that it is a window on. */
-function Run({ status }: { status: Status }) {
+/** A relay has no contribution of its own: it shows the run. */
+function RunSection({ status }: { status: Status }) {
   const { run, peers, contribution } = status;
   return (
     <Section title="Run" id="run">
@@ -93,7 +93,7 @@ function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Stat
   return parts.filter(Boolean).join(", ");
 }
 
-function Reach({ status: now }: { status: Status }) {
+function Network({ status: now }: { status: Status }) {
   const { connected, training } = now.peers;
   const alone = training <= 1 && connected === 0;
   return (
@@ -112,11 +112,11 @@ function Reach({ status: now }: { status: Status }) {
         <div>
           <p class="plain">
             <strong>
-              {alone ? "Nobody else is here yet." : `${count(training)} training, ${count(connected)} connected.`}
+              {alone ? "No other members yet." : `${count(training)} training, ${count(connected)} connected.`}
             </strong>
           </p>
           {alone ? (
-            <p class="quiet">Give somebody the invite: whoever pastes it joins this run.</p>
+            <p class="quiet">Send the invite to someone: with it they join this run.</p>
           ) : (
             now.run.swarm_tokens > 0 && (
               <p class="quiet">
@@ -134,5 +134,34 @@ function Reach({ status: now }: { status: Status }) {
         </div>
       </div>
     </Section>
+  );
+}
+
+/** The invite string with a copy button. */
+function Invite({ text }: { text: string }) {
+  const [copyResult, setCopyResult] = useState("");
+  const copy = async () => {
+    try {
+      // Only there over HTTPS and on localhost.
+      await navigator.clipboard.writeText(text);
+      setCopyResult("Copied");
+    } catch {
+      setCopyResult("Select the text and copy it");
+    }
+    setTimeout(() => setCopyResult(""), 3000);
+  };
+  return (
+    <details class="invite">
+      <summary>Invite</summary>
+      <p class="together">
+        <code tabIndex={0}>{text}</code>
+        <button type="button" class="button" onClick={copy}>
+          Copy
+        </button>
+      </p>
+      <p class="quiet" role="status">
+        {copyResult}
+      </p>
+    </details>
   );
 }

@@ -1,22 +1,23 @@
-/** The newest rounds as a strip, oldest left: a mark for the outcome, a row for each peer, a bar for the seconds. */
+/** The newest rounds as a strip, oldest on the left: outcome, participants and duration of each. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { type Outcome, type RoundRecord, STAGES } from "../api/types";
-import { attendance, type Attendance, presence } from "../live/attendance";
-import { move } from "../ui/menu";
-import { Ago, Name, Prose } from "../ui/text";
-import { bytes, decimals, duration, many } from "../words/units";
+import type { Outcome, RoundRecord } from "../api/schema";
+import { move } from "../components/menu";
+import { Ago, Name, Prose } from "../components/text";
+import { bytes, decimals, duration, many } from "../format/format";
+import { participants, type Participants, presence } from "../state/records";
 
-/** Told apart by shape first, so that no colour is needed. */
+/** The shapes differ, so that colour is not needed. */
 const MARKS: Record<Outcome | "dropped", { mark: string; words: string }> = {
   complete: { mark: "●", words: "complete" },
   partial: { mark: "◐", words: "partial" },
   failed: { mark: "✕", words: "failed" },
-  skipped: { mark: "○", words: "taken over from the others" },
+  skipped: { mark: "○", words: "adopted from the others" },
   alone: { mark: "–", words: "alone" },
   dropped: { mark: "↩", words: "dropped after a split" },
 };
 
+const STAGES = ["rendezvous", "reduce", "commit", "apply"] as const;
 const BAR_PX = 44;
 
 const isDrop = (record: RoundRecord) => (record.dropped ?? 0) > 0;
@@ -30,7 +31,7 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   const newest = rounds?.[0]?.round;
   const any = newest !== undefined;
   useEffect(() => {
-    // The newest is at the right end, which is what a narrow screen shows.
+    // A narrow screen shows the right end, which is the newest round.
     const box = strip.current;
     if (picked !== null || !box) return;
     const watch = new ResizeObserver(() => {
@@ -43,14 +44,14 @@ export function Rounds({ rounds }: { rounds: RoundRecord[] | null }) {
   if (!rounds?.length) {
     return (
       <p class="plain" data-testid="rounds">
-        {rounds ? "No round has been taken yet. The first one is due when enough members are ready." : "Asking the node."}
+        {rounds ? "No round yet. The first one starts when enough members are ready." : "Loading."}
       </p>
     );
   }
   const shown = [...rounds].reverse();
   const at = shown.find((record) => keyOf(record) === picked) ?? (shown.at(-1) as RoundRecord);
   const longest = Math.max(...shown.map(work), 0.001);
-  const who = attendance(rounds);
+  const who = participants(rounds);
   return (
     <>
       <div class="strip">
@@ -92,8 +93,8 @@ function sentence(record: RoundRecord): string {
   return `Round ${record.round}, ${MARKS[outcome(record)].words}${members}, ${duration(work(record))}`;
 }
 
-/** What the rows are. Each column says it again in words, so this is for the eye only. */
-function Who({ who, longest }: { who: Attendance; longest: number }) {
+/** Labels of the rows. Each column repeats them in its own label for screen readers. */
+function Who({ who, longest }: { who: Participants; longest: number }) {
   return (
     <div class="who" aria-hidden="true">
       {who.crowded ? (
@@ -112,7 +113,7 @@ function Who({ who, longest }: { who: Attendance; longest: number }) {
 
 interface ColumnProps {
   record: RoundRecord;
-  who: Attendance;
+  who: Participants;
   longest: number;
   selected: boolean;
   pick(): void;
@@ -198,20 +199,20 @@ function Detail({ record }: { record: RoundRecord }) {
       )}
       {isDrop(record) && (
         <p class="plain">
-          {record.dropped === 1 ? "This round does" : `${record.dropped} rounds, ending with this one, do`} not hold any
-          more.
+          {record.dropped === 1 ? "This round does" : `${record.dropped} rounds, ending with this one, do`} no longer
+          count.
         </p>
       )}
       <dl class="readings">
         <div>
-          <dt>Begun</dt>
+          <dt>Started</dt>
           <dd>
             <Ago at={record.started_at} /> <small>ago</small>
           </dd>
         </div>
         {[...STAGES, "blocked" as const].map((stage) => (
           <div key={stage}>
-            <dt>{stage === "blocked" ? "Trainer stood still" : stage}</dt>
+            <dt>{stage === "blocked" ? "Training paused for sync" : stage}</dt>
             <dd>{duration(record.seconds[stage])}</dd>
           </div>
         ))}
@@ -236,7 +237,7 @@ function Detail({ record }: { record: RoundRecord }) {
           ))}
         </ul>
       )}
-      {away.length > 0 && <p class="quiet">What was left out is not lost: its tokens are carried into the next rounds.</p>}
+      {away.length > 0 && <p class="quiet">Contributions that were left out are carried into the next rounds.</p>}
     </div>
   );
 }

@@ -1,20 +1,19 @@
-/** What the owner may change while the node runs, and what the node says about it. */
+/** The form for the settings that can change while the node runs. */
 
 import { useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { api, closeSession, Refused, sentence } from "../api/client";
-import type { Config, Json } from "../api/types";
-import { byKey, patch, sameValue, valueAt } from "../live/drafts";
-import { reconnects, status } from "../live/store";
-import { Section } from "../ui/text";
-import { isRelay } from "../words/states";
-import { clean } from "../words/clean";
+import { api, closeSession, type Json, ApiError, errorText } from "../api/client";
+import type { ResolvedConfig } from "../api/schema";
+import { Section } from "../components/text";
+import { clean } from "../format/sanitize";
+import { isRelay } from "../format/status-text";
+import { reconnects, status } from "../state/store";
 import { About } from "./about";
 import { Control } from "./control";
-import { type Field, type Group, GROUPS } from "./fields";
+import { byKey, type Field, type Group, GROUPS, patch, sameValue, valueAt } from "./setting-fields";
 
 export function Settings() {
-  const config = useSignal<Config | null>(null);
+  const config = useSignal<ResolvedConfig | null>(null);
   const fault = useSignal("");
   useEffect(() => {
     api.config().then(
@@ -23,7 +22,7 @@ export function Settings() {
         fault.value = "";
       },
       (error: unknown) => {
-        fault.value = sentence(error);
+        fault.value = errorText(error);
       },
     );
   }, [reconnects.value]);
@@ -41,12 +40,7 @@ export function Settings() {
       )}
       {pending.length > 0 && (
         <p class="notice info" role="status">
-          <b>Note</b> These hold after pause and resume: {pending.join(", ")}.
-        </p>
-      )}
-      {have && !have.changeable && (
-        <p class="notice info">
-          <b>Note</b> This node's version cannot change settings while it runs.
+          <b>Note</b> These changes take effect after pause and resume: {pending.join(", ")}.
         </p>
       )}
       {have &&
@@ -80,37 +74,37 @@ export function Settings() {
 
 interface GroupProps {
   group: Group;
-  config: Config;
+  config: ResolvedConfig;
   relay: boolean;
-  changed(config: Config): void;
+  changed(config: ResolvedConfig): void;
 }
 
 function GroupForm({ group, config, relay, changed }: GroupProps) {
   const drafts = useSignal<Record<string, Json>>({});
   const faults = useSignal<Record<string, string>>({});
-  const said = useSignal("");
+  const saveResult = useSignal("");
   const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined && !(relay && field.trains));
   if (!fields.length) return null;
   const keys = Object.keys(drafts.value);
-  // What holds for all of them is said once.
+  // A note that applies to all fields is shown once.
   const later = fields.every((field) => config.changeable?.[field.key] === "restart");
 
   const save = async (changes: Record<string, Json>, words: string) => {
-    said.value = "";
+    saveResult.value = "";
     try {
       changed(await api.change(patch(changes)));
       drafts.value = {};
       faults.value = {};
-      said.value = words;
+      saveResult.value = words;
     } catch (error) {
-      const named = error instanceof Refused ? byKey(error.faults, Object.keys(changes)) : {};
-      faults.value = Object.keys(named).length ? named : { "": sentence(error) };
+      const named = error instanceof ApiError ? byKey(error.faults, Object.keys(changes)) : {};
+      faults.value = Object.keys(named).length ? named : { "": errorText(error) };
     }
   };
   const draft = (key: string, value: Json) => {
     const { [key]: _, ...rest } = drafts.value;
     drafts.value = sameValue(value, valueAt(config.config, key)) ? rest : { ...rest, [key]: value };
-    said.value = "";
+    saveResult.value = "";
   };
 
   return (
@@ -132,7 +126,7 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
             value={drafts.value[field.key] ?? (valueAt(config.config, field.key) as Json)}
             fault={faults.value[field.key] ?? ""}
             draft={(value) => draft(field.key, value)}
-            giveBack={() => save({ [field.key]: null }, "Given back to the configuration.")}
+            reset={() => save({ [field.key]: null }, "Reset to default.")}
           />
         ))}
         {faults.value[""] && (
@@ -159,7 +153,7 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
             </>
           )}
           <span class="quiet" role="status">
-            {said.value}
+            {saveResult.value}
           </span>
         </p>
       </form>
@@ -169,19 +163,19 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
 
 interface RowProps {
   field: Field;
-  config: Config;
-  /** That a change holds later is said for the whole group. */
+  config: ResolvedConfig;
+  /** The note about a later effect is shown for the whole group. */
   later: boolean;
   value: Json;
   fault: string;
   draft(value: Json): void;
-  giveBack(): void;
+  reset(): void;
 }
 
 const OWN = "settings page";
-const LATER = "Holds after pause and resume.";
+const LATER = "Takes effect after pause and resume.";
 
-function Row({ field, config, later, value, fault, draft, giveBack }: RowProps) {
+function Row({ field, config, later, value, fault, draft, reset }: RowProps) {
   const id = `set-${field.key.replace(".", "-")}`;
   const when = config.changeable?.[field.key];
   const origin = config.origins[field.key];
@@ -201,11 +195,11 @@ function Row({ field, config, later, value, fault, draft, giveBack }: RowProps) 
           change={draft}
         />
         <p class="quiet" id={`${id}-help`}>
-          {field.help} {config.changeable && !when && "Fixed while the node runs."}
+          {field.help} {!when && "Cannot change while the node runs."}
           {when === "restart" && !later && LATER} {origin && origin !== "default" && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
-            <button type="button" class="text" onClick={giveBack}>
-              Undo this choice<span class="unseen">: {field.label}</span>
+            <button type="button" class="text" onClick={reset}>
+              Reset<span class="unseen">: {field.label}</span>
             </button>
           )}
         </p>

@@ -1,18 +1,17 @@
-/** The others: who is there, who gave what, how the rounds went. No addresses, no map. */
+/** The other members, their contributions, and the rounds. Shows no addresses. */
 
 import { useSignal } from "@preact/signals";
 import { api } from "../api/client";
-import type { Contribution, Peer, RoundRecord, Status } from "../api/types";
-import { usePolling } from "../live/poll";
-import { reconnects, status } from "../live/store";
-import { type Column, Table } from "../ui/table";
-import { Fact, Name, Section } from "../ui/text";
-import { cleanName } from "../words/clean";
-import { isRelay, peerPhase } from "../words/states";
-import { brief, count, many, NONE, percent, tokensPerSecond } from "../words/units";
+import type { Contribution, PeerRow, RoundRecord, Status } from "../api/schema";
+import { type Column, Table } from "../components/table";
+import { Fact, Name, Section } from "../components/text";
+import { brief, count, many, NONE, percent, tokensPerSecond } from "../format/format";
+import { cleanName } from "../format/sanitize";
+import { isRelay, peerPhase } from "../format/status-text";
+import { reconnects, status, usePolling } from "../state/store";
+import { RELAY_SWARM_CHARTS, SWARM_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Rounds } from "./rounds";
-import { RELAY_SWARM_CHARTS, SWARM_CHARTS } from "./specs";
 
 const PEERS_MS = 3_000;
 const RECORDS_MS = 30_000;
@@ -20,7 +19,7 @@ const ROUNDS_SHOWN = 50;
 
 export function Swarm() {
   const relay = status.value !== null && isRelay(status.value);
-  const peers = useSignal<Peer[] | null>(null);
+  const peers = useSignal<PeerRow[] | null>(null);
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
 
@@ -31,7 +30,7 @@ export function Swarm() {
     PEERS_MS,
     [reconnects.value],
   );
-  // A round's record is there when it is the newest in the status.
+  // Reload when the status has a new round.
   const newest = status.value?.sync.last;
   usePolling(
     async () => {
@@ -51,7 +50,7 @@ export function Swarm() {
       <Section title="Rounds" id="rounds-title">
         {relay ? (
           <p class="plain" data-testid="rounds">
-            A relay is in no round, so it keeps no record of them: each member's page has its own.
+            A relay takes part in no round. See the rounds on the page of a member.
           </p>
         ) : (
           <Rounds rounds={rounds.value} />
@@ -61,11 +60,11 @@ export function Swarm() {
         <Table
           caption="Peers"
           columns={PEERS}
-          rows={own(peers.value ?? [], status.value)}
+          rows={withOwnStatus(peers.value ?? [], status.value)}
           id={(peer) => peer.peer_id}
           first={{ column: "tokens_per_second", descending: true }}
           marked={(peer) => peer.this_node}
-          empty={peers.value === null ? "Asking the node." : "Nobody is here yet. Whoever pastes the invite joins this run."}
+          empty={peers.value === null ? "Loading." : "No members yet. Send the invite to someone: with it they join this run."}
         />
       </Section>
       {!relay && (
@@ -77,7 +76,7 @@ export function Swarm() {
             id={(one) => one.peer_id}
             first={{ column: "tokens", descending: true }}
             marked={(one) => one.this_node}
-            empty="No round has been counted yet."
+            empty="No round yet."
           />
         </Section>
       )}
@@ -86,14 +85,14 @@ export function Swarm() {
   );
 }
 
-/** This node's own row has its newest word, which the directory gets some seconds later. */
-function own(peers: Peer[], now: Status | null): Peer[] {
+/** Updates this node's row from its status, which is some seconds newer than the peer table. */
+function withOwnStatus(peers: PeerRow[], now: Status | null): PeerRow[] {
   if (!now) return peers;
   const mine = { phase: isRelay(now) ? "relaying" : now.phase, round: now.run.round };
   return peers.map((peer) => (peer.this_node ? { ...peer, ...mine } : peer));
 }
 
-function Sums({ peers }: { peers: Peer[] | null }) {
+function Sums({ peers }: { peers: PeerRow[] | null }) {
   const working = (peers ?? []).filter((peer) => peer.phase === "training" || peer.phase === "syncing");
   const speed = working.reduce((sum, peer) => sum + peer.tokens_per_second, 0);
   const busy = working.map((peer) => peer.compute_utilization_ratio).filter((ratio) => ratio != null);
@@ -118,7 +117,7 @@ function Sums({ peers }: { peers: Peer[] | null }) {
 
 const AGREES = { true: "agrees", false: "differs" } as const;
 
-const PEERS: Column<Peer>[] = [
+const PEERS: Column<PeerRow>[] = [
   {
     id: "name",
     label: "Name",

@@ -1,0 +1,249 @@
+/** Generated from /openapi.json by tests/api/test_dashboard_types.py. Do not edit. */
+
+export interface Accepted {
+  phase: Phase;
+}
+
+export interface Contribution {
+  peer_id: string;
+  short_id: string;
+  name: string;
+  rounds: number;
+  tokens: number;
+  last_round: number;
+  this_node: boolean;
+}
+
+export interface ContributionInfo {
+  rounds_joined: number;
+  rounds_attempted: number;
+  tokens_total: number;
+  tokens_merged: number;
+  tokens_discarded: number;
+  bytes_sent: number;
+  bytes_received: number;
+  bytes_relayed: number;
+  bytes_forwarded: number;
+  training_s: number;
+}
+
+export interface Contributions {
+  contributions: Contribution[];
+}
+
+export interface DeviceInfo {
+  kind: string;
+  name: string;
+  utilization_ratio: number | null;
+  memory_used_bytes: number | null;
+  memory_size_bytes: number | null;
+  temperature_celsius: number | null;
+  energy_joules: number | null;
+  power_watts: number | null;
+}
+
+export interface Fault {
+  where: string;
+  message: string;
+}
+
+export interface Health {
+  ok: boolean;
+  phase: Phase;
+  code: string;
+}
+
+export interface History {
+  step_s: number;
+  at_s: number[];
+  series: Record<string, (number | null)[]>;
+}
+
+export interface LogLine {
+  id: number;
+  at: string;
+  level: "debug" | "info" | "warning" | "error";
+  logger: string;
+  message: string;
+  phase: string;
+  round: number | null;
+}
+
+export interface Logs {
+  records: LogLine[];
+  last_id: number;
+}
+
+export interface Member {
+  peer_id: string;
+  name: string;
+  weight: number;
+  included: boolean;
+}
+
+export interface NodeInfo {
+  name: string;
+  peer_id: string;
+  version: string;
+  data_dir: string;
+  mode: "train" | "relay";
+  started_at: string;
+}
+
+export interface Notice {
+  code: string;
+  level: "info" | "warning" | "error";
+  text: string;
+}
+
+export type Outcome = "complete" | "partial" | "failed" | "skipped" | "alone";
+
+export interface PauseInfo {
+  by: "owner" | "schedule" | "battery" | "user" | "";
+  until: string | null;
+  after_round: number | null;
+}
+
+export interface PauseOrder {
+  for_s?: number | null;
+  until?: string | null;
+  after_round?: number | null;
+}
+
+export interface PeerRow {
+  peer_id: string;
+  short_id: string;
+  name: string;
+  phase: string;
+  round: number;
+  tokens_per_second: number;
+  transport: string;
+  version: string;
+  state_digest: string;
+  last_seen_s: number;
+  this_node: boolean;
+  compute_utilization_ratio: number | null;
+  digest_agrees: boolean | null;
+}
+
+export interface PeersInfo {
+  connected: number;
+  training: number;
+}
+
+export type Phase = "starting" | "connecting" | "downloading" | "training" | "syncing" | "paused" | "draining" | "leaving" | "stopped" | "error";
+
+export interface Problem {
+  type: string;
+  title: string;
+  status: number;
+  detail: string;
+  code: string;
+  faults: Fault[];
+}
+
+export interface ResolvedConfig {
+  config: Record<string, unknown>;
+  origins: Record<string, string>;
+  changeable: Record<string, "now" | "restart">;
+  pending_restart: string[];
+}
+
+export interface RoundRecord {
+  round: number;
+  outcome: Outcome;
+  members: Member[];
+  started_at: string;
+  seconds: Seconds;
+  bytes_sent: number;
+  bytes_received: number;
+  head: string;
+  state_digest: string;
+  swarm_tokens: number;
+  evaluation_loss: number | null;
+  dropped: number;
+  reason: string;
+}
+
+export interface Rounds {
+  rounds: RoundRecord[];
+}
+
+export interface RunInfo {
+  name: string;
+  manifest_hash: string;
+  invite: string;
+  invite_note: string;
+  round: number;
+  swarm_round: number;
+  swarm_tokens: number;
+  total_tokens: number;
+  head: string;
+  state_digest: string;
+}
+
+export interface Seconds {
+  rendezvous: number;
+  reduce: number;
+  commit: number;
+  apply: number;
+  blocked: number;
+}
+
+export interface SessionOpened {
+  cookie: string;
+}
+
+export interface Status {
+  schema_version: number;
+  node: NodeInfo;
+  phase: Phase;
+  reason: string;
+  code: string;
+  since: string;
+  final: boolean;
+  run: RunInfo;
+  training: TrainingInfo;
+  sync: SyncInfo;
+  peers: PeersInfo;
+  compute_utilization_ratio: number | null;
+  forecast_utilization_ratio: number | null;
+  reachability: string;
+  reachability_code: string;
+  reachability_reason: string;
+  devices: DeviceInfo[];
+  limits: Record<string, number | null>;
+  contribution: ContributionInfo;
+  notices: Notice[];
+  pause: PauseInfo;
+  schedule_next: string | null;
+}
+
+export interface Swarm {
+  peers: PeerRow[];
+}
+
+export interface SyncInfo {
+  stage: string;
+  progress_ratio: number;
+  eta_s: number | null;
+  last: RoundRecord | null;
+}
+
+export interface TrainingInfo {
+  loss: number | null;
+  evaluation_loss: number | null;
+  learning_rate: number;
+  inner_step: number;
+  inner_steps: number;
+  tokens_total: number;
+  tokens_per_second: number;
+}
+
+export interface Version {
+  version: string;
+  revision: string;
+  python: string;
+  torch: string;
+  hivemind: string;
+}

@@ -1,0 +1,118 @@
+/** Names and explanations of phases, codes and reachability, for the owner of the machine. */
+
+import type { Phase, Status } from "../api/schema";
+import { moment, soon } from "./format";
+
+interface State {
+  /** One word. */
+  word: string;
+  /** What it means for the owner, in addition to the node's reason. */
+  meaning: string;
+}
+
+const PHASES: Record<Phase, State> = {
+  starting: { word: "Starting", meaning: "Loading model and text." },
+  connecting: { word: "Connecting", meaning: "Looking for other members. Training starts automatically." },
+  downloading: { word: "Downloading", meaning: "Downloading the swarm's model and verifying every piece." },
+  training: { word: "Training", meaning: "This machine is training." },
+  syncing: { word: "Syncing", meaning: "Averaging progress with the other members." },
+  paused: { word: "Paused", meaning: "The model is not in memory. The machine is yours." },
+  draining: { word: "Finishing", meaning: "The node finishes this round and then stops." },
+  leaving: { word: "Leaving", meaning: "Saving work and leaving the swarm. This takes some seconds." },
+  stopped: { word: "Stopped", meaning: "The node is not training. All work is saved." },
+  error: { word: "Error", meaning: "The node stopped with an error. Fix the cause, then resume." },
+};
+
+/** Codes with their own word within a phase. */
+const CODES: Record<string, Partial<State>> = {
+  "training/relay": { word: "Relaying", meaning: "Helping members find and reach each other. A relay does not train." },
+  "training/no_text": { word: "Waiting", meaning: "There is currently no text to train on." },
+  "training/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
+  "syncing/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
+  "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. It continues automatically." },
+  "connecting/no_peers": { meaning: "No peer has answered yet. The node keeps trying." },
+  "connecting/no_state": { meaning: "Members are online, but none can serve the model yet. The node keeps trying." },
+  "paused/scheduled": { meaning: "Outside the hours of your schedule. The machine is yours until they start." },
+  "paused/on_battery": { meaning: "On battery. Training resumes when the charger is connected." },
+  "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
+  "stopped/run_complete": { word: "Complete", meaning: "The run has reached its token goal. Thank you." },
+};
+
+/** Shown before the first answer of the node. */
+export const UNKNOWN: State = { word: "Loading", meaning: "" };
+
+/** Explanations for a node whose process ends with the phase, so that there is nothing to resume. */
+const ENDS: Partial<Record<Phase, Partial<State>>> = {
+  stopped: { meaning: "This node has ended." },
+  error: { meaning: "The node has ended with an error. Fix the cause, then start it again." },
+};
+
+export function describe(status: (Pick<Status, "phase" | "code"> & { final?: boolean }) | null): State {
+  if (!status) return UNKNOWN;
+  const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
+  return { ...phase, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
+}
+
+/** The command that starts an ended node again; null if it still runs or the run is complete. */
+export function restartCommand(status: Pick<Status, "code" | "final" | "node">): string | null {
+  if (!status.final || status.code === "run_complete") return null;
+  const { mode, data_dir: folder } = status.node;
+  const word = /^[\w./-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
+  return `diloco-node ${mode === "relay" ? "relay" : "run"} --data-dir ${word}`;
+}
+
+/** What the node appends to the reason of a pause if its worker could not save. */
+const LOST = / What it did since its last checkpoint is lost: .*$/s;
+
+/** The node's reason, with times in the reader's time zone. */
+export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause">, now: number): string {
+  const { phase, code, pause } = status;
+  if (phase !== "paused") return status.reason;
+  const until = moment(pause?.until);
+  const lost = LOST.exec(status.reason)?.[0] ?? "";
+  if (code === "paused") return (until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`) + lost;
+  if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.${lost}`;
+  return status.reason;
+}
+
+/** The word for the phase of a peer, which may be any text. */
+export function peerPhase(phase: string): string {
+  return PHASES[phase as Phase]?.word ?? capital(phase);
+}
+
+function capital(word: string): string {
+  return word.charAt(0).toUpperCase() + word.slice(1);
+}
+
+/** Whether the node is a relay. Decided by the mode, because codes may come from other peers. */
+export function isRelay(status: Pick<Status, "node">): boolean {
+  return status.node.mode === "relay";
+}
+
+/** Which actions are available now. */
+export function availableActions(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
+  const { phase } = status;
+  if (status.final) return { pause: false, resume: false, leave: false };
+  const ending = phase === "leaving" || phase === "draining";
+  const halted = phase === "paused" || phase === "stopped" || phase === "error";
+  const pending = status.pause?.after_round != null;
+  return {
+    pause: !isRelay(status) && !ending && !halted,
+    resume: halted || (pending && !ending),
+    leave: phase !== "leaving" && phase !== "stopped",
+  };
+}
+
+const REACH: Record<string, string> = {
+  direct: "Other members can reach this node directly.",
+  relay: "Other members can reach this node through a relay.",
+  none: "Other members cannot connect to this node. It takes part through connections that it opens itself.",
+};
+
+const UNTESTED = new Set(["not_tested", "disputed"]);
+
+export function reach(reachability: string, code?: string, relay = false): string {
+  if (code !== undefined && UNTESTED.has(code)) return "Not tested yet: whether other members can reach this node is unknown.";
+  if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
+  return REACH[reachability] ?? reachability;
+}

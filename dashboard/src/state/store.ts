@@ -1,0 +1,114 @@
+/** The state of the page as signals, and the feed that updates them. */
+
+import { computed, effect, signal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
+import { api, ApiError } from "../api/client";
+import type { Status } from "../api/schema";
+import { cleanName } from "../format/sanitize";
+import { describe } from "../format/status-text";
+import { Feed, type Link } from "./feed";
+
+export const status = signal<Status | null>(null);
+export const link = signal<Link>("opening");
+/** When the page last received data from the node: page clock, ms. */
+export const receivedAt = signal<number | null>(null);
+/** The current time for ages and countdowns, ms; updated once a second while the tab is visible. */
+export const now = signal(Date.now());
+export const visible = signal(!document.hidden);
+
+/** Older data is shown grey, with its age. */
+const STALE_S = 12;
+
+export const ageS = computed(() => (receivedAt.value === null ? 0 : Math.max(0, (now.value - receivedAt.value) / 1000)));
+/** Data is not stale right after the tab was hidden: the first answer is still on its way. */
+export const stale = computed(() => {
+  if (status.value === null || link.value === "opening" || link.value === "asleep") return false;
+  return link.value === "lost" || ageS.value > STALE_S;
+});
+export const state = computed(() => describe(status.value));
+export const NO_ANSWER = "No answer";
+/** The state in one or two words. A node that has ended is not expected to answer. */
+export const word = computed(() => (stale.value && !status.value?.final ? NO_ANSWER : state.value.word));
+/** Increases when the node may have restarted: views that hold lists reload them. */
+export const reconnects = signal(0);
+
+const feed = new Feed(
+  {
+    openStream(onStatus, onFailure) {
+      const source = new EventSource("/api/v1/events");
+      source.addEventListener("status", (event) => onStatus(JSON.parse(event.data as string) as Status));
+      source.addEventListener("error", onFailure);
+      return source;
+    },
+    ask: api.status,
+    isLocked: (error) => error instanceof ApiError && error.locked,
+    now: Date.now,
+    later: (run, ms) => setTimeout(run, ms),
+    cancel: (timer) => clearTimeout(timer as number),
+  },
+  (news) => {
+    const before = status.peek();
+    // While the tab was hidden no link was lost: only the start time shows a restart.
+    if (before && before.node.started_at !== news.node.started_at) reconnects.value += 1;
+    status.value = news;
+  },
+  (next, heard) => {
+    if (next !== "lost" && link.peek() === "lost") reconnects.value += 1;
+    link.value = next;
+    receivedAt.value = heard;
+  },
+);
+
+export function start(): void {
+  let ticking: ReturnType<typeof setInterval> | undefined;
+  const look = () => {
+    visible.value = !document.hidden;
+    clearInterval(ticking);
+    if (document.hidden) {
+      feed.sleep();
+      return;
+    }
+    now.value = Date.now();
+    ticking = setInterval(() => {
+      now.value = Date.now();
+    }, 1000);
+    feed.wake();
+  };
+  document.addEventListener("visibilitychange", look);
+  look();
+  effect(showOutside);
+}
+
+/** Resumes the feed after a login. */
+export function unlock(): void {
+  feed.wake();
+}
+
+/** Updates the document title and the data attributes that style sheets and tests read. */
+function showOutside(): void {
+  const { dataset } = document.documentElement;
+  const name = status.value?.node.name;
+  document.title = `${link.value === "locked" ? "Locked" : word.value} · ${name ? cleanName(name, 40) : "diloco-node"}`;
+  dataset["phase"] = link.value === "locked" ? "locked" : (status.value?.phase ?? "unknown");
+  dataset["code"] = status.value?.code ?? "";
+  dataset["stale"] = String(stale.value);
+}
+
+/** Runs `ask` now and `ms` after each end, while the tab is visible and unlocked. A change of `again` restarts it. */
+export function usePolling(ask: () => Promise<number | void>, ms: number, again: unknown[]): void {
+  const awake = visible.value && link.value !== "locked";
+  useEffect(() => {
+    if (!awake) return;
+    let timer: ReturnType<typeof setTimeout>;
+    let ended = false;
+    const round = async () => {
+      const next = await ask().catch(() => ms);
+      if (!ended) timer = setTimeout(round, next ?? ms);
+    };
+    void round();
+    return () => {
+      ended = true;
+      clearTimeout(timer);
+    };
+  }, [awake, ...again]);
+}

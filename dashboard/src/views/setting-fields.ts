@@ -1,0 +1,130 @@
+/** The settings on the page with their labels, and how edits become a PATCH request.
+ *
+ * The node decides which settings can change and when a change takes effect.
+ */
+
+import type { Json } from "../api/client";
+import type { Fault, ResolvedConfig } from "../api/schema";
+
+export interface Field {
+  /** Dotted, as in the configuration. */
+  key: string;
+  label: string;
+  kind: "text" | "number" | "choice" | "switch" | "hours" | "zone";
+  unit?: string;
+  help?: string;
+  step?: number;
+  choices?: [value: string, label: string][];
+  /** Not shown on a relay, which does not train. */
+  trains?: boolean;
+}
+
+export interface Group {
+  id: string;
+  title: string;
+  fields: Field[];
+  trains?: boolean;
+}
+
+export const GROUPS: Group[] = [
+  {
+    id: "node",
+    title: "Node",
+    fields: [{ key: "node.name", label: "Name", kind: "text", help: "Other members see it. Empty: a short form of the peer id." }],
+  },
+  {
+    id: "schedule",
+    title: "Schedule",
+    trains: true,
+    fields: [
+      { key: "schedule.active", label: "Hours", kind: "hours", help: "When this machine trains. No hours: always." },
+      { key: "schedule.timezone", label: "Time zone", kind: "zone", help: "Such as Europe/Berlin. Empty: this machine's." },
+      { key: "schedule.on_battery", label: "On battery", kind: "choice", choices: [["pause", "pause"], ["run", "keep training"]] },
+      { key: "schedule.user_active", label: "While I use the machine", kind: "choice", choices: [["run", "keep training"], ["pause", "pause"]] },
+      { key: "schedule.user_idle_s", label: "I am away after", kind: "number", unit: "s without input", step: 1 },
+    ],
+  },
+  {
+    id: "limits",
+    title: "Limits",
+    fields: [
+      { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
+      { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
+      { key: "swarm.relay_mbit_s", label: "Relaying", kind: "number", unit: "Mbit/s", help: "For members that cannot reach each other. 0: within upload and download, else at least 2." },
+      { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0: all cores.", trains: true },
+      { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "0 to 1; 0: no limit.", trains: true },
+      { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0: no cap. Only if the driver allows it.", trains: true },
+      { key: "limits.disk_gb", label: "Disk", kind: "number", unit: "GB", help: "0: no limit. The oldest files are removed first." },
+    ],
+  },
+  {
+    id: "device-settings",
+    title: "Devices",
+    trains: true,
+    fields: [
+      { key: "devices.device", label: "Device", kind: "text", help: "auto: the first GPU, else the CPU." },
+      { key: "devices.precision", label: "Precision", kind: "choice", choices: [["auto", "auto"], ["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]] },
+      { key: "devices.micro_batch", label: "Sequences at once", kind: "number", step: 1, help: "0: as many as fit." },
+      { key: "devices.compile", label: "Compile the layers", kind: "switch", help: "Takes minutes at the start; steps are faster." },
+      { key: "devices.activation_checkpointing", label: "Checkpoint activations", kind: "switch", help: "Uses less memory and a third more time." },
+    ],
+  },
+  {
+    id: "disk",
+    title: "Checkpoints",
+    trains: true,
+    fields: [
+      { key: "checkpoint.keep", label: "Keep", kind: "number", unit: "newest", step: 1 },
+      { key: "checkpoint.every_s", label: "At least every", kind: "number", unit: "s" },
+    ],
+  },
+  {
+    id: "log",
+    title: "Log",
+    fields: [
+      {
+        key: "log.level",
+        label: "Level",
+        kind: "choice",
+        choices: [["debug", "debug"], ["info", "info"], ["warning", "warning"], ["error", "error"]],
+      },
+    ],
+  },
+];
+
+/** The value of a dotted key; undefined if the configuration has none. */
+export function valueAt(config: ResolvedConfig["config"], key: string): Json | undefined {
+  let found: unknown = config;
+  for (const part of key.split(".")) {
+    if (found === null || typeof found !== "object" || Array.isArray(found)) return undefined;
+    found = (found as Record<string, unknown>)[part];
+  }
+  return found as Json | undefined;
+}
+
+/** Changed values as nested tables. null resets a key. */
+export function patch(changes: Record<string, Json>): { [key: string]: Json } {
+  const nested: { [key: string]: Json } = {};
+  for (const [key, value] of Object.entries(changes)) {
+    const parts = key.split(".");
+    const last = parts.pop() as string;
+    let table = nested;
+    for (const part of parts) table = (table[part] ??= {}) as { [key: string]: Json };
+    table[last] = value;
+  }
+  return nested;
+}
+
+export function sameValue(a: Json | undefined, b: Json | undefined): boolean {
+  return JSON.stringify(a) === JSON.stringify(b);
+}
+
+/** Error messages by key; messages without a key are under "". The path of a list's error ends with the element. */
+export function byKey(faults: Fault[], keys: string[]): Record<string, string> {
+  const found: Record<string, string> = {};
+  for (const { where, message } of faults) {
+    const key = keys.find((one) => `.${where}.`.includes(`.${one}.`)) ?? "";
+    found[key] = found[key] ? `${found[key]} ${message}` : message;
+  }
+  return found;
+}

@@ -1,0 +1,89 @@
+import { expect, test } from "vitest";
+import type { Phase, Status } from "../src/api/schema";
+import { describe, isRelay, availableActions, peerPhase, reach, reason, restartCommand } from "../src/format/status-text";
+
+const PHASES: Phase[] = [
+  "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
+];
+
+test("every phase has its own word and explanation", () => {
+  const states = PHASES.map((phase) => describe({ phase, code: phase }));
+  for (const { word, meaning } of states) {
+    expect(word).toMatch(/^[A-Z][a-z]+$/);
+    expect(meaning).toMatch(/\.$/);
+  }
+  expect(new Set(states.map(({ word }) => word)).size).toBe(PHASES.length);
+  expect(new Set(states.map(({ meaning }) => meaning)).size).toBe(PHASES.length);
+});
+
+test.each([
+  ["training", "relay", "Relaying"], ["training", "no_text", "Waiting"], ["training", "pausing", "Pausing"],
+  ["syncing", "waiting_for_peers", "Waiting"], ["stopped", "run_complete", "Complete"], ["paused", "scheduled", "Paused"],
+  ["paused", "on_battery", "Paused"], ["paused", "user_active", "Paused"], ["training", "a_code_of_tomorrow", "Training"],
+] as [Phase, string, string][])("%s with code %s", (phase, code, word) => {
+  expect(describe({ phase, code }).word).toBe(word);
+});
+
+test("each kind of pause has its own explanation", () => {
+  const meanings = ["paused", "scheduled", "on_battery", "user_active"].map((code) => describe({ phase: "paused", code }).meaning);
+  expect(new Set(meanings).size).toBe(4);
+});
+
+test("unknown phases and reachabilities have a text", () => {
+  expect(describe({ phase: "dreaming" as Phase, code: "" }).word).toBe("Dreaming");
+  expect(describe(null).word).toBe("Loading");
+  expect(peerPhase("")).toBe("");
+  expect(reach("direct")).not.toBe(reach("none"));
+  expect(reach("none", "not_tested")).toContain("Not tested yet");
+  expect(reach("none", "not_reached")).toBe(reach("none"));
+  expect(reach("none", "not_reached", true)).toContain("carries no calls");
+});
+
+const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;
+
+test("only possible actions are offered", () => {
+  expect(availableActions(status("training"))).toEqual({ pause: true, resume: false, leave: true });
+  expect(availableActions(status("paused"))).toEqual({ pause: false, resume: true, leave: true });
+  expect(availableActions(status("error"))).toEqual({ pause: false, resume: true, leave: true });
+  expect(availableActions(status("stopped"))).toEqual({ pause: false, resume: true, leave: false });
+  expect(availableActions(status("leaving"))).toEqual({ pause: false, resume: false, leave: false });
+  expect(availableActions(status("draining"))).toEqual({ pause: false, resume: false, leave: true });
+});
+
+test("an ended node offers no actions and shows the start command", () => {
+  for (const phase of ["stopped", "error"] as Phase[]) {
+    const ended = status(phase, { final: true, node: { mode: "train", data_dir: "/data/ada" } });
+    expect(availableActions(ended)).toEqual({ pause: false, resume: false, leave: false });
+    expect(describe(ended).meaning).not.toBe(describe(status(phase)).meaning);
+    expect(describe(ended).meaning).not.toMatch(/resume/);
+    expect(restartCommand(ended)).toBe("diloco-node run --data-dir /data/ada");
+    expect(restartCommand(status(phase))).toBeNull();
+  }
+  expect(restartCommand(status("stopped", { final: true, code: "run_complete" }))).toBeNull();
+  const relay = { mode: "relay", data_dir: "/home/a b/it's" };
+  expect(restartCommand(status("stopped", { final: true, node: relay }))).toBe("diloco-node relay --data-dir '/home/a b/it'\\''s'");
+});
+
+test("the end of a pause is shown in local time", () => {
+  const now = new Date(2026, 10, 22, 12, 0).getTime();
+  const until = new Date(2026, 10, 23, 8, 0).toISOString();
+  const paused = (code: string, end: string | null, lost = "") =>
+    reason(status("paused", { code, reason: `The node's.${lost}`, pause: { by: "", until: end, after_round: null } }), now);
+  expect(paused("paused", until)).toBe("Paused until tomorrow 08:00.");
+  expect(paused("paused", null)).toBe("Paused until you resume.");
+  expect(paused("scheduled", until)).toBe("Outside of its hours until tomorrow 08:00.");
+  expect(paused("on_battery", null)).toBe("The node's.");
+  const lost = "What it did since its last checkpoint is lost: its worker was killed.";
+  expect(paused("paused", null, ` ${lost}`)).toBe(`Paused until you resume. ${lost}`);
+  expect(paused("paused", until, ` ${lost}`)).toBe(`Paused until tomorrow 08:00. ${lost}`);
+  expect(paused("scheduled", until, ` ${lost}`)).toBe(`Outside of its hours until tomorrow 08:00. ${lost}`);
+  expect(reason(status("training", { reason: "The node's." }), now)).toBe("The node's.");
+});
+
+test("a pending pause can be cancelled; a relay cannot be paused", () => {
+  const pending = { by: "owner", until: null, after_round: 7 };
+  expect(availableActions(status("training", { pause: pending })).resume).toBe(true);
+  expect(availableActions(status("training", { code: "relay" })).pause).toBe(true);
+  expect(isRelay(status("syncing", { code: "relay" }))).toBe(false);
+  expect(availableActions(status("training", { node: { mode: "relay" } })).pause).toBe(false);
+});

@@ -1,0 +1,136 @@
+"""HTTP client for the node that runs on a data folder, found through its `api.json` and `api-token`."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+
+from node.errors import UsageError
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAddress:
+    """Where a node's API is, and what is needed to call it."""
+
+    url: str
+    token: str
+    certificate: str
+    """PEM; empty without TLS."""
+    pid: int | None
+    """Process of the node that wrote the address."""
+
+
+def read_address(data_dir: Path) -> ApiAddress:
+    """The address that a running node has written. Raises OSError or ValueError if there is none."""
+    stored = json.loads((data_dir / "api.json").read_text(encoding="utf-8"))
+    token = (data_dir / "api-token").read_text(encoding="utf-8").strip()
+    if not isinstance(stored, dict) or "url" not in stored:
+        raise ValueError("api.json holds no address")
+    return ApiAddress(str(stored["url"]).rstrip("/"), token, str(stored.get("certificate", "")), stored.get("pid"))
+
+
+class Client:
+    """Calls the API of one node. Raises UsageError when no node answers, or when it refuses."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+
+    def status(self) -> dict[str, Any]:
+        return self._call("GET", "/api/v1/status")
+
+    def is_there(self) -> bool:
+        """Whether a node answers on this data folder. The files of a killed node are not enough."""
+        try:
+            self.status()
+        except UsageError:
+            return False
+        return True
+
+    def act(self, action: str, order: dict[str, Any] | None = None) -> dict[str, Any]:
+        """pause, resume, drain or leave; the answer names the phase that it leads to."""
+        return self._call("POST", f"/api/v1/actions/{action}", order or {})
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            address = read_address(self._data_dir)
+        except PermissionError as exc:
+            raise UsageError(
+                f"The data folder {self._data_dir} belongs to another user: run the command as that user."
+            ) from exc
+        except (OSError, ValueError) as exc:
+            raise self._not_running() from exc
+        request = Request(  # noqa: S310 - the address comes from our own data folder
+            address.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"},
+            method=method,
+        )
+        # No proxy: the node is on this machine, whatever the environment says.
+        opener = build_opener(ProxyHandler({}), PinnedHandler(address.certificate))
+        not_a_node = UsageError(f"The program at {address.url} is not a node: check what else uses that port.")
+        try:
+            with opener.open(request, timeout=TIMEOUT_S) as response:
+                answer = json.loads(response.read())
+        except HTTPError as exc:
+            with exc:
+                raise UsageError(_read_problem(exc)) from exc
+        except OSError as exc:
+            raise self._not_running() from exc
+        except (ValueError, HTTPException) as exc:
+            raise not_a_node from exc
+        if not isinstance(answer, dict):
+            raise not_a_node
+        return answer
+
+    def _not_running(self) -> UsageError:
+        return UsageError(
+            f"No node runs on the data folder {self._data_dir}: start one with `diloco-node run`, "
+            "or name its folder with --data-dir.",
+            code="no_node",
+        )
+
+
+class PinnedHandler(HTTPSHandler):
+    """HTTPS that accepts exactly the certificate of this data folder's node, whoever signed it."""
+
+    def __init__(self, certificate: str) -> None:
+        super().__init__()
+        self._pinned = ssl.PEM_cert_to_DER_cert(certificate) if certificate else b""
+
+    def https_open(self, request: Request) -> Any:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, host: str, **options: Any) -> HTTPSConnection:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return _PinnedConnection(host, self._pinned, context=context, **options)
+
+
+class _PinnedConnection(HTTPSConnection):
+    def __init__(self, host: str, pinned: bytes, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._pinned = pinned
+
+    def connect(self) -> None:
+        super().connect()
+        # The request, and with it the token, has not been sent yet.
+        if self.sock.getpeercert(binary_form=True) != self._pinned:
+            self.close()
+            raise ssl.SSLError("this is not the certificate of the data folder's node")
+
+
+def _read_problem(error: HTTPError) -> str:
+    """The sentence in an application/problem+json response."""
+    try:
+        problem = json.loads(error.read())
+        return str(problem.get("detail") or problem["title"])
+    except (OSError, ValueError, KeyError, AttributeError):
+        return f"The node answered {error.code} {error.reason}: see its log."

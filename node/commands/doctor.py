@@ -1,0 +1,316 @@
+"""Checks whether this machine can run the configured node, and forecasts how busy its device will be.
+
+`run_checks` yields one finding per check. A finding with the verdict "fault" names its remedy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Literal
+
+import torch
+
+from node.config.loader import DEFAULT
+from node.config.manifest import Invite, Manifest, RunConfig
+from node.config.schema import Config, DevicesConfig
+from node.daemon.host_sensors import idle_seconds, on_battery
+from node.daemon.http_server import bind_api
+from node.diloco.codec import make_codec
+from node.diloco.forecast import required_link_mbit_s, round_bytes, transfer_seconds, utilization
+from node.diloco.outer import pseudo_gradient
+from node.errors import MachineError, UsageError
+from node.host.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
+from node.multiaddress import parse
+from node.training.device import ComputeDevice, choose_device
+from node.training.fit import GB, choose_execution, compare_resources, estimate_requirements
+from node.training.inner import InnerLoop
+from node.training.model import build_model, change_flat_, prepare_layers, take_flat, unit_elements
+
+LINKS_MBIT_S = (10, 20, 100, 500)
+"""Forecast for these where no limit is set."""
+DIAL_TIMEOUT_S = 3.0
+TRIAL_S = 10.0
+TRIAL_RUNS_MAX = 5
+TRIAL_FLOPS = 3e11
+"""Upper bound of one trial step on a CPU: a few seconds on two cores."""
+TRIAL_ELEMENTS = 1 << 24
+"""Upper bound of the parameters copied and encoded in the trial."""
+STA_UNSYNC = 0x40
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check."""
+
+    verdict: Literal["ok", "warn", "fault"]
+    subject: str
+    text: str
+    """One sentence; that of a fault names the remedy."""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:5} {self.subject:12} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSetup:
+    """The node that is checked."""
+
+    config: Config
+    manifest: Manifest | None
+    """Of the data folder's run; None: a run founded with this configuration."""
+    invite: Invite | None
+    members: int
+    """Assumed members of a round."""
+    is_running: bool
+    """Whether a node runs on this data folder now."""
+    origins: Mapping[str, str]
+    """Source of each configured key."""
+
+    def is_default(self, key: str) -> bool:
+        return self.origins.get(key) == DEFAULT
+
+    @property
+    def run(self) -> RunConfig:
+        return self.manifest.run if self.manifest else self.config.run
+
+
+def run_checks(setup: NodeSetup) -> Iterator[Finding]:
+    """Yield each finding as soon as it is known; the last ones take some seconds of computing."""
+    yield _check_packages()
+    yield _check_clock()
+    yield from _check_schedule(setup.config)
+    yield from _check_ports(setup)
+    yield from _check_bootstrap(setup)
+    run, config = setup.run, setup.config
+    try:
+        limits = config.limits
+        device = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
+        resources = list(_check_resources(setup, device))
+        yield from resources
+        if not is_healthy(resources):
+            return
+        step_s, stall_s = _measure(run, device, config.devices)
+    except MachineError as exc:
+        yield Finding("fault", "device", str(exc))
+        return
+    speed = f"{step_s:.3g} s an inner step, {run.tokens_per_inner_step / step_s:,.0f} tokens/s"
+    if setup.is_running:
+        speed += ", measured while the node runs: pause it for its full speed"
+    verdict: Literal["ok", "warn"] = "warn" if setup.is_running else "ok"
+    yield Finding(verdict, "device", f"{device.name}, {device.precision}: {speed}.")
+    yield from forecast(setup, sum(unit_elements(run.model)), step_s, stall_s)
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.verdict != "fault" for finding in findings)
+
+
+# The machine
+
+
+def _check_packages() -> Finding:
+    versions = [f"Python {platform.python_version()}"]
+    for package in ("torch", "hivemind"):
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            text = f"{package} is not installed: install diloco-node with its dependencies."
+            return Finding("fault", "packages", text)
+    return Finding("ok", "packages", f"{', '.join(versions)}.")
+
+
+class _Timex(ctypes.Structure):
+    """The beginning of adjtimex(2)'s structure; `rest` covers the remainder."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long), ("status", ctypes.c_int), ("rest", ctypes.c_char * 256),
+    ]  # fmt: skip
+
+
+def _check_clock() -> Finding:
+    """Peer records expire by the wall clock, so it may be off by only a few seconds."""
+    try:
+        timex = _Timex()
+        result = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
+    except (OSError, AttributeError):
+        return Finding("warn", "clock", "This system does not tell whether its clock is synchronized: check it once.")
+    if result < 0 or timex.status & STA_UNSYNC:
+        return Finding("warn", "clock", "The clock is not synchronized: turn on NTP; peers accept at most 3 s.")
+    return Finding("ok", "clock", "Synchronized.")
+
+
+def _check_schedule(config: Config) -> Iterator[Finding]:
+    schedule, now = config.schedule, datetime.now(UTC)
+    if schedule.active:
+        hours = schedule.hours
+        change = hours.next_change(now)
+        state = "trains now" if hours.is_active(now) else "does not train now"
+        until = f", until {hours.local(change)}" if change is not None else ""
+        zone = hours.zone.key or "this machine's"
+        yield Finding("ok", "hours", f"{', '.join(schedule.active)}, time zone {zone}: the node {state}{until}.")
+    if schedule.user_active == "pause":
+        idle_s, source = idle_seconds()
+        if idle_s is None:
+            yield Finding("warn", "user", f"schedule.user_active has no effect here: {source}.")
+        else:
+            yield Finding("ok", "user", f"Last active {idle_s:.0f} s ago according to {source}.")
+    if schedule.on_battery == "pause" and (battery := on_battery()) is not None:
+        yield Finding("ok", "battery", "On battery: the node would pause." if battery else "On mains power.")
+
+
+def _check_ports(setup: NodeSetup) -> Iterator[Finding]:
+    """Check the ports by the same rules as `run`."""
+    if setup.is_running:
+        yield Finding("ok", "ports", "In use by the node that runs on this data folder.")
+        return
+    config, cache = setup.config, setup.config.node.data_dir / "cache"
+    try:
+        file = PortFile(cache / API_PORT_FILE)
+        with bind_api(config.api, file, is_default=setup.is_default("api.port"), keep=False) as sock:
+            yield _describe_port("api.port", config.api.port, sock.getsockname()[1], file)
+    except (MachineError, UsageError) as exc:
+        yield Finding("fault", "ports", f"api.port: {exc}")
+    try:
+        listen = [parse(address) for address in config.swarm.listen]
+        may_move = setup.is_default("swarm.listen") and not config.swarm.announces_port
+        file = PortFile(cache / LISTEN_PORT_FILE)
+        with choose(listen, file, may_move=may_move) as reserved:
+            if not reserved.addresses:
+                yield Finding("warn", "ports", "swarm.listen is empty: no peer can dial this node.")
+            wanted = {address.host: address.port for address in listen}
+            for address in reserved.addresses:
+                key = f"swarm.listen on {address.host}"
+                yield _describe_port(key, wanted[address.host], address.port, file)
+    except MachineError as exc:
+        yield Finding("fault", "ports", f"swarm.listen: {exc}")
+
+
+def _describe_port(key: str, wanted: int, port: int, file: PortFile) -> Finding:
+    if wanted == 0:
+        text = "any free one"
+    elif wanted == port:
+        text = f"{port} is free"
+    elif file.recall(wanted) == port:
+        text = f"the node keeps {port}, which it took when {wanted} was in use"
+    else:
+        text = f"{wanted} is in use by another program; the node takes {port}"
+    return Finding("ok", "ports", f"{key}: {text}.")
+
+
+def _check_bootstrap(setup: NodeSetup) -> Iterator[Finding]:
+    answered, endpoints = 0, set()
+    for text in [*setup.config.swarm.bootstrap, *(setup.invite.addresses if setup.invite else ())]:
+        try:
+            address = parse(text)
+        except ValueError as exc:
+            yield Finding("warn", "bootstrap", f"{exc}: not tried.")
+            continue
+        if address.transport == "tcp":
+            endpoints.add((address.host, address.port))
+        else:
+            yield Finding("warn", "bootstrap", f"{text} is not TCP: not tried.")
+    for host, port in sorted(endpoints):
+        try:
+            with socket.create_connection((host, port), timeout=DIAL_TIMEOUT_S):
+                answered += 1
+        except OSError as exc:
+            yield Finding("warn", "bootstrap", f"{host} port {port} does not answer ({exc.strerror or 'no answer'}).")
+    if answered:
+        yield Finding("ok", "bootstrap", f"{answered} of {len(endpoints)} addresses answer.")
+    elif endpoints:
+        yield Finding("fault", "bootstrap", "No bootstrap peer answers: check the network, or ask for a newer invite.")
+
+
+# The requirements of the run
+
+
+def _check_resources(setup: NodeSetup, device: ComputeDevice) -> Iterator[Finding]:
+    needs = estimate_requirements(setup.run, setup.config, device.precision)
+    for what, needed, free, remedy in compare_resources(needs, setup.config, device):
+        subject, text = what.split()[-1], f"{needed / GB:.2f} GB of {what}, {free / GB:.3g} GB free"
+        if needed <= free:
+            yield Finding("ok", subject, f"{text}.")
+        else:
+            yield Finding("fault", subject, f"{text}: {remedy}.")
+
+
+def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> tuple[float, float]:
+    """Median seconds of an inner step, and seconds for which an outer step stalls the device."""
+    rows, length = run.inner.batch_size, run.inner.sequence_length
+    model = build_model(run.model, seed=0)
+    prepare_layers(model, devices)
+    parameters = sum(p.numel() for p in model.parameters())
+    if device.device.type == "cpu":
+        rows = max(1, min(rows, int(TRIAL_FLOPS / (6 * parameters * length))))
+    inner = InnerLoop(model, run.inner, device.device, choose_execution(model, run, device, devices))
+    batch = torch.randint(run.model.vocab_size, (rows, length + 1))
+    inner.step(batch, run.inner.lr)
+    step_s = _median_s(lambda: inner.step(batch, run.inner.lr)) * run.inner.batch_size / rows
+    # Copy and encode a part of the parameters, and scale the time to all of them.
+    ranges = ((0, min(parameters, TRIAL_ELEMENTS)),)
+    sent = take_flat(model, ranges)
+    stall_s = _median_s(lambda: take_flat(model, ranges))
+    stall_s += _median_s(lambda: change_flat_(model, ranges, lambda part, at, _: sent[at].to(part.device)))
+    if run.sync.mode == "blocking":
+        codec = make_codec(run.sync.codec)
+        stall_s += _median_s(lambda: codec.decode(codec.encode(pseudo_gradient(sent, sent)), sent.numel()))
+    return step_s, stall_s * parameters / ranges[0][1]
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Median of a few runs, or of a single slow one."""
+    seconds: list[float] = []
+    while len(seconds) < TRIAL_RUNS_MAX and sum(seconds) < TRIAL_S:
+        started_s = time.monotonic()
+        work()
+        seconds.append(time.monotonic() - started_s)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -> Iterator[Finding]:
+    """Utilization of this device on the link that the limits describe, or on usual links without limits."""
+    run, limits = setup.run, setup.config.limits
+    payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
+    size_bytes, inner_s = round_bytes(payload_bytes, setup.members), run.round.inner_steps * step_s
+    yield Finding(
+        "ok",
+        "rounds",
+        f"{run.sync.mode}, {run.sync.codec}, {setup.members} members: {size_bytes / 1e6:.1f} MB each way for "
+        f"{run.round.inner_steps} inner steps of {inner_s:.0f} s in all.",
+    )
+    set_limits = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
+    yield _check_link(run, payload_bytes, step_s, stall_s, min(set_limits, default=math.inf))
+    for mbit_s in (min(set_limits),) if set_limits else LINKS_MBIT_S:
+        transfer_s = transfer_seconds(size_bytes, mbit_s)
+        busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", stall_s=stall_s)
+        text = f"{busy:.1%} busy at {mbit_s:g} Mbit/s (transfers of {_two_digits(transfer_s)} s)."
+        yield Finding("ok", "forecast", text)
+
+
+def _check_link(run: RunConfig, payload_bytes: int, step_s: float, stall_s: float, limit_mbit_s: float) -> Finding:
+    """The link that a member as fast as this device needs."""
+    overlapped, steps = run.sync.mode != "blocking", run.round.inner_steps
+    needed_mbit_s = required_link_mbit_s(
+        payload_bytes, inner_steps=steps, step_s=step_s, overlapped=overlapped, stall_s=stall_s
+    )
+    if math.isinf(needed_mbit_s):
+        return Finding("warn", "link", "A round of one inner step leaves no time for a transfer: raise inner_steps.")
+    text = f"To contribute to every round a member needs at least {_two_digits(needed_mbit_s)} Mbit/s up and down"
+    if limit_mbit_s < needed_mbit_s:
+        remedy = "raise the limits, or choose a smaller codec, overlapped sync or more inner steps"
+        return Finding("warn", "link", f"{text}; this node's limit is {limit_mbit_s:g}: {remedy}.")
+    return Finding("ok", "link", f"{text}.")
+
+
+def _two_digits(number: float) -> str:
+    """Two significant digits without an exponent."""
+    return f"{float(f'{number:.2g}'):,.10g}"

@@ -1,0 +1,84 @@
+"""Exports the newest checkpoint of a data folder as a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from node.config.manifest import Manifest, RunConfig, read_manifest
+from node.config.schema import Config
+from node.errors import DataFolderError, ManifestError
+from node.training.checkpoint import Checkpoint, CheckpointStore
+from node.training.pretrained import export_model
+from node.training.tokenizer import Tokenizer, open_tokenizer
+
+
+def export(config: Config, target: Path) -> int:
+    """Write the outer parameters of the newest round to `target`, a new or empty folder. Returns the round.
+
+    Raises DataFolderError without a checkpoint or if `target` holds files, and MachineError without the run's
+    tokenizer.
+    """
+    manifest, checkpoint = newest(config)
+    tokenizer = tokenizer_of(manifest.run, config)
+    card = model_card(manifest, checkpoint)
+    export_model(manifest.run.model, checkpoint.anchor, target, card=card, tokenizer=tokenizer)
+    return checkpoint.round
+
+
+def newest(config: Config) -> tuple[Manifest, Checkpoint]:
+    """The run of the data folder and its newest checkpoint. Read-only, because a node may run on the folder.
+
+    Raises DataFolderError if there is none, and ProtocolError if a newer version wrote it.
+    """
+    data_dir = config.node.data_dir
+    manifest = manifest_of(data_dir)
+    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=config.checkpoint.keep).newest(repair=False)
+    if checkpoint is None:
+        raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
+    if checkpoint.manifest_hash != manifest.hash:
+        raise DataFolderError(f"manifest.json and checkpoints in {data_dir} are of different runs: restore either.")
+    return manifest, checkpoint
+
+
+def tokenizer_of(run: RunConfig, config: Config) -> Tokenizer:
+    return open_tokenizer(run.data.tokenizer, config.node.text_folder, config.node.hub_cache)
+
+
+def manifest_of(data_dir: Path) -> Manifest:
+    """The manifest of the folder's run. Raises DataFolderError if there is none, or the file is damaged."""
+    path = data_dir / "manifest.json"
+    try:
+        return read_manifest(path.read_bytes())
+    except FileNotFoundError as exc:
+        raise DataFolderError(f"The data folder {data_dir} belongs to no run yet: start a node on it first.") from exc
+    except (OSError, ManifestError) as exc:
+        raise DataFolderError(f"{path} cannot be read: restore it, or join the run with a new data folder.") from exc
+
+
+def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
+    """README.md of the exported folder."""
+    run, loss = manifest.run, checkpoint.extra.get("evaluation_loss")
+    evaluation = "none yet"
+    if loss is not None:
+        evaluation = f"{loss:.3f} nats a token, perplexity {math.exp(min(loss, 700.0)):.1f}"
+    return f"""---
+library_name: transformers
+tags: [diloco]
+---
+# {run.name}
+
+A model of type `{run.model.type}` with {manifest.parameters:,} parameters,
+trained by volunteers with diloco-node (DiLoCo, arXiv 2311.08105).
+
+| | |
+|---|---|
+| round | {checkpoint.round} |
+| tokens of the swarm | {checkpoint.tokens:,} |
+| evaluation loss | {evaluation} |
+| started from | {run.model.start or "random parameters"} |
+| data | {", ".join(f"`{source}`" for source in run.data.sources)} |
+| tokenizer | `{run.data.tokenizer}` |
+| run (hash of its manifest) | `{manifest.hash}` |
+| digest of the outer state | `{checkpoint.state_digest}` |
+"""

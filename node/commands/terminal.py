@@ -1,0 +1,146 @@
+"""Terminal output of `run` (dashboard link, invite, live line) and of `status`.
+
+Without a terminal there is no live line, but link and invite are still printed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from node.commands.client import read_address
+from node.status import Phase, RunInfo, Status
+
+COLORS = {
+    Phase.TRAINING: "green",
+    Phase.SYNCING: "cyan",
+    Phase.PAUSED: "yellow",
+    Phase.DRAINING: "yellow",
+    Phase.LEAVING: "yellow",
+    Phase.ERROR: "bold red",
+}
+
+
+class LiveView:
+    """Follows the node's status. A context manager; the live line is on screen inside it."""
+
+    def __init__(self, console: Console, data_dir: Path, *, line: bool, pid: int) -> None:
+        """`line`: show the live line. `pid`: the supervisor's; an api.json of another process is ignored."""
+        self._console = console
+        self._data_dir = data_dir
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if line else None
+        self._pid = pid
+        self._is_link_printed = False
+        self._printed_note: str | None = None
+        """The note printed with the invite; None before the first invite."""
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, status: Status) -> None:
+        """Show a new status. Cheap enough for the event loop."""
+        if not self._is_link_printed and (link := dashboard_link(self._data_dir, pid=self._pid)):
+            self._is_link_printed = True
+            self._print(f"Dashboard: {link}")
+        self._print_invite(status.run)
+        if self._live is not None:
+            self._live.update(render(status))
+
+    def _print_invite(self, run: RunInfo) -> None:
+        """Print the invite once, and again when it works from everywhere and the first one did not."""
+        if not run.invite or (self._printed_note is not None and (run.invite_note or not self._printed_note)):
+            return
+        if self._printed_note:
+            self._print("Peers outside of this network have reached this run. This invite works from everywhere:")
+        self._printed_note = run.invite_note
+        self._print(f"Invite: {run.invite}")
+        if run.invite_note:
+            self._print(run.invite_note)
+
+    def _print(self, text: str) -> None:
+        # soft_wrap: links and invites must survive copying from a narrow terminal.
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.file.flush()
+
+
+def dashboard_link(data_dir: Path, *, pid: int) -> str:
+    """The dashboard's address with the token in the fragment, which browsers do not send; empty while unknown."""
+    try:
+        address = read_address(data_dir)
+    except (OSError, ValueError):
+        return ""
+    return f"{address.url}/#token={address.token}" if address.pid in (pid, None) else ""
+
+
+def render(status: Status) -> Table:
+    """One line: phase, round, progress, loss, speed and peers while training, otherwise phase and reason."""
+    cells: list[str | ProgressBar] = [f"[{COLORS.get(status.phase, 'white')}]{status.phase.value}[/]"]
+    if status.phase in (Phase.TRAINING, Phase.SYNCING):
+        cells.append(f"round {status.run.round + 1}")
+        cells.append(ProgressBar(total=1.0, completed=min(1.0, status.sync.progress_ratio), width=20))
+        if status.phase is Phase.SYNCING:
+            cells.append(status.sync.stage)
+        elif status.sync.eta_s is not None:
+            cells.append(f"sync in {short_duration(status.sync.eta_s)}")
+        if status.training.loss is not None:
+            cells.append(f"loss {status.training.loss:.3f}")
+        cells.append(_speed(status))
+        cells.append(f"{status.peers.training} training")
+    else:
+        cells.append(status.reason.replace("[", r"\["))
+    line = Table.grid(padding=(0, 1))
+    for _ in cells:
+        line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_row(*cells)
+    return line
+
+
+def short_duration(seconds: float) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 10 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def describe(status: Status) -> str:
+    """The whole status as some lines of text."""
+    run, training, peers, contribution = status.run, status.training, status.peers, status.contribution
+    losses = (("training", training.loss), ("evaluation", training.evaluation_loss))
+    reachability = "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability
+    joined = f"{contribution.rounds_joined} of {contribution.rounds_attempted} rounds joined"
+    rows = [
+        ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
+        ("peer id", status.node.peer_id or "unknown"),
+        ("run", f"round {run.round}, the swarm is at round {run.swarm_round}; {run.swarm_tokens:,} tokens in all"),
+        ("digest", run.state_digest or "no state yet"),
+        ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
+        ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
+        ("next sync", "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
+        ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {reachability}"),
+        ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
+        ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
+    ]
+    if status.reachability_reason:
+        rows.append(("inbound", status.reachability_reason))
+    if status.compute_utilization_ratio is not None:
+        rows.append(("computing", f"{status.compute_utilization_ratio:.1%} of the last round's time"))
+    rows += [("notice", notice.text) for notice in status.notices]
+    head = f"{status.phase.value} since {status.since}: {status.reason}"
+    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _speed(status: Status) -> str:
+    return f"{status.training.tokens_per_second:,.0f} tokens/s"

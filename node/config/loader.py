@@ -1,0 +1,301 @@
+"""Loads the configuration: defaults < preset < file < environment < flags, with the origin of each value.
+
+Every value is checked as its source gives it, before merging, so an error names the key, the value, the source and what
+is allowed. `run.preset` exists only here: it names the file of `[run]` tables that is read below the other sources, and
+is not part of `Config` or of a manifest.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from node.config.schema import Config
+from node.errors import ConfigError
+
+DEFAULT = "default"
+"""The origin of a default value."""
+ENV_PREFIX = "DILOCO_"
+OTHER_VARIABLES = frozenset({"DILOCO_FAULTS", "DILOCO_JOIN"})
+"""Variables that are not settings: the fault plan of tests, and the value of --join."""
+PRESET_KEY = "run.preset"
+DEFAULT_PRESET = "builtin"
+PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
+DOCUMENTATION = "node"
+"""The file among the presets that documents all keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value as its source gives it: text from environment and flags, TOML types from files."""
+
+    key: str
+    value: Any
+    source: Literal["preset", "file", "environment variable", "flag"]
+    name: str
+    """Which preset, file, variable or flag."""
+
+    @property
+    def origin(self) -> str:
+        return f"{self.source} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that can be set."""
+
+    adapter: TypeAdapter[Any]
+    is_list: bool
+    is_bool: bool
+    default: Any
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The configuration and the origin of each value."""
+
+    config: Config
+    preset: str
+    """Name or path of the run preset."""
+    origins: dict[str, str]
+    """Dotted key to a phrase: `default`, `preset builtin`, `file node.toml`, `environment variable DILOCO_API__PORT`,
+    `flag --api.port`."""
+
+    def value_of(self, key: str) -> Any:
+        return self.preset if key == PRESET_KEY else value_of(self.config, key)
+
+
+def load(*, file: Path | None, environ: Mapping[str, str], flags: Sequence[str]) -> Loaded:
+    """Return the configuration of this start. Raises ConfigError."""
+    settings = [*(_from_file(file) if file else ()), *_from_environment(environ), *_from_flags(flags)]
+    preset = DEFAULT_PRESET
+    for setting in settings:
+        if setting.key == PRESET_KEY:
+            preset = _resolve_preset(_checked(setting), file if setting.source == "file" else None)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(known_keys(), DEFAULT)
+    for setting in [*_from_preset(preset), *settings]:
+        values[setting.key] = _checked(setting)
+        origins[setting.key] = setting.origin
+    config = _assemble(values, origins)
+    data_dir = _absolute(config.node.data_dir, environ)
+    config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": data_dir})})
+    return Loaded(config, preset, origins)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key other than `run.preset`."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key in nested tables."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
+
+
+def check_value(key: str, value: Any) -> Any:
+    """Convert the value of a known key to its type. Raises ValueError with what is allowed: `it should be ...`."""
+    known = known_keys()[key]
+    if known.is_list and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip() not in ("", "[]")]
+    try:
+        checked = known.adapter.validate_python(value)
+    except ValidationError as exc:
+        allowed = exc.errors()[0]["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        raise ValueError(f"it {allowed}" if allowed.startswith("should") else allowed) from exc
+    if isinstance(value, bool) and not known.is_bool:
+        raise ValueError("it should not be true or false")
+    if isinstance(checked, float) and not math.isfinite(checked):
+        raise ValueError("it should be a finite number")
+    return checked
+
+
+@cache
+def known_keys() -> dict[str, Key]:
+    """Every dotted key that can be set, in the order of the configuration's classes."""
+    keys = dict(_keys_of(Config, ""))
+    doc = "Run preset: the name of a shipped one, or the path of a TOML file with [run] tables."
+    keys[PRESET_KEY] = Key(TypeAdapter(str), is_list=False, is_bool=False, default=DEFAULT_PRESET, doc=doc)
+    return keys
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The known key most similar to `key`. The last part counts twice, because people tend to omit sections."""
+
+    def similarity(candidate: str) -> float:
+        tail = SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return SequenceMatcher(None, key, candidate).ratio() + tail
+
+    return max(known, key=similarity)
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped presets."""
+    return sorted(path.stem for path in PRESETS_FOLDER.glob("*.toml") if path.stem != DOCUMENTATION)
+
+
+def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Key]]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys_of(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, _key_of(field)
+
+
+def _key_of(field: FieldInfo) -> Key:
+    kind: Any = Annotated[field.annotation, field]
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    is_list, is_bool = get_origin(field.annotation) is tuple, field.annotation is bool
+    return Key(adapter, is_list, is_bool, field.get_default(), field.description or "")
+
+
+# Sources
+
+
+def _from_preset(preset: str) -> Iterator[Setting]:
+    """Settings of a shipped preset by its name, or of one's own by its path. Only [run] tables are allowed."""
+    path = PRESETS_FOLDER / f"{preset}.toml" if preset in preset_names() else Path(preset)
+    for setting in _flatten(_read_toml(path), "", "preset", preset):
+        if not setting.key.startswith("run."):
+            raise ConfigError(f"{setting.key} in {setting.origin} is outside [run]: a preset holds only [run] tables.")
+        if setting.key == PRESET_KEY:
+            raise ConfigError(f"{PRESET_KEY} in {setting.origin} names a preset inside a preset: remove it there.")
+        yield setting
+
+
+def _from_file(path: Path) -> Iterator[Setting]:
+    yield from _flatten(_read_toml(path), "", "file", str(path))
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
+    """Every variable DILOCO_SECTION__KEY is a setting."""
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
+            key = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
+            setting = Setting(key, environ[variable], "environment variable", variable)
+            if key not in known_keys():
+                raise _unknown_key(setting)
+            yield setting
+
+
+def _from_flags(flags: Sequence[str]) -> Iterator[Setting]:
+    """`--section.key value` or `--section.key=value`; a boolean key may have no value and is then true."""
+    rest = list(flags)
+    while rest:
+        flag, has_value, value = rest.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} belongs to no flag: write settings as --section.key value.")
+        key = flag.removeprefix("--")
+        if key not in known_keys():
+            raise _unknown_key(Setting(key, value, "flag", flag))
+        if not has_value:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif known_keys()[key].is_bool:
+                value = "true"
+            else:
+                raise ConfigError(f"The flag {flag} has no value: write {flag} VALUE.")
+        yield Setting(key, value, "flag", flag)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"Cannot read the configuration file {path}: {exc.strerror}.") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"The configuration file {path} is not valid TOML: {exc}.") from exc
+
+
+def _flatten(table: dict[str, Any], prefix: str, source: Literal["preset", "file"], name: str) -> Iterator[Setting]:
+    for word, value in table.items():
+        key = prefix + word
+        setting = Setting(key, value, source, name)
+        if key in known_keys():
+            yield setting
+        elif isinstance(value, dict) and value:
+            yield from _flatten(value, f"{key}.", source, name)
+        elif not any(known.startswith(f"{key}.") for known in known_keys()):
+            raise _unknown_key(setting)
+        elif not isinstance(value, dict):
+            raise ConfigError(
+                f"{key} = {value!r} in {setting.origin} is not allowed: {key} is a section, write [{key}]."
+            )
+
+
+def _unknown_key(setting: Setting) -> ConfigError:
+    near = nearest(setting.key, known_keys())
+    if setting.source == "environment variable":
+        return ConfigError(
+            f"Unknown {setting.origin}: the nearest known one is {ENV_PREFIX}{near.replace('.', '__').upper()}."
+        )
+    if setting.source == "flag":
+        return ConfigError(f"Unknown {setting.origin}: the nearest known one is --{near}.")
+    return ConfigError(f"Unknown key {setting.key} in {setting.origin}: the nearest known key is {near}.")
+
+
+# Merging
+
+
+def _checked(setting: Setting) -> Any:
+    try:
+        return check_value(setting.key, setting.value)
+    except ValueError as exc:
+        article = "the " if setting.source in ("environment variable", "flag") else ""
+        raise ConfigError(
+            f"{setting.key} = {setting.value!r} from {article}{setting.origin} is not allowed: {exc}."
+        ) from exc
+
+
+def _assemble(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        set_value(tree, key, value)
+    tree.get("run", {}).pop("preset", None)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        # Each value is valid, so a rule between several of one section failed.
+        error = exc.errors()[0]
+        section = ".".join(map(str, error["loc"]))
+        message = error["msg"].removeprefix("Value error, ")
+        named = [key for key in origins if key.startswith(f"{section}.") and key.rpartition(".")[2] in message]
+        places = ", ".join(f"{key} from {origins[key]}" for key in named)
+        raise ConfigError(f"Settings of [{section}] contradict each other: {message} ({places}).") from exc
+
+
+def _resolve_preset(name: str, file: Path | None) -> str:
+    """A shipped preset's name, or a path relative to the configuration file that names it."""
+    if name in preset_names():
+        return name
+    if not name.endswith(".toml"):
+        raise ConfigError(
+            f"There is no run preset {name!r}: the shipped ones are {', '.join(preset_names())}; "
+            "for your own give the path of its .toml file."
+        )
+    path = Path(name).expanduser()
+    return str(file.parent / path if file else path)
+
+
+def _absolute(path: Path, environ: Mapping[str, str]) -> Path:
+    home = environ.get("HOME")
+    if path.parts[:1] == ("~",) and home:
+        return Path(home, *path.parts[1:])
+    return path.expanduser().absolute()

@@ -1,0 +1,402 @@
+"""The manifest that all nodes of a run agree on, the configuration inside it, and the invite.
+
+The manifest's hash identifies the run. It covers a random run id and the digest of the initial outer state, so two runs
+of one preset never mix, and joiners do not depend on the founder's random numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import parse_qsl
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from node.errors import InviteError, ManifestError, ProtocolError
+
+PROTOCOL_VERSION = 1
+"""Increased when old and new nodes can no longer take part in one round."""
+
+INVITE_PREFIX = "diloco1-"
+WEIGHT_RATIO_MAX = 64
+"""A node up to this many times faster than the typical one has its full weight; a faster one has no more."""
+BUILTIN_TEXT = "builtin:python-stdlib"
+SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
+
+
+class Section(BaseModel):
+    """Base of all configuration sections: frozen, without unknown keys; the docstring under a field describes its
+    key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of text."""
+
+    kind: str
+    place: str
+    """A file pattern, or OWNER/NAME on the hub."""
+    field: str = "text"
+    config: str = ""
+    split: str = "train"
+    revision: str = ""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the name is OWNER/NAME and cannot be a path."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
+
+
+def stays_inside(place: str) -> bool:
+    """Whether a relative path or pattern stays below its folder. Manifests come from strangers."""
+    parts = place.replace("\\", "/").split("/")
+    return bool(place) and not place.startswith(("/", "~")) and ".." not in parts
+
+
+def parse_source(text: str) -> Source:
+    """Parse `KIND:PLACE?option=value&..`. Raises ValueError with the accepted form."""
+    kind, _, rest = text.partition(":")
+    place, _, query = rest.partition("?")
+    allowed = {"hub": ("config", "split", "revision", "field"), "builtin": (), "text": ()}.get(kind, ("field",))
+    try:
+        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+    except ValueError as exc:
+        raise ValueError(f"{text!r} in sources has malformed options {query!r}: write option=value&..") from exc
+    if kind not in SOURCE_KINDS or not place or not options.keys() <= set(allowed):
+        raise ValueError(
+            f"{text!r} in sources is not KIND:PLACE; the kinds are {', '.join(SOURCE_KINDS)}, "
+            f"and the options of {kind or 'this kind'} are {', '.join(allowed) or 'none'}"
+        )
+    if kind == "hub" and not is_hub_name(place):
+        raise ValueError(f"{text!r} in sources is not a data set of the hub: write hub:OWNER/NAME")
+    if kind not in ("hub", "builtin") and not stays_inside(place):
+        raise ValueError(
+            f"{text!r} in sources is outside of node.text_dir: name files relative to that folder, without .."
+        )
+    if kind == "builtin" and text != BUILTIN_TEXT:
+        raise ValueError(f"{text!r} in sources does not exist: the only built-in text is {BUILTIN_TEXT}")
+    return Source(kind, place, **options)
+
+
+class ModelConfig(Section):
+    """A model of the Llama family, built by `transformers`; no other model code is loaded."""
+
+    type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """Member of the family: `qwen2` has biases in its attention, `qwen3` norms of queries and keys."""
+    start: str = ""
+    """Source of the initial parameters. Empty: random. Else a folder or `hub:OWNER/NAME` with safetensors; the founder
+    loads parameters and shape from it, and joiners get both from the swarm. The manifest holds only its name."""
+    vocab_size: int = Field(258, ge=2)
+    """Entries of the embedding. The byte tokenizer needs 258: 256 bytes, begin and end of document."""
+    hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(384, ge=8)
+    """Width inside the gated feed-forward layers."""
+    num_hidden_layers: int = Field(4, ge=1)
+    """Transformer blocks."""
+    num_attention_heads: int = Field(4, ge=1)
+    """Query heads."""
+    num_key_value_heads: int = Field(4, ge=1)
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: int = Field(0, ge=0)
+    """Width of a head; 0: `hidden_size` over the number of query heads."""
+    max_position_embeddings: int = Field(1024, ge=8)
+    """Longest sequence of the model, tokens."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position embedding."""
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of the RMS norms."""
+    tie_word_embeddings: bool = True
+    """Whether the input and output embeddings are one matrix."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads")
+        return self
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+class DataConfig(Section):
+    """The training text."""
+
+    sources: tuple[str, ...] = (BUILTIN_TEXT,)
+    """Sources of text. `builtin:python-stdlib`: the source files of this machine's Python standard library; it
+    cannot be combined with others. `hub:OWNER/NAME?config=C&split=S&revision=R`: a data set of the Hugging Face hub,
+    streamed. `parquet:PATTERN`, `json:PATTERN` (JSON lines), `text:PATTERN` (one document per file): files on each
+    member's machine, relative to its `node.text_dir`. The option `field=F` names the column with the text, by
+    default `text`."""
+    weights: tuple[float, ...] = ()
+    """Relative share of each source; empty: equal shares."""
+    tokenizer: str = "bytes"
+    """Tokenizer. `bytes`: each UTF-8 byte is a token; 256 begins and 257 ends a document. Else the folder of a fast
+    tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
+    held_out_source: str = ""
+    """Text for evaluation, such as a validation split; empty: held-out documents of the first source."""
+    held_out_one_in: int = Field(20, ge=2)
+    """Without `held_out_source`: one document in this many, chosen by the hash of its text, is only evaluated."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> DataConfig:
+        parsed = [parse_source(text) for text in (*self.sources, *filter(None, (self.held_out_source,)))]
+        name = self.tokenizer
+        if not (
+            is_hub_name(name.removeprefix("hub:").partition("@")[0]) if name.startswith("hub:") else stays_inside(name)
+        ):
+            raise ValueError(f"tokenizer {name!r} is neither hub:OWNER/NAME nor a folder below node.text_dir")
+        if not self.sources:
+            raise ValueError("sources must name at least one source")
+        if any(source.kind == "builtin" for source in parsed) and (len(parsed) > 1 or self.tokenizer != "bytes"):
+            raise ValueError(f"{BUILTIN_TEXT} in sources must be the only source, with tokenizer = bytes")
+        if self.weights and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
+            raise ValueError("weights must be as many numbers above 0 as there are sources")
+        return self
+
+    @property
+    def is_builtin(self) -> bool:
+        return self.sources == (BUILTIN_TEXT,)
+
+
+class InnerConfig(Section):
+    """The inner optimizer: clipped gradients, warm-up and cosine decay over the *swarm's* tokens."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the layers' matrices, scaled to the size of AdamW's updates, and AdamW for the rest."""
+    lr: float = Field(4e-4, gt=0)
+    """Peak learning rate (DiLoCo, arXiv 2311.08105: 4e-4)."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    warmup_tokens: int = Field(0, ge=0)
+    """Tokens of the whole swarm during which the rate rises linearly from zero."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate from `run.total_tokens` on, as a share of the peak."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences per inner step of one node, accumulated over micro-batches."""
+    sequence_length: int = Field(256, ge=8)
+    """Tokens per sequence."""
+
+
+class OuterConfig(Section):
+    """The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient."""
+
+    lr: float = Field(0.7, gt=0)
+    """Outer learning rate."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Nesterov momentum."""
+
+
+class RoundConfig(Section):
+    """When a round takes place, and with which members."""
+
+    policy: Literal["time", "steps"] = "time"
+    """`steps`: every node makes `inner_steps` inner steps. `time`: rounds by the clock, weighted by tokens."""
+    inner_steps: int = Field(500, ge=1)
+    """Inner steps H of a typical node between two outer steps."""
+    most_inner_steps: int = Field(0, ge=0)
+    """Upper bound of H with `sync.auto`; 0: four times `inner_steps`."""
+    min_peers: int = Field(2, ge=1)
+    """Fewest members for an outer step; with 1 a lone node continues by itself."""
+    quorum_ratio: float = Field(0.5, gt=0, le=1)
+    """Share of the last record's live weight that must be ready before the grace period for late members begins."""
+    first_round_tokens: int = Field(0, ge=0)
+    """Estimated tokens of the swarm in round 0, for the learning rate; 0: those of this node's H steps."""
+    max_tokens: int = Field(0, ge=0)
+    """Upper bound of a contribution's weight in tokens, which members count themselves; 0: 64 times those of H
+    steps."""
+
+
+class SyncConfig(Section):
+    """How contributions are exchanged."""
+
+    mode: Literal["blocking", "overlapped", "streaming"] = "blocking"
+    """`blocking`: the trainer waits for the round's result. `overlapped`: it trains on, for at most one round.
+    `streaming`: as `overlapped`, and each round averages one fragment of the parameters."""
+    fragments: int = Field(4, ge=1, le=64)
+    """With `streaming`: number of strided fragments of layers; each is averaged once per `round.inner_steps`."""
+    codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
+    """Encoding of pseudo-gradients on the wire. `fp16` to `e3m0` have a scale per block, which keeps tiny values;
+    `topk` is experimental."""
+    feedback: Literal["auto", "on", "off"] = "auto"
+    """Error feedback: add the encoding error to the next contribution. `auto`: for codecs below 4 bits."""
+    feedback_beta: float = Field(1.0, gt=0, le=1)
+    """Weight of the newest error in the moving average of the error feedback; 1: only the newest."""
+    merge: Literal["mix", "correction"] = "mix"
+    """With `overlapped`: what is kept of the steps since sending. `mix`: a share of the local parameters; `correction`:
+    all of them."""
+    mix_alpha: float = Field(0.5, ge=0, le=1)
+    """Share of the local parameters in the mix with the new anchor."""
+    auto: bool = False
+    """Adapt H to the time that transfers take, from `round.inner_steps` up, and the outer learning rate to the
+    number of contributors instead of using `outer.lr`."""
+
+    @property
+    def fragment_count(self) -> int:
+        return self.fragments if self.mode == "streaming" else 1
+
+    @property
+    def has_feedback(self) -> bool:
+        return self.feedback == "on" or (self.feedback == "auto" and self.codec == "topk")
+
+
+class EvaluationConfig(Section):
+    """Evaluation of the anchor on the held-out split at the end of rounds."""
+
+    batches: int = Field(4, ge=0)
+    """Batches of `inner.batch_size` sequences; 0 turns evaluation off."""
+    every_rounds: int = Field(1, ge=1)
+    """Rounds from one evaluation to the next."""
+    members: int = Field(0, ge=0)
+    """Number of a round's members that evaluate, drawn anew each time; 0: all of them."""
+    budget_s: float = Field(30.0, gt=0)
+    """Time limit of an evaluation, seconds; the batches finished by then count."""
+
+
+class RunConfig(Section):
+    """The part of a manifest that the founder chooses."""
+
+    name: str = Field("unnamed", max_length=64)
+    """Name of the run for people."""
+    total_tokens: int = Field(2_000_000_000, ge=1)
+    """Tokens of the whole swarm after which nodes export the model and stop; also the length of the cosine decay."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    round: RoundConfig = RoundConfig()
+    sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        if self.inner.sequence_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"inner.sequence_length {self.inner.sequence_length} is longer than "
+                f"model.max_position_embeddings {self.model.max_position_embeddings}"
+            )
+        if 0 < self.round.most_inner_steps < self.round.inner_steps:
+            raise ValueError(
+                f"round.most_inner_steps {self.round.most_inner_steps} is less than "
+                f"round.inner_steps {self.round.inner_steps}"
+            )
+        if self.sync.fragment_count > self.model.num_hidden_layers + 2:
+            raise ValueError(
+                f"sync.fragments {self.sync.fragments} is more than the {self.model.num_hidden_layers} layers of "
+                "model.num_hidden_layers plus 2"
+            )
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < 258:
+            raise ValueError("data.tokenizer = bytes needs model.vocab_size of at least 258")
+        return self
+
+    @property
+    def tokens_per_inner_step(self) -> int:
+        return self.inner.batch_size * self.inner.sequence_length
+
+    @property
+    def max_contribution_tokens(self) -> int:
+        """Upper bound of a contribution's weight."""
+        return self.round.max_tokens or WEIGHT_RATIO_MAX * self.round.inner_steps * self.tokens_per_inner_step
+
+
+class Manifest(Section):
+    """Everything that the nodes of one run must agree on."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    run_id: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Random, drawn by the founder."""
+    initial_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of the initial outer state, hex."""
+    parameters: int = Field(ge=1)
+    """Number of model parameters."""
+    run: RunConfig
+
+    def canonical(self) -> bytes:
+        """The bytes under the hash: UTF-8 JSON with sorted keys and no spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of `canonical()`, hex. It identifies the run and is the head of the empty chain of rounds."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+
+def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
+    """Check the hash of a manifest from a peer and read it. Raises what `read_manifest` raises."""
+    if hashlib.sha256(data).hexdigest() != expected_hash:
+        raise ManifestError(
+            "The swarm's manifest does not have the hash of the invite: ask a member you trust for a new invite."
+        )
+    return read_manifest(data)
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Read a manifest. Raises ManifestError, or ProtocolError for a newer protocol, whose fields may be unknown."""
+    try:
+        raw = json.loads(data)
+        version = int(raw["protocol_version"])
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise ManifestError("The manifest cannot be read: ask for a new invite.") from exc
+    if version > PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"This run uses protocol {version}, this node {PROTOCOL_VERSION}: upgrade diloco-node and start it again."
+        )
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as exc:
+        raise ManifestError(f"The manifest is not valid ({exc.error_count()} errors): ask its founder.") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """What a volunteer needs to join a run."""
+
+    manifest_hash: str
+    addresses: tuple[str, ...]
+    """libp2p multiaddresses of bootstrap peers, each ending in /p2p/PEER_ID."""
+
+    def __str__(self) -> str:
+        body = bytes.fromhex(self.manifest_hash) + "\n".join(self.addresses).encode()
+        compressed = zlib.compress(body + zlib.crc32(body).to_bytes(4, "big"), 9)
+        return INVITE_PREFIX + base64.urlsafe_b64encode(compressed).decode().rstrip("=")
+
+
+def parse_invite(text: str) -> Invite:
+    """Parse the output of `str(invite)`; white space is ignored. Raises InviteError."""
+    text = "".join(text.split())
+    damaged = InviteError("The invite is damaged or cut short: copy the whole text again, it starts with diloco1-.")
+    if not text.startswith(INVITE_PREFIX):
+        raise damaged
+    coded = text.removeprefix(INVITE_PREFIX)
+    try:
+        compressed = base64.b64decode(coded + "=" * (-len(coded) % 4), altchars=b"-_", validate=True)
+        body = zlib.decompressobj().decompress(compressed, 64 * 1024)
+    except (binascii.Error, ValueError, zlib.error) as exc:
+        raise damaged from exc
+    body, crc = body[:-4], body[-4:]
+    if len(body) < 33 or zlib.crc32(body).to_bytes(4, "big") != crc:
+        raise damaged
+    try:
+        addresses = tuple(body[32:].decode().split("\n"))
+    except UnicodeDecodeError as exc:
+        raise damaged from exc
+    if not all(a.startswith("/") and "/p2p/" in a for a in addresses):
+        raise damaged
+    return Invite(manifest_hash=body[:32].hex(), addresses=addresses)

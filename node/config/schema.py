@@ -1,0 +1,246 @@
+"""The configuration of one node: sections, keys, defaults and the rules between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from node.config.manifest import RunConfig, Section
+from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
+from node.host.disk_quota import LEAST_BYTES, quota_bytes
+from node.multiaddress import parse, parse_plain
+
+MBIT_S_MIN = 2.0
+"""Bulk transfers time out at about this rate."""
+
+
+def _check_mbit_s(mbit_s: float) -> float:
+    if 0 < mbit_s < MBIT_S_MIN:
+        raise ValueError(f"rounds time out at less than {MBIT_S_MIN:g} Mbit/s: allow that much, or 0 for no limit")
+    return mbit_s
+
+
+MbitPerSecond = Annotated[float, Field(ge=0), AfterValidator(_check_mbit_s)]
+
+
+class NodeConfig(Section):
+    """This node."""
+
+    name: str = Field("", max_length=64)
+    """Name shown to the other members; empty: a short form of the peer id."""
+    data_dir: Path = Path("~/.local/share/diloco-node")
+    """Folder for identity, checkpoints and history. Only one node at a time can use it."""
+    text_dir: Path = Path("text")
+    """Folder of the files that a run's sources name; relative to `data_dir`."""
+    persist: bool = False
+    """Keep the dashboard and API running after `leave`, `drain`, the run's end or a fatal error, until `resume`. The
+    container image sets it, because an engine restarts a container that ends."""
+
+    @property
+    def text_folder(self) -> Path:
+        return self.data_dir / self.text_dir.expanduser()
+
+    @property
+    def hub_cache(self) -> Path:
+        """Folder of downloads from the hub."""
+        return self.data_dir / "cache" / "hub"
+
+
+class DevicesConfig(Section):
+    """The devices that the node computes on."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: the first GPU, or the CPU without one."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision of the inner step's matrix products. `auto`: bf16 on GPUs that support it, fp16 on others, fp32 on a
+    CPU."""
+    micro_batch: int = Field(0, ge=0)
+    """Sequences per forward pass; 0: as many as fit, found by trial. Gradients accumulate to the run's batch size."""
+    ranks: int = Field(1, ge=1, le=64)
+    """Processes that share an inner step, each with its own GPU (without GPUs, with a share of the threads)."""
+    sharding: Literal["data-parallel", "fsdp"] = "data-parallel"
+    """With several ranks: each holds the whole model (`data-parallel`) or a part of it (`fsdp`)."""
+    activation_checkpointing: bool = False
+    """Store only each layer's input and recompute the rest in the backward pass: less memory, a third more time."""
+    compile: bool = False
+    """Compile the layers (torch.compile): some minutes at the start, faster steps afterwards."""
+    chunked_loss: Literal["auto", "on", "off"] = "auto"
+    """Compute the logits for a part of the tokens at a time; `auto`: where all of them would take over 1 GB."""
+
+
+def _bootstrap(texts: tuple[str, ...]) -> tuple[str, ...]:
+    addresses = [parse_plain(text) for text in texts]
+    for address in addresses:
+        if not address.port or address.is_wildcard:
+            raise ValueError(f"'{address}' cannot be dialed: name the peer's own address and port")
+    return tuple(map(str, addresses))
+
+
+def _listen(texts: tuple[str, ...]) -> tuple[str, ...]:
+    addresses = [parse(text) for text in texts]
+    for address in addresses:
+        if address.transport != "tcp" or address.is_name or address.peer_id:
+            raise ValueError(
+                f"'{address}' is not an address to listen on: write an IP address of this machine and a TCP port, such "
+                "as /ip4/0.0.0.0/tcp/31337"
+            )
+    wildcards = {(address.host_type, address.port) for address in addresses if address.is_wildcard}
+    for address in addresses:
+        if address.port and not address.is_wildcard and (address.host_type, address.port) in wildcards:
+            raise ValueError(f"'{address}' is already covered by the wildcard address: leave it out")
+    return tuple(dict.fromkeys(map(str, addresses)))
+
+
+def _announce(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The peer id is removed: it is this node's own."""
+    addresses = [replace(parse_plain(text, bare_port=0), peer_id="") for text in texts]
+    for address in addresses:
+        if address.is_wildcard:
+            raise ValueError(f"'{address}' cannot be dialed by others: name the address that they see")
+        if address.transport != "tcp":
+            raise ValueError(f"'{address}' is not TCP, so no peer dials it: write {address.as_tcp()}")
+    return tuple(map(str, addresses))
+
+
+class SwarmConfig(Section):
+    """How the node connects to its peers."""
+
+    bootstrap: Annotated[tuple[str, ...], AfterValidator(_bootstrap)] = ()
+    """Bootstrap peers besides those of the invite: HOST:PORT, [IPv6]:PORT or multiaddresses."""
+    listen: Annotated[tuple[str, ...], AfterValidator(_listen)] = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
+    """TCP multiaddresses to listen on; port 0: any free port; an empty list: no listening. If this key is not set, no
+    port is in `announce`, and 31337 is taken, the node uses the next free port and keeps it."""
+    announce: Annotated[tuple[str, ...], AfterValidator(_announce)] = ()
+    """Addresses to announce instead of those found, for port forwarding: HOST, HOST:PORT, [IPv6]:PORT or
+    multiaddresses. Without a port, or with port 0, the port is the one that the node listens on."""
+    relay: bool = True
+    """Relay traffic between members of the run that cannot reach each other, while others can reach this node's
+    port."""
+    relay_mbit_s: MbitPerSecond = 0
+    """Limit of relayed traffic in each direction, at least 2; 0: what `limits.upload_mbit_s` and
+    `limits.download_mbit_s` allow."""
+    port_mapping: bool = False
+    """Ask the router to open the port (UPnP, NAT-PMP). Disables hole punching by TCP simultaneous open."""
+    lan_discovery: bool = True
+    """Announce this node by multicast on private networks, so that nodes of a run find each other there."""
+
+    @property
+    def announces_port(self) -> bool:
+        """Whether `announce` names a port. A router or firewall then forwards it to the port of `listen`."""
+        return any(parse(address).port for address in self.announce)
+
+    @model_validator(mode="after")
+    def _listens_to_announce(self) -> SwarmConfig:
+        if self.announce and not self.listen:
+            raise ValueError("announce needs an address in listen: set listen, or leave announce empty")
+        return self
+
+
+class ApiConfig(Section):
+    """The HTTP port."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Addresses other than loopback are reachable from elsewhere; the token is still required."""
+    port: int = Field(8080, ge=0, le=65535)
+    """Port to bind; 0: any free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that the API answers to besides localhost, loopback addresses and the bound address."""
+    metrics_public: bool = False
+    """Serve /metrics without a token to callers that are not on loopback, too."""
+    tls_cert: str = ""
+    """PEM file with the certificate and its intermediate ones; with `tls_key` the API speaks only HTTPS."""
+    tls_key: str = ""
+    """PEM file with the certificate's key, without a password."""
+
+    @model_validator(mode="after")
+    def _certificate_has_key(self) -> ApiConfig:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: set both or neither")
+        return self
+
+
+def _check_disk_gb(disk_gb: float) -> float:
+    if 0 < quota_bytes(disk_gb) < LEAST_BYTES:
+        raise ValueError(f"a node needs at least {LEAST_BYTES / 1e9:g}: allow that much, or 0 for no limit")
+    return disk_gb
+
+
+class LimitsConfig(Section):
+    """How much of the machine the node may use."""
+
+    cpu_threads: int = Field(0, ge=0)
+    """Compute threads; 0: all cores."""
+    gpu_memory_ratio: float = Field(0, ge=0, le=1)
+    """Largest share of the GPU's memory for the node's tensors; 0: no limit."""
+    gpu_power_watts: float = Field(0, ge=0)
+    """Power limit of the GPU, if the driver lets this user set it; 0: unchanged. The node restores the previous
+    limit."""
+    disk_gb: Annotated[float, Field(ge=0), AfterValidator(_check_disk_gb)] = 0
+    """Largest size of the data folder without your own text, 10^9 bytes; the oldest files go first. 0: no limit."""
+    upload_mbit_s: MbitPerSecond = 0
+    """Limit of data sent to all peers together, headers included, at least 2; 0: no limit."""
+    download_mbit_s: MbitPerSecond = 0
+    """Limit of data received from all peers together, at least 2; 0: no limit."""
+
+
+def _active(texts: tuple[str, ...]) -> tuple[str, ...]:
+    windows = rejoin_windows(texts)
+    for window in windows:
+        parse_window(window)
+    return windows
+
+
+class ScheduleConfig(Section):
+    """When the node trains; outside of these hours it is paused. The commands `resume` and `pause` override the
+    schedule."""
+
+    timezone: Annotated[str, AfterValidator(check_zone)] = ""
+    """Time zone of the training hours, such as Europe/Berlin; empty: this machine's."""
+    active: Annotated[tuple[str, ...], AfterValidator(_active)] = ()
+    """Training hours, such as "mon-fri 22:00-08:00" and "sat,sun 00:00-24:00"; empty: always."""
+    on_battery: Literal["pause", "run"] = "pause"
+    """What the node does on battery power."""
+    user_active: Literal["run", "pause"] = "run"
+    """What the node does while somebody uses this machine, as far as it can detect that."""
+    user_idle_s: float = Field(300.0, ge=1)
+    """Seconds without input after which the user counts as absent."""
+
+    @property
+    def hours(self) -> Hours:
+        return parse_hours(self.active, self.timezone)
+
+
+class CheckpointConfig(Section):
+    """Checkpoints on disk."""
+
+    keep: int = Field(2, ge=1)
+    """Number of newest checkpoints to keep."""
+    every_s: float = Field(60.0, gt=0)
+    """Shortest time between checkpoints, which are written at round ends and clean stops. A crash loses steps, but no
+    round."""
+
+
+class LogConfig(Section):
+    """The log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    format: Literal["console", "json"] = "console"
+    """`console`: text for people; `json`: one object per line."""
+
+
+class Config(Section):
+    """All settings. `run` is used by a founder; a joiner gets it from the swarm."""
+
+    node: NodeConfig = NodeConfig()
+    run: RunConfig = RunConfig()
+    devices: DevicesConfig = DevicesConfig()
+    swarm: SwarmConfig = SwarmConfig()
+    api: ApiConfig = ApiConfig()
+    limits: LimitsConfig = LimitsConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,233 @@
+"""The composition root of the supervisor's process: data directory, port, signals, API and supervisor.
+
+The process serves the API while the worker works, hangs or dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib import metadata
+from typing import Any
+
+import uvicorn
+
+from node import __version__
+from node.api.app import build_app
+from node.api.auth import Keys
+from node.api.metrics import Build
+from node.api.node_interface import HistoryUnavailable
+from node.api.routes import ApiContext
+from node.config.loader import DEFAULT
+from node.config.schema import ApiConfig, Config
+from node.daemon.data_directory import DataDirectory, DiskMonitor
+from node.daemon.history import Clocks, History
+from node.daemon.host_sensors import HostSensors
+from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, make_server, no_tls_notice, url_of
+from node.daemon.live_config import LiveConfig
+from node.daemon.log_handlers import FOLDER, handle_logs
+from node.daemon.node_state import ROUNDS_KEPT, NodeState
+from node.daemon.pause_policy import PausePolicy, now_utc
+from node.daemon.supervisor import Mode, Supervisor
+from node.daemon.worker_process import Timings
+from node.errors import NodeError
+from node.host.logs import set_level
+from node.host.ports import API_PORT_FILE, PortFile, moved_notice
+from node.host.revision import revision
+from node.status import NodeInfo, Notice, PhaseState, Status, utc_now
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "node.worker")
+SERVER_END_S = GRACE_S + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What tests replace and what only the command line knows."""
+
+    worker_command: Sequence[str] = WORKER_COMMAND
+    timings: Timings = field(default_factory=Timings)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Source of each configuration key, for `/api/v1/config`."""
+    clock: Callable[[], datetime] = now_utc
+    """The wall clock of pauses and scheduled hours."""
+    sensors: HostSensors = field(default_factory=HostSensors)
+
+
+def run(
+    config: Config,
+    *,
+    join: str | None,
+    mode: Mode = "train",
+    on_status: Callable[[Status], None] | None = None,
+    parts: Parts | None = None,
+) -> int:
+    """Run a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
+
+    Raises UsageError (exit code 2) if the data directory cannot be used, MachineError (3) if the API's port cannot; the
+    next free port replaces a default one. `on_status` receives every change; `api.json` and `api-token` exist before
+    its first call. For the main thread only, because it handles SIGTERM and SIGINT.
+    """
+    parts = parts or Parts()
+    with (
+        DataDirectory.open(config.node.data_dir) as directory,
+        bind_api(
+            config.api,
+            PortFile(directory.path / "cache" / API_PORT_FILE),
+            is_default=parts.origins.get("api.port") == DEFAULT,
+        ) as sock,
+    ):
+        node = config.node.model_copy(update={"data_dir": directory.path})
+        config = config.model_copy(update={"node": node})
+        tls = load_tls(config.api.tls_cert, config.api.tls_key)
+        return asyncio.run(_run(config, directory, sock, tls, mode, join, on_status, parts))
+
+
+async def _run(
+    config: Config,
+    directory: DataDirectory,
+    sock: socket.socket,
+    tls: Tls | None,
+    mode: Mode,
+    join: str | None,
+    on_status: Callable[[Status], None] | None,
+    parts: Parts,
+) -> int:
+    # Importing torch for its version would cost 300 MB.
+    build = Build(__version__, revision(), _version("torch"), _version("hivemind"))
+    live_config = LiveConfig(config, parts.origins, directory.path)
+    settings = live_config.config
+    set_level(settings.log.level)
+    state = _make_state(settings, directory, mode, build.version, on_status)
+    if not settings.node.persist:
+        directory.remember_stopped(False)  # Without `persist`, a start is the owner's request to run.
+    trains = mode == "train"
+    disk = DiskMonitor(settings, directory, state.set_notice)
+    supervisor = Supervisor(
+        live_config,
+        PausePolicy(settings.schedule, directory, parts.clock, trains=trains),
+        directory=directory,
+        state=state,
+        disk=disk,
+        build=build,
+        mode=mode,
+        join=join,
+        worker_command=parts.worker_command,
+        timings=parts.timings,
+    )
+    clocks = Clocks(time.time, time.monotonic)
+    history = History(directory.path / "history", clocks, supervisor.metrics.totals, trains=trains)
+    keys = Keys(directory.token, time.monotonic)
+    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
+    server = make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
+    with handle_logs(state, directory.path / FOLDER, config.log.format):
+        try:
+            with suppress(HistoryUnavailable):
+                state.restore_rounds(await history.rounds(ROUNDS_KEPT))
+            state.record_to(history)
+            _publish_address(config.api, directory, state, sock, tls)
+            sensors = supervisor.poll_sensors(parts.sensors)
+            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch())
+            return await _run_until_end(supervisor, state, server, sock, background)
+        finally:
+            state.record_to(None)
+            history.close()
+
+
+def _make_state(
+    config: Config,
+    directory: DataDirectory,
+    mode: Mode,
+    version: str,
+    on_status: Callable[[Status], None] | None,
+) -> NodeState:
+    node = NodeInfo(
+        name=config.node.name, version=version, data_dir=str(directory.path), mode=mode, started_at=utc_now()
+    )
+    state = NodeState(
+        node,
+        config.limits.model_dump(),
+        state=PhaseState(since=utc_now()),
+        on_status=on_status,
+        counters=directory.load_counters(),
+    )
+
+    def set_storage_notice(text: str) -> None:
+        state.set_notice("not_kept", Notice(code="not_kept", text=text) if text else None)
+
+    directory.on_problem(set_storage_notice)
+    return state
+
+
+def _publish_address(
+    api: ApiConfig, directory: DataDirectory, state: NodeState, sock: socket.socket, tls: Tls | None
+) -> None:
+    url, port = url_of(sock, tls=tls is not None), sock.getsockname()[1]
+    directory.write_address(url, tls.certificate if tls else "")
+    state.set_notice(NO_TLS, no_tls_notice(api))
+    logger.info("The API listens on %s", url)
+    if api.port not in (0, port):
+        text = moved_notice("api.port", api.port, port)
+        logger.info("%s", text)
+        state.set_notice("api_port", Notice(code="api_port", level="info", text=text))
+
+
+async def _run_until_end(
+    supervisor: Supervisor,
+    state: NodeState,
+    server: uvicorn.Server,
+    sock: socket.socket,
+    background: Sequence[Coroutine[Any, Any, None]],
+) -> int:
+    """Run server, supervisor and background tasks; the end of any of them ends all.
+
+    A failed background task ends the node: a node without its watch must not go on.
+    """
+    tasks = [asyncio.create_task(one) for one in background]
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    running = asyncio.create_task(supervisor.run())
+    loop = asyncio.get_running_loop()
+
+    def handle_signal(number: signal.Signals) -> None:
+        if running.done():
+            return
+        if supervisor.is_leaving and number is signal.SIGINT:
+            supervisor.kill_worker()
+        supervisor.shut_down()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle_signal, number)
+    try:
+        await asyncio.wait({serving, running, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        for task in tasks:
+            if task.done():
+                task.result()
+        serving.result()
+        raise NodeError("The API's server ended by itself: start the node again, and report this with its log.")
+    finally:
+        running.cancel()
+        for task in tasks:
+            task.cancel()
+        state.close()
+        server.should_exit = True
+        await asyncio.wait({serving, running}, timeout=SERVER_END_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,281 @@
+"""The data directory of a running node: lock, API token and small state files, and the watch over its size."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from node.api.node_interface import Space
+from node.config.overrides import KeyFault, OverrideError
+from node.config.schema import Config
+from node.errors import DataFolderError, QuotaError
+from node.host.disk_quota import Quota, quota_bytes
+from node.host.files import write_whole
+from node.status import Moment, Notice, SavedCounters, Value
+
+logger = logging.getLogger(__name__)
+
+COUNTERS_FILE = "totals.json"
+PAUSE_FILE = "pause.json"
+STOPPED_FILE = "stopped"
+DISK_KINDS = ("checkpoints", "history", "cache", "logs")
+"""Subfolders whose size is reported."""
+TOKEN_LENGTH_MIN = 32
+"""Shorter tokens can be guessed; generated ones have 43 characters (256 bits)."""
+DISK_INTERVAL_S = 10.0
+
+
+class OwnerRequest(Value):
+    """The owner's last pause or resume, as far as it must survive a restart."""
+
+    until: Moment | None = None
+    """UTC; None: paused until `resume`."""
+    after_round: int | None = None
+    """Not paused yet: pause at the end of this round."""
+    resumed_until: Moment | None = None
+    """The scheduled hours are ignored until then; no pause, except after a round."""
+
+    @property
+    def is_pause(self) -> bool:
+        return self.after_round is None and self.resumed_until is None
+
+    @property
+    def ends_at(self) -> datetime | None:
+        return self.resumed_until or self.until
+
+
+class DataDirectory:
+    """Use as a context manager: the exit releases the lock and removes `api.json`."""
+
+    def __init__(self, path: Path, lock_fd: int, token: str) -> None:
+        self.path = path
+        self.token = token
+        self._lock_fd = lock_fd
+        self._on_problem: Callable[[str], None] = lambda _: None
+        self._counters_failed = False
+
+    @classmethod
+    def open(cls, path: Path) -> DataDirectory:
+        """Create, check and lock the directory. Raises DataFolderError."""
+        path = path.expanduser().absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = path / f".write-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+            lock_fd = _lock(path / "lock")
+        except OSError as exc:
+            raise DataFolderError(
+                f"The data folder {path} cannot be written ({exc.strerror}): "
+                "repair its permissions or choose another with --data-dir."
+            ) from exc
+        try:
+            token = _load_token(path / "api-token")
+            (path / "api.json").unlink(missing_ok=True)
+        except OSError as exc:
+            os.close(lock_fd)
+            raise DataFolderError(
+                f"{exc.filename} cannot be used ({exc.strerror}): repair its permissions or remove it."
+            ) from exc
+        except DataFolderError:
+            os.close(lock_fd)
+            raise
+        return cls(path, lock_fd, token)
+
+    def __enter__(self) -> DataDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        (self.path / "api.json").unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def on_problem(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with a sentence when an owner's request cannot be stored, and with "" when one was stored."""
+        self._on_problem = callback
+
+    def write_address(self, url: str, certificate: str = "") -> None:
+        """Publish the API's address and its own certificate (PEM) to the other commands."""
+        address = {"url": url, "pid": os.getpid()} | ({"certificate": certificate} if certificate else {})
+        write_whole(self.path / "api.json", json.dumps(address) + "\n")
+
+    def load_owner_request(self) -> OwnerRequest | None:
+        try:
+            return OwnerRequest.model_validate_json((self.path / PAUSE_FILE).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            logger.warning("%s in %s is damaged: the node pauses until `resume`", PAUSE_FILE, self.path)
+            return OwnerRequest()
+
+    def save_owner_request(self, request: OwnerRequest | None) -> None:
+        """Store the owner's request. None removes the file."""
+        self._store(PAUSE_FILE, request.model_dump_json(exclude_none=True) + "\n" if request is not None else None)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the owner stopped the node and has not resumed it since."""
+        return (self.path / STOPPED_FILE).exists()
+
+    def remember_stopped(self, stopped: bool) -> None:
+        self._store(STOPPED_FILE, "" if stopped else None)
+
+    def _store(self, name: str, text: str | None) -> None:
+        """Write or remove a file of an owner's request, which takes effect even if this fails.
+
+        Without fsync, because the event loop must not wait for a disk that is busy with a checkpoint: a kill loses
+        nothing, a power cut some seconds.
+        """
+        problem = ""
+        try:
+            if text is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                write_whole(self.path / name, text, forced=False)
+        except OSError as exc:
+            problem = (
+                f"{self.path / name} could not be written ({exc.strerror}): your request holds until the node is "
+                "started again; free some space on that disk, and ask again."
+            )
+            logger.warning("%s", problem)
+        self._on_problem(problem)
+
+    def load_counters(self) -> SavedCounters | None:
+        """The stored totals; None if there are none or the file is damaged."""
+        file = self.path / COUNTERS_FILE
+        try:
+            return SavedCounters.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as exc:
+            logger.warning("%s cannot be read (%s): the totals are those of the newest checkpoint.", file, exc)
+            return None
+
+    def save_counters(self, saved: SavedCounters) -> None:
+        """Write the totals. Blocks; without fsync, because after a power cut those of a checkpoint suffice."""
+        file = self.path / COUNTERS_FILE
+        try:
+            write_whole(file, saved.model_dump_json() + "\n", forced=False)
+            self._counters_failed = False
+        except OSError as exc:
+            if not self._counters_failed:
+                logger.warning("%s cannot be written (%s): free some space on that disk.", file, exc.strerror)
+            self._counters_failed = True
+
+    def space(self) -> Space:
+        """Walk the directory. Unreadable values count as 0."""
+        free_bytes = size_bytes = 0
+        with suppress(OSError):
+            disk = os.statvfs(self.path)
+            free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        return Space({kind: _size_bytes(self.path / kind) for kind in DISK_KINDS}, free_bytes, size_bytes)
+
+
+class DiskMonitor:
+    """Measures the data directory and keeps it within `limits.disk_gb`. Used by the supervisor's event loop.
+
+    The worker asks for room before it writes; this covers files that grow on their own and a limit that was lowered.
+    """
+
+    def __init__(
+        self, config: Config, directory: DataDirectory, set_notice: Callable[[str, Notice | None], None]
+    ) -> None:
+        self._directory, self._set_notice = directory, set_notice
+        self.space = directory.space()
+        """The last measurement."""
+        self._disk_gb = config.limits.disk_gb
+        self._quota = Quota(config.node.data_dir, quota_bytes(self._disk_gb), config.node.text_folder)
+        self._changed = asyncio.Event()
+
+    def check(self, config: Config) -> None:
+        """Raise OverrideError for a limit that this node cannot keep."""
+        disk_gb = config.limits.disk_gb
+        if disk_gb in (0, self._disk_gb):
+            return
+        least_gb = self._quota.least_bytes() / 1e9
+        if disk_gb < least_gb:
+            problem = f"{disk_gb:g} is not allowed: what this node cannot do without takes {1.005 * least_gb:.3g}."
+            raise OverrideError((KeyFault("limits.disk_gb", problem),))
+
+    def update(self, config: Config) -> None:
+        self._disk_gb, self._quota.limit_bytes = config.limits.disk_gb, quota_bytes(config.limits.disk_gb)
+        self._changed.set()
+
+    async def watch(self) -> None:
+        """Enforce the limit forever, oldest files first. A notice tells the owner if that does not suffice."""
+        is_over = False
+        while True:
+            self._changed.clear()
+            notice = None
+            try:
+                await asyncio.to_thread(self._quota.enforce)
+            except QuotaError as exc:
+                notice = Notice(code=exc.code, text=str(exc))
+            except OSError as exc:
+                text = f"The data folder cannot be read ({exc.strerror}), so no limit is kept: check its disk."
+                notice = Notice(code=QuotaError.code, text=text)
+            self.space = await asyncio.to_thread(self._directory.space)
+            if notice is not None or is_over:
+                self._set_notice(QuotaError.code, notice)
+            is_over = notice is not None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), DISK_INTERVAL_S)
+
+
+def _lock(path: Path) -> int:
+    """Take the flock, which ends with the process even after a kill. The file's content names the holder."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise DataFolderError(
+            f"Another node (process {holder}) runs in the data folder {path.parent}: "
+            "end it with `diloco-node leave`, or choose another folder with --data-dir.",
+            code="folder_locked",
+        ) from exc
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd
+
+
+def _load_token(path: Path) -> str:
+    """Read or generate the token. No message contains it."""
+    try:
+        token = path.read_text().strip()
+    except FileNotFoundError:
+        token = ""
+    if not token:
+        token = secrets.token_urlsafe(32)
+        write_whole(path, token + "\n")
+    if len(token) < TOKEN_LENGTH_MIN or not token.isascii():
+        raise DataFolderError(
+            f"The token in {path} is shorter than {TOKEN_LENGTH_MIN} ASCII characters: "
+            "remove the file, and the next start generates a strong one."
+        )
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+        logger.warning("%s was readable by other users of this machine; its permissions are repaired", path)
+    return token
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    for root, _folders, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                total += (Path(root) / name).lstat().st_size
+    return total

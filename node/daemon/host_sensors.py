@@ -1,0 +1,84 @@
+"""Sensors of the machine: power supply and user activity. Calls may take seconds; None means unknown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LOGIND_TIMEOUT_S = 5.0
+CONTAINER_MARKERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+
+
+def on_battery() -> bool | None:
+    try:
+        battery = psutil.sensors_battery()
+    except (OSError, ValueError, RuntimeError):
+        return None  # Drivers fail in several ways.
+    plugged = battery.power_plugged if battery is not None else None
+    return None if plugged is None else not plugged
+
+
+def idle_seconds(now_s: float | None = None) -> tuple[float | None, str]:
+    """Seconds since the last user input, and their source or the reason for None."""
+    now_s = time.time() if now_s is None else now_s
+    if is_container():
+        return None, "a container does not see who uses its machine"
+    if (idle_s := _logind_idle_s(now_s)) is not None:
+        return idle_s, "logind"
+    if (idle_s := _terminals_idle_s(now_s)) is not None:
+        return idle_s, "terminals"
+    return None, "there is no logind and nobody at a terminal"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSensors:
+    """The sensors that a supervisor polls; tests replace them."""
+
+    on_battery: Callable[[], bool | None] = on_battery
+    idle_s: Callable[[], float | None] = lambda: idle_seconds()[0]
+    """Seconds since the last user input."""
+    every_s: float = 10.0
+
+
+def is_container() -> bool:
+    with suppress(OSError):
+        if Path("/proc/1/environ").read_bytes().find(b"container=") >= 0:
+            return True
+    return any(marker.exists() for marker in CONTAINER_MARKERS)
+
+
+def _logind_idle_s(now_s: float) -> float | None:
+    """Idle time of all sessions: without a session, `loginctl show-session` describes the manager."""
+    try:
+        done = subprocess.run(
+            ["loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"],
+            capture_output=True, text=True, timeout=LOGIND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_idle(done.stdout, now_s)
+
+
+def parse_idle(properties: str, now_s: float) -> float | None:
+    """Parse logind's properties; `IdleSinceHint` is in microseconds of Unix time."""
+    known = dict(line.split("=", 1) for line in properties.splitlines() if "=" in line)
+    if known.get("IdleHint") == "no":
+        return 0.0
+    since = known.get("IdleSinceHint", "")
+    return max(0.0, now_s - int(since) / 1e6) if known.get("IdleHint") == "yes" and since.isdigit() else None
+
+
+def _terminals_idle_s(now_s: float) -> float | None:
+    """Idle time of the terminals: typing updates the access time of a terminal's device."""
+    read_at_s: list[float] = []
+    for user in psutil.users():
+        with suppress(OSError, TypeError):
+            read_at_s.append(os.stat(f"/dev/{user.terminal}").st_atime)  # noqa: PTH116 - a device
+    return max(0.0, now_s - max(read_at_s)) if read_at_s else None

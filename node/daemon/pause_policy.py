@@ -1,0 +1,187 @@
+"""The pause policy: whether the owner, the scheduled hours, the battery or an active user pause the node.
+
+The owner has priority: a pause holds as long as requested, and `resume` holds until the cause that it overrode has
+ended once. `PauseInputs` and `PauseDecision` are pure values; `PausePolicy` holds the state of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from node.api.node_interface import PAUSE_MAX_S, NotAllowed, PauseOrder
+from node.config.schema import ScheduleConfig
+from node.config.weekly_hours import FAR_DAYS, Hours
+from node.daemon.data_directory import DataDirectory, OwnerRequest
+from node.status import PausedBy, PauseInfo, rfc3339
+
+SensorCause = Literal["battery", "user"]
+
+MAINS_STEADY_S = 60.0
+"""How long mains power must be back before the node resumes, so that a loose plug does not restart it repeatedly."""
+
+
+def now_utc() -> datetime:
+    return datetime.now(UTC)
+
+
+def _without_moment(request: OwnerRequest | None) -> OwnerRequest | None:
+    """What remains of a request once its moment has come: a pause after a round may be pending."""
+    if request is None or request.after_round is None:
+        return None
+    return OwnerRequest(after_round=request.after_round)
+
+
+@dataclass(frozen=True, slots=True)
+class PauseDecision:
+    by: PausedBy = ""
+    """Empty: the node is not to pause."""
+    code: str = ""
+    reason: str = ""
+    until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PauseInputs:
+    """Everything that may pause the node, at one moment."""
+
+    hours: Hours = field(default_factory=Hours)
+    request: OwnerRequest | None = None
+    on_battery: bool = False
+    """The machine is on battery, and the configuration pauses for it."""
+    user_active: bool = False
+    """Someone uses the machine, and the configuration pauses for it."""
+    overridden: frozenset[SensorCause] = frozenset()
+    """Causes that the owner overrode with `resume`."""
+
+    def settled(self, now: datetime) -> PauseInputs:
+        """This request without an expired pause, and without overrides whose cause has ended."""
+        request, ends_at = self.request, self.request.ends_at if self.request is not None else None
+        if ends_at is not None and ends_at <= now:
+            request = _without_moment(self.request)
+        return replace(self, request=request, overridden=self.overridden & self._sensor_causes)
+
+    def resumed(self, now: datetime) -> PauseInputs:
+        """After a `resume` that overrides every present cause."""
+        request = None
+        if not self.hours.is_active(now):
+            hours_change_at = self.hours.next_change(now) or now + timedelta(days=FAR_DAYS)
+            request = OwnerRequest(resumed_until=hours_change_at)
+        return replace(self, request=request, overridden=self._sensor_causes)
+
+    @property
+    def _sensor_causes(self) -> frozenset[SensorCause]:
+        active: dict[SensorCause, bool] = {"battery": self.on_battery, "user": self.user_active}
+        return frozenset(cause for cause, is_active in active.items() if is_active)
+
+    def decide(self, now: datetime) -> PauseDecision:
+        request = self.request or OwnerRequest(after_round=0)
+        if request.is_pause:
+            text = "`resume`" if request.until is None else self.hours.dated(request.until)
+            return PauseDecision("owner", "paused", f"The node is paused until {text}.", request.until)
+        if request.resumed_until is None and not self.hours.is_active(now):
+            change_at = self.hours.next_change(now)
+            until = f" until {self.hours.local(change_at)}" if change_at is not None else ""
+            return PauseDecision("schedule", "scheduled", f"Outside of its hours{until}.", change_at)
+        if self.on_battery and "battery" not in self.overridden:
+            return PauseDecision(
+                "battery", "on_battery", "On battery: training resumes with mains power, or with `resume`."
+            )
+        if self.user_active and "user" not in self.overridden:
+            reason = "Somebody uses this machine: training resumes when they are away, or with `resume`."
+            return PauseDecision("user", "user_active", reason)
+        return PauseDecision()
+
+
+class PausePolicy:
+    """Decides when the node pauses. Used by the supervisor's event loop only."""
+
+    def __init__(
+        self, schedule: ScheduleConfig, directory: DataDirectory, clock: Callable[[], datetime], *, trains: bool
+    ) -> None:
+        """`clock`: the wall clock, which continues while the machine sleeps. A node that never trains never pauses."""
+        self._directory, self._clock, self._trains = directory, clock, trains
+        self._schedule = schedule
+        self._battery: bool | None = None
+        self._on_battery_at: datetime | None = None
+        """Last observation of battery power."""
+        self._idle_s: float | None = None
+        self._inputs = PauseInputs(schedule.hours, directory.load_owner_request() if trains else None)
+        self._hours_change: tuple[datetime, datetime | None] | None = None
+        """When the next change of the hours was computed, and the change."""
+
+    def update_schedule(self, schedule: ScheduleConfig) -> None:
+        """Apply new settings. A `resume` against the previous hours ends."""
+        if schedule.hours != self._inputs.hours:
+            self._inputs, self._hours_change = replace(self._inputs, hours=schedule.hours), None
+            if self._inputs.request is not None and self._inputs.request.resumed_until is not None:
+                self._set_request(_without_moment(self._inputs.request))
+        self._schedule = schedule
+
+    def update_sensors(self, battery: bool | None, idle_s: float | None) -> None:
+        if battery:
+            self._on_battery_at = self._clock()
+        self._battery, self._idle_s = battery, idle_s
+
+    def _inputs_at(self, now: datetime) -> PauseInputs:
+        """The inputs with the present sensor values."""
+        schedule, since = self._schedule, self._on_battery_at
+        recently = since is not None and 0 <= (now - since).total_seconds() < MAINS_STEADY_S
+        active = self._idle_s is not None and self._idle_s < schedule.user_idle_s
+        return replace(
+            self._inputs,
+            on_battery=(bool(self._battery) or recently) and schedule.on_battery == "pause",
+            user_active=active and schedule.user_active == "pause",
+        )
+
+    @property
+    def after_round(self) -> int | None:
+        """The round after which the owner requested a pause."""
+        return self._inputs.request.after_round if self._inputs.request is not None else None
+
+    def pause(self, order: PauseOrder) -> None:
+        """Pause on the owner's request. Raises NotAllowed if the pause would end in the past or too late."""
+        now, until = self._clock(), order.until
+        if order.for_s is not None:
+            until = now + timedelta(seconds=order.for_s)
+        if until is not None and until <= now:
+            raise NotAllowed("`until` lies in the past: give a later moment.")
+        if until is not None and until > now + timedelta(seconds=PAUSE_MAX_S):
+            raise NotAllowed("`until` lies more than a year ahead: leave it out, and the pause holds until `resume`.")
+        request = self._inputs.request
+        resumed_until = request.resumed_until if request is not None and order.after_round is not None else None
+        self._set_request(OwnerRequest(until=until, after_round=order.after_round, resumed_until=resumed_until))
+
+    def resume(self) -> None:
+        now = self._clock()
+        self._inputs = self._inputs_at(now).resumed(now)
+        self._directory.save_owner_request(self._inputs.request)
+
+    def _set_request(self, request: OwnerRequest | None) -> None:
+        self._inputs = replace(self._inputs, request=request)
+        self._directory.save_owner_request(request)
+
+    def decide(self) -> PauseDecision:
+        """The decision for the present moment. Forgets what is over, also on the disk."""
+        if not self._trains:
+            return PauseDecision()
+        now, before = self._clock(), self._inputs.request
+        self._inputs = self._inputs_at(now).settled(now)
+        if self._inputs.request != before:
+            self._directory.save_owner_request(self._inputs.request)
+        return self._inputs.decide(now)
+
+    def next_hours_change(self) -> datetime | None:
+        """The next moment at which the scheduled hours begin or end."""
+        if not self._trains:
+            return None
+        now, known = self._clock(), self._hours_change
+        if known is None or now < known[0] or (known[1] is not None and now >= known[1]):
+            known = self._hours_change = (now, self._inputs.hours.next_change(now))
+        return known[1]
+
+    def info(self, decision: PauseDecision) -> PauseInfo:
+        until = rfc3339(decision.until) if decision.until is not None else None
+        return PauseInfo(by=decision.by, until=until, after_round=self.after_round)

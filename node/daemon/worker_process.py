@@ -1,0 +1,344 @@
+"""The worker process: started, heard, watched and ended here. `WorkerWatch` runs one worker after another.
+
+A worker leads its own session and process group, so that its children (hivemind's `p2pd`) can be ended with it. The
+group is killed when the worker ends, also after a clean end: nothing of it may remain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from node.worker_protocol import (
+    MAX_LINE_BYTES,
+    Beat,
+    Ended,
+    Start,
+    Stop,
+    SupervisorMessage,
+    Unsaved,
+    WorkerMessage,
+    decode_worker_message,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+output_logger = logging.getLogger("node.worker.output")
+
+OUTPUT_LINES_KEPT = 50
+READ_BYTES = 65536
+LINE_LENGTH_MAX = 2000
+WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+"""torch reads both when it is loaded. Threads that spin at barriers take the processor from the owner and from each
+other: two trainers with 2 threads each on 2 cores made 570 tokens/s each while spinning, 9,500 while sleeping; a single
+trainer is equally fast. Large tensors in huge pages halve the time to copy all parameters, most of which is page
+faults."""
+DRAIN_S = 1.0
+"""Time to read a dead worker's last output, which the kernel has buffered."""
+FROZEN_S = 5.0
+"""A longer gap between two ticks means that this process was frozen, not that the machine was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The supervisor's timeouts in seconds; tests shorten them."""
+
+    grace_s: float = 60.0
+    """From a worker's start until heartbeats are required."""
+    hung_s: float = 30.0
+    """Without a heartbeat: the worker is killed and restarted."""
+    stale_s: float = 15.0
+    """Without a heartbeat: `livez` reports it."""
+    stop_s: float = 6.0
+    """From a stop to the kill. Uvicorn has 2 s more, so that both end within 10 s."""
+    save_s: float = 50.0
+    """As `stop_s`, while the worker reports unsaved work. Containers and services are given 60 s."""
+    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    """Before the restart after the first, second, ... crash; one more crash is an error."""
+    healthy_s: float = 60.0
+    """A worker that sent heartbeats for this long clears the count of crashes."""
+    tick_s: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker ended."""
+
+    ended: Ended | None
+    """Its last message; None: it crashed."""
+    exit_status: int
+    """As in subprocess: a negative number is the signal that ended it."""
+    output: tuple[str, ...] = ()
+    """Last lines of stdout and stderr."""
+    fault: str = ""
+    """Why the supervisor killed it."""
+    had_begun: bool = False
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether it may have had work to save and did not report that it has."""
+        return self.ended is None and self.had_begun
+
+    def describe(self) -> str:
+        """A clause for a log line or a reason."""
+        if self.fault:
+            cause = self.fault
+        elif self.exit_status < 0:
+            name = signal.Signals(-self.exit_status).name
+            hint = ", most often because memory ran out" if name == "SIGKILL" else ""
+            cause = f"ended by {name}{hint}"
+        else:
+            cause = f"exit status {self.exit_status}"
+        last_line = next((line for line in reversed(self.output) if line.strip()), "")
+        return f"{cause}; its last line: {last_line.strip()[:300]}" if last_line else cause
+
+
+class WorkerProcess:
+    """A running worker. Made by `spawn`; `wait` must be awaited exactly once."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        channel: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        output: tuple[asyncio.StreamReader, asyncio.ReadTransport],
+        on_message: Callable[[WorkerMessage], None],
+    ) -> None:
+        self.asked: str | None = None
+        """How it was asked to stop, if it was."""
+        self.has_begun = False
+        """Whether it has sent a message."""
+        self._process = process
+        self._reader, self._writer = channel
+        self._output_reader, self._output_pipe = output
+        self._on_message = on_message
+        self._ended: Ended | None = None
+        self._fault = ""
+        self._output: deque[str] = deque(maxlen=OUTPUT_LINES_KEPT)
+        self._readers = [asyncio.create_task(self._read_messages()), asyncio.create_task(self._read_output())]
+        for task in self._readers:
+            task.add_done_callback(self._reader_done)
+
+    @classmethod
+    async def spawn(
+        cls, command: Sequence[str], start: Start, on_message: Callable[[WorkerMessage], None]
+    ) -> WorkerProcess:
+        """Run `command --fd N` and send it `start`. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        # asyncio's own pipe would make `Process.wait` wait for every process that the worker leaves behind with it.
+        read_fd, write_fd = os.pipe()
+        output, output_end = os.fdopen(read_fd, "rb", buffering=0), os.fdopen(write_fd, "wb", buffering=0)
+        with theirs, output_end:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    "--fd",
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output_end,
+                    stderr=output_end,
+                    env=WORKER_ENVIRONMENT | os.environ,
+                )
+            except OSError:
+                ours.close()
+                output.close()
+                raise
+        channel = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), output)
+        worker = cls(process, channel, (lines, pipe), on_message)
+        worker.send(start)
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: SupervisorMessage) -> None:
+        if isinstance(message, Stop):
+            self.asked = message.how
+        self._writer.write(encode(message))
+
+    def kill(self, fault: str) -> None:
+        """Kill the process group. Only the first `fault` is kept."""
+        if not self._fault:
+            logger.warning("Worker %d is killed: %s", self.pid, fault)
+            self._fault = fault
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> WorkerExit:
+        """Wait until the process group is dead and its output is read."""
+        try:
+            status = await self._process.wait()
+        finally:
+            self._kill_group()
+            _done, late = await asyncio.wait(self._readers, timeout=DRAIN_S)
+            for task in late:
+                task.cancel()
+            self._writer.close()
+            self._output_pipe.close()
+        for task in self._readers:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        return WorkerExit(self._ended, status, tuple(self._output), self._fault, self.has_begun)
+
+    def _reader_done(self, task: asyncio.Task[None]) -> None:
+        """End the worker if a reader failed, which is our own bug: `wait` then raises the exception."""
+        if not task.cancelled() and task.exception() is not None:
+            self.kill("the supervisor failed at its message")
+
+    async def _read_messages(self) -> None:
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ConnectionError:
+                return  # It died before it read our last message.
+            except ValueError:
+                self.kill("it sent a line that is too long")
+                return
+            if not line.endswith(b"\n"):
+                return
+            try:
+                message = decode_worker_message(line)
+            except ValidationError as exc:
+                logger.error("The worker sent a line that is no message: %s", exc)
+                self.kill("it sent a line that is no message")
+                return
+            self.has_begun = True
+            if isinstance(message, Ended):
+                self._ended = message
+            self._on_message(message)
+
+    async def _read_output(self) -> None:
+        rest = ""
+        while data := await self._output_reader.read(READ_BYTES):
+            *lines, rest = (rest + data.decode(errors="replace")).replace("\r", "\n").split("\n")
+            if len(rest) > LINE_LENGTH_MAX:
+                lines.append(rest)
+                rest = ""
+            for line in lines:
+                self._add_output(line)
+        self._add_output(rest)
+
+    def _add_output(self, line: str) -> None:
+        if line.strip():
+            self._output.append(line[:LINE_LENGTH_MAX])
+            output_logger.debug("%s", line[:LINE_LENGTH_MAX])
+
+
+class WorkerWatch:
+    """Runs one worker at a time: call `start` and `wait` in turn. Enforces its deadlines."""
+
+    def __init__(self, command: Sequence[str], timings: Timings, on_message: Callable[[WorkerMessage], None]) -> None:
+        self._command, self._timings, self._on_message = command, timings, on_message
+        self._worker: WorkerProcess | None = None
+        self._started_at_s = 0.0
+        self._beat_at_s = 0.0
+        self._asked_at_s = 0.0
+        self._ticked_at_s = 0.0
+        self._stop_by_s: float | None = None
+
+    async def start(self, start: Start) -> None:
+        """Start a worker process. Raises OSError."""
+        self._started_at_s = self._beat_at_s = self._ticked_at_s = time.monotonic()
+        self._stop_by_s = None
+        self._worker = await WorkerProcess.spawn(self._command, start, self._receive)
+        logger.debug("Worker %d runs, mode %s", self._worker.pid, start.mode)
+
+    async def wait(self) -> tuple[WorkerExit, str | None]:
+        """Wait until the worker has ended. Returns how it ended, and the requested way to stop, if any."""
+        worker = self._worker
+        assert worker is not None, "start it first"
+        try:
+            return await worker.wait(), worker.asked
+        finally:
+            self._worker = None
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the running worker has been asked to stop."""
+        return self._worker is not None and self._worker.asked is not None
+
+    @property
+    def lived_s(self) -> float:
+        """From the newest worker's start to its last heartbeat; 0 if there was none."""
+        return self._beat_at_s - self._started_at_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat; 0 during the grace period, and without a worker."""
+        now_s = time.monotonic()
+        if self._worker is None or now_s - self._started_at_s < self._timings.grace_s:
+            return 0.0
+        return now_s - self._beat_at_s
+
+    def send(self, message: SupervisorMessage) -> None:
+        """No effect without a worker."""
+        if self._worker is not None:
+            self._worker.send(message)
+
+    def stop(self, stop: Stop) -> None:
+        """Ask the worker to end within `stop_s`. A drain has no deadline, because it waits for its round."""
+        worker = self._worker
+        if worker is None:
+            return
+        worker.send(stop)
+        if not worker.has_begun:
+            worker.kill("it had not begun yet")  # It still imports: it has nothing to save and would be slow to react.
+        self._asked_at_s = time.monotonic()
+        self._stop_by_s = None if stop.how == "drain" else self._asked_at_s + self._timings.stop_s
+
+    def kill(self, reason: str) -> None:
+        """End the worker at once, unsaved, as if it had been asked to leave."""
+        if self._worker is not None:
+            self._worker.asked = self._worker.asked or "leave"
+            self._worker.kill(reason)
+
+    def tick(self) -> None:
+        """Kill a worker that hangs or misses its deadline. To be called every `tick_s`."""
+        worker = self._worker
+        if worker is None:
+            return
+        now_s, timings = time.monotonic(), self._timings
+        self._extend_deadlines(now_s - self._ticked_at_s - timings.tick_s)
+        self._ticked_at_s = now_s
+        if self._stop_by_s is not None and now_s > self._stop_by_s:
+            worker.kill(f"it did not end within {now_s - self._asked_at_s:.0f} s")
+        elif self.silent_s > timings.hung_s:
+            worker.kill(f"it hung: no heartbeat for {timings.hung_s:g} s")
+
+    def _extend_deadlines(self, gap_s: float) -> None:
+        """A freeze of this process (`docker pause`) has frozen the worker too, so its deadlines move by as much."""
+        if gap_s < FROZEN_S:
+            return
+        logger.info("This process was frozen for %.0f s; the worker's deadlines are extended.", gap_s)
+        self._beat_at_s = min(self._beat_at_s + gap_s, time.monotonic())
+        self._asked_at_s += gap_s
+        if self._stop_by_s is not None:
+            self._stop_by_s += gap_s
+
+    def _receive(self, message: WorkerMessage) -> None:
+        now_s, timings = time.monotonic(), self._timings
+        if isinstance(message, Beat):
+            self._beat_at_s = now_s
+        elif isinstance(message, Unsaved) and self._stop_by_s is not None:
+            self._stop_by_s = min(now_s + timings.stop_s, self._asked_at_s + timings.save_s)
+        elif isinstance(message, Ended) and self._stop_by_s is None:  # It ends on its own: as long as for a stop.
+            self._asked_at_s, self._stop_by_s = now_s, now_s + timings.stop_s
+        self._on_message(message)

@@ -1,0 +1,170 @@
+"""The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
+
+Removable are checkpoints (except the newest complete one), round results, downloads, folders that libraries keep in the
+cache, old logs, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES are for their growth.
+The owner's text folder is neither counted nor changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.errors import QuotaError
+
+RESERVE_BYTES = 8_000_000
+SMALL_BYTES = 15_000_000
+"""Upper bound of the small files that stay: history and the current log."""
+META_BYTES = 1_000_000
+"""Part of a checkpoint that is not tensors: records, digest leaves, file headers."""
+LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
+"""A lower limit leaves no room for anything."""
+MB = 1e6
+
+logger = logging.getLogger(__name__)
+
+Room = Callable[[int], AbstractContextManager[None]]
+"""Reserves this many bytes until the end of the block. Raises QuotaError."""
+
+
+def any_room(_size_bytes: int) -> AbstractContextManager[None]:
+    """A `Room` without a limit."""
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A removable file or folder."""
+
+    path: Path
+    modified_ns: int
+    size_bytes: int
+
+
+class Quota:
+    """The limit as one process sees it. Thread-safe."""
+
+    def __init__(
+        self, folder: Path, limit_bytes: float, text_folder: Path, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`limit_bytes` 0: no limit. `tell` receives why there is no room, and an empty text when there is again."""
+        self.limit_bytes = limit_bytes
+        self._folder, self._text_folder, self._tell = folder, text_folder, tell
+        self._reserved_bytes = 0
+        self._is_refusing = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def room(self, size_bytes: int) -> Iterator[None]:
+        with self._lock:
+            if self.limit_bytes:
+                self._make_room(size_bytes)
+            else:
+                self._set_refusal("")
+            self._reserved_bytes += size_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved_bytes -= size_bytes
+
+    def _make_room(self, size_bytes: int) -> None:
+        target_bytes = self.limit_bytes - RESERVE_BYTES - self._reserved_bytes - size_bytes
+        used_bytes, items = self.used_bytes(), list(self._removable())
+        if used_bytes - sum(item.size_bytes for item in items) > target_bytes:
+            error = QuotaError(
+                f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, so {size_bytes / MB:.1f} MB were not written: "
+                f"{self._folder} holds {used_bytes / MB:.1f} MB, and too little of it is removable; raise the limit."
+            )
+            self._set_refusal(str(error))
+            raise error
+        self._set_refusal("")
+        _remove_oldest(items, used_bytes - target_bytes)
+
+    def _set_refusal(self, reason: str) -> None:
+        if reason or self._is_refusing:
+            self._tell(reason)
+        self._is_refusing = bool(reason)
+
+    def enforce(self) -> None:
+        """Remove the oldest files above the limit, as after a change of it. Raises QuotaError if that is not enough."""
+        with self._lock:
+            if not self.limit_bytes:
+                return
+            _remove_oldest(self._removable(), self.used_bytes() + RESERVE_BYTES - self.limit_bytes)
+            used_bytes = self.used_bytes()
+        if used_bytes > self.limit_bytes:
+            raise QuotaError(
+                f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, but {self._folder} holds "
+                f"{used_bytes / MB:.1f} MB that cannot be removed: raise it."
+            )
+
+    def used_bytes(self) -> int:
+        return _size(self._folder, self._text_folder)
+
+    def least_bytes(self) -> int:
+        """The lowest usable limit: room for the files that stay and for a second checkpoint next to the newest."""
+        newest = self._newest_checkpoint()
+        checkpoint_bytes = _size(newest) + META_BYTES if newest is not None else 0
+        fixed_bytes = self.used_bytes() - sum(item.size_bytes for item in self._removable())
+        return max(2 * checkpoint_bytes + LEAST_BYTES, fixed_bytes + checkpoint_bytes + RESERVE_BYTES)
+
+    def _removable(self) -> Iterator[Item]:
+        kept = {self._newest_checkpoint(), _newest(self._folder.glob("cache/download-*.bin"))}
+        kept |= {_newest(self._folder.glob("logs/*"))}
+        patterns = ("checkpoints/*round-*", "cache/results-*.bin", "cache/download-*.bin", "logs/*")
+        for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
+            for path in self._folder.glob(pattern):
+                if path not in kept and not path.name.startswith("."):
+                    with suppress(OSError):
+                        yield Item(path, path.stat().st_mtime_ns, _size(path))
+
+    def _newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, that is, one with a meta.json."""
+        complete = [path for path in self._folder.glob("checkpoints/round-*") if (path / "meta.json").exists()]
+        return max(complete, key=lambda path: int(path.name.removeprefix("round-")), default=None)
+
+
+def quota_bytes(disk_gb: float) -> float:
+    return disk_gb * 1e9
+
+
+def _remove_oldest(items: Iterable[Item], excess_bytes: float) -> None:
+    for item in sorted(items, key=lambda item: item.modified_ns):
+        if excess_bytes <= 0:
+            return
+        with suppress(OSError):
+            if item.path.is_dir() and not item.path.is_symlink():
+                shutil.rmtree(item.path, ignore_errors=True)
+            else:
+                item.path.unlink()
+        logger.info("Removed %s, %.1f MB, to keep limits.disk_gb.", item.path.name, item.size_bytes / MB)
+        excess_bytes -= item.size_bytes
+
+
+def _newest(paths: Iterator[Path]) -> Path | None:
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            found.append((path.stat().st_mtime_ns, path))
+    return max(found)[1] if found else None
+
+
+def _size(path: Path, excluded: Path | None = None) -> int:
+    """Size of a file, or of all files below a folder except one folder. Files that vanish meanwhile count nothing."""
+    total = 0
+    with suppress(OSError):
+        if not path.is_dir():
+            return path.lstat().st_size
+    for root, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if Path(root, name) != excluded]
+        for name in files:
+            with suppress(OSError):
+                total += Path(root, name).lstat().st_size
+    return total

@@ -1,0 +1,36 @@
+"""Atomic writes of small files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
+    """Replace a file atomically: a temporary file with mode 0600 beside it, fsync, rename. `str` becomes UTF-8.
+
+    Without `forced` there is no fsync: the write survives a killed process, but perhaps not a power cut. Raises OSError
+    where the disk refuses it; the previous content remains.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if forced:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that the names in it survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

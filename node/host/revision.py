@@ -1,0 +1,33 @@
+"""The commit that this program was built from."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).parents[1] / "revision.txt"
+"""Written by a build."""
+GIT_TIMEOUT_S = 2.0
+
+
+@cache
+def revision() -> str:
+    """Twelve hex digits, followed by `+` if files have changed since; empty where unknown."""
+    try:
+        return FILE.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return _checkout_revision(FILE.parents[1])
+
+
+def _checkout_revision(root: Path) -> str:
+    if not (root / ".git").exists():  # git would find a repository around this folder
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""Averaging of contributions: chunk layouts, reducers, and the store of results."""

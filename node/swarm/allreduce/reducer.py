@@ -1,0 +1,160 @@
+"""A reducer of the butterfly all-reduce: collects contributions to its chunks and averages them. No network.
+
+A contribution counts once it has arrived whole and every chunk decodes to finite numbers. The encoded inputs stay
+unchanged until the round is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
+from node.diloco.codec import Codec, chunk_bounds
+from node.diloco.fragments import Ranges, elements
+from node.errors import PeerError
+
+NORM_TOLERANCE = 1e-3
+"""Relative. `square_norm` is exact to 1e-12, but a peer whose version sums in fp32 is off by up to 5e-4. The codec's
+`stretch_ratio` adds what the encoding of a mean changes."""
+TINY_NORM = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """How a round's vector, the P parameters or the P_f of a fragment, is cut into chunks and encoded."""
+
+    codec: Codec
+    bounds: Sequence[tuple[int, int]]
+    """Start and end of each chunk, in elements of the round's vector."""
+    ranges: Ranges
+    """The parts of the flat vector of all parameters that the round's vector consists of."""
+
+    def elements(self, chunk: int) -> int:
+        start, end = self.bounds[chunk]
+        return end - start
+
+    def encoded_bytes(self, chunks: Collection[int] | None = None) -> int:
+        """Encoded size of these chunks; of all by default."""
+        selected = range(len(self.bounds)) if chunks is None else chunks
+        return sum(self.codec.encoded_bytes(self.elements(chunk)) for chunk in selected)
+
+    def decode(self, chunks: Sequence[bytes]) -> Tensor:
+        """The round's vector, fp32 [P_f], from all of its chunks."""
+        vector = torch.empty(self.bounds[-1][1] if self.bounds else 0)
+        for data, (start, end) in zip(chunks, self.bounds, strict=True):
+            vector[start:end] = self.codec.decode(data, end - start)
+        return vector
+
+    def norm(self, chunks: Sequence[bytes]) -> float:
+        """L2 norm of an encoded vector, as every decoder computes it."""
+        return self.length(self.decode(chunks))
+
+    def length(self, vector: Tensor) -> float:
+        """L2 norm of the round's vector, fp32 [P_f], summed chunk by chunk, as reducers do."""
+        return math.sqrt(sum(square_norm(vector[start:end]) for start, end in self.bounds))
+
+    def check(self, chunk: int, data: bytes) -> None:
+        """Raise PeerError unless `data` has the right size and finite values for this chunk."""
+        if len(data) != self.codec.encoded_bytes(self.elements(chunk)):
+            raise PeerError(f"chunk {chunk} has {len(data)} bytes", code="bad_size")
+        try:
+            self.codec.check(data, self.elements(chunk))
+        except ValueError as exc:
+            raise PeerError(f"chunk {chunk}: {exc}", code="not_finite") from exc
+
+
+def chunk_layouts(codec: Codec, fragments: Sequence[Ranges]) -> tuple[ChunkLayout, ...]:
+    """The layout of each fragment."""
+    return tuple(ChunkLayout(codec, chunk_bounds(elements(ranges)), ranges) for ranges in fragments)
+
+
+class Reducer:
+    """One reducer in one attempt. Lives on the swarm's loop; `check` and `average` may run in a thread."""
+
+    def __init__(
+        self, layout: ChunkLayout, chunks: Sequence[int], weights: Mapping[str, int], norms: Mapping[str, float]
+    ) -> None:
+        """`weights`, `norms`: tokens and L2 norm of each member's whole contribution, as its join states them."""
+        self.chunks = tuple(chunks)
+        self._layout = layout
+        self._weights, self._norms = dict(weights), dict(norms)
+        self._parts: dict[str, Mapping[int, bytes]] = {}
+        self._refused: set[str] = set()
+        self._changed = asyncio.Event()
+
+    def check(self, sender: str, parts: Mapping[int, bytes]) -> None:
+        """Raise PeerError unless these are all chunks that this reducer needs from the sender, and valid. Slow."""
+        if sender not in self._weights:
+            raise PeerError("a contribution from outside the group")
+        if sorted(parts) != sorted(self.chunks):
+            raise PeerError("a contribution has the wrong chunks", code="bad_size")
+        for chunk, data in parts.items():
+            self._layout.check(chunk, data)
+
+    def take(self, sender: str, parts: Mapping[int, bytes]) -> None:
+        """Keep a checked contribution. The first one from each sender counts."""
+        self._parts.setdefault(sender, parts)
+        self._changed.set()
+
+    def refuse(self, sender: str) -> None:
+        """Stop waiting for a member that sent an invalid contribution."""
+        self._refused.add(sender)
+        self._changed.set()
+
+    async def collect(self, awaited: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
+        """Wait for the contributions of `awaited()`, which is called again as peers die. Returns the senders.
+
+        A member that is late is left out by all members alike.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not set(awaited()) - self._refused <= set(self._parts):
+                    self._changed.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.5):
+                            await self._changed.wait()
+        return sorted(self._parts)
+
+    def average(self, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
+        """The encoded, clipped, weighted mean of each chunk, and each sender's sum of squares over these chunks.
+
+        Adds up in the given order, so that the mean is the same everywhere. The sums of squares of all reducers must
+        equal the squared norm that the sender signed.
+        """
+        missing = [peer for peer in included if peer not in self._parts]
+        if missing:
+            raise PeerError(f"asked to include {len(missing)} contributions that have not arrived")
+        weights = [self._weights[peer] for peer in included]
+        scales = clip_scales([self._norms[peer] for peer in included], weights)
+        means, squares = {}, dict.fromkeys(included, 0.0)
+        for chunk in self.chunks:
+            n = self._layout.elements(chunk)
+            parts = [self._layout.codec.decode(self._parts[peer][chunk], n) for peer in included]
+            for peer, part in zip(included, parts, strict=True):
+                squares[peer] += square_norm(part)
+            means[chunk] = self._layout.codec.encode(weighted_mean(parts, weights, scales))
+        return means, squares
+
+
+def is_norm_misdeclared(norm: float, squares: Sequence[float]) -> bool:
+    """Whether these sums of squares contradict the norm that a member signed."""
+    total = sum(squares)
+    return not 0 <= total < math.inf or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
+
+
+def exceeds_norm_bound(mean: Tensor, bound: float, stretch_ratio: float) -> bool:
+    """Whether a mean, fp32 [P_f], is longer than its contributions and its encoding allow."""
+    return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE + stretch_ratio) + TINY_NORM
+
+
+def chunk_hash(data: bytes) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(data).digest()

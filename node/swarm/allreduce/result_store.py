@@ -1,0 +1,268 @@
+"""Encoded means of rounds, addressed by chunk hash: the current round in memory, the last rounds on disk.
+
+Any peer may serve a chunk, as its hash proves it. The disk keeps each mean with its proof, so that a node replays its
+own rounds after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from node.errors import PeerError, QuotaError, RoundFailed, SwarmError
+from node.host.disk_quota import Room, any_room
+from node.host.files import sync_folder
+from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
+from node.swarm.membership.peer_table import PeerTable, while_live
+from node.swarm.messages import Outcome, Proof, parse, split_hashes
+from node.swarm.transport.wire import Message, Wire
+
+logger = logging.getLogger(__name__)
+
+KEPT_ROUNDS = 8
+MAX_KEPT_ROUNDS = 72
+"""Limit while a peer replays from an older state. A slower peer starts over from a newer state."""
+IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
+MAX_HEAD_BYTES = 32 * 2**20  # More than a proof can have
+_LENGTH = struct.Struct("<Q")
+
+
+class ResultStore:
+    """The last committed rounds on disk, one file each. Any thread may call the methods; they access the disk.
+
+    A file is the length of its head (8 bytes, little-endian), the head as JSON (chunk sizes and proof), and the chunks.
+    """
+
+    def __init__(
+        self, folder: Path, fragments: int = 1, clock: Callable[[], float] = time.monotonic, *, room: Room = any_room
+    ) -> None:
+        """Index the files of an earlier process and remove damaged ones. Keeps `fragments` times as many rounds."""
+        self._room, self._clock, self._fragments, self._folder = room, clock, fragments, folder
+        self._read_at_s: dict[str, float] = {}
+        self._kept_rounds = KEPT_ROUNDS * fragments
+        self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
+        """Head to chunk hash to (offset, size) in the file."""
+        self._stored: list[tuple[str, Proof]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("results-*"), key=lambda path: path.stat().st_mtime_ns):
+            self._load_index(path)
+
+    def _load_index(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                if length > MAX_HEAD_BYTES:
+                    raise ValueError("its head is too long")
+                content = json.loads(file.read(length))
+            proof, sizes = parse(Proof, json.dumps(content["proof"])), [int(size) for size in content["sizes"]]
+            head, parent = proof.outcome.hash, parse(Outcome, proof.outcome.text).plan.parent
+            index = _index(proof, sizes, _LENGTH.size + length)
+            if path != self._path(head) or path.stat().st_size != _LENGTH.size + length + sum(sizes):
+                raise ValueError("its name or size is wrong")
+        except (OSError, ValueError, KeyError, TypeError, struct.error, SwarmError) as exc:
+            logger.warning("The stored result %s is damaged (%s); it is removed.", path.name, exc)
+            path.unlink(missing_ok=True)
+            return
+        self._rounds[head] = index
+        self._stored.append((parent, proof))
+
+    def take_stored(self) -> list[tuple[str, Proof]]:
+        """The rounds that an earlier process stored, oldest first: (parent, proof). Frees them: call it once."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def put(self, proof: Proof, chunks: Sequence[bytes]) -> None:
+        """Store a committed round; it is synced to the disk when this returns.
+
+        Logs a write error and goes on: the round still counts, but no peer can replay it from here.
+        """
+        head, sizes = proof.outcome.hash, [len(chunk) for chunk in chunks]
+        text = json.dumps({"sizes": sizes, "proof": proof.model_dump(mode="json")}).encode()
+        head_bytes = _LENGTH.size + len(text)
+        path = self._path(head)
+        temporary = path.with_suffix(".new")
+        try:
+            with self._room(head_bytes + sum(sizes)):
+                with temporary.open("wb") as file:
+                    file.writelines((_LENGTH.pack(len(text)), text, *chunks))
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+                sync_folder(self._folder)
+        except (OSError, QuotaError) as exc:
+            with suppress(OSError):
+                temporary.unlink()
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            logger.warning(
+                "The round counts, but its result could not be stored in %s: %s. A crash before the next checkpoint "
+                "loses the round on this node, and late peers cannot fetch it from here.", self._folder, why,
+            )  # fmt: skip
+            return
+        self._rounds[head] = _index(proof, sizes, head_bytes)
+        while len(self._rounds) > self._kept_rounds:
+            old, _ = self._rounds.popitem(last=False)
+            self._path(old).unlink(missing_ok=True)
+
+    def set_retention(self, newest: int, oldest_needed: int | None) -> int:
+        """Set how many rounds are kept, so that a peer can replay from round `oldest_needed`. Returns that number."""
+        needed = newest - oldest_needed + 1 if oldest_needed is not None else 0
+        kept_rounds = max(KEPT_ROUNDS * self._fragments, needed, self._in_use() + 1)
+        self._kept_rounds = min(MAX_KEPT_ROUNDS * self._fragments, kept_rounds)
+        return self._kept_rounds
+
+    def _in_use(self) -> int:
+        """The number of newest rounds, back to the oldest that was read within IN_USE_S: a peer is replaying them."""
+        since_s = self._clock() - IN_USE_S
+        heads = list(self._rounds)
+        self._read_at_s = {h: at for h, at in dict(self._read_at_s).items() if at > since_s and h in self._rounds}
+        return next((len(heads) - i for i, head in enumerate(heads) if head in self._read_at_s), 0)
+
+    def keep_only(self, heads: Collection[str]) -> None:
+        """Remove all rounds but these."""
+        for head in [head for head in self._rounds if head not in heads]:
+            del self._rounds[head]
+            self._path(head).unlink(missing_ok=True)
+
+    def load(self, proof: Proof) -> list[bytes]:
+        """All chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""
+        index, chunks = self._rounds.get(proof.outcome.hash, {}), []
+        with self._path(proof.outcome.hash).open("rb") as file:
+            for digest in split_hashes(proof.hashes):
+                offset, size = index.get(digest, (0, 0))
+                file.seek(offset)
+                chunks.append(file.read(size))
+                if chunk_hash(chunks[-1]) != digest:
+                    raise ValueError("a chunk does not have its hash")
+        return chunks
+
+    def get(self, digest: bytes) -> bytes | None:
+        for head, index in list(self._rounds.items()):  # A copy, as `put` runs in another thread.
+            if digest in index:
+                offset, size = index[digest]
+                self._read_at_s[head] = self._clock()
+                with suppress(FileNotFoundError), self._path(head).open("rb") as file:
+                    file.seek(offset)
+                    return file.read(size)
+        return None
+
+    def _path(self, head: str) -> Path:
+        return self._folder / f"results-{head[:16]}.bin"
+
+
+def _index(proof: Proof, sizes: Sequence[int], offset: int) -> dict[bytes, tuple[int, int]]:
+    """Position and size of each chunk in the file, by hash. `offset`: position of the first chunk.
+
+    Raises ValueError if proof and sizes do not match.
+    """
+    index = {}
+    for digest, size in zip(split_hashes(proof.hashes), sizes, strict=True):
+        index[digest] = (offset, size)
+        offset += size
+    return index
+
+
+class ResultCache:
+    """Chunks of the current round in memory. Fetches missing ones from peers."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        peer_table: PeerTable,
+        layout_at: Callable[[int], ChunkLayout],
+        store: ResultStore,
+        timeout_s: float,
+        others: Callable[[], Iterable[str]],
+    ) -> None:
+        """`layout_at`: the chunk layout of a round. `others`: peers to ask after the group's members, in this order."""
+        self._wire, self._peer_table, self._layout_at = wire, peer_table, layout_at
+        self._store, self._timeout_s, self._others = store, timeout_s, others
+        self._chunks: dict[bytes, bytes] = {}
+        self._fetches: dict[str, asyncio.Future[list[bytes]]] = {}
+
+    def add(self, chunks: Iterable[bytes]) -> list[bytes]:
+        """Keep these chunks and return their hashes."""
+        hashes = []
+        for data in chunks:
+            hashes.append(chunk_hash(data))
+            self._chunks[hashes[-1]] = data
+        return hashes
+
+    def hold(self, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
+        """Keep these chunks, whose hashes the caller has checked."""
+        self._chunks.update(zip(hashes, chunks, strict=True))
+
+    def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
+        """These chunks, in order; None if one is missing. Accesses the disk; any thread may call it."""
+        found = []
+        for digest in hashes:
+            data = self._chunks.get(digest) or self._store.get(digest)
+            if data is None:
+                return None
+            found.append(data)
+        return found
+
+    def clear(self) -> None:
+        """Drop the chunks of the round that is over."""
+        self._chunks = {}
+
+    async def complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
+        """All chunks of a result, in order, fetched from their reducers or any other peer. Raises RoundFailed.
+
+        A proposal and the commit that overtakes it share one fetch.
+        """
+        fetch = self._fetches.get(outcome.results)
+        if fetch is None:
+            fetch = self._fetches[outcome.results] = asyncio.ensure_future(self._complete(outcome, hashes))
+            fetch.add_done_callback(lambda done: self._finish(outcome.results, done))
+        return await asyncio.shield(fetch)
+
+    def _finish(self, results: str, done: asyncio.Future[list[bytes]]) -> None:
+        self._fetches.pop(results, None)
+        if not done.cancelled():
+            done.exception()  # All waiters may have been cancelled; asyncio would log an unretrieved exception.
+
+    def close(self) -> None:
+        for fetch in list(self._fetches.values()):
+            fetch.cancel()
+
+    async def _complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
+        by_owner: dict[str, list[int]] = {}
+        layout = self._layout_at(outcome.round)
+        for chunk in self._missing(hashes):
+            by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)
+        await asyncio.gather(*(self._fetch(owner, chunks, hashes, layout) for owner, chunks in by_owner.items()))
+        for peer in dict.fromkeys((*outcome.plan.members, *self._others())):
+            missing = self._missing(hashes)
+            if not missing:
+                break
+            if peer != self._wire.peer_id:
+                await self._fetch(peer, missing, hashes, layout)
+        if self._missing(hashes):
+            raise RoundFailed("no peer has all chunks of the result", code="reducer_lost")
+        return [self._chunks[digest] for digest in hashes]
+
+    def _missing(self, hashes: Sequence[bytes]) -> list[int]:
+        return [chunk for chunk, digest in enumerate(hashes) if digest not in self._chunks]
+
+    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
+        """Keep the valid chunks that a peer sends; the others stay missing."""
+        request, max_bytes = Message({"hashes": [hashes[chunk] for chunk in chunks]}), layout.encoded_bytes()
+        try:
+            call = self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s, max_reply_bytes=max_bytes)
+            reply = await while_live(self._peer_table, peer, call)
+            for chunk, data in zip(chunks, reply.blobs, strict=False):
+                if chunk_hash(data) != hashes[chunk]:
+                    raise PeerError(f"chunk {chunk} has a wrong hash")
+                layout.check(chunk, data)
+                self._chunks[hashes[chunk]] = data
+        except PeerError as exc:
+            self._wire.traffic.reject(exc)
+            logger.info("Peer %s did not send %d result chunks: %s", peer[-6:], len(chunks), exc)

@@ -1,0 +1,1 @@
+"""The chain of committed rounds, and fork choice."""

@@ -1,0 +1,208 @@
+"""The chain of committed rounds: its tip with the outer state, and the proofs that a late peer replays.
+
+Only the swarm's event loop writes to a chain. Outer states are immutable, so any thread may keep one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from torch import Tensor
+
+from node.diloco.digest import leaf_hashes, root_digest
+from node.diloco.fragments import Ranges, step
+from node.diloco.outer import OuterState
+from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
+from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.chain.fork_choice import Link, append_link, heads_of, link_of
+from node.swarm.messages import Join, Outcome, Proof
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """How a mean pseudo-gradient becomes the next outer state."""
+
+    lr: float
+    momentum: float
+    inner_steps: int
+    """Inner steps of a typical node between two rounds."""
+    fragments: int = 1
+    """Rounds after which every parameter has been averaged once. A contribution counts the tokens since its fragment's
+    last round."""
+    most_inner_steps: int = 0
+    """Upper limit of the inner steps that adapt to the transfer time; 0: they do not adapt."""
+    follows_peers: bool = False
+    """Use the published learning rate for the number of contributors in place of `lr`."""
+
+    def lr_for(self, contributors: Sequence[int]) -> float:
+        """Learning rate for the mean of the newest records' contributor counts, so that it changes gradually."""
+        return published_outer_lr(fmean(contributors)) if self.follows_peers else self.lr
+
+    def steps_after(self, joins: Sequence[Join]) -> int:
+        """Inner steps of the round after a record with these joins."""
+        if not self.most_inner_steps or not joins:
+            return self.inner_steps
+        steps, transfers = [j.step_s for j in joins], [j.transfer_s for j in joins]
+        return fitting_steps(steps, transfers, least=self.inner_steps, most=self.most_inner_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The newest point of the chain, and what the next round takes from it."""
+
+    head: str
+    state: OuterState
+    digest: str
+    last_weights: Mapping[str, int]
+    """Tokens of the contributors to the newest record; empty before the first."""
+    round_s: float | None
+    """T_r of the next round, computed from the signed joins alone; None before the first record."""
+    inner_steps: int
+    """H of the next round."""
+    last_round_tokens: int | None
+    anchor_at_s: float
+    """Monotonic time of the commit, when the next round began. A late peer is told the age."""
+    leaves: Sequence[bytes]
+    """Leaf hashes of the state's hash tree."""
+    proof: Proof | None
+    """The commit certificate of `head`; None for the initial state."""
+    links: tuple[Link, ...]
+    """The rounds that led here, oldest first, as far as this node knows them."""
+
+    @property
+    def round(self) -> int:
+        return self.state.round
+
+
+def make_tip(
+    state: OuterState,
+    head: str,
+    proof: Proof | None,
+    outer: OuterRule,
+    included: Mapping[str, Join],
+    now_s: float,
+    links: tuple[Link, ...] = (),
+) -> Tip:
+    """The tip with this state. Slow: hashes the state. `included`: joins that the newest record counts, by peer id."""
+    leaves = leaf_hashes(state)
+    joins = list(included.values())
+    inner_steps, round_s = outer.steps_after(joins), None
+    if joins:  # No record is accepted unless all of its joins state the same T_r.
+        settles = [j.settle_s for j in joins]
+        round_s = round_seconds([j.step_s for j in joins], inner_steps, joins[0].round_s, settles)
+    return Tip(
+        head=head,
+        state=state,
+        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
+        last_weights={peer: join.tokens for peer, join in included.items()},
+        round_s=round_s,
+        inner_steps=inner_steps,
+        last_round_tokens=sum(join.tokens for join in joins) // outer.fragments if joins else None,
+        anchor_at_s=now_s,
+        leaves=leaves,
+        proof=proof,
+        links=links,
+    )
+
+
+def next_tip(
+    tip: Tip,
+    outer: OuterRule,
+    mean: Tensor,
+    proof: Proof,
+    outcome: Outcome,
+    included: Mapping[str, Join],
+    now_s: float,
+    ranges: Ranges,
+) -> Tip:
+    """The tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
+    tokens = sum(join.tokens for join in included.values())
+    lr = outer.lr_for([len(tip.last_weights or included), len(included)])
+    state = step(tip.state, ranges, mean, lr=lr, momentum=outer.momentum, tokens=tokens // outer.fragments)
+    links = append_link(tip.links, link_of(proof, outcome, tokens))
+    return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links)
+
+
+class Chain:
+    """The tip, and the proofs that led to it."""
+
+    def __init__(self, tip: Tip, store: ResultStore, oldest_needed_round: Callable[[], int | None] = lambda: None):
+        """Accesses the disk: removes the results of other chains from the store.
+
+        Args:
+            tip: the tip at a checkpoint.
+            oldest_needed_round: the oldest round from which a joiner, or this node after a crash, will replay.
+        """
+        self.tip = tip
+        self.store = store
+        self._oldest_needed_round = oldest_needed_round
+        self._proofs: OrderedDict[str, Proof] = OrderedDict()
+        """Parent to the proof that follows it, up to the tip."""
+        self._stored: dict[str, Proof] = {}
+        """The same for rounds after the tip, which an earlier process of this node committed."""
+        self._digests = {tip.head: tip.digest}
+        stored = store.take_stored()
+        by_head = {proof.outcome.hash: (parent, proof) for parent, proof in stored}
+        before, head = [], tip.head
+        while head in by_head:
+            before.append(by_head[head])
+            head = by_head[head][0]
+        self._proofs.update(reversed(before))
+        by_parent, head = dict(stored), tip.head
+        while head in by_parent:
+            self._stored[head] = by_parent[head]
+            head = by_parent[head].outcome.hash
+        store.keep_only(self.heads())
+
+    def next_stored(self) -> Proof | None:
+        """The proof of the round after the tip, if an earlier process of this node committed it."""
+        return self._stored.get(self.tip.head)
+
+    def forget_stored(self) -> None:
+        """Drop the stored rounds after the tip, once it is known that they cannot be replayed."""
+        self._stored.clear()
+
+    def heads(self) -> set[str]:
+        """All known heads of this chain, including stored rounds after the tip."""
+        proofs = (*self._proofs.values(), *self._stored.values())
+        return {*heads_of(self.tip.links, self.tip.head), *(proof.outcome.hash for proof in proofs)}
+
+    def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
+        assert parent == self.tip.head
+        self._proofs[parent] = proof
+        self._stored.pop(parent, None)
+        self._digests[tip.head] = tip.digest
+        kept_rounds = self.store.set_retention(tip.round, self._oldest_needed_round())
+        while len(self._proofs) > kept_rounds:
+            old, _ = self._proofs.popitem(last=False)
+            self._digests.pop(old, None)
+        self.tip = tip
+
+    def replace(self, tip: Tip) -> None:
+        """Continue from a downloaded state. Drops all proofs."""
+        self._proofs.clear()
+        self._stored.clear()
+        self._digests = {tip.head: tip.digest}
+        self.tip = tip
+
+    def set_anchor(self, at_s: float) -> None:
+        """Correct the time at which the current round began."""
+        self.tip = replace(self.tip, anchor_at_s=at_s)
+
+    def digest_at(self, head: str) -> str | None:
+        """The digest of the state at a head of this chain; None if it is unknown."""
+        return self._digests.get(head)
+
+    def proof_after(self, parent: str) -> Proof | None:
+        return self._proofs.get(parent)
+
+    def proofs_after(self, parent: str) -> list[Proof]:
+        """The proofs from `parent` to the tip, in order; empty if one is missing."""
+        found = []
+        while (proof := self._proofs.get(parent)) is not None:
+            found.append(proof)
+            parent = proof.outcome.hash
+        return found if parent == self.tip.head else []

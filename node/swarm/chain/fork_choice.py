@@ -1,0 +1,95 @@
+"""The chain of committed rounds as light proofs, and the heaviest-chain rule. Pure rules over signed proofs.
+
+After a network split both sides commit rounds after the same fork point. The chain with more tokens since the fork
+point wins; of equals, the one with the smaller head. Only tokens that members have signed count, so both sides reach
+the same verdict whatever a peer claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from node.errors import PeerError
+from node.swarm.messages import Bounds, Outcome, Proof, check_light, included_joins, parse
+
+MAX_LINKS = 256
+"""Committed rounds that a node keeps as links. A longer split is judged by these."""
+MAX_LINKS_BYTES = 4 * 2**20  # Limit on the text of all links, so that they fit into one reply
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One committed round of the chain. Checkpoints store these fields."""
+
+    parent: str
+    head: str
+    round: int
+    tokens: int
+    """Signed by the members whose contributions are included."""
+    members: tuple[str, ...]
+    """Peer ids of those members."""
+    text: str
+    """The proof as JSON, without the chunk hashes."""
+
+
+def link_of(proof: Proof, outcome: Outcome, tokens: int) -> Link:
+    text = proof.model_copy(update={"hashes": ""}).model_dump_json()
+    return Link(outcome.plan.parent, proof.outcome.hash, outcome.round, tokens, outcome.included, text)
+
+
+def append_link(links: Sequence[Link], link: Link) -> tuple[Link, ...]:
+    """The links with one more at the end. Drops the oldest ones beyond the limits."""
+    longer = (*links, link)[-MAX_LINKS:]
+    size_bytes = sum(len(one.text) for one in longer)
+    while size_bytes > MAX_LINKS_BYTES and len(longer) > 1:
+        size_bytes -= len(longer[0].text)
+        longer = longer[1:]
+    return longer
+
+
+def read_links(texts: Sequence[str | bytes], bounds: Bounds) -> tuple[Link, ...]:
+    """Verify the links that a peer sent: each is committed and follows the one before. Raises PeerError.
+
+    Slow: verifies every signature.
+    """
+    links: list[Link] = []
+    for text in texts[:MAX_LINKS]:
+        proof = parse(Proof, text)
+        outcome, joins = check_light(proof, bounds)
+        if links and (outcome.plan.parent != links[-1].head or outcome.round != links[-1].round + 1):
+            raise PeerError("the links of a chain are not contiguous")
+        links.append(link_of(proof, outcome, sum(j.tokens for j in included_joins(outcome, joins).values())))
+    return tuple(links)
+
+
+def heads_of(links: Sequence[Link], head: str) -> list[str]:
+    """Every head on the chain that ends at `head`, newest first."""
+    return [head, *(link.parent for link in reversed(links))]
+
+
+def links_after(links: Sequence[Link], head: str) -> tuple[Link, ...]:
+    """The links after `head`; all of them if `head` is not on the chain."""
+    for place, link in enumerate(links):
+        if link.parent == head:
+            return tuple(links[place:])
+    return () if links and links[-1].head == head else tuple(links)
+
+
+def overlapping(theirs: Sequence[Link], mine: Sequence[Link]) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Cut two chains without a known fork point, so that both begin with the same round number."""
+    first = max((links[0].round for links in (theirs, mine) if links), default=0)
+    cut_theirs, cut_mine = (tuple(link for link in links if link.round >= first) for links in (theirs, mine))
+    return cut_theirs, cut_mine
+
+
+def weight(links: Sequence[Link]) -> int:
+    """Tokens of all links."""
+    return sum(link.tokens for link in links)
+
+
+def is_heavier(theirs: Sequence[Link], mine: Sequence[Link]) -> bool:
+    """Whether their chain wins over this node's. Both start at the fork point."""
+    if not theirs or not mine:
+        return bool(theirs)
+    return (-weight(theirs), theirs[-1].head) < (-weight(mine), mine[-1].head)

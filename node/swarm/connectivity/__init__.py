@@ -1,0 +1,1 @@
+"""Reachability, hole punching and invite addresses."""

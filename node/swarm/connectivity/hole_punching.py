@@ -1,0 +1,217 @@
+"""Direct UDP connections between two members behind NAT, by simultaneous open.
+
+Both connect over UDP to the observer of a relay that they share. An observer is a helper of the relay, with a peer id
+of its own, that says where it sees a peer. Each member asks it for the other's address, and both dial at the same time:
+each NAT takes the other's packets for answers. This works if both NATs keep one public port for all destinations;
+otherwise calls stay on relays.
+
+A member never dials an address that the other member names, so a member cannot make others dial strangers. It dials
+only what a relay of its own choice has seen: one wide address at an unprivileged port per attempt, and one attempt per
+peer within PAUSE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from node.errors import PeerError
+from node.status import Channel
+from node.swarm.membership.peer_table import PeerRecord, PeerTable
+from node.swarm.transport.address_scope import Endpoint, Scope, parse_endpoint, scope_of
+from node.swarm.transport.libp2p import Libp2pWire
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service, printable
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+CALLED_S = 30.0
+"""Only peers that were called over a relay within this time are worth an attempt."""
+PAUSE_S = 120.0
+"""After an attempt with a peer. Doubles with each failure, up to MAX_PAUSE_S."""
+MAX_PAUSE_S = 3600.0
+SPACING_S = 60.0
+"""Between two attempts of one caller that this node answers."""
+MAX_ANSWERED = 8
+"""Callers answered within SPACING_S."""
+BLIND_S = 1800.0
+"""Before a relay that did not answer over UDP is asked again: libp2p gives UDP up after 100 mostly failing dials."""
+IDLE_S = 30.0
+"""Before the unused connection to an observer is closed."""
+ASK_S = 10.0
+PUNCH_S = 2 * ASK_S
+MIN_PORT = 1024
+
+
+class HolePunching:
+    """Makes attempts for this member and answers those of others."""
+
+    def __init__(self, wire: Libp2pWire, peer_table: PeerTable) -> None:
+        self._wire, self._peer_table = wire, peer_table
+        self._clock = asyncio.get_running_loop().time
+        self._failures: dict[str, int] = {}
+        """Failed attempts by peer since the last success."""
+        self._due_at_s: dict[str, float] = {}
+        self._answered_at_s: dict[str, float] = {}
+        self._observers: dict[str, float] = {}
+        """When the connection to each observer was last needed, by its peer id."""
+        self._blind_until_s: dict[str, float] = {}
+        """Relays that did not answer over UDP."""
+        self._dials: set[asyncio.Task[None]] = set()
+        """Dials for the attempts of others."""
+        service = Service(self._on_punch, Channel.DHT, per_caller=1, admits=peer_table.is_member)
+        wire.serve({"punch": service})
+
+    async def run(self) -> None:
+        """Make attempts forever."""
+        try:
+            while True:
+                for record in self._candidates():
+                    await self._try(record)
+                await self._leave_observers()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._dials:
+                task.cancel()
+
+    def _candidates(self) -> list[PeerRecord]:
+        """Members that this node only calls over relays. Of two members, the one with the smaller peer id tries."""
+        me, now_s, called_at_s = self._peer_table.me, self._clock(), self._wire.relayed_at_s
+        if not self._peer_table.is_member(me.peer_id):
+            return []
+        return [
+            record
+            for record in self._peer_table.members()
+            if record.peer_id > me.peer_id
+            and now_s - called_at_s.get(record.peer_id, -CALLED_S) < CALLED_S
+            and now_s >= self._due_at_s.get(record.peer_id, 0.0)
+            and self._shared_relays(record)
+        ]
+
+    def _shared_relays(self, record: PeerRecord) -> list[str]:
+        """Live relays that both members use; none if one of the two can be called directly."""
+        me, live = self._peer_table.me, self._peer_table.live_relays()
+        if me.inbound or record.inbound:
+            return []
+        return [relay for relay in me.via if relay in record.via and relay in live]
+
+    async def _try(self, record: PeerRecord) -> None:
+        peer_id = record.peer_id
+        try:
+            relay, version = await self._find_observer(self._shared_relays(record))
+            await self._wire.call(peer_id, "punch", Message({"relay": relay, "version": version}), timeout_s=PUNCH_S)
+            await self._dial(peer_id, await self._ask_observed(relay, peer_id, version))
+        except PeerError as exc:
+            self._failures[peer_id] = self._failures.get(peer_id, 0) + (exc.code != "too_soon")
+            logger.debug("No direct connection to %s: %s", peer_id[-6:], exc)
+        else:
+            self._failures.pop(peer_id, None)
+        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(max(0, self._failures.get(peer_id, 0) - 1), 16))
+        self._due_at_s[peer_id] = self._clock() + pause_s
+
+    async def _find_observer(self, relays: Sequence[str]) -> tuple[str, int]:
+        """Find a relay that receives UDP from this node. Returns its peer id and the IP version. Raises PeerError."""
+        for relay in relays:
+            try:
+                return relay, await self._connect_observer(relay, None)
+            except PeerError as exc:
+                logger.debug("%s does not see this node over UDP: %s", relay[-6:], exc)
+        raise PeerError("no relay sees this node over UDP", code="no_relay")
+
+    async def _dial(self, peer_id: str, address: tuple[str, int]) -> None:
+        """Dial the addresses. Raises PeerError if there is no connection afterwards."""
+        try:
+            await self._wire.connect_quic(peer_id, *address)
+        except PeerError:
+            if peer_id not in await self._wire.seen():  # The other member's dial may have succeeded.
+                raise
+        logger.info("There is a direct connection to %s now: it is not called over relays any more.", peer_id[-6:])
+
+    async def _on_punch(self, caller: str, message: Message) -> Message:
+        relay, version = printable(message.header.get("relay"), 64), message.header.get("version")
+        record, now_s = self._peer_table.find(caller), self._clock()
+        if version not in (4, 6) or record is None or relay not in self._shared_relays(record):
+            raise PeerError("that is no relay of both, or none is needed", code="no_relay")
+        self._answered_at_s = {p: at_s for p, at_s in self._answered_at_s.items() if now_s - at_s < SPACING_S}
+        if caller in self._answered_at_s or len(self._answered_at_s) >= MAX_ANSWERED:
+            raise PeerError("an attempt comes too soon after another", code="too_soon")
+        self._answered_at_s[caller] = now_s
+        await self._connect_observer(relay, version)
+        task = asyncio.create_task(self._dial_back(caller, await self._ask_observed(relay, caller, version)))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+        return Message()
+
+    async def _dial_back(self, caller: str, address: tuple[str, int]) -> None:
+        try:
+            await self._dial(caller, address)
+        except PeerError as exc:
+            logger.debug("No direct connection to %s: %s", caller[-6:], exc)
+
+    async def _connect_observer(self, relay: str, version: int | None) -> int:
+        """Connect to a relay's observer over this IP version, or any. Returns the version; raises PeerError."""
+        record, seen = self._peer_table.find(relay), await self._wire.seen()
+        endpoint = observer_endpoint(record.addresses if record else (), seen.get(relay, ()), version)
+        if self._clock() < self._blind_until_s.get(relay, 0.0):
+            raise PeerError("the relay did not answer over UDP before", code="no_relay")
+        reply = await self._wire.call(relay, "observer", Message(), timeout_s=ASK_S)
+        observer = printable(reply.header.get("peer"), 64)
+        if self._peer_table.knows(observer) or (observer in seen and observer not in self._observers):
+            raise PeerError("a relay calls another peer its observer")
+        self._observers[observer] = self._clock()
+        try:
+            await self._wire.connect_quic(observer, endpoint.host, endpoint.port)
+        except PeerError:
+            self._blind_until_s[relay] = self._clock() + BLIND_S
+            raise
+        return 6 if endpoint.kind == "ip6" else 4
+
+    async def _ask_observed(self, relay: str, peer_id: str, version: int) -> tuple[str, int]:
+        """The IP address and UDP port at which the relay sees a peer. Raises PeerError."""
+        reply = await self._wire.call(relay, "outer", Message({"of": peer_id}), timeout_s=ASK_S)
+        try:
+            return read_observed(reply.header, version)
+        except MALFORMED_ERRORS as exc:
+            raise PeerError("a relay names no valid address") from exc
+
+    async def _leave_observers(self) -> None:
+        before_s = self._clock() - IDLE_S
+        for observer in [peer_id for peer_id, at_s in self._observers.items() if at_s < before_s]:
+            del self._observers[observer]
+            await self._wire.drop(observer)
+
+
+def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: int | None) -> Endpoint:
+    """The UDP endpoint of a relay's observer: the number of a wide TCP endpoint of the relay.
+
+    IP addresses in `seen`, at which this node sees the relay, are preferred. Raises PeerError if there is none.
+    """
+    fitting = [
+        endpoint
+        for endpoint in map(parse_endpoint, addresses)
+        if endpoint is not None
+        and endpoint.ip is not None
+        and endpoint.scope is Scope.WIDE
+        and (version is None or endpoint.kind == f"ip{version}")
+    ]
+    if not fitting:
+        raise PeerError("a relay has no wide address that fits", code="no_relay")
+    return min(fitting, key=lambda endpoint: endpoint.host not in seen)
+
+
+def read_observed(header: Mapping[str, Any], version: int) -> tuple[str, int]:
+    """Read the IP address and UDP port that a relay names. Raises PeerError or one of MALFORMED_ERRORS.
+
+    Only a global unicast address and an unprivileged port can belong to a member behind NAT.
+    """
+    host, port = header["outer"]
+    ip = ipaddress.ip_address(printable(host, 64))
+    is_mapped = ip.version == 6 and ip.ipv4_mapped is not None
+    if ip.version != version or scope_of(ip) is not Scope.WIDE or not ip.is_global or ip.is_multicast or is_mapped:
+        raise PeerError("a relay names an address that no member behind NAT has")
+    if not isinstance(port, int) or isinstance(port, bool) or not MIN_PORT <= port < 2**16:
+        raise PeerError("a relay names a port that no member behind NAT has")
+    return str(ip), port

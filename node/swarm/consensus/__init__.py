@@ -1,0 +1,1 @@
+"""The round: attempts, votes, leader, commit. PROTOCOL.md states its rules."""

@@ -1,0 +1,281 @@
+"""Adopts committed rounds: checks the proof, fetches the mean, takes the outer step.
+
+Nothing else changes the outer state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from node.diloco.aggregate import norm_bound
+from node.errors import PeerError, RoundFailed, SwarmError
+from node.swarm.allreduce.reducer import ChunkLayout, exceeds_norm_bound
+from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.chain.chain import Tip, next_tip
+from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
+from node.swarm.consensus.context import Context
+from node.swarm.consensus.quorum import supported
+from node.swarm.messages import Document, Join, Outcome, Proof, check_proof, included_joins, split_hashes, voters
+from node.swarm.transport.wire import Message
+
+logger = logging.getLogger(__name__)
+
+SLOW_FETCH_S = 1.0
+"""A member that fetched the mean for longer asks the leader when the round was committed."""
+ASK_S = 2.0
+"""Timeout of that question."""
+EVICT_S = 600.0
+"""A member that signs two outcomes in one attempt is evicted for this time. It may have lost its memory in a crash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A round is over for this node: the new tip, and what became of its contribution."""
+
+    tip: Tip
+    outcome: Outcome
+    included: bool
+    offered: bool
+    """Whether this node had joined with a contribution."""
+    stage_s: dict[str, float]
+    fetch_s: float = 0.0
+    """Seconds from the commit until this node had adopted it."""
+    is_replayed: bool = False
+    """Whether an earlier process of this node committed the round, and this process read it from the disk."""
+
+
+class Committer:
+    """Adopts committed rounds, one at a time. `on_commit` is called on the event loop after each."""
+
+    def __init__(
+        self, ctx: Context, ballot: Ballot, stages: StageTimer, on_commit: Callable[[Committed], None]
+    ) -> None:
+        self._ctx, self._ballot, self._stages, self._on_commit = ctx, ballot, stages, on_commit
+        self._transfer_s = 0.0
+        self._adopting = asyncio.Lock()
+        self._signed: dict[tuple[str, int], str] = {}
+        """(signer, attempt) to the outcome that it signed for this round. A second outcome evicts the signer."""
+        self._mean: tuple[str, Tensor] | None = None
+        """The newest mean that was decoded and found within its bound, by the root of its hashes."""
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from the closed group to the commit, in the last round that included this node; 0.0 before."""
+        return self._transfer_s
+
+    async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
+        """Take the outer step that a proof stands for. False if the proof is not about this node's next round.
+
+        Raises PeerError for a proof that does not hold.
+
+        Args:
+            committed_at_s: when the round was committed, on this node's clock; None: now. The next round counts from
+                there, however long it takes to fetch and to apply the mean.
+        """
+        ctx = self._ctx
+        committed_at_s = ctx.clock() if committed_at_s is None else committed_at_s
+        outcome, joins = await asyncio.to_thread(check_proof, proof, ctx.rules.bounds)
+        async with self._adopting:
+            if outcome.plan.parent != ctx.chain.tip.head:
+                if outcome.round > ctx.next_round:
+                    ctx.behind.set()
+                return False
+            self.check_round(outcome, joins)
+            if not self._is_supported(proof):
+                raise PeerError("most members of the last round know nothing of a result", code="unsupported")
+            self.check_equivocation(proof.outcome, outcome)
+            hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
+            chunks, mean = await self.mean_of(outcome, included, hashes)
+            if self._stages.stage == "commit" and self._stages.seconds > SLOW_FETCH_S:
+                committed_at_s = min(committed_at_s, await self._ask_commit_time(proof))
+            self._stages.enter("apply")
+            await ctx.hooks.at("apply")
+            tip = await self._next_tip(proof, outcome, included, mean, committed_at_s)
+            # The round is on the disk before any peer or reader sees its head.
+            await asyncio.to_thread(ctx.chain.store.put, proof, chunks)
+            if outcome.plan.parent != ctx.chain.tip.head:
+                return False  # This node has restarted from a downloaded state meanwhile.
+            self._commit(tip, outcome, proof, committed_at_s)
+            ctx.hooks.corrupt_anchor(tip.round)
+            return True
+
+    async def adopt_quietly(self, proof: Proof, committed_at_s: float) -> None:
+        """Adopt a proof; after a failure the node catches up."""
+        try:
+            await self.adopt(proof, committed_at_s)
+        except SwarmError as exc:
+            logger.info("Could not adopt a committed round yet: %s", exc)
+            self._ctx.behind.set()
+
+    async def replay_next(self) -> bool:
+        """Take the round after the tip from the disk, if an earlier process of this node committed it.
+
+        All checks are those of `adopt`, except whether others support the round: the earlier process checked that.
+        False if the disk has no such round.
+        """
+        ctx = self._ctx
+        proof = ctx.chain.next_stored()
+        if proof is None:
+            return False
+        try:
+            outcome, joins = await asyncio.to_thread(check_proof, proof, ctx.rules.bounds)
+            async with self._adopting:
+                if outcome.plan.parent != ctx.chain.tip.head:
+                    return True  # A peer delivered the round first.
+                self.check_round(outcome, joins)
+                hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
+                layout = ctx.rules.layout_at(outcome.round)
+                ctx.results.hold(hashes, await asyncio.to_thread(_load, ctx.chain.store, proof, layout))
+                _, mean = await self.mean_of(outcome, included, hashes)
+                now_s = ctx.clock()
+                tip = await self._next_tip(proof, outcome, included, mean, now_s)
+                if outcome.plan.parent == ctx.chain.tip.head:
+                    self._commit(tip, outcome, proof, now_s, is_replayed=True)
+                return True
+        except (SwarmError, OSError, ValueError) as exc:
+            logger.warning("Round %d is on the disk, but cannot be read: %s", ctx.next_round, exc)
+            ctx.chain.forget_stored()
+            if not isinstance(exc, OSError):  # The next start may be able to read it.
+                await asyncio.to_thread(ctx.chain.store.keep_only, ctx.chain.heads())
+            return False
+
+    async def _ask_commit_time(self, proof: Proof) -> float:
+        """Ask the leader when the round was committed, on this node's clock; now if it does not answer.
+
+        On a slow link the commit message waits behind the chunks of the mean. After the fetch the link is free, and
+        the leader's answer arrives at once.
+        """
+        ctx, head, leader = self._ctx, proof.outcome.hash, proof.outcome.signer
+        if leader == ctx.me:
+            return ctx.clock()
+        try:
+            reply = await ctx.wire.call(leader, "proofs", Message({"after": head}), timeout_s=ASK_S)
+        except PeerError as exc:
+            logger.debug("The leader does not say when the round was committed: %s", exc)
+            return ctx.clock()
+        age_s = ctx.stated_age_s(reply.header) if reply.header.get("head") == head else 0.0
+        return ctx.clock() - min(age_s, ctx.age_s)
+
+    async def keep_own_line(self) -> None:
+        """Remove the stored rounds of other branches. No round is committed meanwhile."""
+        chain = self._ctx.chain
+        async with self._adopting:
+            await asyncio.to_thread(chain.store.keep_only, chain.heads())
+
+    async def _next_tip(
+        self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
+    ) -> Tip:
+        ctx = self._ctx
+        at_s = self.anchor_at_s(outcome.plan.parent, committed_at_s, is_included=ctx.me in included)
+        ranges = ctx.rules.layout_at(outcome.round).ranges
+        tip, outer = ctx.chain.tip, ctx.rules.outer
+        return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
+
+    def check_round(self, outcome: Outcome, joins: Mapping[str, Join]) -> None:
+        """The outcome must be of the next round, and its joins must name this round's length. Raises PeerError.
+
+        The length of the next round follows from these joins.
+        """
+        if outcome.round != self._ctx.next_round:
+            raise PeerError(f"an outcome calls round {self._ctx.next_round} round {outcome.round}")
+        if any(join.round_s != self._ctx.chain.tip.round_s for join in joins.values()):
+            raise PeerError("a join names another length of the round")
+
+    def _is_supported(self, proof: Proof) -> bool:
+        """Whether this node may adopt the proof (`quorum.supported`)."""
+        accepted = self._ballot.accepted
+        if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
+            return True
+        tip = self._ctx.chain.tip
+        members = self._ctx.peer_table.members()
+        stands = {r.peer_id: r.head == tip.head or r.round < tip.round for r in members}
+        return supported(voters(proof), tip.last_weights, stands)
+
+    async def mean_of(
+        self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
+    ) -> tuple[list[bytes], Tensor]:
+        """All chunks of a result and the mean, fp32 [P_f]. Raises PeerError if its norm exceeds the bound."""
+        chunks = await self._ctx.results.complete(outcome, hashes)
+        if self._mean is None or self._mean[0] != outcome.results:
+            layout = self._ctx.rules.layout_at(outcome.round)
+            mean = await asyncio.to_thread(layout.decode, chunks)
+            joins = list(included.values())
+            bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
+            if await asyncio.to_thread(exceeds_norm_bound, mean, bound, layout.codec.stretch_ratio):
+                raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
+            self._mean = (outcome.results, mean)
+        return chunks, self._mean[1]
+
+    def check_equivocation(self, document: Document, outcome: Outcome) -> bool:
+        """Record the signer of an outcome of this round. Evicts a signer of two outcomes and returns False."""
+        if outcome.plan.parent != self._ctx.chain.tip.head:
+            return True
+        known = self._signed.setdefault((document.signer, outcome.plan.attempt), document.hash)
+        if known == document.hash:
+            return True
+        logger.warning("Peer %s signed two outcomes for one attempt: it is evicted.", document.signer[-6:])
+        self._ctx.peer_table.evict(document.signer, EVICT_S)
+        self._ctx.wire.traffic.reject(PeerError("two outcomes", code="equivocation"))
+        return False
+
+    def _commit(
+        self, tip: Tip, outcome: Outcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
+    ) -> None:
+        ctx, parent = self._ctx, outcome.plan.parent
+        offered, included = self._ballot.offers(parent), ctx.me in outcome.included
+        ctx.chain.advance(tip, parent, proof)
+        self._say_tip(tip)
+        attempts = self._start_next_round()
+        stage_s = self._stages.finish()
+        # In overlapped runs, `committed_at_s` is when the leader offered its contribution.
+        late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
+        if offered and included:
+            self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
+        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed))
+        for attempt in attempts:
+            attempt.finish()
+            attempt.stop()
+
+    def restart_at(self, tip: Tip) -> None:
+        """Continue from a downloaded state."""
+        self._ctx.chain.replace(tip)
+        for attempt in self._start_next_round():
+            attempt.fail(RoundFailed("this node starts again from a downloaded state"))
+            attempt.stop()
+        self._say_tip(tip)
+
+    def _start_next_round(self) -> list[Attempt]:
+        self._signed, self._mean = {}, None
+        self._ctx.results.clear()
+        return self._ballot.clear()
+
+    def _say_tip(self, tip: Tip) -> None:
+        swarm_tokens = tip.state.tokens
+        self._ctx.peer_table.update_own(
+            round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=swarm_tokens
+        )
+
+    def anchor_at_s(self, parent: str, committed_at_s: float, *, is_included: bool) -> float:
+        """The start of the round that follows the commit, on this node's clock.
+
+        In overlapped runs it is the moment when this node's contribution was ready, so that averaging does not lengthen
+        the round. Otherwise it is the commit, but not before a contribution that the commit includes.
+        """
+        ballot = self._ballot
+        is_mine = is_included and ballot.offers(parent)
+        if is_mine and self._ctx.rules.overlapped:
+            return ballot.offered_at_s
+        return max(committed_at_s, ballot.offered_at_s) if is_mine else committed_at_s
+
+
+def _load(store: ResultStore, proof: Proof, layout: ChunkLayout) -> list[bytes]:
+    """The chunks of a stored result, each checked. Raises OSError, ValueError, PeerError."""
+    chunks = store.load(proof)
+    for chunk, data in enumerate(chunks):
+        layout.check(chunk, data)
+    return chunks

@@ -1,0 +1,155 @@
+"""Shared by all parts of one node's consensus: transport, peer table, rules, chain. No field changes after start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from node.errors import NodeError
+from node.swarm.allreduce.reducer import ChunkLayout
+from node.swarm.allreduce.result_store import ResultCache
+from node.swarm.allreduce.uplink_estimator import UplinkEstimator
+from node.swarm.chain.chain import Chain, OuterRule
+from node.swarm.consensus.fault_hooks import FaultHooks
+from node.swarm.consensus.group_closing import ClosingRule
+from node.swarm.consensus.leader_election import leader_of, slow_uplinks
+from node.swarm.membership.peer_table import PeerTable
+from node.swarm.messages import Bounds, joins_of
+from node.swarm.transport.wire import Wire
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 5.0
+"""Timeout of a call whose answer needs no waiting and no bulk data."""
+SLOWEST_BYTES_PER_S = 200_000.0
+"""The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
+FIXED_S = 15.0
+"""Added to the time of every bulk transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The manifest's settings for rounds."""
+
+    run: str
+    layouts: tuple[ChunkLayout, ...]
+    """The chunk layout of each fragment. The rounds take the fragments in turn."""
+    closing: ClosingRule
+    outer: OuterRule
+    max_tokens: int
+    """Most tokens that one contribution may weigh."""
+    overlapped: bool = False
+    """Training continues while a round is averaged."""
+
+    @property
+    def bounds(self) -> Bounds:
+        chunks = tuple(len(layout.bounds) for layout in self.layouts)
+        return Bounds(self.run, chunks, self.closing.min_peers, self.max_tokens)
+
+    def layout_at(self, round_: int) -> ChunkLayout:
+        return self.layouts[round_ % len(self.layouts)]
+
+    @property
+    def round_bytes(self) -> int:
+        """Encoded size of the largest fragment."""
+        return max(layout.encoded_bytes() for layout in self.layouts)
+
+    @property
+    def bulk_s(self) -> float:
+        """Timeout of a transfer of one whole fragment."""
+        return FIXED_S + self.round_bytes / SLOWEST_BYTES_PER_S
+
+
+class BackgroundTasks:
+    """Background tasks. The owner ends them with `close`."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def spawn(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Run concurrently. An unexpected error is logged with its traceback."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Future[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.INFO if isinstance(error, NodeError) else logging.ERROR
+            logger.log(level, "A task of the round ended: %s", error, exc_info=level == logging.ERROR and error)
+
+    async def close(self) -> None:
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Shared by participant, leader, handlers, committer and sender of one node. Lives on one event loop."""
+
+    wire: Wire
+    peer_table: PeerTable
+    rules: Rules
+    chain: Chain
+    hooks: FaultHooks
+    results: ResultCache
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    uplink: UplinkEstimator = field(default_factory=UplinkEstimator)
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    behind: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a peer is ahead of this node. `state_sync.catch_up` waits for it."""
+
+    @property
+    def me(self) -> str:
+        return self.wire.peer_id
+
+    @property
+    def next_round(self) -> int:
+        return self.chain.tip.round + 1
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """The chunk layout of the current round."""
+        return self.rules.layout_at(self.next_round)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the current round began."""
+        return float(self.clock() - self.chain.tip.anchor_at_s)
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.rules.closing.is_overdue(self.age_s, self.chain.tip.round_s)
+
+    @property
+    def upload_bytes_s(self) -> float:
+        """This node's uplink: the measured rate, within the volunteer's limit; 0 while neither is known."""
+        return min((rate for rate in (self.uplink.bytes_s, self.wire.upload_limiter.bytes_s) if rate > 0), default=0.0)
+
+    def all_live(self) -> set[str]:
+        return {record.peer_id for record in self.peer_table.members()}
+
+    def leader_at(self, number: int) -> str:
+        """The leader of this attempt at the next round. All members with the same tip compute the same leader."""
+        tip = self.chain.tip
+        joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
+        slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
+        leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members()
+        return leader_of(tip.head, leaders, number, slow | (set(leaders) - set(preferred)))
+
+    def stated_age_s(self, header: Mapping[str, Any]) -> float:
+        """Seconds since the round of a message began, according to its sender; 0.0 if it does not say.
+
+        At most `patience_s` above the length of a round, so that a false age does not make the round overdue.
+        """
+        age_s, round_s = header.get("age_s"), self.chain.tip.round_s
+        if not isinstance(age_s, float) or not 0 <= age_s < math.inf:
+            return 0.0
+        return age_s if round_s is None else min(age_s, round_s + self.rules.closing.patience_s)

@@ -1,0 +1,306 @@
+"""Sends a contribution to the reducers, on a slow uplink through a *depositary*.
+
+A member on a slow line gives its whole signed contribution to a member on a fast line, before the round has a plan.
+When the plan arrives, the depositary sends each reducer its chunks. A reducer checks every chunk against the member's
+signature, so a depositary can withhold chunks but not change them. The member then sends them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from node.errors import PeerError
+from node.swarm.allreduce.reducer import chunk_hash
+from node.swarm.consensus.ballot import Attempt, Ballot, Contribution
+from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.leader_election import FASTER, leader_order
+from node.swarm.membership.peer_table import while_live
+from node.swarm.messages import Deposit, Document, Plan, check_deposit, results_root, sign
+from node.swarm.transport.wire import Message
+
+logger = logging.getLogger(__name__)
+
+FIXED_S = 1.0
+"""Seconds of a deposit in addition to the transfer of its bytes."""
+MARGIN_RATIO = 0.1
+"""How much slower an uplink may be than in the round before."""
+MEMORY_BYTES = 256 * 2**20
+"""Memory for the deposits of others. Large contributions may exceed it, up to LEAST_PLACES of them."""
+LEAST_PLACES, MOST_PLACES = 2, 64
+ANSWER_S = 1.0
+"""A depositary answers this long before the member's timeout."""
+SIDE_BY_SIDE = 2
+"""Concurrent transfers of deposits to one reducer."""
+
+
+def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapping[str, float]) -> list[str]:
+    """Members with which this node may deposit its contribution, in the order to try them.
+
+    A depositary's uplink is at least FASTER times as fast as this node's, so that it crosses only one slow link. The
+    list is empty unless this node's uplink is slow relative to the lower median of the others, so a minority
+    that claims fast uplinks does not attract all deposits. Each member has its own order, which spreads the load.
+    """
+    others = [rate for peer, rate in uplinks_bytes_s.items() if peer != me]
+    if not others or FASTER * own_bytes_s > statistics.median_low(others):
+        return []
+    fast = [peer for peer, rate in uplinks_bytes_s.items() if peer != me and rate >= FASTER * own_bytes_s > 0]
+    return leader_order(f"deposit {me} {parent}", fast)
+
+
+def places_for(round_bytes: int) -> int:
+    """How many deposits a member holds at a time: as many as fit into MEMORY_BYTES, within bounds."""
+    return min(MOST_PLACES, max(LEAST_PLACES, MEMORY_BYTES // max(1, round_bytes)))
+
+
+def check_chunks(hashes: Sequence[bytes], chunks: Sequence[int], blobs: Sequence[bytes]) -> dict[int, bytes]:
+    """The chunks by number, each checked against its signed hash. Raises PeerError. Heavy: hashes all bytes."""
+    if len(chunks) != len(blobs) or len(set(chunks)) != len(chunks):
+        raise PeerError("a deposit has the wrong chunks", code="bad_size")
+    for chunk, blob in zip(chunks, blobs, strict=True):
+        if not 0 <= chunk < len(hashes) or chunk_hash(blob) != hashes[chunk]:
+            raise PeerError(f"chunk {chunk} of a deposit is not the one that was signed", code="bad_signature")
+    return dict(zip(chunks, blobs, strict=True))
+
+
+class Sender:
+    """The member's side: sends this node's contribution to the reducers, directly or through a depositary."""
+
+    def __init__(self, ctx: Context, ballot: Ballot) -> None:
+        self._ctx, self._ballot = ctx, ballot
+        self._uplinks_bytes_s: dict[str, float] = {}
+        """The rate that each member signed last. Members that have not measured theirs are missing."""
+        self._distrusted: set[str] = set()
+        """Members that did not take this node's deposit in time, or did not forward it to the reducers."""
+        self._given: tuple[Contribution, str] | None = None
+        """The deposited contribution and its depositary."""
+        self.is_depositing = False
+
+    def round_over(self, plan: Plan, uplinks_bytes_s: Mapping[str, float], included: Sequence[str]) -> None:
+        """A round is committed. `uplinks_bytes_s`: the rate that each member of its plan signed; 0: unknown."""
+        ctx, given = self._ctx, self._given
+        if given is not None and given[0].parent == plan.parent and ctx.me not in included:
+            self._distrusted.add(given[1])
+        self._given = None
+        live = {record.peer_id for record in ctx.peer_table.live()}
+        known = {**self._uplinks_bytes_s, **uplinks_bytes_s}
+        self._uplinks_bytes_s = {peer: rate for peer, rate in known.items() if rate > 0 and peer in live}
+
+    @property
+    def upload_s(self) -> float:
+        """Seconds to upload a whole contribution at the current rate; 0 while unknown."""
+        ctx = self._ctx
+        rates = [rate for rate in (ctx.upload_bytes_s, ctx.uplink.newest_bytes_s) if rate > 0]
+        return ctx.layout.encoded_bytes() / min(rates) if rates else 0.0
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the end of a round to deposit the contribution; 0 if no deposit is needed."""
+        ctx = self._ctx
+        rate, size_bytes = ctx.upload_bytes_s, ctx.layout.encoded_bytes()
+        is_slow = rate > 0 and size_bytes / rate > ctx.rules.closing.grace_s(ctx.chain.tip.round_s) / 2
+        return (1 + MARGIN_RATIO) * self.upload_s + FIXED_S if is_slow and self._candidates() else 0.0
+
+    def _candidates(self) -> list[str]:
+        """Depositaries to try, best first. Empty in overlapped runs, because no member waits for transfers there."""
+        ctx = self._ctx
+        if ctx.rules.overlapped:
+            return []
+        found = depositaries(ctx.me, ctx.chain.tip.head, ctx.upload_bytes_s, self._uplinks_bytes_s)
+        callable_now = set(ctx.peer_table.callable_members())
+        return [peer for peer in found if peer in callable_now and peer not in self._distrusted]
+
+    async def deposit(self, mine: Contribution) -> None:
+        """Deposit this contribution if the uplink is slow and a member accepts it. Ends early if the round does."""
+        ctx = self._ctx
+        if not self.lead_s:
+            if not self._candidates():
+                self._distrusted.clear()  # They get another chance.
+            return
+        hashes = await asyncio.to_thread(lambda: [chunk_hash(chunk) for chunk in mine.chunks])
+        deposit = Deposit(run=ctx.rules.run, parent=mine.parent, root=results_root(hashes))
+        document = sign(ctx.peer_table.identity, deposit)
+        message = Message({"deposit": document.model_dump(), "hashes": b"".join(hashes)}, mine.chunks)
+
+        def is_wanted() -> bool:
+            return self._ballot.mine is mine and ctx.chain.tip.head == mine.parent
+
+        self.is_depositing = True
+        try:
+            for peer in self._candidates():
+                if not is_wanted():
+                    return
+                if await self._give(peer, message, mine, is_wanted):
+                    return
+        finally:
+            self.is_depositing = False
+
+    async def _give(self, peer: str, message: Message, mine: Contribution, is_wanted: Callable[[], bool]) -> bool:
+        ctx = self._ctx
+        began_s, upload_s = ctx.clock(), self.upload_s
+        try:
+            timeout_s = min(ctx.rules.bulk_s, 2 * upload_s + CALL_S)
+            call = ctx.wire.call(peer, "deposit", message, timeout_s=timeout_s)
+            await while_live(ctx.peer_table, peer, call, is_wanted)
+        except PeerError as exc:
+            logger.info("Peer %s did not accept this node's contribution for forwarding: %s", peer[-6:], exc)
+            # A refusal because of memory is no fault, nor is a round that ends before the upload could.
+            excused_s = FIXED_S if exc.code == "busy" else 0.0 if is_wanted() else upload_s
+            elapsed_s = ctx.clock() - began_s
+            if elapsed_s > excused_s:
+                self._distrusted.add(peer)
+            if elapsed_s > upload_s:  # The uplink is slower than estimated, so the next deposit starts earlier.
+                ctx.uplink.record_send(f"{mine.parent} deposit to {peer}", message.blob_bytes, elapsed_s)
+            return False
+        ctx.uplink.record_send(f"{mine.parent} deposit to {peer}", message.blob_bytes, ctx.clock() - began_s)
+        self._given = (mine, peer)
+        logger.debug("Peer %s has this node's contribution.", peer[-6:])
+        return True
+
+    async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+        """Send every reducer its chunks."""
+        await self._ctx.hooks.at("reduce")
+        left = await self._forward(attempt, plan, mine)
+        mine = replace(mine, chunks=self._ctx.hooks.damage("reduce", mine.chunks))
+        await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in left))
+
+    async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+        ctx, chunks = self._ctx, plan.chunks_of(peer)
+        message = Message({**attempt.key, "chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])
+        began_s = ctx.clock()
+        try:
+            call = ctx.wire.call(peer, "contribute", message, timeout_s=ctx.rules.bulk_s)
+            await while_live(ctx.peer_table, peer, call)
+            if peer != ctx.me:
+                batch = f"{attempt.parent} {attempt.number}"
+                ctx.uplink.record_send(batch, message.blob_bytes, ctx.clock() - began_s)
+        except PeerError as exc:
+            # The reducer decides what arrived, and tells the leader.
+            logger.info("Reducer %s did not accept this node's chunks: %s", peer[-6:], exc)
+
+    async def _forward(self, attempt: Attempt, plan: Plan, mine: Contribution) -> list[str]:
+        """Have the depositary send the chunks. Returns the reducers to which this node must send itself."""
+        ctx = self._ctx
+        if self._given is None or self._given[0] is not mine:
+            return list(plan.reducers)
+        peer = self._given[1]
+        wanted = {one: chunks for one in plan.reducers if one != ctx.me and (chunks := plan.chunks_of(one))}
+        # A depositary is several times as fast as this node. After this time the node sends by itself.
+        timeout_s = min(ctx.rules.bulk_s, max(CALL_S, self.upload_s))
+        taken: Any = None
+        try:
+            message = Message({**attempt.key, "chunks": wanted, "wait_s": timeout_s - ANSWER_S})
+            call = ctx.wire.call(peer, "forward", message, timeout_s=timeout_s)
+            taken = (await while_live(ctx.peer_table, peer, call)).header.get("taken")
+        except PeerError as exc:
+            logger.info("Peer %s does not forward this node's contribution: %s", peer[-6:], exc)
+        taken = [one for one in taken if one in wanted] if isinstance(taken, list) else []
+        if wanted and not taken:
+            self._distrusted.add(peer)
+            self._given = None
+        return [one for one in plan.reducers if one not in taken]
+
+
+@dataclass(slots=True)
+class Held:
+    """One member's deposit."""
+
+    document: Document
+    hashes: bytes
+    chunks: Sequence[bytes]
+    attempts: set[int] = field(default_factory=set)
+    """Attempts in which the deposit was forwarded. It is forwarded once in each."""
+
+
+class Depositary:
+    """The depositary's side: holds deposits of members on slow uplinks for one round, and forwards them to reducers."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._places = places_for(ctx.rules.round_bytes)
+        self._held: dict[str, Held] = {}
+        self._coming: set[str] = set()
+        self._doors: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(SIDE_BY_SIDE))
+
+    def clear(self) -> None:
+        """The round is over."""
+        self._held.clear()
+        self._doors.clear()
+
+    @contextmanager
+    def place(self, caller: str) -> Iterator[None]:
+        """Reserve memory for one deposit of this member. Raises PeerError if there is none."""
+        taken = self._held.keys() | self._coming
+        if caller not in taken and len(taken) >= self._places:
+            raise PeerError("this node has no memory for another deposit", code="busy")
+        self._coming.add(caller)
+        try:
+            yield
+        finally:
+            self._coming.discard(caller)
+
+    async def take(self, caller: str, message: Message) -> None:
+        """Hold a member's contribution to the round that this node is in. Raises PeerError."""
+        ctx = self._ctx
+        parent, layout = ctx.chain.tip.head, ctx.layout
+        document = Document.model_validate(message.header.get("deposit"))
+        hashes = message.header.get("hashes")
+        named = check_deposit(document, hashes, ctx.rules.bounds, parent, ctx.next_round)
+        if document.signer != caller:
+            raise PeerError("a deposit is not the caller's")
+        sizes = [layout.encoded_bytes([chunk]) for chunk in range(len(named))]
+        if [len(blob) for blob in message.blobs] != sizes:
+            raise PeerError("a deposit has chunks of the wrong size", code="bad_size")
+        await asyncio.to_thread(check_chunks, named, range(len(named)), message.blobs)
+        if parent != ctx.chain.tip.head:
+            raise PeerError("that round is over", code="round_failed")
+        before = self._held.get(caller)
+        self._held[caller] = Held(document, b"".join(named), message.blobs, before.attempts if before else set())
+
+    async def forward(
+        self, attempt: Attempt, caller: str, wanted: Mapping[str, Sequence[int]], wait_s: float
+    ) -> list[str]:
+        """Send these chunks of the caller's deposit to each reducer. Returns those that took them within `wait_s`.
+
+        The other transfers go on, so that one slow reducer does not delay the answer.
+        """
+        held = self._held.get(caller)
+        if held is None:
+            raise PeerError("this node has no contribution of that member", code="gone")
+        numbers = [chunk for chunks in wanted.values() for chunk in chunks]
+        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(held.chunks))):
+            raise PeerError("a request to forward names a chunk twice, or one that does not exist")
+        await self._ctx.hooks.at("forward")
+        if attempt.number in held.attempts:
+            raise PeerError("that contribution was forwarded in this attempt already", code="busy")
+        held.attempts.add(attempt.number)
+        sends = {
+            peer: self._ctx.tasks.spawn(self._send(peer, attempt, held, chunks)) for peer, chunks in wanted.items()
+        }
+        if sends:
+            await asyncio.wait(sends.values(), timeout=wait_s)
+        return [peer for peer, send in sends.items() if send.done() and not send.cancelled() and send.result()]
+
+    async def _send(self, peer: str, attempt: Attempt, held: Held, chunks: Sequence[int]) -> bool:
+        ctx = self._ctx
+        if not ctx.peer_table.is_member(peer):
+            return False
+        header = {**attempt.key, "deposit": held.document.model_dump(), "hashes": held.hashes, "chunks": list(chunks)}
+        blobs = ctx.hooks.damage("forward", [held.chunks[chunk] for chunk in chunks])
+        message = Message(header, blobs)
+        async with self._doors[peer]:
+            try:
+                call = ctx.wire.call(peer, "contribute_for", message, timeout_s=ctx.rules.bulk_s)
+                await while_live(ctx.peer_table, peer, call, lambda: ctx.chain.tip.head == attempt.parent)
+            except PeerError as exc:
+                logger.info("Reducer %s did not accept the chunks that this node forwards: %s", peer[-6:], exc)
+                return False
+        if peer != ctx.me:
+            ctx.wire.traffic.forwarded_bytes += message.blob_bytes
+        return True

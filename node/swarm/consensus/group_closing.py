@@ -1,0 +1,141 @@
+"""When a leader closes its group, and how long it waits for late members.
+
+All functions depend on their arguments only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from node.swarm.consensus.quorum import is_quorum
+
+GRACE_RATIO = 0.1
+PATIENCE_RATIO = 3.0
+
+WAITED_RATIO, WAITED_EVERY = 0.25, 3
+"""Every third round waits up to a quarter of T_r for members that were left out recently. This costs the others at most
+a twelfth of their time."""
+LATELY = 12
+"""Rounds. A member that contributed or joined within so many rounds, but is not in the last two records, was left out
+recently."""
+
+WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
+"""Why a leader keeps its group open."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingRule:
+    """When a group closes, as the manifest says."""
+
+    policy: Literal["time", "steps"]
+    min_peers: int
+    quorum_ratio: float
+    least_grace_s: float = 2.0
+    patience_s: float = 30.0
+
+    def grace_s(self, round_s: float | None) -> float:
+        """How long the group stays open for late members once the quorum is ready, in a round of length T_r."""
+        return max(self.least_grace_s, GRACE_RATIO * (round_s or 0.0))
+
+    def longest_wait_s(self, round_s: float | None) -> float:
+        """How long a round waits at most: under `steps` for slow live members, under `time` for the quorum.
+
+        This does not apply before the first record, when only the quorum prevents two groups.
+        """
+        return PATIENCE_RATIO * (round_s or 0.0) + self.patience_s
+
+    def is_overdue(self, age_s: float, round_s: float | None) -> bool:
+        """Whether a round of this age has made the others wait for too long."""
+        return age_s > (round_s or 0.0) + self.longest_wait_s(round_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What a leader sees while members become ready. Times are seconds of one monotonic clock."""
+
+    ready: Mapping[str, int]
+    """Tokens by peer id of the joined members."""
+    live: Sequence[str]
+    """Live members in this round, ready or not."""
+    last_weights: Mapping[str, int]
+    """Tokens of the contributors to the last record; empty before the first."""
+    joined: Collection[str]
+    """Members that have joined this leader's attempt, whether or not the leader plans with them."""
+    all_live: Collection[str]
+    """All live members, whichever round they are in."""
+    is_overdue: bool
+    """Whether the round has lasted so long that dead contributors no longer count (`is_quorum`)."""
+    opened_at_s: float
+    """When the first member became ready."""
+    quorum_at_s: float | None
+    """When the quorum was first seen; None before."""
+    round_s: float | None
+    """T_r; None while unknown."""
+    left_out: Collection[str] = ()
+    """Members for which the group stays open longer (`left_out`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupVerdict:
+    close: bool
+    has_quorum: bool
+    reason: str
+    code: str
+
+
+def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
+    """Whether to close the group now, and if not, why (one sentence and one of WAITING_CODES)."""
+    waited_for = [peer for peer in seen.live if peer not in seen.ready]
+    ready, live = len(seen.ready), len(seen.live)
+    count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
+    if len(seen.ready) < rule.min_peers:
+        return GroupVerdict(False, False, f"{count}; the run needs {rule.min_peers}.", "waiting_for_peers")
+    if not _holds_majority(seen):
+        return GroupVerdict(
+            False, False, f"{count}; more than half of the last round's members are needed.", "waiting_for_peers"
+        )
+    if not waited_for:
+        return GroupVerdict(True, True, f"{count}.", "complete")
+    late = now_s - seen.opened_at_s > rule.longest_wait_s(seen.round_s)
+    if rule.policy == "steps":
+        return GroupVerdict(late, True, f"{count}.", "late" if late else "waiting_for_slow")
+    if late and seen.last_weights:
+        return GroupVerdict(True, True, f"{count}; the others took too long.", "late")
+    if not _holds_quorum(rule, seen):
+        return GroupVerdict(False, False, f"{count}; that is less than the quorum.", "waiting_for_quorum")
+    grace_s = rule.grace_s(seen.round_s)
+    if any(peer in seen.left_out for peer in waited_for):
+        grace_s = max(grace_s, WAITED_RATIO * (seen.round_s or 0.0))
+    over = seen.quorum_at_s is not None and now_s - seen.quorum_at_s >= grace_s
+    return GroupVerdict(over, True, f"{count}; late members have {grace_s:.0f} s.", "late" if over else "grace")
+
+
+def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:
+    """Members that this round waits for longer, up to WAITED_RATIO x T_r, if they are live.
+
+    These are members that are in neither of the last two records, but in one of the last LATELY, or that sent a join
+    within LATELY rounds, perhaps too late.
+
+    Args:
+        recent: contributors to each of the last records, newest last.
+        joined: members that sent a join within LATELY rounds.
+    """
+    if round_ % WAITED_EVERY or len(recent) < 2:
+        return frozenset()
+    lately = {peer for members in recent[-LATELY:] for peer in members}
+    return frozenset((lately | set(joined)) - set(recent[-1]) - set(recent[-2]))
+
+
+def _holds_majority(seen: Gathering) -> bool:
+    return is_quorum(seen.joined, seen.last_weights, seen.all_live, is_overdue=seen.is_overdue)
+
+
+def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
+    """Whether the ready members hold `quorum_ratio` of the live weight. A new member counts as the known mean."""
+    known = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
+    mean = sum(known) / len(known) if known else 1.0
+    weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in seen.live}
+    ready = sum(weight.get(peer, 0.0) for peer in seen.ready)
+    return ready >= rule.quorum_ratio * sum(weight.values())

@@ -1,0 +1,422 @@
+"""The leader's side of one attempt: gather, plan, collect, average, ratify, commit.
+
+`Leader.lead` is the whole protocol in order. A leader holds no state that the others need. After it dies, the next
+leader starts over, and must propose again what any member has accepted already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from node.errors import PeerError, RoundFailed, SwarmError
+from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
+from node.swarm.allreduce.reducer import is_norm_misdeclared
+from node.swarm.consensus.ballot import Accepted, Attempt, Ballot
+from node.swarm.consensus.commit import Committer
+from node.swarm.consensus.context import CALL_S, Context
+from node.swarm.consensus.group_closing import Gathering, judge, left_out
+from node.swarm.consensus.quorum import is_quorum
+from node.swarm.membership.peer_table import while_live
+from node.swarm.messages import (
+    HASH_BYTES,
+    Outcome,
+    Plan,
+    Proof,
+    accepted_by,
+    included_joins,
+    joins_of,
+    least_included,
+    parse,
+    read_join,
+    results_root,
+    sign,
+    split_hashes,
+)
+from node.swarm.transport.wire import Message
+
+logger = logging.getLogger(__name__)
+
+V = TypeVar("V")
+LOOK_S = 0.1
+ASK_AGAIN_S = 1.0
+"""A member whose answer to a proposal was lost is asked again after this time."""
+MORE_VOTES_S = 0.5
+"""Wait for further votes once a result is ratified. More votes convince more members that did not vote."""
+BEHIND_GRACE_S = 3.0
+"""Wait for a member whose record names an older round. Its newer record may be on its way."""
+AHEAD_GRACE_S = 5.0
+"""Time to fetch the rounds of a member that claims to be ahead. After it, the claim counts as false."""
+
+
+class Leader:
+    """Leads attempts of this node. Holds no state of its own."""
+
+    def __init__(self, ctx: Context, ballot: Ballot, committer: Committer) -> None:
+        self._ctx, self._ballot, self._committer = ctx, ballot, committer
+
+    async def lead(self, attempt: Attempt) -> None:
+        """Bring the attempt to commit, or tell the joined members why it failed."""
+        try:
+            await self._gather(attempt)
+            doubted: set[str] = set()
+            accepted = await self._claimed(attempt, doubted)
+            if accepted is None:
+                plan = await self._plan(attempt)
+                included = await self._collect(attempt, plan)
+                fresh = await self._average(attempt, plan, included)
+                # A member that joined meanwhile may have accepted an outcome. That outcome takes precedence.
+                accepted = await self._claimed(attempt, doubted) or fresh
+            proof = await self._ratify(attempt, accepted)
+        except SwarmError as exc:
+            self._give_up(attempt, exc)
+            return
+        except Exception as exc:  # The root of the task: without this, the others would wait for ever.
+            logger.exception("Leading an attempt failed.")
+            self._give_up(attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
+            return
+        await self._commit(attempt, proof)
+
+    async def _gather(self, attempt: Attempt) -> None:
+        """Wait until `group_closing.judge` closes the group. Without a quorum this ends with the attempt."""
+        opened_at_s, quorum_at_s = self._ctx.clock(), None
+        told_at_s = opened_at_s - self._ctx.peer_table.timings.remind_s
+        tip = self._ctx.chain.tip
+        missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
+        while True:
+            now_s = self._ctx.clock()
+            seen = Gathering(
+                ready=self._tokens(attempt),
+                live=self._waitable(attempt, now_s),
+                last_weights=tip.last_weights,
+                joined=attempt.joins.keys(),
+                all_live=self._ctx.all_live(),
+                is_overdue=self._ctx.is_overdue,
+                opened_at_s=opened_at_s,
+                quorum_at_s=quorum_at_s,
+                round_s=tip.round_s,
+                left_out=missing,
+            )
+            verdict = judge(self._ctx.rules.closing, seen, now_s)
+            attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
+            overtaken = self._overtaken() and now_s - opened_at_s < AHEAD_GRACE_S
+            if overtaken:
+                self._ctx.behind.set()
+                attempt.waiting_reason = "Another member is ahead: fetching its rounds."
+                attempt.waiting_code = "behind"
+            if verdict.close and not overtaken:
+                attempt.closed = True
+                return
+            if quorum_at_s is None and verdict.has_quorum:
+                quorum_at_s = now_s
+            if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
+                self._ballot.omitted.clear()  # Without the shunned members the group is too small.
+            if now_s - told_at_s >= self._ctx.peer_table.timings.remind_s:
+                told_at_s = now_s
+                self._tell_attempt(attempt, [peer for peer in seen.live if peer not in seen.ready])
+            await asyncio.sleep(LOOK_S)
+
+    def _tell_attempt(self, attempt: Attempt, missing: Sequence[str]) -> None:
+        """Tell members that have not joined this attempt that it exists. They may be waiting in an earlier one."""
+
+        async def tell(peer: str) -> None:
+            with suppress(PeerError):
+                await self._ctx.wire.call(peer, "attempt", Message(attempt.key), timeout_s=CALL_S)
+
+        for peer in missing:
+            if attempt.number > 0 and peer != self._ctx.me:
+                self._ctx.tasks.spawn(tell(peer))
+
+    def _tokens(self, attempt: Attempt) -> dict[str, int]:
+        joins = {peer: read_join(document) for peer, document in attempt.joins.items()}
+        return {peer: join.tokens for peer, join in joins.items() if peer not in self._ballot.omitted}
+
+    def _waitable(self, attempt: Attempt, now_s: float) -> list[str]:
+        """Live members in this round, without those that joined and are shunned. Others return by themselves."""
+        tip = self._ctx.chain.tip
+        # After a suspend, this node's records of the others are old.
+        settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S and not self._ctx.peer_table.just_resumed()
+        members = self._ctx.peer_table.members()
+        here = [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
+        return [peer for peer in here if peer not in self._ballot.omitted or peer not in attempt.joins]
+
+    def _overtaken(self) -> bool:
+        """Whether a member is in a later round. This round is over then; closing it again would fork the chain."""
+        tip = self._ctx.chain.tip
+        return any(
+            r.round > tip.round and r.swarm_tokens > tip.state.tokens and not self._ballot.has_false_claim(r)
+            for r in self._ctx.peer_table.members()
+        )
+
+    async def _claimed(self, attempt: Attempt, doubted: set[str]) -> Accepted | None:
+        """The newest outcome that a member has accepted. It may be committed without this node's knowledge.
+
+        A member that accepted an outcome holds its chunks and checked the bound of their mean. An outcome whose chunks
+        cannot be fetched or exceed the bound is skipped, because every proposal of it would fail.
+
+        Args:
+            doubted: heads of such outcomes; this method adds to it.
+        """
+        for claim in sorted(attempt.proposals.values(), key=lambda claim: claim.attempt, reverse=True):
+            outcome = parse(Outcome, claim.outcome.text)
+            joins = joins_of(claim.outcome)
+            if claim.outcome.hash not in doubted:
+                try:
+                    await self._committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(claim.hashes))
+                except SwarmError as exc:
+                    logger.warning("An outcome that a member claims to have accepted cannot be adopted: %s", exc)
+                    doubted.add(claim.outcome.hash)
+                else:
+                    return claim
+        return None
+
+    async def _plan(self, attempt: Attempt) -> Plan:
+        """Fix the group. Every member has the plan before any member sends."""
+        live = {record.peer_id for record in self._ctx.peer_table.members()}
+        joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live - self._ballot.omitted]
+        declared = {join.signer: read_join(join) for join in joins}
+        alone = list(declared) == [self._ctx.me]
+        reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
+        if self._ballot.distrusts_reducers and self._ctx.me in self._ctx.peer_table.callable_members():
+            reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader trusts itself only.
+        if not reducers:  # All callable members are on slow lines.
+            reducers = tuple(peer for peer in self._ctx.peer_table.callable_members() if peer in declared)
+        if not reducers:
+            why = "no member can be reached from outside: one of them must open a port, or a relay must join"
+            raise RoundFailed(why, code="reducer_lost")
+        plan = Plan(
+            run=self._ctx.rules.run,
+            parent=attempt.parent,
+            attempt=attempt.number,
+            joins=tuple(joins),
+            reducers=reducers,
+            owners=chunk_owners(
+                len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
+            ),
+        )
+        document = sign(self._ctx.peer_table.identity, plan)
+        message = Message(attempt.key, [document.model_dump_json().encode()])
+        await self._ask_all(plan.members, "plan", message, CALL_S, code="leader_lost")
+        return plan
+
+    async def _collect(self, attempt: Attempt, plan: Plan) -> list[str]:
+        """Freeze the senders that arrived whole at every reducer, so that every chunk has the same contributors.
+
+        Reducers that contradict each other about a live sender exclude nobody, because the sender or a reducer may be
+        wrong. The attempt ends as `rejected`, and the next leader reduces alone. A sender that died is left out.
+        """
+        timeout_s = self._ctx.rules.bulk_s + CALL_S
+        replies = await self._ask_all(plan.reducers, "collect", Message(attempt.key), timeout_s, code="reducer_lost")
+        included, somewhere = set(plan.members), set[str]()
+        for peer, reply in replies.items():
+            arrived = reply.header.get("arrived")
+            if not isinstance(arrived, list) or not all(isinstance(sender, str) for sender in arrived):
+                self._ballot.omitted.add(peer)
+                raise RoundFailed(f"{peer[-6:]} does not say what arrived", code="reducer_lost")
+            included &= set(arrived)
+            somewhere |= set(plan.members).intersection(arrived)
+        disputed = await self._answering(attempt, sorted(somewhere - included))
+        if disputed:
+            names = ", ".join(peer[-6:] for peer in disputed)
+            raise RoundFailed(f"the reducers contradict each other about what {names} sent", code="rejected")
+        self._check_enough(plan, included)
+        return sorted(included)
+
+    async def _answering(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
+        """The members that answer a call now."""
+
+        async def answers(peer: str) -> bool:
+            try:
+                call = self._ctx.wire.call(peer, "attempt", Message(attempt.key), timeout_s=CALL_S)
+                await while_live(self._ctx.peer_table, peer, call)
+            except PeerError as exc:
+                if exc.code not in ("unreachable", "timeout"):
+                    return True
+                self._ctx.peer_table.suspect(peer)
+                return False
+            return True
+
+        here = [peer for peer in peers if self._ctx.peer_table.is_member(peer)]
+        found = await asyncio.gather(*map(answers, here))
+        return [peer for peer, is_there in zip(here, found, strict=True) if is_there]
+
+    def _check_enough(self, plan: Plan, included: Collection[str]) -> None:
+        """Raise RoundFailed if members would refuse an outcome with so few contributions.
+
+        This leader then omits the missing members from its next plans.
+        """
+        if len(included) >= max(self._ctx.rules.closing.min_peers, least_included(plan)):
+            return
+        self._ballot.omitted.update(set(plan.members).difference(included, {self._ctx.me}))
+        raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
+
+    async def _average(self, attempt: Attempt, plan: Plan, included: list[str]) -> Accepted:
+        """Every reducer averages its chunks. The outcome names the hashes of all means.
+
+        A sum of squares that does not match the norm that a sender signed is the fault of the sender or of a reducer.
+        With several reducers it ends the attempt. A single reducer is believed: it averages again without the sender.
+        """
+        hashes, liars = await self._averages(attempt, plan, included)
+        while liars:
+            if len(plan.reducers) > 1 or 2 * len(liars) >= len(included):
+                raise RoundFailed("the reducers' sums do not fit what members have signed", code="rejected")
+            for peer in liars if plan.reducers == (self._ctx.me,) else ():
+                self._ballot.omitted.add(peer)
+                self._ctx.wire.traffic.reject(PeerError("a wrong norm", code="bad_norm"))
+                logger.warning("Peer %s sent a vector that does not have the norm it signed: left out.", peer[-6:])
+            included = [peer for peer in included if peer not in liars]
+            self._check_enough(plan, included)
+            hashes, liars = await self._averages(attempt, plan, included)
+        ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
+        outcome = Outcome(
+            round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
+        )
+        return Accepted(attempt.number, sign(self._ctx.peer_table.identity, outcome), b"".join(ordered).hex())
+
+    async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
+        """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""
+        message = Message(attempt.key | {"included": included})
+        busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
+        replies = await self._ask_all(busy, "average", message, self._ctx.rules.bulk_s, code="reducer_lost")
+        hashes: dict[int, bytes] = {}
+        squares: list[list[float]] = []
+        for peer, reply in replies.items():
+            chunks = plan.chunks_of(peer)
+            given = _values(bytes, reply.header.get("hashes"), len(chunks))
+            sums = _values(float, reply.header.get("squares"), len(included))
+            if given is None or sums is None or any(len(digest) != HASH_BYTES for digest in given):
+                self._ballot.omitted.add(peer)
+                raise RoundFailed(f"{peer[-6:]} does not say what it averaged", code="reducer_lost")
+            hashes.update(zip(chunks, given, strict=True))
+            squares.append(sums)
+        norms = {join.signer: read_join(join).norm for join in plan.joins}
+        by_sender = zip(included, zip(*squares, strict=True), strict=True)
+        return hashes, [peer for peer, parts in by_sender if is_norm_misdeclared(norms[peer], parts)]
+
+    async def _ratify(self, attempt: Attempt, accepted: Accepted) -> Proof:
+        """Propose to all joined members until a quorum of them holds the whole result. Returns the commit certificate.
+
+        A member that joins after the group was closed belongs to the group once it has accepted, so its vote counts and
+        its silence does not.
+        """
+        group = set(attempt.joins) & self._ctx.all_live()
+        if len(group) < self._ctx.rules.closing.min_peers:
+            raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
+        proposal = self._ctx.hooks.damage("commit", [accepted.outcome.model_dump_json().encode()])
+        message = Message(attempt.key | {"hashes": accepted.hashes}, proposal)
+        timeout_s = self._ctx.rules.bulk_s
+        asked: set[str] = set()
+        calls: set[asyncio.Task[tuple[str, str]]] = set()
+        accepts: dict[str, str] = {}
+        until_s = self._ctx.clock() + timeout_s
+        try:
+            while self._ctx.clock() < until_s:
+                for peer in sorted((set(attempt.joins) & self._ctx.all_live()) - asked):
+                    asked.add(peer)
+                    calls.add(asyncio.create_task(self._propose(peer, message, timeout_s)))
+                for peer, vote in await _finished(calls):
+                    if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
+                        accepts[peer] = vote
+                ratified = self._is_ratified(group, accepts)
+                if ratified:
+                    until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
+                if not calls and (ratified or not _is_majority(accepts, group)):
+                    break
+                if not calls and asked > accepts.keys():
+                    await asyncio.sleep(ASK_AGAIN_S)
+                    asked &= accepts.keys()
+        finally:
+            self._let_go(calls)
+        if not _is_majority(accepts, group):
+            raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
+        if not self._is_ratified(group, accepts):
+            raise RoundFailed("too few of the last round's members have accepted the result so far", code="timeout")
+        group |= accepts.keys()
+        return Proof(
+            outcome=accepted.outcome,
+            attempt=attempt.number,
+            group=tuple(sorted(group)),
+            accepts=accepts,
+            hashes=accepted.hashes,
+        )
+
+    async def _propose(self, peer: str, message: Message, timeout_s: float) -> tuple[str, str]:
+        try:
+            call = self._ctx.wire.call(peer, "propose", message, timeout_s=timeout_s)
+            reply = await while_live(self._ctx.peer_table, peer, call)
+        except SwarmError as exc:
+            logger.info("Member %s did not accept the result: %s", peer[-6:], exc)
+            return peer, ""
+        return peer, str(reply.header.get("accept"))
+
+    def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
+        """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""
+        last = self._ctx.chain.tip.last_weights
+        quorum = is_quorum(accepts, last, self._ctx.all_live(), is_overdue=self._ctx.is_overdue)
+        return _is_majority(accepts, group) and quorum
+
+    def _let_go(self, calls: Iterable[asyncio.Task[Any]]) -> None:
+        """Keep the proposals to the slow minority running without waiting for them."""
+        for call in calls:
+            if not call.done():
+                self._ctx.tasks.spawn(call)
+
+    async def _commit(self, attempt: Attempt, proof: Proof) -> None:
+        """Tell all members, of the group or not, then take the outer step."""
+        began_at_s = self._committer.anchor_at_s(attempt.parent, self._ctx.clock(), is_included=True)
+        message = Message({"age_s": float(self._ctx.clock() - began_at_s)}, [proof.model_dump_json().encode()])
+        others = [record.peer_id for record in self._ctx.peer_table.members() if record.peer_id != self._ctx.me]
+        for peer in others:
+            self._ctx.tasks.spawn(self._ctx.wire.call(peer, "commit", message, timeout_s=CALL_S))
+        await self._committer.adopt(proof)
+
+    def _give_up(self, attempt: Attempt, error: SwarmError) -> None:
+        """Tell all joined members, and go to the next attempt."""
+        message = Message(attempt.key | {"reason": str(error), "code": error.code})
+        for peer in attempt.joins:
+            if peer != self._ctx.me:
+                self._ctx.tasks.spawn(self._ctx.wire.call(peer, "failed", message, timeout_s=CALL_S))
+        self._ballot.give_up(attempt, error)
+
+    async def _ask_all(
+        self, peers: Sequence[str], verb: str, message: Message, timeout_s: float, *, code: str
+    ) -> dict[str, Message]:
+        """Ask all peers the same question. A peer that does not answer ends the attempt and is shunned."""
+
+        async def ask(peer: str) -> Message:
+            try:
+                call = self._ctx.wire.call(peer, verb, message, timeout_s=timeout_s)
+                return await while_live(self._ctx.peer_table, peer, call)
+            except PeerError as exc:
+                if exc.code in ("unreachable", "timeout"):
+                    self._ctx.peer_table.suspect(peer)
+                self._ballot.omitted.add(peer)
+                raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code=code) from exc
+
+        replies = await asyncio.gather(*(ask(peer) for peer in peers))
+        return dict(zip(peers, replies, strict=True))
+
+
+def _values(kind: type[V], said: object, count: int) -> list[V] | None:
+    """A value from a peer, if it is a list of `count` values of this type."""
+    if isinstance(said, list) and len(said) == count and all(isinstance(value, kind) for value in said):
+        return said
+    return None
+
+
+async def _finished(calls: set[asyncio.Task[V]]) -> list[V]:
+    """Remove the finished calls, waiting at most LOOK_S, and return their results."""
+    if not calls:
+        await asyncio.sleep(LOOK_S)
+        return []
+    done, _ = await asyncio.wait(calls, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+    calls -= done
+    return [call.result() for call in done]
+
+
+def _is_majority(accepts: Collection[str], group: Collection[str]) -> bool:
+    """More than half of the group, to which later members belong once they have accepted."""
+    return 2 * len(accepts) > len(set(group).union(accepts))

@@ -1,0 +1,42 @@
+"""Which member leads an attempt.
+
+All functions depend on their arguments only, so every node computes the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+
+FASTER = 4.0
+"""An uplink is slow if the usual uplink is this many times as fast. A depositary's uplink must be as much faster."""
+
+
+def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
+    """The peers in the order in which they lead the attempts of the round after `parent`."""
+    return sorted(peer_ids, key=lambda peer: hashlib.sha256(f"{parent} {peer}".encode()).digest())
+
+
+def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
+    """The leader of an attempt. Members in `slow` come last, because all members wait for the leader's messages."""
+    order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
+    return order[attempt % len(order)]
+
+
+def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
+    """Members whose signed uplink rate is FASTER times below the usual one (0: unknown).
+
+    The usual rate is the lower median of the known ones, so a minority that claims fast uplinks makes nobody slow.
+    """
+    known = {peer: rate for peer, rate in uplinks_bytes_s.items() if rate > 0}
+    if not known:
+        return frozenset()
+    usual = statistics.median_low(known.values())
+    return frozenset(peer for peer, rate in known.items() if FASTER * rate <= usual)
+
+
+def role_of(peer_id: str, parent: str, peer_ids: Sequence[str]) -> str:
+    """`leader` for the leader of attempt 0, `other` for the leader of attempt 1, empty for the rest."""
+    place = leader_order(parent, peer_ids).index(peer_id) if peer_id in peer_ids else len(peer_ids)
+    return {0: "leader", 1: "other"}.get(place, "")

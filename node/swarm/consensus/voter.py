@@ -1,0 +1,77 @@
+"""Checks an outcome before this node votes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from node.errors import PeerError
+from node.swarm.consensus.ballot import Accepted, Attempt, Ballot
+from node.swarm.consensus.commit import EVICT_S, Committer
+from node.swarm.consensus.context import Context
+from node.swarm.messages import (
+    Document,
+    Join,
+    Outcome,
+    accept,
+    accepted_by,
+    check_hashes,
+    check_outcome,
+    included_joins,
+    read,
+    split_hashes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """This node's votes, and its checks of the votes that others claim to have cast."""
+
+    ctx: Context
+    ballot: Ballot
+    committer: Committer
+
+    async def vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
+        """Vote for an outcome after fetching and checking its mean. Returns the signed vote; raises PeerError."""
+        outcome, joins = self._check_outcome(document, hashes, self.ctx.chain.tip.head, attempt.number)
+        await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
+        if attempt.number != self.ballot.number or attempt.parent != self.ctx.chain.tip.head:
+            raise PeerError("that attempt is over", code="round_failed")
+        before = self.ballot.accepted
+        if before is not None and before.attempt == attempt.number and before.outcome.hash != document.hash:
+            self.ctx.peer_table.evict(leader, EVICT_S)
+            raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
+        vote = accept(self.ctx.peer_table.identity, document.hash, attempt.number)
+        self.ballot.accepted = Accepted(attempt.number, document, hashes, vote)
+        return vote
+
+    def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> Accepted:
+        """A member's claim to have accepted an outcome in an earlier attempt, proved by its vote. Raises PeerError."""
+        number, document, hashes, vote = claim
+        accepted = Accepted(self.ballot.check_number(number), Document.model_validate(document), str(hashes), str(vote))
+        if accepted.attempt >= attempt.number:
+            raise PeerError("a member claims to have accepted an outcome in a later attempt")
+        if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
+            raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
+        self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
+        return accepted
+
+    def _check_outcome(
+        self, document: Document, hashes: str, parent: str, number: int
+    ) -> tuple[Outcome, dict[str, Join]]:
+        """Check all that adoption checks except the mean, because later attempts must propose an accepted outcome.
+
+        `number`: the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
+        """
+        bounds = self.ctx.rules.bounds
+        outcome = read(document, Outcome)
+        joins = check_outcome(outcome, bounds)
+        check_hashes(outcome, split_hashes(hashes), bounds)
+        if outcome.plan.parent != parent:
+            raise PeerError("an outcome is for another round")
+        if outcome.plan.attempt > number:
+            raise PeerError("an outcome is of a later attempt than the one that accepts it")
+        self.committer.check_round(outcome, joins)
+        if not self.committer.check_equivocation(document, outcome):
+            raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
+        return outcome, joins

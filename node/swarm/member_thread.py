@@ -1,0 +1,161 @@
+"""Runs a member on its own thread. Trainer and member share an immutable view and a mailbox only."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from node.errors import RoundFailed, SwarmError
+from node.status import Phase
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.commit import Committed
+from node.swarm.consensus.context import Rules
+from node.swarm.faults import Faults
+from node.swarm.member import Member, MemberOptions, MemberSnapshot, start_member
+from node.swarm.membership.peer_table import MEMBER_PHASES
+from node.swarm.state_sync.catch_up import ResyncCause
+from node.swarm.state_sync.server import StateSource
+
+T = TypeVar("T")
+START_S = 30.0
+CLOSE_S = 6.0
+Mail = Committed | RoundFailed | SwarmError
+"""Events of the swarm, in order. A SwarmError other than RoundFailed and Lost means that the thread has ended."""
+
+
+class Lost(SwarmError):
+    """This node cannot replay rounds up to the others' head, so it must download the state."""
+
+    def __init__(self, cause: ResyncCause) -> None:
+        super().__init__(cause.reason, code="lost")
+        self.cause = cause
+
+
+class SwarmThread:
+    """The trainer's handle on the member's thread. Starts in `open`, ends in `close`."""
+
+    def __init__(self, options: MemberOptions) -> None:
+        self.mailbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self._options = options
+        self._loop = asyncio.new_event_loop()
+        self._member: Member | None = None
+        self._started: Future[None] = Future()
+        self._closing: asyncio.Event | None = None
+        self._goodbye = Phase.STOPPED
+        self._failure: SwarmError | None = None
+        self._thread = threading.Thread(target=self._main, name="swarm", daemon=True)
+
+    def open(self) -> None:
+        """Start the thread and wait for the member. Raises the error of a failed start."""
+        self._thread.start()
+        self._started.result(START_S)
+
+    @property
+    def faults(self) -> Faults:
+        return self._options.faults
+
+    @property
+    def view(self) -> MemberSnapshot:
+        return self._member.view if self._member else MemberSnapshot()
+
+    @property
+    def port_notice(self) -> str:
+        """A notice for the volunteer if the listen port has changed; else empty."""
+        return self._member.port_notice if self._member else ""
+
+    @property
+    def is_open(self) -> bool:
+        return self._member is not None
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        self._closing = asyncio.Event()
+        try:
+            self._member = await start_member(self._options)
+        except Exception as exc:  # noqa: BLE001 - the root of this thread; `open` raises it
+            self._started.set_exception(exc)
+            return
+        self._started.set_result(None)
+        watch = asyncio.create_task(self._member.watch())
+        closing = asyncio.create_task(self._closing.wait())
+        await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and (error := watch.exception()) is not None:
+            self._failure = SwarmError(f"The swarm's thread ended: {error}")
+            self.mailbox.put(self._failure)
+        watch.cancel()
+        closing.cancel()
+        await self._member.close(self._goodbye)
+
+    def check(self) -> None:
+        """Raise SwarmError if the thread has ended by itself. For callers that wait without reading the mailbox."""
+        if self._failure is not None:
+            raise self._failure
+
+    def start_call(self, work: Callable[[Member], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run a coroutine of the member on its loop. The caller polls the future."""
+        assert self._member is not None
+        return asyncio.run_coroutine_threadsafe(work(self._member), self._loop)
+
+    def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
+        async def begin(member: Member) -> None:
+            member.serve_state(source)
+            await member.take_part(rules, tip, self.mailbox.put, lambda cause: self.mailbox.put(Lost(cause)))
+
+        self.start_call(begin).result(START_S)
+
+    def serve(self, tip: Tip | None, source: StateSource) -> None:
+        """Serve the state without taking part in rounds."""
+
+        async def begin(member: Member) -> None:
+            member.serve_state(source)
+            if tip is not None:
+                member.show_tip(tip)
+
+        self.start_call(begin).result(START_S)
+
+    def offer(self, contribution: Contribution) -> None:
+        async def put(member: Member) -> None:
+            assert member.participant is not None
+            member.participant.offer(contribution)
+
+        self.start_call(put)
+
+    def restart_at(self, tip: Tip) -> None:
+        async def restart(member: Member) -> None:
+            assert member.participant is not None
+            member.participant.restart_at(tip)
+            with suppress(queue.Empty):  # The mail so far is about the branch that this node has left.
+                while True:
+                    self.mailbox.get_nowait()
+            member.participant.ctx.tasks.spawn(member.participant.committer.keep_own_line())
+
+        self.start_call(restart).result(START_S)
+
+    def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
+        async def tell(member: Member) -> None:
+            member.peer_table.update_own(
+                tokens_per_second=tokens_per_second, compute_utilization_ratio=utilization_ratio
+            )
+            was_member = member.peer_table.me.phase in MEMBER_PHASES
+            await member.say(phase, at_once=was_member != (phase in MEMBER_PHASES))
+
+        self.start_call(tell)
+
+    def close(self, goodbye: Phase) -> None:
+        """Leave the swarm. Returns within CLOSE_S. The kernel ends libp2p's daemon when this process ends."""
+        self._goodbye = goodbye
+        if self._closing is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(CLOSE_S)

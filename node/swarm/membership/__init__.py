@@ -1,0 +1,1 @@
+"""Which peers exist: the peer table, gossip and discovery."""

@@ -1,0 +1,352 @@
+"""Discovery: bootstrap addresses, peers remembered from before, and hivemind's DHT; also the choice of relays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgpack
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils.timed_storage import get_dht_time
+
+from node.errors import SwarmError
+from node.host.files import write_whole
+from node.status import Channel
+from node.swarm.identity import verify
+from node.swarm.membership.gossip import Gossip
+from node.swarm.membership.peer_table import MAX_VIA, MEMBER_PHASES, PURPOSE, PeerTable, Signed
+from node.swarm.transport.libp2p import Libp2pWire, addresses_of, read_address
+from node.swarm.transport.wire import Message, Service
+
+logger = logging.getLogger(__name__)
+
+RETRY_S, MAX_RETRY_S = 1.0, 15.0
+"""Time between two searches of a node without peers; doubles up to the maximum. With peers, up to the maximum."""
+REDIAL_S = 60.0  # Time between two dials of known peers that are not live; random within a quarter
+REDIALED = 8  # Peers dialed each time, so that a large swarm does not flood its bootstrap peers
+CHECK_S = 60.0  # Time between two checks of this node's relays; random within a quarter
+CHECK_CALL_S = 10.0
+GIVEN_UP_S = 600.0  # A relay that failed two checks is avoided for this time
+HOLD_S = 1.0
+RECORD_LIFE_S = 60.0
+MAX_STORED_BYTES = 4096  # One record in the DHT; most have 1 kB
+MAX_CACHED = 64
+MAX_HELD = 64
+"""Connections that a node without an inbound port keeps to peers that have one. Other peers call it over relays."""
+
+
+def dht_key(run: str) -> str:
+    """The DHT key of the records of a run's peers."""
+    return f"{run}/peers"
+
+
+class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Lets the DHT store only the peer records of one run, each under the peer id that signed it, for a short time.
+
+    hivemind's storage has no limits of its own.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._key = DHTID.generate(dht_key(run)).to_bytes()
+
+    def validate(self, record: DHTRecord) -> bool:
+        if record.key != self._key or len(record.value) > MAX_STORED_BYTES or len(record.subkey) > MAX_STORED_BYTES:
+            return False
+        if not record.expiration_time < get_dht_time() + 2 * RECORD_LIFE_S:
+            return False
+        try:
+            peer_id, signed = msgpack.unpackb(record.subkey), read_stored(msgpack.unpackb(record.value))
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return False
+        if not isinstance(peer_id, str) or signed is None:
+            return False
+        return verify(peer_id, PURPOSE, signed.body, signed.signature)
+
+
+def read_stored(value: bytes) -> Signed | None:
+    """A peer record as stored in the DHT; None for anything else."""
+    try:
+        match msgpack.unpackb(value):
+            case [bytes(body), bytes(signature)]:
+                return Signed(body, signature)
+    except (ValueError, TypeError, msgpack.UnpackException) as exc:
+        logger.debug("the DHT holds an invalid peer record: %r", exc)
+    return None
+
+
+class AddressCache:
+    """Addresses of peers in a file, newest first. Reads it once and writes it only when they change."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._addresses: list[str] | None = None
+        self._saved: list[str] = []
+        self._lock = asyncio.Lock()
+
+    async def read(self) -> list[str]:
+        async with self._lock:
+            if self._addresses is None:
+                self._addresses = self._saved = await asyncio.to_thread(self._read_file)
+            return self._addresses
+
+    async def add(self, addresses: Iterable[str]) -> None:
+        await self.read()
+        async with self._lock:
+            self._addresses = list(dict.fromkeys([*sorted(addresses), *(self._addresses or ())]))[:MAX_CACHED]
+            if self._addresses != self._saved and await asyncio.to_thread(self._write_file, self._addresses):
+                self._saved = self._addresses
+
+    def _read_file(self) -> list[str]:
+        try:
+            known = list(json.loads(self._path.read_text())["addresses"])
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, LookupError, TypeError) as exc:
+            logger.warning("%s is not readable and is ignored: %s", self._path, exc)
+            return []
+        return [address for address in known if isinstance(address, str) and read_address(address)]
+
+    def _write_file(self, addresses: Sequence[str]) -> bool:
+        try:
+            write_whole(self._path, json.dumps({"addresses": addresses}, indent=1), forced=False)
+        except OSError as exc:
+            logger.warning("Known peers could not be saved to %s: %s", self._path, exc)
+            return False
+        return True
+
+
+class Discovery:
+    """Finds peers, and keeps connections to relays and to peers that call this node."""
+
+    def __init__(
+        self,
+        wire: Libp2pWire,
+        peer_table: PeerTable,
+        gossip: Gossip,
+        *,
+        bootstrap: Sequence[str],
+        cache: Path,
+        rng: random.Random,
+        offers_relay: bool = False,
+    ) -> None:
+        """`offers_relay`: this node relays calls once its port is known to be reachable."""
+        self._wire, self._peer_table, self._gossip, self._rng = wire, peer_table, gossip, rng
+        self._bootstrap = list(bootstrap)
+        self._cache = AddressCache(cache)
+        self._key = dht_key(peer_table.me.run)
+        self._redial_at_s = 0.0
+        self._peer_ids: dict[str, str] = {}
+        """Bootstrap address without a peer id to the peer that answered there last."""
+        self._failing: frozenset[str] = frozenset()
+        """Relays that failed the last check."""
+        self._given_up_until_s: dict[str, float] = {}
+        self._offers_relay = offers_relay
+        self.is_reached = False
+        """Whether other peers are known to reach this node's port."""
+        self.last_problem = ""
+        self.strangers: frozenset[str] = frozenset()
+        """Peers that answered the last dial, but are not of this run."""
+        self.unreached: frozenset[str] = frozenset()
+        """Peers that did not answer the last dial; the address where the peer id is unknown."""
+        wire.serve({"loopback": Service(_answer, Channel.DHT, admits=lambda caller: caller == wire.peer_id)})
+
+    async def run(self) -> None:
+        """Search for peers for ever: often while there are none, rarely otherwise."""
+        wait_s = RETRY_S
+        while True:
+            await self.dial_missing()
+            await self._use_dht()
+            await self._learn()
+            is_alone = self._is_alone()
+            wait_s = min(MAX_RETRY_S, 2 * wait_s) if is_alone else MAX_RETRY_S
+            self._peer_table.changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s if is_alone else RETRY_S):
+                    await self._peer_table.changed.wait()
+            await self._learn()
+            if not is_alone:
+                await asyncio.sleep(self._rng.uniform(0.5, 1.0) * MAX_RETRY_S)
+
+    def _is_alone(self) -> bool:
+        return len(self._peer_table.live()) == 1
+
+    # dialing
+
+    async def bootstrap(self) -> bool:
+        """Dial all known peers once. True if one of this run answered."""
+        await self._dial_all()
+        await self._learn()
+        return not self._is_alone()
+
+    async def dial_missing(self) -> None:
+        """Dial all known peers if none is live; otherwise now and then a few of those that are not.
+
+        Without the latter, neighbours that found each other on a local network would stay apart from the run after the
+        internet connection is back.
+        """
+        if self._is_alone():
+            await self._dial_all()
+        elif asyncio.get_running_loop().time() >= self._redial_at_s:
+            await self._dial_some()
+        await self._learn()
+
+    async def dial(self, address: str) -> None:
+        """Dial one address that ends in a peer id."""
+        await self._dial(address.rpartition("/p2p/")[2], [address])
+        await self._learn()
+
+    async def _dial_all(self) -> None:
+        self._postpone_redial()
+        named = {address: await self._with_peer_id(address) for address in self._bootstrap}
+        by_peer = _by_peer([*filter(None, named.values()), *await self._cache.read()])
+        by_peer.pop(self._wire.peer_id, None)
+        answered = await asyncio.gather(*(self._dial(peer, addresses) for peer, addresses in by_peer.items()))
+        silent = [peer for peer, answer in zip(by_peer, answered, strict=True) if not answer]
+        self.unreached = frozenset(silent) | {address for address, full in named.items() if not full}
+        self.strangers = frozenset(p for p in by_peer if p not in self.unreached and not self._peer_table.knows(p))
+
+    async def _dial_some(self) -> None:
+        """Dial a random few of the bootstrap and remembered peers that are not live."""
+        self._postpone_redial()
+        live = {record.peer_id for record in self._peer_table.live()}
+        named = [address for address in self._bootstrap if "/p2p/" in address]
+        by_peer = _by_peer([*named, *await self._cache.read()])
+        missing = [a for a in self._bootstrap if a not in named and self._peer_ids.get(a) not in live]
+        missing += [peer for peer in by_peer if peer not in live]
+
+        async def dial(peer_or_address: str) -> None:
+            if peer_or_address in by_peer:
+                await self._dial(peer_or_address, by_peer[peer_or_address])
+            elif address := await self._with_peer_id(peer_or_address):
+                await self._dial(self._peer_ids[peer_or_address], [address])
+
+        await asyncio.gather(*map(dial, self._rng.sample(missing, min(REDIALED, len(missing)))))
+
+    def _postpone_redial(self) -> None:
+        self._redial_at_s = asyncio.get_running_loop().time() + self._rng.uniform(0.75, 1.25) * REDIAL_S
+
+    async def _with_peer_id(self, address: str) -> str:
+        """The address with the peer id, which a person may have left out; empty if no peer answers there."""
+        if "/p2p/" in address:
+            return address
+        try:
+            self._peer_ids[address] = await self._wire.ask_peer_id(address)
+        except SwarmError as exc:
+            self.last_problem = str(exc)
+            return ""
+        return f"{address}/p2p/{self._peer_ids[address]}"
+
+    async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
+        """Connect and exchange records. False if the peer does not answer."""
+        try:
+            await self._wire.connect(addresses)
+        except SwarmError as exc:
+            self.last_problem = str(exc)
+            return False
+        self._wire.learn(peer_id, addresses)
+        if not await self._gossip.exchange(peer_id):
+            return False
+        if not self._peer_table.knows(peer_id):
+            self.last_problem = f"{addresses[0]} is of another run"
+            return True
+        await self._wire.dht_meet(peer_id)
+        return True
+
+    async def _use_dht(self) -> None:
+        """Store this node's record in the DHT, and read the records of peers that gossip has not delivered."""
+        signed = self._peer_table.pulse()
+        packed = msgpack.packb([signed.body, signed.signature])
+        await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
+        found = await self._wire.dht_lookup(self._key)
+        # The age of a stored record is unknown, so one from gossip takes precedence.
+        unknown = [read_stored(value) for peer_id, value in found.items() if not self._peer_table.knows(peer_id)]
+        self._peer_table.merge(signed for signed in unknown if signed is not None)
+
+    async def _learn(self) -> None:
+        """Pass the peers' addresses to the wire, and remember them for the next start."""
+        self._update_wire()
+        others = [record for record in self._peer_table.live()[1:] if record.inbound]
+        if addresses := [a for record in others for a in addresses_of(record.peer_id, record.addresses)]:
+            await self._cache.add(addresses)
+
+    def _update_wire(self) -> None:
+        for record in self._peer_table.live()[1:]:
+            self._wire.learn(record.peer_id, record.addresses, inbound=record.inbound)
+
+    # connections
+
+    async def keep_connections(self) -> None:
+        """Keep connections to relays, and to peers with an inbound port if this node has none, for ever.
+
+        All peers can call this node over its relays; its record names them. Without an inbound port, a peer can call it
+        directly only over a connection that this node opened. A connection to a peer that falls silent is closed once,
+        as it may be broken.
+        """
+        dropped: set[str] = set()
+        while True:
+            self._update_wire()
+            silent = set(self._peer_table.silent())
+            for peer_id in silent - dropped:
+                await self._wire.drop(peer_id)
+            dropped = silent
+            relays = self._choose_relays()
+            connected = await self._wire.keep_connected([*relays, *([] if self.is_reached else self._callable(relays))])
+            if connected is not None:
+                via = tuple(relay for relay in relays if relay in connected)
+                self._peer_table.update_own(via=via, relays=self._offers_relay and self.is_reached)
+            await asyncio.sleep(HOLD_S)
+
+    def _callable(self, relays: Sequence[str]) -> list[str]:
+        """Other peers with an inbound port, members first."""
+        others = [r for r in self._peer_table.live()[1:] if r.inbound and r.peer_id not in relays]
+        return [r.peer_id for r in sorted(others, key=lambda r: r.phase not in MEMBER_PHASES)][:MAX_HELD]
+
+    def _choose_relays(self) -> list[str]:
+        """The relays that work, and random ones in place of those that are missing.
+
+        Random, as some may stay out of reach, such as IPv4 relays for a node without IPv4.
+        """
+        every = self._peer_table.live_relays()
+        live = [relay for relay in every if relay not in self._given_up_until_s] or every
+        kept = [relay for relay in self._peer_table.me.via if relay in live]
+        others = [relay for relay in live if relay not in kept]
+        return [*kept, *self._rng.sample(others, min(MAX_VIA - len(kept), len(others)))]
+
+    async def check_relays(self) -> None:
+        """Check for ever that the relays of a node without an inbound port carry calls to it.
+
+        A relay that is busy or hostile may keep the connection open, and only callers would notice.
+        """
+        while True:
+            await asyncio.sleep(self._rng.uniform(0.75, 1.25) * CHECK_S)
+            await self._check_relays()
+
+    async def _check_relays(self) -> None:
+        """Give up relays that fail twice in a row."""
+        now_s = asyncio.get_running_loop().time()
+        self._given_up_until_s = {r: until_s for r, until_s in self._given_up_until_s.items() if until_s > now_s}
+        via = () if self._peer_table.me.inbound else self._peer_table.me.via
+        carried = await asyncio.gather(*(self._wire.is_carried_by(r, "loopback", CHECK_CALL_S) for r in via))
+        failing = frozenset(relay for relay, is_carried in zip(via, carried, strict=True) if not is_carried)
+        for relay in (failing & self._failing).difference(self._given_up_until_s):
+            logger.info("The relay %s does not carry calls to this node; another one is chosen.", relay[-6:])
+            self._given_up_until_s[relay] = now_s + GIVEN_UP_S
+        self._failing = failing
+
+
+async def _answer(_caller: str, _message: Message) -> Message:
+    return Message()
+
+
+def _by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Group addresses by the peer id at their end."""
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return by_peer

@@ -1,0 +1,107 @@
+"""Gossip: every node signs a record of itself about once a second and asks a few random peers for newer records.
+
+Sequence numbers are the heartbeats of the failure detector (van Renesse et al., "A Gossip-Style Failure Detection
+Service", 1998).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from itertools import count
+
+from node.errors import PeerError
+from node.status import Channel
+from node.swarm.identity import SIGNATURE_BYTES
+from node.swarm.membership.peer_table import PeerTable, Signed
+from node.swarm.transport.wire import Message, Service, Wire
+
+logger = logging.getLogger(__name__)
+
+CALL_S, ANNOUNCE_S = 3.0, 1.5  # timeouts
+LARGE = 256  # With more peers than this, each signs a new record half as often
+MAX_REQUEST_BYTES = 64 * 2**10
+"""A request carries only the caller's own record. The reply carries those of all live peers."""
+CALL_DEAD_RATIO = 0.3  # Share of the pulses in which a dead peer is called as well
+
+
+class Gossip:
+    """Keeps a peer table up to date over a wire."""
+
+    def __init__(self, wire: Wire, peer_table: PeerTable, rng: random.Random) -> None:
+        self._wire, self._peer_table, self._rng = wire, peer_table, rng
+        wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_REQUEST_BYTES)})
+
+    async def run(self) -> None:
+        """Exchange records for ever, one in each heartbeat."""
+        for beat in count():
+            others = [r.peer_id for r in self._peer_table.others()]
+            if beat % 2 == 0 or len(others) <= LARGE:
+                self._peer_table.pulse()
+            chosen = self._rng.sample(others, min(fanout(len(others)), len(others)))
+            dead = [r.peer_id for r in self._peer_table.dead() if self._peer_table.can_call(r)]
+            if dead and self._rng.random() < CALL_DEAD_RATIO:
+                chosen.append(self._rng.choice(dead))
+            calls = [asyncio.create_task(self.exchange(peer_id)) for peer_id in chosen]
+            await asyncio.sleep(self._peer_table.timings.gossip_s)
+            if not all(call.done() for call in calls):
+                logger.debug("a gossip call takes longer than a pulse")
+
+    async def exchange(self, peer_id: str) -> bool:
+        """Send one peer this node's record and merge its newer records. False if it does not answer."""
+        request = _pack([self._peer_table.own()], {"wanted": self._peer_table.wanted_numbers()})
+        try:
+            reply = await self._wire.call(peer_id, "gossip", request, timeout_s=CALL_S)
+        except PeerError as exc:
+            logger.debug("gossip with %s failed: %s", peer_id[-6:], exc)
+            if exc.code == "unreachable":
+                self._peer_table.suspect(peer_id)
+            return False
+        try:
+            self._peer_table.merge(_unpack(reply, self._peer_table.timings.dead_s))
+        except PeerError as exc:
+            self._wire.traffic.reject(exc)
+            logger.debug("%s sent an invalid gossip reply: %s", peer_id[-6:], exc)
+            return False
+        return True
+
+    async def announce(self) -> None:
+        """Send every live peer this node's record at once, for a phase change such as a goodbye."""
+        message = _pack([self._peer_table.pulse()], {})
+        others = [record.peer_id for record in self._peer_table.others()]
+        calls = [self._wire.call(peer_id, "gossip", message, timeout_s=ANNOUNCE_S) for peer_id in others]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _answer(self, caller: str, request: Message) -> Message:
+        self._peer_table.merge(_unpack(request, self._peer_table.timings.dead_s))
+        wanted = request.header.get("wanted")
+        if wanted is None:
+            return Message()
+        if not isinstance(wanted, dict) or not all(isinstance(number, int) for number in wanted.values()):
+            raise PeerError("a gossip message has the wrong form")
+        return _pack(self._peer_table.records_for(wanted, caller), {})
+
+
+def fanout(others: int) -> int:
+    """Peers to call in a pulse, so that records spread well within GOSSIP_AGE_S (simulated with up to 1,000 peers)."""
+    return 2 + (others > 16) + (others > LARGE)
+
+
+def _pack(records: Sequence[Signed], header: dict[str, object]) -> Message:
+    signatures, ages_ds = [s.signature for s in records], [round(10 * s.age_s) for s in records]
+    return Message(header | {"signatures": signatures, "ages_ds": ages_ds}, [s.body for s in records])
+
+
+def _unpack(message: Message, dead_s: float) -> list[Signed]:
+    signatures, ages_ds = message.header.get("signatures"), message.header.get("ages_ds")
+    if (
+        not isinstance(signatures, list)
+        or not isinstance(ages_ds, list)
+        or not len(signatures) == len(ages_ds) == len(message.blobs)
+        or not all(isinstance(signature, bytes) and len(signature) == SIGNATURE_BYTES for signature in signatures)
+        or not all(isinstance(age_ds, int) and 0 <= age_ds <= 10 * dead_s for age_ds in ages_ds)
+    ):
+        raise PeerError("a gossip message has the wrong form")
+    return [Signed(body, sig, age / 10) for body, sig, age in zip(message.blobs, signatures, ages_ds, strict=True)]

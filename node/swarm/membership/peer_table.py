@@ -1,0 +1,373 @@
+"""The peer table: signed records of all known peers, with a heartbeat failure detector. No network.
+
+Gossip passes records on with their age, so a dead peer is dead for all nodes at the same time, `dead_s` after its last
+record. hivemind's DHT holds the same records for newcomers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
+
+from node.config.manifest import PROTOCOL_VERSION
+from node.errors import PeerError
+from node.status import PeerRow, Phase
+from node.swarm.identity import Identity, verify
+from node.swarm.membership.timings import Timings
+from node.swarm.transport.wire import Gone, cancel_if_gone, printable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TIMINGS = Timings()
+GOSSIP_AGE_S = 4.0  # Only records at most this old are passed on, so those of a dead peer disappear everywhere
+FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, then removed
+MAX_KNOWN = 4000
+"""Peers in the table, so that `wanted_numbers` fits into a message header. Dead peers are replaced, live ones never."""
+SHORT_ID = 16
+"""Last characters of a peer id that identify it in `wanted_numbers`: 93 bits, so a collision cannot be made."""
+MAX_VIA = 3
+MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
+"""Phases in which a peer takes part in rounds."""
+RELAYING = "relaying"  # Shown for a relay in place of a phase
+PURPOSE = "diloco peer record"
+
+Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Address = Annotated[str, StringConstraints(max_length=256, pattern=r"^/")]
+
+
+class PeerRecord(BaseModel):
+    """What a peer says about itself. Untrusted; its text stays untrusted after the signature is verified."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peer_id: str = Field(max_length=64)
+    number: int = Field(ge=0, lt=2**63)
+    """Sequence number."""
+    run: Hex64
+    name: str = Field("", max_length=64)
+    version: str = Field("", max_length=40)
+    protocol: int = PROTOCOL_VERSION
+    phase: Phase = Phase.STARTING
+    round: int = Field(-1, ge=-1, lt=2**63)
+    head: Hex64
+    state_digest: str = Field("", max_length=64)
+    swarm_tokens: int = Field(0, ge=0, lt=2**63)
+    tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
+    compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    """Of its last complete round."""
+    is_relay: bool = False
+    """It only relays and never trains, whatever its phase."""
+    transport: Literal["direct", "relay"] = "direct"
+    inbound: bool = True
+    """Whether others can open a connection to it. If not, it keeps connections to peers that accept them."""
+    addresses: tuple[Address, ...] = Field((), max_length=16)
+    relays: bool = False
+    """Whether it relays calls between other peers of the run."""
+    via: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field((), max_length=MAX_VIA)
+    """Peer ids of the relays over which it can be called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A peer record as sent: the signed bytes, the signature, and the record's age at the sender."""
+
+    body: bytes
+    signature: bytes
+    age_s: float = 0.0
+
+    def open(self, run: str) -> PeerRecord:
+        """Verify and parse. Raises PeerError."""
+        try:
+            record = PeerRecord.model_validate_json(self.body)
+        except ValidationError as exc:
+            raise PeerError("a peer record is not valid") from exc
+        if record.run != run:
+            raise PeerError("a peer record is of another run")
+        if not verify(record.peer_id, PURPOSE, self.body, self.signature):
+            raise PeerError("a peer record has a wrong signature", code="bad_signature")
+        return record
+
+
+def sign_record(identity: Identity, record: PeerRecord) -> Signed:
+    body = record.model_dump_json().encode()
+    return Signed(body, identity.sign(PURPOSE, body))
+
+
+@dataclass(slots=True)
+class _Entry:
+    record: PeerRecord
+    signed: Signed
+    heard_at_s: float
+    suspected_at_s: float | None = None
+    """When a call to the peer failed, if there is no newer record since."""
+
+
+class PeerTable:
+    """All known peers. Only the swarm's event loop writes to it."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        record: PeerRecord,
+        clock: Callable[[], float],
+        just_resumed: Callable[[], bool] = lambda: False,
+        timings: Timings = TIMINGS,
+    ) -> None:
+        """`clock`: monotonic seconds. `just_resumed`: after a suspend, failed calls prove nothing."""
+        self.identity = identity
+        self.just_resumed = just_resumed
+        self.timings = timings
+        self.me = record
+        self.changed = asyncio.Event()
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._evicted_until_s: dict[str, float] = {}
+
+    # this node's record
+
+    def update_own(self, **changes: object) -> None:
+        """Change this node's record. Peers see it after the next `pulse`."""
+        self.me = self.me.model_copy(update=changes)
+
+    def pulse(self) -> Signed:
+        """A new record of this node, with the next sequence number. Also removes peers that have been dead for long."""
+        before_s = self._clock() - FORGOTTEN_S
+        self._entries = {p: entry for p, entry in self._entries.items() if entry.heard_at_s >= before_s}
+        self.update_own(number=self.me.number + 1)
+        return self.own()
+
+    def own(self) -> Signed:
+        return sign_record(self.identity, self.me)
+
+    # gossip
+
+    def merge(self, records: Iterable[Signed]) -> list[PeerRecord]:
+        """Take in records that are valid and newer than the known ones. Returns these."""
+        newer = []
+        for signed in records:
+            if self._is_old(signed):
+                continue
+            try:
+                record = signed.open(self.me.run)
+            except PeerError as exc:
+                logger.debug("dropped a peer record: %s", exc)
+                continue
+            if self._insert(record, signed):
+                newer.append(record)
+        if newer:
+            self.changed.set()
+        return newer
+
+    def _is_old(self, signed: Signed) -> bool:
+        """Compare sequence numbers before the signature is verified, which is far more expensive."""
+        try:
+            fields = from_json(signed.body)
+            known = self.find(fields["peer_id"])
+            return known is not None and bool(fields["number"] <= known.number)
+        except (ValueError, TypeError, LookupError):
+            return False  # `Signed.open` raises the right error.
+
+    def _insert(self, record: PeerRecord, signed: Signed) -> bool:
+        if record.peer_id == self.me.peer_id:
+            # Gossip still carries this node's record from before a restart: use a higher sequence number.
+            self.update_own(number=max(self.me.number, record.number))
+            return False
+        known = self._entries.get(record.peer_id)
+        if known is not None and record.number <= known.record.number:
+            return False
+        if known is None and len(self._entries) >= MAX_KNOWN and not self._remove_dead():
+            return False
+        entry = _Entry(record, signed, self._clock() - signed.age_s)
+        if known is not None:
+            entry.heard_at_s = max(entry.heard_at_s, known.heard_at_s)
+            if known.suspected_at_s is not None and entry.heard_at_s < known.suspected_at_s:
+                entry.suspected_at_s = known.suspected_at_s
+        self._entries[record.peer_id] = entry
+        return True
+
+    def _remove_dead(self) -> bool:
+        """Remove the peer that has been dead for longest. False if all peers are live."""
+        dead = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
+        if dead:
+            del self._entries[min(dead, key=lambda peer_id: self._entries[peer_id].heard_at_s)]
+        return bool(dead)
+
+    def records_for(self, wanted: Mapping[str, int] | None = None, caller: str = "") -> list[Signed]:
+        """This node's record, then the recent ones that a peer with these `wanted_numbers` lacks.
+
+        Includes the caller's own record at any age: a node whose clock was set back learns which number to exceed.
+        """
+        now_s, wanted = self._clock(), wanted or {}
+        newer = [
+            replace(entry.signed, age_s=min(self.timings.dead_s, now_s - entry.heard_at_s))
+            for peer_id, entry in self._entries.items()
+            if entry.record.number >= wanted.get(peer_id[-SHORT_ID:], 0)
+            and (now_s - entry.heard_at_s < GOSSIP_AGE_S or peer_id == caller)
+        ]
+        return [self.own(), *newer]
+
+    def wanted_numbers(self) -> dict[str, int]:
+        """The end of a peer id to the lowest sequence number that is not known yet; 0 for peers that are missing."""
+        since_s = self._clock() - self.timings.dead_s - GOSSIP_AGE_S
+        known = [entry.record for entry in self._entries.values() if entry.heard_at_s > since_s]
+        return {record.peer_id[-SHORT_ID:]: record.number + 1 for record in (self.me, *known)}
+
+    # failure detector
+
+    def suspect(self, peer_id: str) -> None:
+        """A call to this peer failed: it is dead until a newer record arrives."""
+        if peer_id in self._entries and not self.just_resumed():
+            self._entries[peer_id].suspected_at_s = self._clock()
+            self.changed.set()
+
+    def evict(self, peer_id: str, for_s: float) -> None:
+        """This peer broke a rule on purpose: it counts as dead for this time, whatever it says."""
+        self._evicted_until_s[peer_id] = self._clock() + for_s
+        self.changed.set()
+
+    def _is_live(self, entry: _Entry) -> bool:
+        if entry.record.phase in (Phase.STOPPED, Phase.LEAVING, Phase.ERROR) or entry.suspected_at_s is not None:
+            return False
+        if self._clock() < self._evicted_until_s.get(entry.record.peer_id, 0.0):
+            return False
+        return self._clock() - entry.heard_at_s < self.timings.dead_s
+
+    def is_gone(self, peer_id: str) -> bool:
+        """Known, but not live any more."""
+        entry = self._entries.get(peer_id)
+        return entry is not None and not self._is_live(entry)
+
+    def silent(self) -> list[str]:
+        """Peers without a new record for `dead_s`. Open connections to them may be broken."""
+        now_s = self._clock()
+        return [peer_id for peer_id, entry in self._entries.items() if now_s - entry.heard_at_s >= self.timings.dead_s]
+
+    def dead(self) -> list[PeerRecord]:
+        """Known peers that are not live, except those that stopped on purpose. They are called now and then."""
+        return [e.record for e in self._entries.values() if not self._is_live(e) and e.record.phase != Phase.STOPPED]
+
+    # queries
+
+    def find(self, peer_id: str) -> PeerRecord | None:
+        if peer_id == self.me.peer_id:
+            return self.me
+        entry = self._entries.get(peer_id)
+        return entry.record if entry else None
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether it is a peer of this run, dead or alive."""
+        return self.find(peer_id) is not None
+
+    def live(self) -> list[PeerRecord]:
+        """The live peers, this node first."""
+        return [self.me, *(e.record for e in self._entries.values() if self._is_live(e))]
+
+    def members(self) -> list[PeerRecord]:
+        """The live peers that take part in rounds, by peer id."""
+        return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
+
+    def is_member(self, peer_id: str) -> bool:
+        record = self.find(peer_id)
+        return record is not None and record.phase in MEMBER_PHASES and not self.is_gone(peer_id)
+
+    def leaders(self) -> list[str]:
+        """Members that may lead a round: those that can be called directly or over a relay; else all members.
+
+        The `callable_members` lead first. The others are for attempts in which these fail.
+        """
+        members = self.members()
+        return [r.peer_id for r in members if r.inbound or self._relays_of(r)] or [r.peer_id for r in members]
+
+    def callable_members(self) -> list[str]:
+        """Members that lead and reduce, because all others can call them.
+
+        Those that accept connections over IPv4, which most networks have; else over IPv6; else over relays.
+        """
+        members = self.members()
+        inbound = [r for r in members if r.inbound]
+        chosen = [r for r in inbound if _has_ipv4(r)] or inbound or [r for r in members if self._relays_of(r)]
+        return [record.peer_id for record in chosen]
+
+    def others(self) -> list[PeerRecord]:
+        """The live peers that this node can call."""
+        return [record for record in self.live()[1:] if self.can_call(record)]
+
+    def can_call(self, record: PeerRecord) -> bool:
+        """Two peers that accept no connections need a relay between them."""
+        return record.inbound or self.me.inbound or bool(self._relays_of(record))
+
+    def relays_to(self, peer_id: str) -> list[str]:
+        """Live relays over which this peer can be called. Each pair of peers has its own order, to spread the load."""
+        record = self.find(peer_id)
+        pair = " ".join(sorted((self.me.peer_id, peer_id)))
+        relays = [relay for relay in self._relays_of(record) if relay != self.me.peer_id] if record else []
+        return sorted(relays, key=lambda relay: sha256(f"{pair} {relay}".encode()).digest())
+
+    def live_relays(self) -> list[str]:
+        """The other live peers that relay calls."""
+        return [r.peer_id for r in self.live()[1:] if r.relays and r.inbound]
+
+    def _relays_of(self, record: PeerRecord) -> list[str]:
+        return [relay for relay in record.via if relay != record.peer_id and self._is_live_relay(relay)]
+
+    def _is_live_relay(self, peer_id: str) -> bool:
+        record = self.find(peer_id)
+        return record is not None and not self.is_gone(peer_id) and record.relays and record.inbound
+
+    def check_carried(self, caller: str, target: str) -> None:
+        """Raise PeerError unless this node relays calls, and both are peers of this run."""
+        if not self.me.relays:
+            raise PeerError("this node relays no calls", code="no_relay")
+        if not (self.knows(caller) and self.knows(target)):
+            raise PeerError("this node relays only between peers of its run", code="stranger")
+
+    def rows(self) -> list[PeerRow]:
+        """The live peers as the API shows them, this node first."""
+        now_s = self._clock()
+        heard_at_s = {peer_id: entry.heard_at_s for peer_id, entry in self._entries.items()}
+        return [
+            PeerRow(
+                peer_id=r.peer_id,
+                short_id=r.peer_id[-6:],
+                name=printable(r.name, 64).strip() or r.peer_id[-6:],
+                phase=RELAYING if r.is_relay else r.phase,
+                round=r.round,
+                tokens_per_second=r.tokens_per_second,
+                transport=r.transport,
+                version=printable(r.version, 40),
+                state_digest=printable(r.state_digest, 64),
+                last_seen_s=round(now_s - heard_at_s.get(r.peer_id, now_s), 1),
+                this_node=r.peer_id == self.me.peer_id,
+                compute_utilization_ratio=r.compute_utilization_ratio,
+            )
+            for r in self.live()
+        ]
+
+
+def _has_ipv4(record: PeerRecord) -> bool:
+    own = ("/ip4/127.", "/ip4/0.")
+    return any(a.startswith(("/ip4/", "/dns4/")) and not a.startswith(own) for a in record.addresses)
+
+
+async def while_live(
+    peer_table: PeerTable, peer_id: str, call: Coroutine[Any, Any, T], is_wanted: Callable[[], bool] = lambda: True
+) -> T:
+    """The result of a call, which ends when the peer dies or the call is not wanted any more.
+
+    Raises PeerError: what the call raises, `unreachable` as soon as the peer is not live, `round_failed` as soon as
+    `is_wanted` is false.
+    """
+    try:
+        return await cancel_if_gone(lambda: peer_table.is_gone(peer_id) or not is_wanted(), call)
+    except Gone as exc:
+        if peer_table.is_gone(peer_id):
+            raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable") from exc
+        raise PeerError("this call is no longer wanted", code="round_failed") from exc

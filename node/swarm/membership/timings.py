@@ -1,0 +1,20 @@
+"""Times of a member. Production uses the defaults; tests shorten them for all members alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    gossip_s: float = 1.0
+    """Time between two heartbeats."""
+    dead_s: float = 8.0
+    """A peer without a new record for this time is dead. That is eight heartbeats: a node starved of CPU misses one or
+    two, and a record needs a few seconds to reach all nodes of a large swarm."""
+    look_ahead_s: float = 1.0
+    """Time between two checks for peers ahead."""
+    rejoin_s: float = 1.0
+    """Time after which a member that waits for its leader joins again."""
+    remind_s: float = 1.0
+    """Time after which a leader tells missing members of its attempt again."""

@@ -1,0 +1,315 @@
+"""Signed messages of a round: joins, deposits, plans, outcomes, and the proof (commit certificate) of an outcome.
+
+A document keeps the JSON text that was signed, so its hash is the same on every node. The hash of a committed outcome
+is the new *head* of the chain of rounds; its `parent` is the head before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from node.errors import PeerError
+from node.swarm.identity import Identity, verify
+
+HASH_BYTES = 32
+PeerId = Annotated[str, StringConstraints(max_length=64)]
+Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+MAX_MEMBERS = 1024
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
+MOST_SETTLE_S = 86_400.0
+MOST_PADDING = 2.0
+"""A signed text may be this many times as long as this node's own serialisation of its content."""
+
+
+class Content(BaseModel):
+    """Base of models that come from peers: frozen, without extra fields or infinite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    longest: ClassVar[int] = 4 * 2**20
+    """Most characters of the signed text."""
+
+
+class Document(Content):
+    """A text, its signer, and the signature over purpose and text."""
+
+    signer: PeerId
+    text: str = Field(max_length=Content.longest)
+    signature: Signature
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+class Join(Content):
+    """A member is ready to contribute to the round after `parent`."""
+
+    longest: ClassVar[int] = 512
+    """The longest valid join has 438. All joins of a group are in the record and must fit into a header."""
+    run: Hex64
+    parent: Hex64
+    tokens: int = Field(ge=1, lt=2**48)
+    step_s: float = Field(ge=LEAST_STEP_S, le=MOST_STEP_S)
+    """The member's seconds per inner step."""
+    round_s: float | None = Field(None, ge=LEAST_STEP_S)
+    """T_r of the current round, which all members know; None in the first. The next T_r follows from it."""
+    norm: float = Field(ge=0, lt=1e19)
+    """L2 norm of the decoded contribution. Every reducer clips by these norms, so all means agree."""
+    reduces: bool = True
+    """Whether the member may reduce: others can call it, and its uplink is not slow."""
+    upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
+    """Uplink rate, measured and within the volunteer's limit; 0: unknown. Decides the member's share of the chunks."""
+    transfer_s: float = Field(0.0, ge=0, lt=1e6)
+    """Seconds from the closed group to the commit, in the last round that included the member; 0: none yet."""
+    settle_s: float = Field(0.0, ge=0, le=MOST_SETTLE_S)
+    """Seconds from the last commit to the first inner step after it; 0 if training continued meanwhile."""
+    evaluation_loss: float | None = Field(None, ge=0, lt=1e6)
+    """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
+
+
+class Deposit(Content):
+    """A member's contribution to the round after `parent`, given to a depositary that forwards it."""
+
+    longest: ClassVar[int] = 512
+    run: Hex64
+    parent: Hex64
+    root: Hex64
+    """SHA-256 over the concatenated BLAKE3 hashes of all its chunks."""
+
+
+class Plan(Content):
+    """The group of an attempt, fixed by its leader: who contributes, and who reduces which chunk."""
+
+    run: Hex64
+    parent: Hex64
+    attempt: int = Field(ge=0, lt=2**31)
+    joins: tuple[Document, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    reducers: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    owners: tuple[int, ...] = Field(max_length=4096)
+    """For each chunk, the index of its reducer."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(join.signer for join in self.joins)
+
+    def chunks_of(self, peer_id: str) -> list[int]:
+        """The chunks that this peer reduces."""
+        return [chunk for chunk, owner in enumerate(self.owners) if self.reducers[owner] == peer_id]
+
+
+class Outcome(Content):
+    """The result of a round: everything that the next outer state depends on, and nothing else."""
+
+    round: int = Field(ge=0)
+    plan: Plan
+    included: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    results: Hex64
+    """SHA-256 over the concatenated hashes of the encoded mean's chunks."""
+
+
+class Proof(Content):
+    """Commit certificate of an outcome: the votes of more than half of a group."""
+
+    outcome: Document
+    attempt: int = Field(ge=0, lt=2**31)
+    """The attempt that ratified the outcome. Later than the outcome's own if a leader died in between."""
+    group: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
+    accepts: dict[PeerId, Signature] = Field(max_length=MAX_MEMBERS)
+    hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
+    """The chunk hashes behind `results`, hex, concatenated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits from the manifest for every document of the run."""
+
+    run: str
+    chunks: tuple[int, ...]
+    """Chunks of each fragment. The rounds take the fragments in turn."""
+    min_peers: int
+    max_tokens: int
+    """Most tokens of one contribution, because tokens are self-declared."""
+
+    def chunks_at(self, round_: int) -> int:
+        return self.chunks[round_ % len(self.chunks)]
+
+
+Model = TypeVar("Model", bound=Content)
+
+
+def sign(identity: Identity, content: Content) -> Document:
+    text = content.model_dump_json()
+    signature = identity.sign(_purpose(type(content)), text.encode())
+    return Document(signer=identity.peer_id, text=text, signature=signature.hex())
+
+
+def read(document: Document, kind: type[Model]) -> Model:
+    """Check length, signature, then form. Raises PeerError.
+
+    JSON can pad the same content to any length (white space, repeated keys, digits). Padded documents are refused,
+    because nodes store and forward them.
+    """
+    name = kind.__name__.lower()
+    if len(document.text) > kind.longest:
+        raise PeerError(f"a {name} is too long", code="bad_size")
+    if not verify(document.signer, _purpose(kind), document.text.encode(), bytes.fromhex(document.signature)):
+        raise PeerError(f"a {name} has a wrong signature", code="bad_signature")
+    content = parse(kind, document.text)
+    if len(document.text) > MOST_PADDING * len(content.model_dump_json()):
+        raise PeerError(f"a {name} is padded", code="bad_size")
+    return content
+
+
+def parse(kind: type[Model], text: str | bytes) -> Model:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as exc:
+        raise PeerError(f"a {kind.__name__.lower()} is not valid: {exc.errors()[0]['msg']}") from exc
+
+
+@lru_cache(maxsize=4 * MAX_MEMBERS)
+def read_join(document: Document) -> Join:
+    """The content of a signed join, parsed once. The signature is not checked here."""
+    return parse(Join, document.text)
+
+
+@lru_cache(maxsize=4)
+def _outcome_joins(text: str) -> Mapping[str, Join]:
+    return MappingProxyType({join.signer: read_join(join) for join in parse(Outcome, text).plan.joins})
+
+
+def joins_of(outcome: Document) -> Mapping[str, Join]:
+    """The joins of an outcome's plan, by member, parsed once. No signature is checked here."""
+    return _outcome_joins(outcome.text)
+
+
+def _purpose(kind: type[Content]) -> str:
+    return f"diloco {kind.__name__.lower()}"
+
+
+def accept(identity: Identity, head: str, attempt: int) -> str:
+    """A member's vote for an outcome in one attempt."""
+    return identity.sign("diloco accept", f"{head} {attempt}".encode()).hex()
+
+
+def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
+    try:
+        raw = bytes.fromhex(signature)
+    except ValueError:
+        return False
+    if raw.hex() != signature:
+        return False  # Only one spelling is valid, so that a proof has one text.
+    return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
+
+
+def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
+    """The join, if it is signed, for this round, and within the allowed weight. Raises PeerError."""
+    join = read(document, Join)
+    if join.run != bounds.run or join.parent != parent:
+        raise PeerError("a join is for another round or run")
+    if join.tokens > bounds.max_tokens:
+        raise PeerError(f"a join claims {join.tokens} tokens; {bounds.max_tokens} are allowed", code="bad_weight")
+    return join
+
+
+def check_deposit(document: Document, hashes: object, bounds: Bounds, parent: str, round_: int) -> list[bytes]:
+    """The chunk hashes that a member has signed for this round, in order. Raises PeerError."""
+    deposit = read(document, Deposit)
+    if deposit.run != bounds.run or deposit.parent != parent:
+        raise PeerError("a deposit is for another round or run")
+    if not isinstance(hashes, bytes) or len(hashes) != HASH_BYTES * bounds.chunks_at(round_):
+        raise PeerError("a deposit names the wrong number of chunks", code="bad_size")
+    found = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+    if results_root(found) != deposit.root:
+        raise PeerError("the chunks of a deposit are not those that were signed", code="bad_signature")
+    return found
+
+
+def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str, Join]:
+    """The joins of a plan, if each is signed and for this round, and a member owns each chunk. Raises PeerError."""
+    if plan.run != bounds.run or plan.parent != parent:
+        raise PeerError("a plan is for another round")
+    if list(plan.members) != sorted(set(plan.members)):
+        raise PeerError("a plan does not list each member once, sorted by peer id")
+    if not set(plan.reducers) <= set(plan.members) or len(plan.owners) != bounds.chunks_at(round_):
+        raise PeerError("a plan has reducers that are not members, or chunks without an owner")
+    if plan.owners and not 0 <= min(plan.owners) <= max(plan.owners) < len(plan.reducers):
+        raise PeerError("a plan names a reducer that does not exist")
+    return {document.signer: check_join(document, bounds, parent) for document in plan.joins}
+
+
+def check_proof(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+    """The outcome and its joins, if it is committed. Does not check the parent. Raises PeerError. Heavy."""
+    outcome, joins = check_light(proof, bounds)
+    check_hashes(outcome, split_hashes(proof.hashes), bounds)
+    return outcome, joins
+
+
+def check_light(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+    """Check a light proof like `check_proof`, but without chunk hashes."""
+    outcome = read(proof.outcome, Outcome)
+    joins = check_outcome(outcome, bounds)
+    if len(set(proof.group)) < bounds.min_peers:
+        raise PeerError("a proof is of a smaller group than the run allows")
+    if 2 * len(voters(proof)) <= len(set(proof.group)):
+        raise PeerError("a proof has not been accepted by more than half of its group", code="bad_signature")
+    return outcome, joins
+
+
+def voters(proof: Proof) -> set[str]:
+    """Members of the group whose vote for the outcome is valid."""
+    head = proof.outcome.hash
+    return {p for p in proof.group if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))}
+
+
+def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
+    """The joins of an outcome that includes only joined members, and at least half of the plan. Raises PeerError."""
+    joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
+    if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
+        raise PeerError("an outcome includes peers that did not join")
+    if len(outcome.included) < bounds.min_peers:
+        raise PeerError("an outcome includes fewer peers than the run allows")
+    if len(outcome.included) < least_included(outcome.plan):
+        raise PeerError("an outcome includes fewer than half of its plan's members")
+    return joins
+
+
+def least_included(plan: Plan) -> int:
+    """The fewest members that an outcome of this plan may include: half of them, rounded up.
+
+    A leader or a single reducer cannot exclude more. With two members, one can still go on if the other is too slow to
+    send. Members that die are not in the next attempt's plan.
+    """
+    return (len(plan.members) + 1) // 2
+
+
+def check_hashes(outcome: Outcome, hashes: Sequence[bytes], bounds: Bounds) -> None:
+    if len(hashes) != bounds.chunks_at(outcome.round) or results_root(hashes) != outcome.results:
+        raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
+
+
+def split_hashes(text: str) -> list[bytes]:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError as exc:
+        raise PeerError("chunk hashes are not hexadecimal") from exc
+    if raw.hex() != text:
+        raise PeerError("chunk hashes are not in lower case")
+    return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
+
+
+def results_root(hashes: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def included_joins(outcome: Outcome, joins: Mapping[str, Join]) -> dict[str, Join]:
+    """The joins of the included members, by peer id."""
+    return {peer: joins[peer] for peer in outcome.included}

@@ -1,0 +1,168 @@
+"""Brings a node that is behind back to the head of the chain.
+
+There is one path, and a node takes the first step that leads on:
+
+1. After a restart it replays the rounds on its own disk (`Committer.replay_next`).
+2. It replays the proofs that peers have kept (`CatchUp.replay`).
+3. It downloads a state (`Downloader`). `CatchUp` only reports why, as a `ResyncCause`: the proofs are not kept any more
+   (`far_behind`), its chain lost a fork (`fork`), or its state is damaged (`outvoted`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from node.errors import PeerError, SwarmError
+from node.swarm.chain.fork_choice import Link, heads_of, is_heavier, links_after, overlapping, read_links, weight
+from node.swarm.consensus.participant import Participant
+from node.swarm.membership.peer_table import PeerRecord
+from node.swarm.messages import Proof, parse
+from node.swarm.state_sync.providers import is_outvoted
+from node.swarm.state_sync.server import LINKS_TIMEOUT_S, SERVING_PHASES, ChainServer
+from node.swarm.transport.wire import Message
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncCause:
+    """Why this node must download a state."""
+
+    reason: str
+    code: Literal["outvoted", "fork", "far_behind"]
+    avoid: frozenset[str] = frozenset()
+    """Heads of this node's side of a fork, whose states must not be downloaded."""
+    dropped: tuple[Link, ...] = ()
+    """The rounds of this node's side of a fork."""
+
+
+class CatchUp:
+    """Replays missed rounds, and applies the heaviest-chain rule to peers on another chain."""
+
+    def __init__(self, participant: Participant, on_lost: Callable[[ResyncCause], None]) -> None:
+        """`on_lost`: called when this node's chain has lost, then every second until another state is downloaded."""
+        self._ctx, self._ballot, self._committer = participant.ctx, participant.ballot, participant.committer
+        self._wire, self._peer_table = self._ctx.wire, self._ctx.peer_table
+        self._on_lost = on_lost
+        ChainServer(self._ctx)
+
+    async def run(self) -> None:
+        """Check for peers ahead for ever, every `look_ahead_s` or when a handler finds one."""
+        look_s = self._peer_table.timings.look_ahead_s
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
+                    await self._ctx.behind.wait()
+            self._ctx.behind.clear()
+            if is_outvoted(self._peer_table.live(), self._ctx.chain.tip):
+                self._on_lost(ResyncCause("most others have another state after the same rounds", "outvoted"))
+                await asyncio.sleep(look_s)
+            ahead = self._peers_ahead()
+            if ahead and not await self.replay(ahead):
+                await asyncio.sleep(look_s)
+
+    async def align(self) -> None:
+        """Catch up once at the start. A peer at the same head states the age of the round."""
+        tokens = self._ctx.chain.tip.state.tokens
+        serving = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES and r.swarm_tokens >= tokens]
+        await self.replay(sorted(serving, key=lambda r: r.swarm_tokens, reverse=True))
+
+    def _peers_ahead(self) -> list[PeerRecord]:
+        """Peers that claim a heavier chain, or an equal one with a smaller head; most tokens first."""
+        tip = self._ctx.chain.tip
+        ahead = [
+            r
+            for r in self._peer_table.others()
+            if (-r.swarm_tokens, r.head) < (-tip.state.tokens, tip.head)
+            and r.head != tip.head
+            and not self._ballot.has_false_claim(r)
+        ]
+        return sorted(ahead, key=lambda r: r.swarm_tokens, reverse=True)
+
+    async def replay(self, peers: Sequence[PeerRecord]) -> bool:
+        """Ask these peers in turn for rounds after this node's head, and adopt those of the first that has some.
+
+        Stops at a peer that has some, or that is not ahead of this node; returns whether there was one. Peers that do
+        not know the head may be on another chain. If nothing was adopted, the heaviest-chain rule decides between their
+        chains and this node's.
+        """
+        has_led, unrelated = False, []
+        old_head = self._ctx.chain.tip.head
+        for record in peers:
+            tip = self._ctx.chain.tip
+            try:
+                reply = await self._replay_from(record.peer_id)
+            except SwarmError as exc:
+                logger.info("Cannot catch up from peer %s: %s", record.peer_id[-6:], exc)
+                continue
+            has_moved = self._ctx.chain.tip is not tip
+            if reply.header.get("status") == "unknown" and not has_moved:
+                unrelated.append(record)  # It may have restarted and keep few proofs.
+                continue
+            if has_moved:
+                logger.info("Caught up to round %d.", self._ctx.chain.tip.round)
+            elif record.head == tip.head == reply.header.get("head"):
+                self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
+            if has_led := has_moved or record.swarm_tokens <= tip.state.tokens:
+                break
+            self._ballot.add_false_claim(record)
+        for record in unrelated:
+            if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record):
+                break
+        return has_led
+
+    async def _replay_from(self, peer_id: str) -> Message:
+        """Adopt one peer's proofs until its head, or as far as they lead. Returns the last reply."""
+        while True:
+            before = self._ctx.chain.tip.head
+            reply = await self._wire.call(peer_id, "proofs", Message({"after": before}), timeout_s=CALL_S)
+            newest_at_s = self._ctx.clock() - self._ctx.stated_age_s(reply.header)
+            for blob in reply.blobs:
+                proof = parse(Proof, blob)
+                is_newest = proof.outcome.hash == reply.header.get("head")
+                await self._committer.adopt(proof, newest_at_s if is_newest else None)
+            if self._ctx.chain.tip.head in (before, reply.header.get("head")):
+                return reply
+
+    async def _has_lost_to(self, record: PeerRecord) -> bool:
+        """Apply the heaviest-chain rule to a peer on another chain. Calls `on_lost` if this node's chain lost."""
+        tip, peer_id = self._ctx.chain.tip, record.peer_id
+        heads = heads_of(tip.links, tip.head)
+        try:
+            reply = await self._wire.call(peer_id, "line", Message({"heads": heads}), timeout_s=LINKS_TIMEOUT_S)
+        except SwarmError as exc:
+            logger.info("Peer %s does not send the links of its chain: %s", peer_id[-6:], exc)
+            return False
+        try:
+            theirs = await asyncio.to_thread(read_links, reply.blobs, self._ctx.rules.bounds)
+        except PeerError as exc:
+            logger.info("Peer %s sent invalid links of its chain: %s", peer_id[-6:], exc)
+            self._wire.traffic.reject(exc)
+            self._ballot.add_false_claim(record)
+            return False
+        if not theirs or self._ctx.chain.tip is not tip:
+            return False
+        fork_point = theirs[0].parent
+        is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
+        if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
+            self._on_lost(ResyncCause("the others no longer keep the rounds after this node's", "far_behind"))
+            return True
+        if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
+            theirs, mine = overlapping(theirs, tip.links)
+        if is_heavier(theirs, mine):
+            reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's {weight(mine)}"
+            self._on_lost(ResyncCause(reason, "fork", frozenset(link.head for link in mine), mine))
+            return True
+        self._ballot.add_false_claim(record)
+        proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
+        if is_fork_point_known and theirs[-1].head == record.head and record.swarm_tokens > proven_tokens:
+            logger.warning("Peer %s claims tokens that no member has signed.", peer_id[-6:])
+            self._wire.traffic.reject(PeerError("a false claim", code="bad_weight"))
+        return False

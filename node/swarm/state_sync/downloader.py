@@ -1,0 +1,297 @@
+"""Downloads an outer state from several peers at once, and resumes a partial download.
+
+A state's digest is the root of a Merkle tree, so every leaf is verified on its own before it is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from node.diloco.digest import LEAF_BYTES, leaf_hash
+from node.diloco.outer import OuterState
+from node.errors import PeerError, TransferFailed
+from node.host.disk_quota import Room, any_room
+from node.swarm.chain.chain import Tip
+from node.swarm.chain.fork_choice import Link, read_links
+from node.swarm.consensus.context import Rules
+from node.swarm.membership.peer_table import PeerTable
+from node.swarm.state_sync.partial_download import PartialState, partial_downloads, remove_partial_downloads
+from node.swarm.state_sync.providers import AvailableState, ProviderSearch, Target
+from node.swarm.state_sync.server import LINKS_TIMEOUT_S, Snapshot, verified_tip
+from node.swarm.transport.wire import Message, Wire
+
+logger = logging.getLogger(__name__)
+
+LEAF_TIMEOUT_S = 120.0
+"""For one leaf while STREAMS share 2 Mbit/s. The endgame does not wait for it."""
+STREAMS = 6  # Requests in flight, to all peers together
+STREAMS_PER_PEER = 3
+ENDGAME_S = 1.0  # Age at which a request may be repeated to a second peer once all leaves are requested
+LOOK_S = 0.1
+REFRESH_S = 5.0  # Time between two searches for servers during a transfer
+BUSY_S = 0.5  # Pause after a peer answers that it is busy
+MAX_TRIES = 3
+MAX_LATE = 3  # Timeouts after which a peer is not asked again
+
+
+class Downloader:
+    """Downloads states for one node. A peer that sent wrong bytes once is not asked again."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        peer_table: PeerTable,
+        rules: Rules,
+        folder: Path,
+        rng: random.Random,
+        room: Room = any_room,
+        digest_at: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        """`digest_at`: this node's own digest at a head; None if it is unknown."""
+        self._wire, self._peer_table, self._rules, self._folder, self._rng = wire, peer_table, rules, folder, rng
+        self._room = room
+        self._providers = ProviderSearch(wire, peer_table, rules, rng, digest_at)
+        self._banned: set[str] = set()
+
+    async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
+        """Download the state that wins the vote. Raises TransferFailed, or MachineError from the disk.
+
+        The finished leaves stay in `folder` until `remove_partial_downloads`, so a later call, or process, resumes.
+        """
+        states = await self._providers.find(target, partial_downloads(self._folder), self._banned)
+        if not states:
+            raise TransferFailed("No peer serves a state yet, or none that the others share.")
+        states = states[:MAX_TRIES]
+        remove_partial_downloads(self._folder, keep=[state.snapshot.digest for state in states])
+        problems = []
+        for state in states:
+            try:
+                return await self._download(state, target, on_progress)
+            except TransferFailed as exc:
+                logger.info("The state after round %d could not be downloaded: %s", state.snapshot.round, exc)
+                problems.append(exc)
+        raise problems[0]
+
+    async def _download(self, state: AvailableState, target: Target, on_progress: Callable[[float], None]) -> Tip:
+        snapshot, clock = state.snapshot, asyncio.get_running_loop().time
+        partial = PartialState(self._folder, snapshot.digest, target.parameters, self._room)
+        try:
+            missing = await asyncio.to_thread(partial.open, snapshot.leaves)
+            total, servers = len(snapshot.leaves), len(state.servers)
+            logger.info(
+                "Downloading the state after round %d from %d %s; %d of %d parts are here already.",
+                snapshot.round, servers, "peer" if servers == 1 else "peers", total - len(missing), total,
+            )  # fmt: skip
+            on_progress(1 - len(missing) / total)
+            self._rng.shuffle(missing)
+            began_at_s, missing_mb = clock(), sum(partial.size_of(index) for index in missing) / 1e6
+            transfer = Transfer(self._wire, snapshot, partial, missing, self._banned, on_progress)
+            await transfer.run(sorted(state.servers), lambda: self._find_servers(snapshot, transfer.peers))
+            took_s = max(1e-3, clock() - began_at_s)
+            logger.info(
+                "Downloaded the state after round %d: %.1f MB in %.1f s, %.2f MB/s.",
+                snapshot.round, missing_mb, took_s, missing_mb / took_s,
+            )  # fmt: skip
+            tip = await asyncio.to_thread(self._read, partial, snapshot, clock())
+        finally:
+            partial.close()
+        if tip.digest != snapshot.digest:
+            partial.remove()
+            raise TransferFailed("The downloaded state differs on the disk from what was written.")
+        return replace(tip, links=await self._links_to(tip, sorted({*state.servers, *transfer.peers})))
+
+    async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
+        """The peers that serve the state now, and those known that are live, as a live one says when it stops."""
+        found = await self._providers.servers(snapshot, self._banned)
+        live = {record.peer_id for record in self._peer_table.others()}
+        return sorted({*found, *live.intersection(known)})
+
+    def _read(self, partial: PartialState, snapshot: Snapshot, now_s: float) -> Tip:
+        anchor, momentum = partial.load()
+        state = OuterState(anchor=anchor, momentum=momentum, round=snapshot.round, tokens=snapshot.tokens)
+        return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
+
+    async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
+        """The links to the tip from the first peer that has them. Fork choice needs them."""
+        for peer in peers[:MAX_TRIES] if tip.proof else ():
+            try:
+                reply = await self._wire.call(peer, "line", Message({"heads": []}), timeout_s=LINKS_TIMEOUT_S)
+                links = await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
+            except PeerError as exc:
+                logger.info("Peer %s does not send the links of its chain: %s", peer[-6:], exc)
+                continue
+            heads = [link.head for link in links]
+            if tip.head in heads:
+                return links[: heads.index(tip.head) + 1]
+        return tip.links
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    peer: str
+    index: int
+    asked_at_s: float
+
+
+class Transfer:
+    """Requests the missing leaves of one state. A faster peer gets more requests.
+
+    Endgame (Cohen, "Incentives Build Robustness in BitTorrent", 2003): once all leaves are requested, a late one is
+    requested from a second peer as well, so that the last leaves do not wait for a slow or hung peer.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        snapshot: Snapshot,
+        partial: PartialState,
+        missing: Sequence[int],
+        banned: set[str],
+        on_progress: Callable[[float], None],
+    ) -> None:
+        """`banned`: peers not to ask; grows by those that send wrong bytes."""
+        self._wire, self._snapshot, self._partial, self._on_progress = wire, snapshot, partial, on_progress
+        self._queue = list(missing)
+        self._missing = set(missing)
+        self._banned = banned
+        self._streams: dict[str, int] = {}
+        """Peer to its limit of requests in flight."""
+        self._requests: dict[asyncio.Task[bytes], _Request] = {}
+        self._late: Counter[str] = Counter()
+        self._paused_until_s: dict[str, float] = {}
+        self._clock = asyncio.get_running_loop().time
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers that are being asked."""
+        return list(self._streams)
+
+    async def run(self, servers: Sequence[str], find_servers: Callable[[], Awaitable[list[str]]]) -> None:
+        """Download the missing leaves. Raises TransferFailed if no peer serves them, MachineError if the disk fails."""
+
+        async def find_later() -> list[str]:
+            await asyncio.sleep(REFRESH_S)
+            return await find_servers()
+
+        self._use_servers(servers)
+        finding, missing_before = asyncio.create_task(find_later()), 0
+        try:
+            while self._missing:
+                self._send_requests()
+                if self._streams or self._requests:
+                    await self._receive()
+                    if finding.done():
+                        self._use_servers(finding.result())
+                        finding = asyncio.create_task(find_later())
+                elif len(self._missing) == missing_before:
+                    break  # All peers were asked once more, without progress.
+                else:
+                    missing_before = len(self._missing)
+                    self._use_servers(await find_servers())
+        finally:
+            for task in (finding, *self._requests):
+                task.cancel()
+            await asyncio.gather(finding, *self._requests, return_exceptions=True)
+        if self._missing:
+            total = len(self._snapshot.leaves)
+            raise TransferFailed(f"{len(self._missing)} of {total} parts of the state are not available from any peer.")
+
+    def _use_servers(self, servers: Sequence[str]) -> None:
+        """Share the streams among these servers, those in use first. Cancels the requests to other peers."""
+        usable = [peer for peer in servers if peer not in self._banned and self._late[peer] < MAX_LATE]
+        chosen = sorted(usable, key=lambda peer: peer not in self._streams)[:STREAMS]
+        share = min(STREAMS_PER_PEER, STREAMS // max(1, len(chosen)))
+        self._streams = {peer: max(1, share - self._late[peer]) for peer in chosen}
+        for task, request in self._requests.items():
+            if request.peer not in self._streams:
+                task.cancel()
+
+    def _send_requests(self) -> None:
+        now_s = self._clock()
+        for peer, limit in self._streams.items():
+            in_flight = sum(request.peer == peer for request in self._requests.values())
+            while in_flight < limit and now_s >= self._paused_until_s.get(peer, 0.0):
+                index = self._queue.pop() if self._queue else self._late_leaf(peer)
+                if index is None:
+                    break
+                self._requests[asyncio.create_task(self._fetch(peer, index))] = _Request(peer, index, now_s)
+                in_flight += 1
+
+    def _late_leaf(self, peer: str) -> int | None:
+        """A leaf that one other peer has been asked for, long ago."""
+        copies, before_s = Counter(request.index for request in self._requests.values()), self._clock() - ENDGAME_S
+        for request in self._requests.values():
+            is_late = request.asked_at_s < before_s and request.index in self._missing
+            if is_late and request.peer != peer and copies[request.index] == 1:
+                return request.index
+        return None
+
+    async def _receive(self) -> None:
+        """Handle the requests that end within LOOK_S."""
+        if not self._requests:
+            await asyncio.sleep(LOOK_S)
+            return
+        done, _ = await asyncio.wait(self._requests, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            request = self._requests.pop(task)
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, PeerError):
+                self._handle_error(request.peer, error)
+            elif error is not None:
+                raise error
+            elif not task.cancelled() and request.index in self._missing:
+                await self._keep(request.index, task.result())
+            if request.index in self._missing and all(r.index != request.index for r in self._requests.values()):
+                self._queue.append(request.index)
+
+    async def _keep(self, index: int, data: bytes) -> None:
+        await asyncio.to_thread(self._partial.put, index, data)
+        self._missing.discard(index)
+        for task, request in self._requests.items():
+            if request.index == index:
+                task.cancel()
+        self._on_progress(1 - len(self._missing) / len(self._snapshot.leaves))
+
+    async def _fetch(self, peer: str, index: int) -> bytes:
+        """Request a leaf and verify it. A peer that sends a wrong one is banned."""
+        message = Message({"digest": self._snapshot.digest, "index": index})
+        reply = await self._wire.call(peer, "leaf", message, timeout_s=LEAF_TIMEOUT_S, max_reply_bytes=LEAF_BYTES)
+        try:
+            await asyncio.to_thread(self._check, index, reply)
+        except PeerError as exc:
+            if peer not in self._banned:
+                self._banned.add(peer)
+                self._wire.traffic.reject(exc)
+                logger.warning("Peer %s is dropped from the download: %s.", peer[-6:], exc)
+            raise
+        return reply.blobs[0]
+
+    def _check(self, index: int, reply: Message) -> None:
+        if len(reply.blobs) != 1 or leaf_hash(reply.blobs[0]) != self._snapshot.leaves[index]:
+            raise PeerError(f"leaf {index} has a wrong hash")
+        if len(reply.blobs[0]) != self._partial.size_of(index):
+            raise PeerError(f"leaf {index} has {len(reply.blobs[0])} bytes", code="bad_size")
+        if not np.isfinite(np.frombuffer(reply.blobs[0], dtype="<f4")).all():
+            raise PeerError(f"leaf {index} has a value that is not finite", code="not_finite")
+
+    def _handle_error(self, peer: str, error: PeerError) -> None:
+        """Ask a busy peer later, a late one less, and others again only once they are found as servers."""
+        if error.code == "busy" and peer not in self._banned:
+            self._paused_until_s[peer] = self._clock() + BUSY_S
+            return
+        if peer not in self._banned:
+            logger.info("Peer %s did not send a part of the state: %s", peer[-6:], error)
+        if error.code == "timeout":
+            self._late[peer] += 1
+            if self._late[peer] < MAX_LATE and peer in self._streams:
+                self._streams[peer] = max(1, self._streams[peer] - 1)
+                return
+        self._streams.pop(peer, None)

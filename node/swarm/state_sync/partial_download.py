@@ -1,0 +1,139 @@
+"""The file of a partial download. It survives a broken attempt and the process.
+
+The file keeps no list of finished leaves: a leaf whose bytes have the right hash is finished. It is written with plain
+writes, because a full disk would raise a signal through a memory map.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.diloco.digest import leaf_bounds, leaf_hash
+from node.errors import MachineError
+from node.host.disk_quota import Room, any_room
+
+NAME_CHARACTERS = 16  # Characters of the digest in the file's name
+_PREFIX, _SUFFIX = "download-", ".bin"
+_VALUE_BYTES = 4
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class PartialState:
+    """The file of one state: anchor, then momentum, fp32 little-endian, 8 bytes a parameter."""
+
+    def __init__(self, folder: Path, digest: str, parameters: int, room: Room = any_room) -> None:
+        self.path = folder / f"{_PREFIX}{digest[:NAME_CHARACTERS]}{_SUFFIX}"
+        self._folder, self._room = folder, room
+        self._parameters, self._bounds = parameters, leaf_bounds(parameters)
+        self._size_bytes = 2 * _VALUE_BYTES * parameters
+        self._handle = -1
+
+    def open(self, leaves: Sequence[bytes]) -> list[int]:
+        """Create or reopen the file. Returns the missing leaves. Slow: hashes the file. Raises MachineError."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.fstat(self._handle).st_size != self._size_bytes:
+                os.ftruncate(self._handle, 0)
+                with self._room(self._size_bytes):  # The quota counts the whole length from now on.
+                    os.ftruncate(self._handle, self._size_bytes)
+            allocated_bytes = min(self._size_bytes, os.fstat(self._handle).st_blocks * 512)
+            if self._size_bytes - allocated_bytes > shutil.disk_usage(self._folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return [index for index, digest in enumerate(leaves) if leaf_hash(self._read(index)) != digest]
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
+
+    def put(self, index: int, data: bytes) -> None:
+        """Write a leaf that has been verified. Raises MachineError."""
+        offset, size_bytes = self._place(index)
+        assert len(data) == size_bytes
+        view = memoryview(data)
+        try:
+            while view:
+                written = os.pwrite(self._handle, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Anchor and momentum, fp32 cpu [P], copied into memory. Raises MachineError."""
+        vectors = torch.empty(self._parameters), torch.empty(self._parameters)
+        try:
+            for which, vector in enumerate(vectors):
+                values = vector.numpy()
+                for place, (start, end) in enumerate(self._bounds):
+                    data = self._read(which * len(self._bounds) + place)
+                    values[start:end] = np.frombuffer(data, dtype="<f4")
+        except (OSError, ValueError) as exc:
+            raise MachineError(f"{self.path} cannot be read ({exc}): remove it, and start again.", code="disk") from exc
+        return vectors
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def remove(self) -> None:
+        self.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+    def size_of(self, index: int) -> int:
+        """Size of a leaf in bytes."""
+        return self._place(index)[1]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Offset and size of a leaf in bytes."""
+        which, place = divmod(index, len(self._bounds))
+        start, end = self._bounds[place]
+        return _VALUE_BYTES * (which * self._parameters + start), _VALUE_BYTES * (end - start)
+
+    def _read(self, index: int) -> bytes:
+        offset, size_bytes = self._place(index)
+        return os.pread(self._handle, size_bytes, offset)
+
+    def _disk_error(self, exc: OSError) -> MachineError:
+        self.close()
+        if exc.errno not in _DISK_FULL:
+            return MachineError(
+                f"The downloaded state could not be written to {self._folder} ({exc.strerror or exc}): make that "
+                "folder writable or move node.data_dir.",
+                code="disk",
+            )
+        try:
+            free = f"{shutil.disk_usage(self._folder).free / 2**20:.1f} MiB are free"
+        except OSError:
+            free = "less is free"
+        return MachineError(
+            f"The disk is full: the downloaded state needs {self._size_bytes / 2**20:.1f} MiB in {self._folder} and "
+            f"{free} ({exc.strerror}). The finished part is kept: free some space, or move node.data_dir to a larger "
+            "disk.",
+            code="disk_full",
+        )
+
+
+def partial_downloads(folder: Path) -> list[str]:
+    """The digest prefixes of the partial downloads in a folder, newest first."""
+    files = []
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):
+            files.append((path.stat().st_mtime_ns, path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)))
+    return [name for _, name in sorted(files, reverse=True)]
+
+
+def remove_partial_downloads(folder: Path, keep: Sequence[str] = ()) -> None:
+    """Remove the partial downloads in a folder, except those of these digests."""
+    kept = {digest[:NAME_CHARACTERS] for digest in keep}
+    for name in partial_downloads(folder):
+        if name not in kept:
+            (folder / f"{_PREFIX}{name}{_SUFFIX}").unlink(missing_ok=True)

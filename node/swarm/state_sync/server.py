@@ -1,0 +1,179 @@
+"""What a node serves to joiners and to peers that are behind: proofs and links of the chain, and its outer state.
+
+A state is sent with its proof and its hash tree, so the receiver verifies every leaf on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from node.diloco.outer import OuterState
+from node.errors import PeerError
+from node.status import Channel, Phase
+from node.swarm.chain.chain import Tip, make_tip
+from node.swarm.chain.fork_choice import MAX_LINKS, Link, heads_of, links_after, read_links
+from node.swarm.consensus.context import Context, Rules
+from node.swarm.messages import Join, Proof, check_proof, included_joins
+from node.swarm.transport.wire import Message, Service, Wire
+
+MIN_NAME = 16  # Characters of a head or digest that identify a state
+LEAVES_PER_CALLER = 8
+"""Leaves being sent to one caller at a time. They are held in memory."""
+VOTES_PER_CALLER = 64  # A caller asks once for each state that it was offered; a reply is two digests
+YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the uplink
+LOOK_S = 0.1
+PROOFS_BYTES = 2**20
+"""Limit of one reply: what 2 Mbit/s transfer within the caller's timeout. The caller asks again for the rest."""
+LINKS_TIMEOUT_S = 20.0  # For a request of all links: 4 MiB at 2 Mbit/s
+SERVING_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING, Phase.PAUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A checkpoint of the outer state, as it is served."""
+
+    round: int
+    head: str
+    tokens: int
+    digest: str
+    leaves: Sequence[bytes]
+    """Leaf hashes of the hash tree whose root is `digest`."""
+    proof: Proof | None
+    """The commit certificate of `head`; None for the initial state."""
+
+
+class StateSource(Protocol):
+    """Immutable checkpoints of this node. Called from threads."""
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        """The newest one, or the one with this head or digest prefix. `hold`: keep its files for a while."""
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        """One leaf; keeps the files for a while. Raises LookupError if the state is gone."""
+
+    def oldest_needed_round(self) -> int | None:
+        """The oldest round from which a joiner, or this node after a crash, will replay."""
+
+
+def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
+    """The joins that the record at `head` counts. Raises PeerError if the proof does not lead to it."""
+    if proof is None:
+        if head != rules.run or round != -1:
+            raise PeerError("a state comes without proof of its round")
+        return {}
+    outcome, joins = check_proof(proof, rules.bounds)
+    if proof.outcome.hash != head or outcome.round != round:
+        raise PeerError("a state's proof is for another round")
+    return included_joins(outcome, joins)
+
+
+def verified_tip(
+    state: OuterState, head: str, proof: Proof | None, rules: Rules, now_s: float, links: tuple[Link, ...] = ()
+) -> Tip:
+    """The tip for a checkpoint. Slow: verifies and hashes. Raises PeerError if the proof does not lead to the head.
+
+    `links`: the rounds that led there, if they are known.
+    """
+    included = joins_at(head, state.round, proof, rules)
+    if not links and proof is not None:
+        links = read_links([proof.model_dump_json()], rules.bounds)
+    return make_tip(state, head, proof, rules.outer, included, now_s, links)
+
+
+class StateServer:
+    """Serves outer states from checkpoints. It needs no model, so a paused node serves too."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        source: StateSource,
+        digest_at: Callable[[str], str | None] = lambda _: None,
+        is_uplink_busy: Callable[[], bool] = lambda: False,
+        inject_faults: Callable[[Sequence[bytes]], Awaitable[Sequence[bytes]]] | None = None,
+    ) -> None:
+        """Register the services.
+
+        Args:
+            digest_at: the digest at a head of this node's chain; None if it is not on the chain.
+            is_uplink_busy: whether a round needs the uplink now. Joiners wait for a moment then.
+            inject_faults: for tests; replaces the blobs of a reply.
+        """
+        self._source, self._digest_at, self._is_uplink_busy = source, digest_at, is_uplink_busy
+        self._inject_faults = inject_faults
+        wire.serve(
+            {
+                "state": Service(self._on_state, Channel.STATE, per_caller=LEAVES_PER_CALLER),
+                "leaf": Service(self._on_leaf, Channel.STATE, per_caller=LEAVES_PER_CALLER),
+                "vouch": Service(self._on_vouch, Channel.STATE, per_caller=VOTES_PER_CALLER),
+            }
+        )
+
+    async def _on_state(self, caller: str, message: Message) -> Message:
+        """The newest state, or the one whose digest starts with `digest`."""
+        name = message.header.get("digest", "")
+        if not isinstance(name, str) or 0 < len(name) < MIN_NAME:
+            raise PeerError("a request for a state has the wrong form")
+        snapshot = await asyncio.to_thread(self._source.find, name, hold=True)
+        if snapshot is None:
+            raise PeerError("this node does not have that state" if name else "this node has no state yet", code="gone")
+        header = {"round": snapshot.round, "head": snapshot.head, "tokens": snapshot.tokens, "digest": snapshot.digest}
+        proof = snapshot.proof.model_dump_json().encode() if snapshot.proof else b""
+        return Message(header, [b"".join(snapshot.leaves), proof])
+
+    async def _on_leaf(self, caller: str, message: Message) -> Message:
+        digest, index = message.header.get("digest"), message.header.get("index")
+        if not isinstance(digest, str) or not isinstance(index, int) or index < 0:
+            raise PeerError("a request for a leaf has the wrong form")
+        for _ in range(int(YIELD_S / LOOK_S)):
+            if not self._is_uplink_busy():
+                break
+            await asyncio.sleep(LOOK_S)
+        try:
+            blobs: Sequence[bytes] = [await asyncio.to_thread(self._source.leaf, digest, index)]
+        except (LookupError, OSError) as exc:
+            raise PeerError("this node does not have that state any more", code="gone") from exc
+        return Message(blobs=await self._inject_faults(blobs) if self._inject_faults else blobs)
+
+    async def _on_vouch(self, caller: str, message: Message) -> Message:
+        """This node's digest at a head, and the digest of the state that it serves for it."""
+        head = message.header.get("head")
+        if not isinstance(head, str) or len(head) < MIN_NAME:
+            raise PeerError("a question for a head has the wrong form")
+        served = await asyncio.to_thread(self._source.find, head)
+        digest = self._digest_at(head) or (served.digest if served else "")
+        return Message({"digest": digest, "serves": served.digest if served else ""})
+
+
+class ChainServer:
+    """Serves the proofs and the links of this node's chain."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        services = {"proofs": self._on_proofs, "line": self._on_line}
+        ctx.wire.serve({verb: Service(handler, Channel.STATE) for verb, handler in services.items()})
+
+    async def _on_proofs(self, caller: str, message: Message) -> Message:
+        """The next proofs after a head. Status `unknown`: this node cannot lead from there to its own head."""
+        tip, after = self._ctx.chain.tip, str(message.header.get("after"))
+        proofs = self._ctx.chain.proofs_after(after)
+        blobs: list[bytes] = []
+        for proof in proofs:
+            blob = proof.model_dump_json().encode()
+            if blobs and sum(map(len, blobs)) + len(blob) > PROOFS_BYTES:
+                break
+            blobs.append(blob)
+        status = "ok" if proofs or after == tip.head else "unknown"
+        return Message({"status": status, "head": tip.head, "age_s": self._ctx.age_s}, blobs)
+
+    async def _on_line(self, caller: str, message: Message) -> Message:
+        """The links after the newest of the caller's heads that is on this node's chain; all links if none is."""
+        heads = message.header.get("heads")
+        if not isinstance(heads, list) or len(heads) > MAX_LINKS + 1:
+            raise PeerError("a request for a chain's links has the wrong form")
+        tip = self._ctx.chain.tip
+        known = set(heads_of(tip.links, tip.head))
+        fork_point = next((head for head in heads if head in known), "")
+        return Message(blobs=[link.text.encode() for link in links_after(tip.links, fork_point)])

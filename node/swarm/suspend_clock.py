@@ -1,0 +1,37 @@
+"""A monotonic clock that stops while this process is suspended.
+
+A process that was stopped or starved received nothing meanwhile, which says nothing about its peers. With a plain clock
+it would resume, take all peers for dead, and continue alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SUSPENDED_S = 3.0
+"""A longer gap between two readings means that the process did not run: it reads the clock about once a second."""
+JUST_RESUMED_S = 3.0
+
+
+class SuspendClock:
+    """Seconds, without the gaps longer than SUSPENDED_S between two readings."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_at_s = clock()
+        self._suspended_s = 0.0
+        self._resumed_at_s: float | None = None
+
+    def __call__(self) -> float:
+        now_s = self._clock()
+        gap_s = now_s - self._read_at_s
+        self._read_at_s = now_s
+        if gap_s > SUSPENDED_S:
+            self._suspended_s += gap_s
+            self._resumed_at_s = now_s
+        return now_s - self._suspended_s
+
+    def just_resumed(self) -> bool:
+        """Whether the process resumed within JUST_RESUMED_S. Peers may have closed its connections meanwhile."""
+        self()
+        return self._resumed_at_s is not None and self._read_at_s - self._resumed_at_s < JUST_RESUMED_S

@@ -1,0 +1,1 @@
+"""Calls between peers over libp2p, directly or through relays."""

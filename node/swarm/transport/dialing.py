@@ -1,0 +1,123 @@
+"""Find the address at which a peer answers: names are resolved, and a TLS handshake proves who listens.
+
+After an address did not answer, libp2p refuses to dial it again for 5 s up to 5 min (go-libp2p, `swarm_dial.go`). That
+is too long after a partition, so libp2p only gets an address at which the peer has just answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from node.errors import PeerError
+from node.swarm.transport.address_scope import Endpoint, direct_address
+from node.swarm.transport.tls_probe import peer_at
+
+logger = logging.getLogger(__name__)
+
+MAX_IPS = 8
+"""Addresses of one name that are tried."""
+MAX_LOOKUPS = 16
+"""Concurrent lookups: a peer's own name server may delay each of them for a minute."""
+MAX_LOOKUPS_PER_PEER = 4
+_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_lock = threading.Lock()
+_lookups: Counter[str] = Counter()
+"""Running lookups by peer id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A peer and its multiaddress, which has an IP address and no peer id."""
+
+    peer_id: str
+    address: str
+
+
+async def find_listener(endpoints: Sequence[Endpoint], timeout_s: float, peer_id: str = "") -> Listener | None:
+    """The first listener that answers, or with `peer_id` the first that is this peer; None after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _first([_probe_endpoint(endpoint, timeout_s, peer_id) for endpoint in endpoints])
+    except TimeoutError:
+        return None
+
+
+async def _probe_endpoint(endpoint: Endpoint, timeout_s: float, peer_id: str) -> Listener | None:
+    ips = [ip for ip in sorted(await resolve(endpoint, timeout_s, peer_id)) if "%" not in ip]
+    return await _first([_probe_ip(ip, endpoint.port, timeout_s, peer_id) for ip in ips[:MAX_IPS]])
+
+
+async def _probe_ip(ip: str, port: int, timeout_s: float, peer_id: str) -> Listener | None:
+    try:
+        found = await peer_at(ip, port, timeout_s)
+    except PeerError:
+        return None
+    return Listener(found, direct_address(ip, port)) if peer_id in ("", found) else None
+
+
+async def _first(probes: Sequence[Coroutine[None, None, Listener | None]]) -> Listener | None:
+    """The first listener found; the other probes are cancelled."""
+    tasks = [asyncio.create_task(probe) for probe in probes]
+    try:
+        for done in asyncio.as_completed(tasks):
+            if found := await done:
+                return found
+        return None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "") -> frozenset[str]:
+    """The IP addresses of an endpoint; empty if its name does not resolve in time or too many lookups are running.
+
+    `peer_id` is the peer that named the endpoint, for the limit per peer.
+    """
+    if endpoint.ip is not None:
+        return frozenset({str(endpoint.ip)})
+    with _lock:
+        if _lookups[peer_id] >= MAX_LOOKUPS_PER_PEER or _lookups.total() >= MAX_LOOKUPS:
+            return frozenset()
+        _lookups[peer_id] += 1
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[frozenset[str]] = loop.create_future()
+    # A lookup cannot be cancelled. Pool threads would be joined at exit, so each lookup gets a daemon thread.
+    threading.Thread(target=_look_up, args=(endpoint, peer_id, loop, answer), name="resolve", daemon=True).start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        logger.debug("%s was not resolved within %.0f s", endpoint.host, timeout_s)
+        return frozenset()
+
+
+def _look_up(
+    endpoint: Endpoint, peer_id: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[frozenset[str]]
+) -> None:
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, _FAMILIES[endpoint.kind], socket.SOCK_STREAM)
+        ips = frozenset(str(address[4][0]) for address in found)
+    except (OSError, UnicodeError) as exc:
+        logger.debug("%s is not resolved: %s", endpoint.host, exc)
+        ips = frozenset()
+    finally:
+        with _lock:
+            _lookups[peer_id] -= 1
+            if not _lookups[peer_id]:
+                del _lookups[peer_id]
+
+    def deliver() -> None:
+        if not answer.done():
+            answer.set_result(ips)
+
+    try:
+        loop.call_soon_threadsafe(deliver)
+    except RuntimeError:
+        logger.debug("The event loop that asked for %s has ended.", endpoint.host)

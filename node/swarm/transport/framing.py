@@ -1,0 +1,130 @@
+"""One message on a stream: a length-prefixed header, then blobs. Sizes, rate and stalls are limited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from node.errors import PeerError
+from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, Message, unpack_header
+
+PIECE_BYTES = 256 * 1024
+LIMITED_PIECE_BYTES = 16 * 1024
+"""Under a rate limit: small enough that many streams share a slow link evenly."""
+SMALL_HEADER_BYTES = 64 * 1024
+"""A longer header is bulk for the rate limit. Gossip in a swarm of thousands has headers of up to 300 kB."""
+MIN_BYTES_S = PIECE_BYTES / STALL_S
+"""A peer that is slower than this over a whole message counts as hung."""
+LINGER_S = 1.0
+
+T = TypeVar("T")
+
+
+class Reader(Protocol):
+    """The incoming half of a stream; `asyncio.StreamReader` is one."""
+
+    async def read(self, n: int) -> bytes:
+        """Up to n bytes; b"" at the end of the stream."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Read exactly `n` bytes. Raises IncompleteReadError if the stream ends early."""
+
+
+class Writer(Protocol):
+    """The outgoing half of a stream; `asyncio.StreamWriter` is one."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Queue data."""
+
+    async def drain(self) -> None:
+        """Wait while too much data is queued."""
+
+    def close(self) -> None:
+        """Close once the queued data is sent."""
+
+
+class _StallTimer:
+    """Bounds the total time spent waiting for the other end during one message; waits for the own limit are free."""
+
+    def __init__(self, size: int) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._left_s = STALL_S + size / MIN_BYTES_S
+
+    async def wait(self, step: Awaitable[T]) -> T:
+        """Wait for one transfer. Raises TimeoutError if nothing moves for STALL_S or the whole message is too slow."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(min(STALL_S, self._left_s)):
+                return await step
+        finally:
+            self._left_s -= self._clock() - began_s
+
+
+async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter) -> int:
+    """Send a packed header and blobs; returns the bytes sent. Raises TimeoutError if the peer reads too slowly."""
+    length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
+    if len(header) <= SMALL_HEADER_BYTES:
+        if not limiter.try_acquire_priority(len(header)):
+            await limiter.acquire(len(header))
+        writer.write(length + header)
+        bulk = blobs
+    else:
+        writer.write(length)
+        bulk = [header, *blobs]
+    step = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
+    timer = _StallTimer(sum(map(len, bulk)))
+    for blob in bulk:
+        view = memoryview(blob)
+        for start in range(0, len(view), step):
+            piece = view[start : start + step]
+            await limiter.acquire(len(piece))
+            writer.write(piece)
+            await timer.wait(writer.drain())
+    await timer.wait(writer.drain())
+    return 4 + len(header) + blob_bytes
+
+
+async def read_message(
+    reader: Reader, limit: Callable[[str], int], limiter: RateLimiter, first_s: float | None = None
+) -> tuple[str, Message, int]:
+    """Receive one message: verb or status, message, bytes received. Every size is checked before it is used.
+
+    `limit` maps the verb to the maximum body length. `first_s` bounds the wait for the first byte.
+    """
+    async with asyncio.timeout(first_s):
+        length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_HEADER_BYTES:
+        raise PeerError("a header is longer than allowed", code="bad_size")
+    if length <= SMALL_HEADER_BYTES:
+        packed = await _StallTimer(length).wait(reader.readexactly(length))
+        # Headers beyond the priority share do not count, or strangers could stop this node's bulk.
+        limiter.try_acquire_priority(length)
+    else:
+        packed = await _read_blob(reader, length, limiter)
+    verb, header, sizes = unpack_header(packed, limit)
+    blobs = [await _read_blob(reader, size, limiter) for size in sizes]
+    return verb, Message(header, blobs), 4 + length + sum(sizes)
+
+
+async def _read_blob(reader: Reader, size: int, limiter: RateLimiter) -> bytes:
+    """Reading no faster than the limit slows the sender down."""
+    pieces, left, timer = [], size, _StallTimer(size)
+    while left:
+        piece = await timer.wait(reader.read(min(left, LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES)))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", size)
+        pieces.append(piece)
+        left -= len(piece)
+        await limiter.acquire(len(piece))
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def linger(reader: Reader) -> None:
+    """Wait for the caller to close first, discarding input: closing while it still writes would lose the reply."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while await reader.read(PIECE_BYTES):
+                pass

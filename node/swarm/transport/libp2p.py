@@ -1,0 +1,651 @@
+"""The libp2p transport and the only user of hivemind's networking: `Libp2pWire` calls peers through p2pd.
+
+A call is one stream: a length-prefixed header, then blobs, both ways. libp2p authenticates the caller's peer id.
+Everything runs on the caller's asyncio loop; DHTNode is used directly, so hivemind forks no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
+
+from node.errors import PeerError, SwarmError
+from node.status import Channel
+from node.swarm.identity import Identity, load_identity
+from node.swarm.transport.address_scope import (
+    LocalAddresses,
+    describe_dial,
+    interface_addresses,
+    parse_endpoint,
+    read_interfaces,
+    select_addresses,
+    with_peer,
+)
+from node.swarm.transport.connection_health import BackoffSet, HalfOpenDetector
+from node.swarm.transport.dialing import find_listener
+from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
+from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message
+from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
+from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.relay import Relay, accept_circuit, open_circuit
+from node.swarm.transport.wire import (
+    MALFORMED_ERRORS,
+    MAX_REPLY_BYTES,
+    STALL_S,
+    CallLimiter,
+    Message,
+    NoRoutes,
+    Routes,
+    Service,
+    Traffic,
+    cancel_if_gone,
+    pack_header,
+    printable,
+    run_handler,
+    timeout_error,
+)
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/diloco/1"
+RELAY_PROTOCOL = "/diloco/relay/1"
+"""From a caller to a relay: a request for a circuit."""
+RELAYED_PROTOCOL = "/diloco/relayed/1"
+"""From a relay to the target of a circuit."""
+CONNECT_TIMEOUT_S = 5.0
+QUIC_TIMEOUT_S = 6.0
+"""libp2p's own timeout is 5 s."""
+DIRECT_TIMEOUT_S = 3.0
+"""For opening a direct stream to a peer that has relays too."""
+CIRCUIT_S = 3.0
+"""For opening a circuit if there is another relay to try."""
+CONNECTED_CACHE_S = 0.5
+"""How long the list of connected peers is reused: p2pd takes several ms to list many peers."""
+SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
+"""A call with a longer body or timeout is bulk, or waits for bulk or heavy work."""
+DHT_TIMEOUT_S = 10.0
+DHT_SHUTDOWN_S = 2.0
+STREAMS_PER_CALLER = 64
+"""Each stream holds a header in memory."""
+DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
+"""What hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
+
+
+class _Unconnected(PeerError):
+    """There is no connection to the peer, and none can be opened."""
+
+
+class _NoCircuit(PeerError):
+    """A relay does not lead to the peer; `code` is the relay's own if it gave one."""
+
+
+@lru_cache(maxsize=2**14)
+def read_address(address: str) -> tuple[str, Multiaddr] | None:
+    """Split a multiaddress from a peer into peer id and the address to dial; None if it is not valid.
+
+    Cached, because gossip repeats addresses.
+    """
+    target, _, peer_id = address.rpartition("/p2p/")
+    try:
+        if not peer_id or PeerID.from_base58(peer_id).to_base58() != peer_id:
+            return None
+        return peer_id, Multiaddr(target)
+    except (ValueError, LookupError):
+        return None
+
+
+def addresses_of(peer_id: str, addresses: Iterable[str]) -> tuple[str, ...]:
+    """The valid addresses that end in this peer's id. A signed record may list anything."""
+    return tuple(address for address in addresses if (found := read_address(address)) and found[0] == peer_id)
+
+
+class ControlClient:
+    """p2pd's control socket. Methods raise one of DAEMON_ERRORS."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @classmethod
+    async def open(cls, daemon: Daemon) -> ControlClient:
+        return cls(await Client.create(Multiaddr(daemon.control), Multiaddr(daemon.client_address())))
+
+    async def connect(self, peer_id: str, addresses: Iterable[Multiaddr]) -> None:
+        await self._client.connect(PeerID.from_base58(peer_id), addresses)
+
+    async def disconnect(self, peer_id: str) -> None:
+        await self._client.disconnect(PeerID.from_base58(peer_id))
+
+    async def listen_addresses(self) -> list[str]:
+        _, addresses = await self._client.identify()  # P2P's own method fails if there is none
+        return list(map(str, addresses))
+
+    async def peers(self) -> dict[str, list[str]]:
+        """The remote multiaddresses of each connected peer."""
+        peers: dict[str, list[str]] = {}
+        for info in await self._client.list_peers():
+            peers.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
+        return peers
+
+    def close(self) -> None:
+        _log_task_errors(self._client)
+        self._client.close()
+
+
+def _log_task_errors(client: Any) -> None:
+    """Retrieve the errors of hivemind's tasks on a control connection, which fail once p2pd has ended."""
+    control = getattr(client, "control", None)
+    for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
+        if task is not None and task.done() and not task.cancelled():
+            logger.debug("libp2p's daemon is gone: %r", task.exception())
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    peer_id: str
+    verb: str
+    header: bytes
+    blobs: Sequence[bytes]
+    timeout_s: float
+    max_reply_bytes: int
+
+    @property
+    def is_bulk(self) -> bool:
+        return sum(map(len, self.blobs)) > SMALL_BYTES or self.timeout_s > SMALL_S
+
+
+class Libp2pWire:
+    """One node's `Wire` over libp2p. Made by `open_wire`."""
+
+    def __init__(self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient, dht: DHTNode) -> None:
+        self.peer_id = p2p.peer_id.to_base58()
+        self.traffic = Traffic()
+        self.routes: Routes = NoRoutes()
+        self._clock = asyncio.get_running_loop().time
+        self.upload_limiter, self.download_limiter = RateLimiter(self._clock), RateLimiter(self._clock)
+        self.relay = Relay(
+            self._open_target, lambda: self.traffic, self.upload_limiter, self.download_limiter, self._clock
+        )
+        self._identity = identity
+        self.daemon = daemon
+        self._p2p, self._client, self._dht = p2p, client, dht
+        self.local_addresses = LocalAddresses()
+        """Decides which of a peer's addresses are dialed."""
+        self.listen_addresses: Sequence[str] = ()
+        """Where p2pd listens, if it does not report that itself."""
+        self.relayed_at_s: dict[str, float] = {}
+        """When each peer was last called over a relay."""
+        self._services: dict[str, Service] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._connected: tuple[set[str], float] = (set(), 0.0)
+        """Cache of the connected peers, and when it expires."""
+        self._closed_to_dials: set[str] = set()
+        """Peers without an inbound port: they are called over the connection that they have opened."""
+        self._not_dialed, self._bad_relays = BackoffSet(self._clock), BackoffSet(self._clock)
+        """Peers to call over their relays at once because a dial failed, and relays to try last."""
+        self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
+        self._drops: set[asyncio.Task[None]] = set()
+        self._call_limiter = CallLimiter()
+        self._streams: dict[asyncio.Task[Any], str] = {}
+        """The task of every incoming stream, and its caller."""
+
+    # calling
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        self._services.update(services)
+
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
+        try:
+            if peer_id == self.peer_id:
+                return await self._call_self(verb, message, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                header = pack_header(verb, message)
+                return await self._call_remote(_Call(peer_id, verb, header, message.blobs, timeout_s, max_reply_bytes))
+        except TimeoutError as exc:
+            raise timeout_error(peer_id, verb, timeout_s) from exc
+        except DAEMON_ERRORS as exc:
+            self._forget_connected(peer_id)
+            raise PeerError(f"peer {peer_id[-6:]} is not reachable ({verb})", code="unreachable") from exc
+        except MALFORMED_ERRORS as exc:
+            raise PeerError(f"peer {peer_id[-6:]} does not keep to the protocol ({verb})") from exc
+
+    async def _call_self(self, verb: str, message: Message, timeout_s: float) -> Message:
+        with ExitStack() as held:
+            self._call_limiter.limit_call(self._services, self.peer_id, held)(verb)
+            async with asyncio.timeout(timeout_s):
+                return await run_handler(self._services[verb], self.peer_id, message)
+
+    async def _call_remote(self, call: _Call) -> Message:
+        """Call directly if that is possible, else over the peer's relays."""
+        peer_id = call.peer_id
+        relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
+        may_dial = not (relays and peer_id in self._not_dialed)
+        open_s = min(DIRECT_TIMEOUT_S, call.timeout_s / 2) if relays else call.timeout_s
+        watch = partial(self._half_open.watch, peer_id, self._clock(), is_bulk=call.is_bulk)
+        try:
+            async with asyncio.timeout(open_s if relays else None):
+                await self._ensure_connected(peer_id, dial=may_dial)
+                with watch(timeout_s=open_s):
+                    ends = await self._open(peer_id, PROTOCOL)
+        except (_Unconnected, *DAEMON_ERRORS) as exc:
+            if not relays:
+                raise
+            if may_dial:
+                self._not_dialed.add(peer_id)
+            logger.debug("%s cannot be called directly: %r", peer_id[-6:], exc)
+        else:
+            try:
+                with watch(timeout_s=call.timeout_s):
+                    reply = await self._exchange(ends, call)
+                self._half_open.answered(peer_id)
+                return reply
+            except DAEMON_ERRORS as exc:
+                if not relays:
+                    raise
+                logger.debug("The call of %s broke off: %r", peer_id[-6:], exc)
+        self._forget_connected(peer_id)
+        return await self._call_over(relays, call)
+
+    async def _call_over(self, relays: Sequence[str], call: _Call) -> Message:
+        """Call over one relay after another; those that failed lately come last."""
+        peer_id = call.peer_id
+        refusals: list[_NoCircuit] = []
+        for relay in (ordered := sorted(relays, key=self._bad_relays.__contains__)):
+            try:
+                within_s = None if relay == ordered[-1] else min(CIRCUIT_S, call.timeout_s / 2)
+                circuit = await self._open_circuit(relay, peer_id, call.timeout_s, within_s)
+                self.relayed_at_s[peer_id] = self._clock()
+                exchange = self._exchange((circuit, circuit), call)
+                return await cancel_if_gone(partial(self.routes.is_gone, relay), exchange)
+            except _NoCircuit as exc:
+                refusals.append(exc)
+            except DAEMON_ERRORS as exc:
+                self._bad_relays.add(relay)
+                refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
+            logger.debug("%s cannot be called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
+        self._not_dialed.discard(peer_id)  # No relay leads there, so the next call dials again.
+        # Only a relay that has answered knows anything about the peer. A single one may lie or be out of date.
+        is_away = all(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
+        code = "unreachable" if is_away else "no_relay"
+        raise PeerError(f"no relay leads to peer {peer_id[-6:]}: {refusals[-1]}", code=code)
+
+    async def _open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol)
+        return reader, writer
+
+    async def _exchange(self, ends: tuple[Reader, Writer], call: _Call) -> Message:
+        """Send the request, read the reply, close the stream. Raises the peer's refusal as PeerError."""
+        reader, writer = ends
+        service = self._services.get(call.verb)
+        channel = service.channel if service else Channel.DHT
+        # Concurrent with reading: a peer may refuse and close before it has read the whole request.
+        sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter))
+        try:
+            status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, self.download_limiter)
+            self.traffic.received_bytes[channel] += size
+            if status == "ok":
+                sent_bytes = await sending
+                self.traffic.sent_bytes[channel] += sent_bytes
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            writer.close()
+        if status != "ok":
+            raise PeerError(printable(reply.header.get("error"), 300) or "refused", code=printable(status, 40))
+        return reply
+
+    # relays
+
+    async def _open_circuit(self, relay: str, peer_id: str, for_s: float, within_s: float | None) -> EncryptedStream:
+        """Open a stream to a peer through a relay, for a call of `for_s`, within `within_s`. Raises _NoCircuit."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._ensure_connected(relay)
+                ends = await self._open(relay, RELAY_PROTOCOL)
+                try:
+                    return await open_circuit(peer_id, Handshake(self._identity), for_s, ends)
+                except BaseException:
+                    ends[1].close()
+                    raise
+        except DecryptionFailed as exc:
+            self.traffic.reject(PeerError(str(exc), code="bad_signature"))
+            self._bad_relays.add(relay)
+            raise _NoCircuit(str(exc), code="no_relay") from exc
+        except _Unconnected as exc:
+            self._bad_relays.add(relay)
+            raise _NoCircuit(f"the relay {relay[-6:]} is not reachable", code="no_relay") from exc
+        except PeerError as exc:
+            raise _NoCircuit(str(exc), code=exc.code) from exc
+        except (*DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
+            self._bad_relays.add(relay)
+            raise _NoCircuit(f"the relay {relay[-6:]} does not answer", code="no_relay") from exc
+        except asyncio.CancelledError:
+            if self._clock() - began_s > for_s / 4:
+                self._bad_relays.add(relay)  # The call's time ran out here.
+            raise
+
+    async def is_carried_by(self, relay: str, verb: str, timeout_s: float) -> bool:
+        """Whether a relay carries a call from this node to itself."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                call = _Call(self.peer_id, verb, pack_header(verb, Message()), (), timeout_s, 0)
+                await self._call_over([relay], call)
+        except (PeerError, *DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
+            logger.debug("%s does not carry a call to this node: %r", relay[-6:], exc)
+            return False
+        return True
+
+    async def _open_target(self, peer_id: str) -> tuple[Reader, Writer]:
+        """Open a stream for another peer's circuit over an existing connection. Raises PeerError."""
+        try:
+            async with asyncio.timeout(CIRCUIT_S):
+                if peer_id in await self.connected():
+                    return await self._open(peer_id, RELAYED_PROTOCOL)
+        except (*DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
+            raise PeerError(f"the relay does not get through to {peer_id[-6:]}", code="unreachable") from exc
+        raise PeerError(f"the relay has no connection to {peer_id[-6:]}", code="not_dialed")
+
+    # incoming streams
+
+    async def serve_streams(self) -> None:
+        """Accept incoming streams from now on."""
+        for protocol, handler in (
+            (PROTOCOL, self._on_stream),
+            (RELAY_PROTOCOL, self._on_relay),
+            (RELAYED_PROTOCOL, self._on_relayed),
+        ):
+            await self._p2p.add_binary_stream_handler(protocol, handler)
+
+    async def _on_relay(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A peer asks this node to carry a call."""
+        caller = info.peer_id.to_base58()
+        with self._track_stream(f"circuits of {caller}", writer):
+            await self.relay.carry(caller, self.routes.check_carried, (reader, writer))
+
+    async def _on_relayed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A relay brings the call of another peer."""
+        relay = info.peer_id.to_base58()
+        with self._track_stream(relay, writer) as task:
+            self._check_stream_count(relay)
+            try:
+                async with asyncio.timeout(STALL_S):
+                    caller, stream = await accept_circuit(Handshake(self._identity), (reader, writer))
+            except DecryptionFailed as exc:
+                self.traffic.reject(PeerError(str(exc), code="bad_signature"))
+                raise
+            self._streams[task] = caller
+            await self._answer(caller, stream, stream)
+
+    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = info.peer_id.to_base58()
+        with self._track_stream(caller, writer):
+            await self._answer(caller, reader, writer)
+
+    @contextmanager
+    def _track_stream(self, caller: str, writer: Writer) -> Iterator[asyncio.Task[Any]]:
+        """Register the current task as an incoming stream, and log the errors that end the stream."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[task] = caller
+        try:
+            yield task
+        except (PeerError, *DAEMON_ERRORS) as exc:
+            logger.debug("A stream of %s broke off: %r", caller[-6:], exc)
+        except asyncio.CancelledError:
+            logger.debug("A stream of %s ends with this wire", caller[-6:])
+        finally:
+            del self._streams[task]
+            writer.close()
+
+    def _check_stream_count(self, caller: str) -> None:
+        if list(self._streams.values()).count(caller) > STREAMS_PER_CALLER:
+            raise PeerError("too many calls at once", code="busy")
+
+    async def _answer(self, caller: str, reader: Reader, writer: Writer) -> None:
+        """Answer one call of an authenticated peer."""
+        channel = Channel.DHT
+        with ExitStack() as held:
+            try:
+                self._check_stream_count(caller)
+                limit = self._limit_call(caller, held)
+                verb, message, size = await read_message(reader, limit, self.download_limiter, STALL_S)
+                service = self._services[verb]
+                channel = service.channel
+                self.traffic.received_bytes[channel] += size
+                reply = await run_handler(service, caller, message)
+                header, blobs = pack_header("ok", reply), reply.blobs
+            except SwarmError as exc:
+                self.traffic.reject(exc)
+                logger.debug("Refused %s: %s", caller[-6:], exc)
+                header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
+            # Not `+= await`: that reads the total before the wait and loses what other streams add meanwhile.
+            sent_bytes = await write_message(writer, header, blobs, self.upload_limiter)
+            self.traffic.sent_bytes[channel] += sent_bytes
+        await linger(reader)
+
+    def _limit_call(self, caller: str, held: ExitStack) -> Callable[[str], int]:
+        """As `CallLimiter.limit_call`. In addition, the caller's connection stays open during a call with bulk data."""
+        limit_call = self._call_limiter.limit_call(self._services, caller, held)
+
+        def enter(verb: str) -> int:
+            max_bytes = limit_call(verb)
+            if self._services[verb].channel is not Channel.DHT:
+                held.enter_context(self._half_open.bulk(caller))
+            return max_bytes
+
+        return enter
+
+    # connections
+
+    def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
+        """Remember the addresses of a peer, to dial when it is not connected. `inbound`: it can be dialed."""
+        self._addresses[peer_id] = addresses_of(peer_id, addresses)
+        (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
+
+    async def _ensure_connected(self, peer_id: str, *, dial: bool = True) -> None:
+        """Connect unless connected. Raises _Unconnected if no connection can be opened.
+
+        A peer without known addresses counts as connected: libp2p may know the way.
+        """
+        connected, until_s = self._connected
+        if peer_id in connected and self._clock() < until_s:
+            return
+        if peer_id in await self._refresh_connected():
+            return
+        if peer_id in self._closed_to_dials or not dial:
+            reason = f"peer {peer_id[-6:]} takes no calls and has not called this node"
+            raise _Unconnected(reason, code="not_dialed")
+        if peer_id not in self._addresses:
+            return
+        try:
+            await self._dial(self._addresses[peer_id])
+        except PeerError as exc:
+            raise _Unconnected(str(exc), code=exc.code) from exc
+
+    async def _refresh_connected(self) -> set[str]:
+        connected = await self.connected()
+        self._connected = connected, self._clock() + CONNECTED_CACHE_S
+        return connected
+
+    def _forget_connected(self, peer_id: str) -> None:
+        """Have the next call ask p2pd whether the peer is connected."""
+        self._connected[0].discard(peer_id)
+
+    async def connect(self, addresses: Sequence[str]) -> str:
+        """Open the connection to one peer unless it is connected. Returns its peer id; raises PeerError."""
+        return await self._dial(addresses, look=True)
+
+    async def _dial(self, addresses: Sequence[str], *, look: bool = False) -> str:
+        """Dial one peer at those of its addresses that are reachable from here. Returns its peer id; raises PeerError.
+
+        `look`: return without dialing if the peer is connected.
+        """
+        read = {address: found for address in addresses if (found := read_address(address)) is not None}
+        if not read:
+            reason = f"{printable(addresses[0], 100)} is no address of a peer" if addresses else "a peer has no address"
+            raise PeerError(reason, code="unreachable")
+        peer_id = next(iter(read.values()))[0]
+        dialed, skipped = select_addresses(list(read), self.local_addresses)
+        failure = PeerError(f"no answer at {printable(describe_dial(dialed, skipped), 300)}", code="unreachable")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if look and peer_id in await self._refresh_connected():
+                    return peer_id
+                targets = await self._dial_targets(peer_id, dialed)
+                if not targets:
+                    raise failure
+                await self._client.connect(peer_id, targets)
+        except (*DAEMON_ERRORS, ValueError) as exc:
+            raise failure from exc
+        return peer_id
+
+    async def _dial_targets(self, peer_id: str, addresses: Sequence[str]) -> list[Multiaddr]:
+        """The addresses for libp2p: a TCP address at which the peer answers, and those that are not TCP."""
+        endpoints = {address: parse_endpoint(address) for address in addresses}
+        others = [found[1] for a, endpoint in endpoints.items() if endpoint is None and (found := read_address(a))]
+        timeout_s = CONNECT_TIMEOUT_S / 2 if others else CONNECT_TIMEOUT_S
+        listener = await find_listener([e for e in endpoints.values() if e is not None], timeout_s, peer_id)
+        return others if listener is None else [Multiaddr(listener.address), *others]
+
+    async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
+        """Connect to a peer over UDP from this node's listening port, unless it is connected. Raises PeerError."""
+        address = f"/ip{ipaddress.ip_address(ip).version}/{ip}/udp/{port}/quic-v1"
+        try:
+            async with asyncio.timeout(QUIC_TIMEOUT_S):
+                await self._client.connect(peer_id, [Multiaddr(address)])
+        except (*DAEMON_ERRORS, ValueError, LookupError) as exc:
+            raise PeerError(f"{printable(peer_id, 64)[-6:]} does not answer over UDP", code="unreachable") from exc
+
+    async def ask_peer_id(self, address: str) -> str:
+        """The id of the peer that listens at a TCP address. Raises PeerError."""
+        endpoint = parse_endpoint(address)
+        listener = await find_listener([endpoint], CONNECT_TIMEOUT_S) if endpoint else None
+        if listener is None:
+            raise PeerError(f"no peer answers at {printable(address, 200)}", code="unreachable")
+        return listener.peer_id
+
+    async def addresses(self) -> list[str]:
+        """Where this node listens, each address ending in /p2p/PEER_ID."""
+        if self.listen_addresses:
+            found = interface_addresses(self.listen_addresses, read_interfaces())
+        else:
+            found = await self._client.listen_addresses()
+        return [with_peer(address, self.peer_id) for address in found]
+
+    async def keep_connected(self, peer_ids: Sequence[str]) -> set[str] | None:
+        """Open the missing connections to these peers, and return all connected peers; None if p2pd does not answer."""
+        try:
+            connected = await self._refresh_connected()
+            missing = [peer_id for peer_id in peer_ids if peer_id not in connected and peer_id in self._addresses]
+            if not missing:
+                return connected
+            for error in await asyncio.gather(*map(self._ensure_connected, missing), return_exceptions=True):
+                if error is not None and not isinstance(error, (PeerError, *DAEMON_ERRORS)):
+                    raise error
+            return await self._refresh_connected()
+        except DAEMON_ERRORS as exc:
+            logger.debug("libp2p's daemon does not list its peers: %r", exc)
+            return None
+
+    async def drop(self, peer_id: str) -> None:
+        """Close the connection to a peer, so that the next call opens another."""
+        self._forget_connected(peer_id)
+        with suppress(*DAEMON_ERRORS):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._client.disconnect(peer_id)
+        self._forget_connected(peer_id)  # Another call may have refreshed the cache meanwhile.
+
+    def _drop_soon(self, peer_id: str) -> None:
+        logger.debug("%s does not answer over its connection, which is closed", peer_id[-6:])
+        task = asyncio.create_task(self.drop(peer_id))
+        self._drops.add(task)
+        task.add_done_callback(self._drops.discard)
+
+    async def seen(self) -> dict[str, tuple[str, ...]]:
+        """The IP addresses at which this node sees each connected peer. Raises PeerError."""
+        try:
+            peers = await self._client.peers()
+        except DAEMON_ERRORS as exc:
+            raise PeerError("libp2p's daemon does not list its peers", code="internal") from exc
+        seen: dict[str, tuple[str, ...]] = {}
+        for peer_id, addresses in peers.items():
+            parts = [address.split("/") for address in addresses]
+            if ips := tuple(part[2] for part in parts if part[1] in ("ip4", "ip6")):
+                seen[peer_id] = ips
+        return seen
+
+    async def connected(self) -> set[str]:
+        """The peers that libp2p is connected to."""
+        return set(await self._client.peers())
+
+    # hivemind's DHT
+
+    async def dht_meet(self, peer_id: str) -> bool:
+        """Add a peer to the DHT's routing table."""
+        found = await self._dht_call(self._dht.protocol.call_ping(PeerID.from_base58(peer_id)))
+        return found is not None
+
+    async def dht_store(self, key: str, subkey: str, value: bytes, expires_in_s: float) -> bool:
+        expires_at = get_dht_time() + expires_in_s
+        return bool(await self._dht_call(self._dht.store(key, value, expires_at, subkey=subkey)))
+
+    async def dht_lookup(self, key: str) -> dict[str, bytes]:
+        found = await self._dht_call(self._dht.get(key, latest=True))
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {str(k): v.value for k, v in found.value.items() if isinstance(v.value, bytes)}
+
+    async def _dht_call(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(work, DHT_TIMEOUT_S)
+        except (*DAEMON_ERRORS, *MALFORMED_ERRORS, P2PHandlerError, AssertionError) as exc:
+            # hivemind asserts on the content of peers' answers.
+            logger.debug("The DHT did not answer: %r", exc)
+            return None
+
+    async def close(self) -> None:
+        for task in (*self._streams, *self._drops):
+            task.cancel()
+        try:
+            await asyncio.wait_for(self._dht.shutdown(), DHT_SHUTDOWN_S)
+        except DAEMON_ERRORS as exc:
+            logger.debug("The DHT did not shut down: %r", exc)
+        _log_task_errors(self._p2p._client)
+        await self._p2p.shutdown()
+        self._client.close()
+        await self.daemon.stop()
+
+
+async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> Libp2pWire:
+    """Start p2pd, attach hivemind to it, and accept streams. Raises MachineError or SwarmError."""
+    daemon = await start_daemon(options)
+    try:
+        # hivemind's sockets go into our socket folder, where the next start cleans up after a killed node.
+        p2p_class: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
+        p2p = await p2p_class.replicate(Multiaddr(daemon.control))
+        client = await ControlClient.open(daemon)
+        dht = await DHTNode.create(p2p=p2p, record_validator=validator)
+        wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht)
+        wire.listen_addresses = options.listen if options.quic_listen else ()
+        await wire.serve_streams()
+    except DAEMON_ERRORS as exc:
+        await daemon.stop()
+        raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc
+    return wire

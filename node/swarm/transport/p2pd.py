@@ -1,0 +1,269 @@
+"""p2pd, the Go daemon of libp2p that hivemind ships: start it, watch it, stop it.
+
+`hivemind.P2P.create` is not used because the kernel must kill p2pd when this process dies, however it dies
+(PR_SET_PDEATHSIG). hivemind attaches to the running daemon, as it does in its own replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from node.errors import MachineError, SwarmError
+from node.host.ports import listen_error
+from node.multiaddress import parse
+from node.swarm.transport.address_scope import interface_addresses, read_interfaces
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 2.0
+MAX_BASE_CHARACTERS = 50
+"""The path of a unix socket must stay under 104 bytes."""
+LOCK = "lock"
+_LAUNCH = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""PR_SET_PDEATHSIG (1) with SIGKILL (9), then exec p2pd. It is bound to the *thread* that forks: the swarm's own."""
+_ENVIRONMENT_DEFAULTS = {"GOLOG_LOG_LEVEL": "error,swarm2=warn"}
+"""p2pd starts if it can listen on one of its addresses, and only warns about the others."""
+_ENVIRONMENT = {"LIBP2P_TCP_REUSEPORT": "false"}
+"""With SO_REUSEPORT two nodes could share one port, and each would get some of the other's callers."""
+_LISTEN_FAILED = "listening failed"
+_GO_ERRORS = {
+    "address already in use": errno.EADDRINUSE,
+    "cannot assign requested address": errno.EADDRNOTAVAIL,
+    "address family not supported by protocol": errno.EAFNOSUPPORT,
+    "permission denied": errno.EACCES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonOptions:
+    """Options of p2pd. Addresses are multiaddresses. libp2p's own relaying is off."""
+
+    identity_file: Path
+    listen: Sequence[str]
+    """Empty: listen on nothing."""
+    announce: Sequence[str] = ()
+    """For the peer record only: given to p2pd, they would replace the interface addresses."""
+    port_mapping: bool = False
+    hole_punching: bool = False
+    """Also listen with QUIC, at a UDP port that no peer is told."""
+    is_in_dht: bool = True
+
+    @property
+    def quic_listen(self) -> list[str]:
+        """The QUIC addresses for hole punching; none for loopback addresses."""
+        listen = [parse(address) for address in self.listen] if self.hole_punching else []
+        open_hosts = {(a.host_type, a.host) for a in listen if not ipaddress.ip_address(a.host).is_loopback}
+        return [f"/{host_type}/{host}/udp/0/quic-v1" for host_type, host in sorted(open_hosts)]
+
+    def arguments(self) -> list[str]:
+        arguments = [
+            f"-id={self.identity_file}",
+            "-b=0",
+            "-tls=1",
+            "-connManager=1",
+            "-autonat=0",
+            "-relay=0",
+            "-relayService=0",
+            f"-natPortMap={int(self.port_mapping)}",
+        ]
+        listen = [*self.listen, *self.quic_listen]
+        arguments.append("-hostAddrs=" + ",".join(listen) if listen else "-noListenAddrs")
+        if self.is_in_dht:
+            arguments.append("-dhtServer")
+        if self.quic_listen:
+            arguments.append("-announceAddrs=" + ",".join(interface_addresses(self.listen, read_interfaces())))
+        return arguments
+
+
+@dataclass(slots=True)
+class SocketFolder:
+    """The folder of a node's unix sockets, owned by this process until `close`.
+
+    Its name follows from the data folder, so the next start of a killed node finds and cleans what was left. A file
+    lock in it shows whether its owner is still running.
+    """
+
+    path: Path
+    _lock: int = -1
+
+    def clear(self) -> None:
+        """Remove everything but the lock."""
+        for old in self.path.iterdir():
+            if old.name != LOCK:
+                with suppress(OSError):
+                    old.unlink()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        with suppress(OSError):
+            self.clear()
+            (self.path / LOCK).unlink(missing_ok=True)
+            self.path.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def open_sockets(owner: Path) -> SocketFolder:
+    """Open the socket folder that belongs to `owner`, or a new one if it is in use or not private to this user."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > MAX_BASE_CHARACTERS:
+        base = Path("/tmp")  # noqa: S108 - the folder in it is private to this user
+    name = hashlib.sha256(str(owner.resolve()).encode()).hexdigest()[:12]
+    path = base / f"diloco-{os.getuid()}-{name}"
+    try:
+        folder = SocketFolder(path, _lock_folder(path))
+    except OSError:
+        return SocketFolder(Path(tempfile.mkdtemp(prefix="diloco-", dir=base)))
+    folder.clear()
+    return folder
+
+
+def _lock_folder(path: Path) -> int:
+    """Returns the lock's file descriptor. Raises OSError if the folder is in use or not private to this user."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{path} is not this user's own")
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino != (path / LOCK).stat().st_ino:
+            raise FileNotFoundError("its owner was just leaving")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@dataclass(slots=True)
+class Daemon:
+    """A running p2pd. `died` is set if it ends without `stop`."""
+
+    process: asyncio.subprocess.Process
+    control: str
+    """Multiaddress of its control socket."""
+    sockets: SocketFolder
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    _reader: asyncio.Task[None] | None = None
+    _is_stopping: bool = False
+
+    @property
+    def socket_prefix(self) -> str:
+        """Prefix of the multiaddress of every socket of this node."""
+        return f"/unix{self.sockets.path}/"
+
+    def client_address(self) -> str:
+        """The multiaddress of a new unix socket for one client."""
+        return f"{self.socket_prefix}{secrets.token_hex(4)}"
+
+    async def stop(self) -> None:
+        """Terminate, and kill after STOP_TIMEOUT_S."""
+        self._is_stopping = True
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        if self._reader is not None:
+            await self._reader
+        self.sockets.close()
+
+    async def wait_ready(self) -> None:
+        """Wait until p2pd answers, then follow its output. Raises MachineError, SwarmError or TimeoutError."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await _wait_ready(self.process)
+        self._reader = asyncio.create_task(self._follow_output())
+
+    async def _follow_output(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
+        await self.process.wait()
+        if not self._is_stopping:
+            self.died.set()
+
+
+async def start_daemon(options: DaemonOptions) -> Daemon:
+    """Start p2pd and wait until it answers. Raises MachineError if it cannot listen on an address, else SwarmError."""
+    sockets = open_sockets(options.identity_file.parent)
+    control = f"/unix{sockets.path}/control"
+    with resources.as_file(resources.files("hivemind.hivemind_cli") / "p2pd") as binary:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(binary), f"-listen={control}", *options.arguments()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=_ENVIRONMENT_DEFAULTS | os.environ | _ENVIRONMENT,
+        )
+    daemon = Daemon(process, control, sockets)
+    try:
+        await daemon.wait_ready()
+    except TimeoutError as exc:
+        await daemon.stop()
+        raise SwarmError(f"libp2p's daemon did not start within {START_TIMEOUT_S:.0f} s.") from exc
+    except (MachineError, SwarmError):
+        await daemon.stop()
+        raise
+    return daemon
+
+
+async def _wait_ready(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    line = ""
+    while raw := await process.stdout.readline():
+        line = raw.decode(errors="replace").strip()
+        logger.debug("p2pd: %s", line)
+        if (error := parse_listen_error(line)) is not None:
+            raise error
+        if line.startswith("Peer ID:"):
+            return
+    raise SwarmError(f"libp2p's daemon did not start: {_last_message(line)}")
+
+
+def parse_listen_error(line: str) -> MachineError | None:
+    """The error in a log line of p2pd that says that it cannot listen on a TCP address; p2pd can do without UDP."""
+    _, marker, detail = line.partition(_LISTEN_FAILED)
+    if not marker:
+        return None
+    try:
+        fields = json.loads(detail)
+        address, error = parse(fields["on"]), str(fields["error"])
+    except (ValueError, KeyError, TypeError):
+        return MachineError(
+            f"libp2p's daemon cannot listen: {detail.strip()}; change swarm.listen.", code="cannot_listen"
+        )
+    if address.transport == "udp":
+        return None
+    return listen_error(next((number for text, number in _GO_ERRORS.items() if text in error), None), address)
+
+
+def _last_message(line: str) -> str:
+    try:
+        return str(json.loads(line)["msg"])
+    except (ValueError, KeyError, TypeError):
+        return line[-300:] or "it said nothing."

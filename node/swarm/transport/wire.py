@@ -1,0 +1,262 @@
+"""The interface between the swarm and a network: `Wire` calls a verb on a peer and serves verbs to peers.
+
+`libp2p` implements it; the tests have a second implementation inside one process. The same contract tests run on both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+
+from node.errors import PeerError, SwarmError
+from node.host.logs import CONTROLS
+from node.status import REJECT_REASONS, Channel
+from node.swarm.transport.rate_limiter import RateLimiter
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 2**20
+MAX_DEPTH = 8
+"""Nesting of a header. msgpack reads deeper values than Python can print or compare."""
+MAX_BLOBS = 4096
+MAX_REPLY_BYTES = 8 * 2**20
+"""Default limit on a reply's body."""
+MAX_CALLS_PER_CALLER = 8
+"""Default limit on concurrent calls of one verb by one caller: each call holds its request or reply in memory."""
+STALL_S = 10.0
+"""A stream that moves no byte for this long is dead."""
+GONE_CHECK_S = 0.25
+MALFORMED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)
+"""Exceptions that malformed peer input can raise in a handler."""
+_UNPRINTABLE = re.compile(f"[\t\n{CONTROLS}]")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A small header that msgpack can encode, and blobs that are sent unchanged."""
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    blobs: Sequence[bytes] = ()
+
+    @property
+    def blob_bytes(self) -> int:
+        return sum(len(blob) for blob in self.blobs)
+
+
+Handler = Callable[[str, Message], Awaitable[Message]]
+"""Maps the caller's authenticated peer id and a request to a reply. A SwarmError refuses; the caller gets its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One verb that a node serves."""
+
+    handler: Handler
+    channel: Channel
+    max_request_bytes: int = MAX_HEADER_BYTES
+    """Limit on the request body. A longer body is refused unread."""
+    per_caller: int = MAX_CALLS_PER_CALLER
+    """Limit on concurrent calls of one caller, from the header to the sent reply. Further calls are refused unread."""
+    admits: Callable[[str], bool] = lambda _caller: True
+    """Whether a peer id may call. The body of any other caller is not read."""
+    place: Callable[[str], AbstractContextManager[None]] = lambda _caller: nullcontext()
+    """Reserves a resource for a caller, from before the body is read until the reply is sent. PeerError refuses."""
+
+
+async def run_handler(service: Service, caller: str, message: Message) -> Message:
+    """Run a handler. Raises SwarmError; an exception that malformed input causes becomes a PeerError."""
+    try:
+        return await service.handler(caller, message)
+    except MALFORMED_ERRORS as exc:
+        raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
+    except SwarmError:
+        raise
+    except Exception as exc:  # the root of every handler: a bug in one must not end the caller or this node
+        logger.exception("A handler failed.")
+        raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
+
+
+def printable(text: object, max_length: int) -> str:
+    """A peer's text for logs and the page: one line without control characters, truncated; "" if it is not a string."""
+    return _UNPRINTABLE.sub(" ", text[:max_length]) if isinstance(text, str) else ""
+
+
+def timeout_error(peer_id: str, verb: str, timeout_s: float) -> PeerError:
+    return PeerError(f"peer {peer_id[-6:]} did not answer {verb!r} in {timeout_s:.0f} s", code="timeout")
+
+
+class Gone(ConnectionError):
+    """The peer or relay that a call depends on is no longer live."""
+
+
+async def cancel_if_gone(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T]) -> T:
+    """Await `call`, but cancel it and raise Gone once `is_gone()`. A hung peer keeps its connection open."""
+    running = asyncio.ensure_future(call)
+    try:
+        while not running.done():
+            await asyncio.wait((running,), timeout=GONE_CHECK_S)
+            if not running.done() and is_gone():
+                raise Gone
+        return running.result()
+    finally:
+        running.add_done_callback(retrieve_exception)
+        running.cancel()
+
+
+def retrieve_exception(call: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of an abandoned call so that asyncio does not log it."""
+    if not call.cancelled():
+        call.exception()
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of bytes and rejected messages. Written on the swarm's loop only."""
+
+    sent_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    """Per channel, including our headers."""
+    received_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECT_REASONS, 0))
+    """Messages and contributions of peers that broke a rule, by reason."""
+    forwarded_bytes: int = 0
+    """Contributions sent for members on slow links; also counted in `sent_bytes`."""
+
+    def reject(self, error: SwarmError) -> None:
+        """Count an error if its code is a reject reason."""
+        if error.code in self.rejected:
+            self.rejected[error.code] += 1
+
+
+class Routes(Protocol):
+    """What a wire needs to know about relays."""
+
+    def relays_to(self, peer_id: str) -> Sequence[str]:
+        """The relays to call this peer over, in the order to try them."""
+
+    def check_carried(self, caller: str, target: str) -> None:
+        """Raise PeerError unless this node relays calls from `caller` to `target`."""
+
+    def is_gone(self, peer_id: str) -> bool:
+        """Whether the peer is known and no longer live."""
+
+
+class NoRoutes:
+    """Routes without any relay."""
+
+    def relays_to(self, peer_id: str) -> Sequence[str]:
+        return ()
+
+    def check_carried(self, caller: str, target: str) -> None:
+        raise PeerError("this node relays no calls", code="no_relay")
+
+    def is_gone(self, peer_id: str) -> bool:
+        return False
+
+
+class Wire(Protocol):
+    """A network of peers identified by peer id. Everything runs on one asyncio loop."""
+
+    peer_id: str
+    traffic: Traffic
+    routes: Routes
+    """Relays for peers that cannot be called directly. `NoRoutes` until it is set."""
+    upload_limiter: RateLimiter
+    """The volunteer's limit on bulk uploads."""
+    download_limiter: RateLimiter
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        """Add verbs to serve. Called before the first `call`."""
+
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
+        """Call a verb on a peer, which may be this node. Both peer ids are authenticated.
+
+        A peer that cannot be called directly is called over its relays in turn. If a relay fails midway, the peer may
+        see the call twice.
+
+        Raises PeerError with code "unreachable", "timeout", the peer's own code, or "no_relay" if only relays could
+        lead to the peer and all failed, which says nothing about the peer. A reply body longer than `max_reply_bytes`
+        is refused unread ("bad_size").
+        """
+
+    async def close(self) -> None:
+        """Release everything. Bounded; never raises SwarmError."""
+
+
+class CallLimiter:
+    """Limits the concurrent calls of each caller, by verb."""
+
+    def __init__(self) -> None:
+        self._running: Counter[tuple[str, str]] = Counter()
+
+    def limit_call(self, services: Mapping[str, Service], caller: str, held: ExitStack) -> Callable[[str], int]:
+        """A function from verb to maximum body length, to be called once the header is read; it may raise PeerError.
+
+        The call counts until `held` is closed.
+        """
+
+        def enter(verb: str) -> int:
+            if verb not in services:
+                raise PeerError(f"this node does not answer {verb[:40]!r}")
+            held.enter_context(self._count(verb, services[verb], caller))
+            return services[verb].max_request_bytes
+
+        return enter
+
+    @contextmanager
+    def _count(self, verb: str, service: Service, caller: str) -> Iterator[None]:
+        key = (verb, caller)
+        if not service.admits(caller):
+            raise PeerError(f"this node takes no {verb!r} from a peer that it does not know", code="stranger")
+        if self._running[key] >= service.per_caller:
+            raise PeerError(f"too many calls of {verb!r} at once", code="busy")
+        self._running[key] += 1
+        try:
+            with service.place(caller):
+                yield
+        finally:
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
+
+
+def pack_header(verb: str, message: Message) -> bytes:
+    """Encode a header. Raises PeerError for values msgpack cannot encode, such as an oversized number from a peer."""
+    sizes = [len(blob) for blob in message.blobs]
+    try:
+        return bytes(msgpack.packb([verb, message.header, sizes]))
+    except MALFORMED_ERRORS as exc:
+        raise PeerError(f"a message {verb!r} cannot be sent ({exc})", code="internal") from exc
+
+
+def unpack_header(data: bytes, max_bytes: Callable[[str], int]) -> tuple[str, dict[str, Any], list[int]]:
+    """Decode a peer's header into verb, header and blob sizes. Raises PeerError for anything out of bounds."""
+    try:
+        verb, header, sizes = msgpack.unpackb(data, strict_map_key=True, max_map_len=4096)
+    except (ValueError, TypeError, msgpack.UnpackException) as exc:
+        raise PeerError("a message is not readable") from exc
+    if not isinstance(verb, str) or not isinstance(header, dict) or not isinstance(sizes, list):
+        raise PeerError("a message has the wrong form")
+    if _is_deeper(header, MAX_DEPTH):
+        raise PeerError("a message is nested too deep")
+    if len(sizes) > MAX_BLOBS or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise PeerError("a message has blobs of impossible size", code="bad_size")
+    if sum(sizes) > max_bytes(verb):
+        raise PeerError(f"a message {verb[:40]!r} is longer than allowed ({sum(sizes)} bytes)", code="bad_size")
+    return verb, header, sizes
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(depth == 0 or _is_deeper(child, depth - 1) for child in children)

@@ -1,0 +1,105 @@
+"""Models as Hugging Face folders: exported by `diloco-node export`, and read where a run starts from one."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from node.config.manifest import ModelConfig
+from node.errors import ConfigError, DataFolderError, MachineError
+from node.training.hub import is_on_hub, split_name, translate_errors
+from node.training.model import build_model, flatten, load_flat_
+from node.training.tokenizer import Tokenizer
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SHAPE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def export_model(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tokenizer: Tokenizer) -> None:
+    """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`, with `card` as README.md. `flat`: fp32 cpu [P].
+
+    The folder is written whole or not at all. DataFolderError if `folder` holds files already.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
+    model: Any = build_model(cfg, seed=0)
+    load_flat_(model, flat)
+    for settings in (model.config, model.generation_config):
+        settings.bos_token_id, settings.eos_token_id = tokenizer.begin, tokenizer.end
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save(temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        temporary.chmod(0o755)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
+    """The configuration and the parameters, fp32 cpu [P], of the model that `cfg.start` names: a folder, or
+    `hub:OWNER/NAME`. In the returned configuration `start` has no path of this machine.
+
+    Only configuration and safetensors are read, no code. ConfigError for a model that is not of the Llama family,
+    MachineError for one that cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    start, is_remote = cfg.start, is_on_hub(cfg.start)
+    folder = Path(start).expanduser()
+    if not is_remote and not folder.is_dir():
+        raise MachineError(
+            f"run.model.start {start}: there is no such folder: name one, or a model as hub:OWNER/NAME.", code="no_data"
+        )
+    place, revision = split_name(start) if is_remote else (str(folder), "main")
+    options = {"revision": revision, "cache_dir": str(cache), "trust_remote_code": False}
+    with translate_errors(
+        f"run.model.start {start}",
+        check="the name, its safetensors file and this machine's network",
+        remedy="name a model of the Llama family that needs no code of its own",
+    ):
+        config = AutoConfig.from_pretrained(place, **options)
+        own_cfg = _convert_config(cfg, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            place, config=config, dtype="float32", use_safetensors=True, **options
+        )
+        own = build_model(own_cfg, seed=0)
+        own.load_state_dict(model.state_dict())
+    return own_cfg.model_copy(update={"start": start if is_remote else folder.name}), flatten(own)
+
+
+def _convert_config(cfg: ModelConfig, config: Any) -> ModelConfig:
+    """Our configuration of a `transformers` one. ConfigError for a feature that ours cannot express."""
+    if config.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"run.model.start {cfg.start} is of type {config.model_type!r}: name a model of type llama, mistral, qwen2 "
+            "or qwen3."
+        )
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    has_window = getattr(config, "use_sliding_window", config.model_type == "mistral")
+    unsupported = {
+        "rope scaling": rope.get("rope_type", "default") != "default",
+        "another activation than SiLU": getattr(config, "hidden_act", "silu") != "silu",
+        "biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        "a sliding window": has_window and getattr(config, "sliding_window", None) is not None,
+    }
+    if found := [name for name, is_present in unsupported.items() if is_present]:
+        raise ConfigError(
+            f"run.model.start {cfg.start} has {' and '.join(found)}, which this program does not support: name a model "
+            "without."
+        )
+    values = {name: getattr(config, name) for name in SHAPE_FIELDS}
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    values["head_dim"] = 0 if head * config.num_attention_heads == config.hidden_size else head
+    values["rope_theta"] = float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
+    return ModelConfig(type=config.model_type, start=cfg.start, **values)

@@ -1,0 +1,308 @@
+"""The composition root of the worker process: enters a run, then trains or serves until it is asked to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from node.config.manifest import RunConfig
+from node.config.schema import Config
+from node.errors import MachineError, NodeError, SwarmError
+from node.host import gpu_power
+from node.host.disk_quota import Quota, quota_bytes
+from node.status import Activity, DeviceInfo, Phase
+from node.swarm.chain.chain import Tip
+from node.swarm.member_thread import Lost
+from node.swarm.membership.peer_table import MEMBER_PHASES
+from node.swarm.state_sync.catch_up import ResyncCause
+from node.training.device import ComputeDevice, choose_device, describe, gpu_uuid
+from node.training.fit import check_fit
+from node.worker.channel import Channel, ChannelHandler, StopAsked
+from node.worker.counters import WorkCounters
+from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
+from node.worker.loop import train
+from node.worker.orders import Orders, Waiter
+from node.worker.rank_processes import check_ranks, start_replica
+from node.worker.reporter import Reporter
+from node.worker.round_diagnostics import ExclusionNotice
+from node.worker.round_log import make_dropped_record
+from node.worker.run_entry import RunEntry
+from node.worker.session import Session, invite_of
+from node.worker.trainer import Trainer
+from node.worker_protocol import Ended, Start
+
+logger = logging.getLogger(__name__)
+
+SERVE_POLL_S = 0.2
+
+
+def redirect_library_logs() -> None:
+    """Send the warnings of libraries through our own log; hivemind installs a handler for stderr."""
+    for name in ("hivemind", "asyncio", "filelock", "urllib3"):
+        library_logger = logging.getLogger(name)
+        library_logger.handlers.clear()
+        library_logger.setLevel(logging.WARNING)
+        library_logger.propagate = True
+
+
+class Worker:
+    """One worker's life, on the main thread."""
+
+    def __init__(self, channel: Channel, start: Start, config: Config, handler: ChannelHandler) -> None:
+        self._channel, self._start, self._config = channel, start, config
+        self._device: ComputeDevice | None = None
+        """None unless this worker trains."""
+        self._counters = WorkCounters(time.monotonic)
+        self._reporter = Reporter(channel, self._counters, self._describe_devices)
+        handler.round_now = lambda: self._reporter.round_now
+        quota = Quota(
+            config.node.data_dir,
+            quota_bytes(config.limits.disk_gb),
+            config.node.text_folder,
+            partial(self._reporter.notice, "disk_quota"),
+        )
+        self._orders = Orders(channel, config, self._reporter, quota, self._round_s)
+        self._waiter = Waiter(self._reporter, self._orders.check)
+        self._entry = RunEntry(
+            start,
+            config,
+            self._reporter,
+            self._counters,
+            self._waiter,
+            quota.room,
+            self._check_fit,
+            self._start_loading,
+        )
+        self._loading: Future[TrainingInputs] | None = None
+        self._trainer: Trainer | None = None
+        self._unreachable_reason = ""
+
+    def run(self) -> tuple[str, str]:
+        """Work until asked to stop or the run is complete. Returns code and reason of the end; raises NodeError."""
+        with closing(self._waiter):
+            if self._start.counters is not None:
+                self._counters.load(self._start.counters)
+            if self._start.mode == "train":
+                self._device = self._choose_device()
+            try:
+                session = self._entry.enter()
+            except StopAsked:
+                return "stopped", "Stopped as asked."
+            self._reporter.invite = partial(invite_of, session.manifest)
+            try:
+                if self._start.mode == "train":
+                    self._train(session)
+                    return "run_complete", f"The run is complete: {session.manifest.run.total_tokens} tokens."
+                self._serve(session)
+            except StopAsked:
+                pass
+            finally:
+                self._reporter.tell(now=True)  # The last round may be newer than the last report.
+                stop = self._channel.stop
+                session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
+            return "stopped", self._orders.end_reason
+
+    def _round_s(self) -> float:
+        return (self._trainer.tip.round_s or 0.0) if self._trainer is not None else 0.0
+
+    # devices
+
+    def _choose_device(self) -> ComputeDevice:
+        config, limits = self._config, self._config.limits
+        device = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
+        if limits.gpu_power_watts and device.device.type == "cuda":
+            for rank in range(config.devices.ranks):
+                try:
+                    gpu_power.cap(config.node.data_dir, gpu_uuid(torch.device("cuda", rank)), limits.gpu_power_watts)
+                except gpu_power.NotCapped as exc:
+                    logger.warning("%s", exc)
+                    self._reporter.notice("power_cap", str(exc))
+        return device
+
+    def _describe_devices(self) -> tuple[DeviceInfo, ...]:
+        """The devices of all ranks, rank 0 first. All ranks share one CPU."""
+        if self._device is None:
+            return ()
+        device = self._device.device
+        others = range(1, self._config.devices.ranks) if device.type == "cuda" else ()
+        return (describe(device), *(describe(torch.device("cuda", rank), own=False) for rank in others))
+
+    def _check_fit(self, run: RunConfig) -> None:
+        if self._device is not None:
+            check_fit(run, self._config, self._device)
+            check_ranks(run, self._config.devices, self._device.precision)
+
+    # training
+
+    def _start_loading(self, run: RunConfig) -> Future[TrainingInputs] | None:
+        """Load text and model while the state is read or downloaded: a downloaded state ages."""
+        if self._device is not None:
+            self._loading = self._waiter.start(lambda: load_inputs(run, self._config))
+        return self._loading
+
+    def _train(self, session: Session) -> None:
+        assert session.tip is not None and self._loading is not None
+        run = session.manifest.run
+        self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
+        inputs = self._waiter.wait(self._loading)
+        ids = (session.manifest.run_id, session.swarm.view.peer_id)
+        with self._inner_trainer(run, inputs, ids) as inner, self._channel.unsaved():
+            session.swarm.take_part(session.rules, session.tip, session.source)
+            self._train_and_resync(session, inner)
+
+    @contextmanager
+    def _inner_trainer(self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str]) -> Iterator[InnerTrainer]:
+        """The inner trainer with the processes of its other ranks. `ids`: of the run and of this peer."""
+        assert self._device is not None
+        device = self._device
+        replica, ranks = self._waiter.run(
+            lambda: start_replica(run, self._config, device, inputs.model, self._end_process)
+        )
+        self._orders.set_replica(replica)
+        inner = InnerTrainer(
+            run, replica, lambda state: inputs.library.reader(*ids, state), inputs.held_out, self._counters
+        )
+        try:
+            yield inner
+        except RuntimeError as exc:
+            if ranks is not None:
+                ranks.explain(exc)
+            raise
+        finally:
+            inner.close()
+            if ranks is not None:
+                ranks.close()
+
+    def _end_process(self, error: NodeError) -> None:
+        """End the process from any thread, as the main thread may hang.
+
+        The supervisor restarts all ranks, except after a MachineError.
+        """
+        if isinstance(error, MachineError):
+            self._channel.send(Ended(exit_code=error.exit_code, code=error.code, reason=str(error)))
+        else:
+            logger.error("%s", error)
+        logging.shutdown()
+        os._exit(error.exit_code)
+
+    def _train_and_resync(self, session: Session, inner: InnerTrainer) -> None:
+        """Train until the run is complete. After a lost fork choice, start again from the others' state."""
+        exclusion = ExclusionNotice(session.manifest.run.sync)
+        while True:
+            trainer = self._trainer = Trainer(
+                session,
+                inner,
+                self._config.checkpoint,
+                self._reporter,
+                self._counters,
+                exclusion,
+                self._orders.check,
+                partial(self._round_over, session),
+            )
+            try:
+                self._align(session, trainer)
+                if session.checkpoint is None:
+                    trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
+                train(trainer)
+                trainer.save()
+                self._wait_for_peers(session, trainer.tip)
+                return
+            except Lost as exc:
+                trainer.abandon()
+                inner.reset_history()
+                session = self._resync(session, exc.cause)
+            except (StopAsked, SwarmError):
+                trainer.save()
+                raise
+
+    def _align(self, session: Session, trainer: Trainer) -> None:
+        """Replay the rounds that are on the disk, then those that the swarm has committed since.
+
+        The node then is at the same point of the round as the others.
+        """
+        first = trainer.tip.round + 1
+        # One at a time, as each holds a whole state.
+        while self._waiter.wait(session.swarm.start_call(lambda member: member.replay_next())):
+            trainer.apply_committed_rounds()
+        if trainer.tip.round >= first:
+            logger.info("Replayed rounds %d to %d from the disk.", first, trainer.tip.round)
+        tip = self._waiter.wait(session.swarm.start_call(lambda member: member.align()))
+        trainer.apply_committed_rounds()
+        trainer.align_to(tip, is_new=session.checkpoint is None)
+
+    def _resync(self, session: Session, cause: ResyncCause) -> Session:
+        """Leave this node's chain: download the state of the others."""
+        logger.warning("This node gives up its chain, because %s. It downloads the state again.", cause.reason)
+        self._counters.totals.digest_mismatches += cause.code != "far_behind"
+        if cause.dropped:
+            record = make_dropped_record(cause)
+            logger.warning("Round %d: %s", record.round, record.reason)
+            self._reporter.tell_round(record)
+        tip = self._entry.download(session.swarm, session.manifest, session.rules, cause.avoid)
+        session.store.put_aside()  # A restart must not resume from the old chain.
+        session.swarm.restart_at(tip)
+        return replace(session, tip=tip, checkpoint=None)
+
+    def _round_over(self, session: Session) -> None:
+        """Called when a round with a contribution of this node is committed."""
+        self._reporter.tell(now=True)  # The supervisor stores the totals at the end of each round.
+        session.store.drop_aside()
+        self._orders.round_over()
+        self._orders.check()
+
+    def _wait_for_peers(self, session: Session, tip: Tip) -> None:
+        """Stay until every live member has the last result, as it could not get it later."""
+        reason = "The run is complete; waiting until all members have its last result."
+        self._reporter.enter(Phase.DRAINING, reason, "run_complete")
+        end_at = time.monotonic() + session.rules.bulk_s
+        while time.monotonic() < end_at:
+            rows = [row for row in session.swarm.view.rows if row.phase in MEMBER_PHASES]
+            if all(row.round >= tip.round for row in rows):
+                return
+            self._waiter.sleep(SERVE_POLL_S)
+
+    # serving
+
+    def _serve(self, session: Session) -> None:
+        """Serve as bootstrap peer and relay, or serve the state from the disk, without model and GPU."""
+        is_relay = self._start.mode == "relay"
+        if is_relay:
+            self._reporter.enter(Phase.TRAINING, "Relaying for the run; this node does not train.", "relay")
+        else:
+            self._reporter.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
+            session.swarm.serve(session.tip, session.source)
+        manifest, tip = session.manifest, session.tip
+        position = {
+            "manifest_hash": manifest.hash,
+            "name": manifest.run.name,
+            "total_tokens": manifest.run.total_tokens,
+        }
+        if tip is not None:
+            position |= {
+                "round": tip.round,
+                "swarm_tokens": tip.state.tokens,
+                "head": tip.head,
+                "state_digest": tip.digest,
+            }
+        self._reporter.run = self._reporter.run.model_copy(update=position)
+        with self._counters.doing(Activity.IDLE if is_relay else Activity.PAUSED):
+            while True:
+                if is_relay:
+                    self._update_reachability_notice()
+                self._waiter.sleep(SERVE_POLL_S)
+
+    def _update_reachability_notice(self) -> None:
+        """Notify the owner of a relay that peers cannot reach."""
+        view = self._reporter.view
+        reason = view.reachability_reason if view.reachability_code in ("not_reached", "no_port") else ""
+        if reason != self._unreachable_reason:
+            self._unreachable_reason = reason
+            self._reporter.notice("relay_closed", reason)

@@ -1,0 +1,96 @@
+"""Encodes contributions on a background thread: pseudo-gradients, with error feedback if the run uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from node.config.manifest import SyncConfig
+from node.diloco.codec import ErrorFeedback
+from node.diloco.fragments import elements, take
+from node.diloco.outer import pseudo_gradient
+from node.swarm.allreduce.reducer import ChunkLayout
+
+RESIDUAL = "feedback_residual"
+"""Name of a fragment's residual in a checkpoint, before its number."""
+MAX_PARAMETER = 1e30
+"""Largest parameter of which a difference can be encoded."""
+
+OnEncoded = Callable[[Sequence[bytes], float], None]
+"""Takes the chunks and the L2 norm of the decoded vector."""
+
+
+def is_encodable(parameters: Tensor) -> bool:
+    """Whether all of fp32 [P_f] are numbers of a size that can be encoded. One pass."""
+    return not parameters.numel() or bool(torch.stack(torch.aminmax(parameters)).abs().max() <= MAX_PARAMETER)
+
+
+class Encoder:
+    """Encodes contributions. For each fragment, call `begin`, then `round_over` when its round is committed."""
+
+    def __init__(self, layouts: Sequence[ChunkLayout], sync: SyncConfig, saved: Mapping[str, Tensor]) -> None:
+        """`saved`: as from `tensors`."""
+        self._layouts = layouts
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._running: Future[None] | None = None
+        self.last_encoding_s = 0.0
+        self._feedback: list[ErrorFeedback] = []
+        if sync.has_feedback:
+            self._feedback = [
+                ErrorFeedback(
+                    elements(layout.ranges), beta=sync.feedback_beta, residual=saved.get(f"{RESIDUAL}.{fragment}")
+                )
+                for fragment, layout in enumerate(layouts)
+            ]
+
+    def begin(self, fragment: int, anchor: Tensor, local: Tensor, on_encoded: OnEncoded) -> None:
+        """Encode anchor - local in the background; `on_encoded` is called on the background thread.
+
+        `anchor`: all parameters, fp32 [P] on the cpu. `local`: the fragment, fp32 [P_f] on the training device.
+        """
+        self._running = self._thread.submit(self._encode, fragment, anchor, local, on_encoded, torch.get_num_threads())
+
+    def _encode(self, fragment: int, anchor: Tensor, local: Tensor, on_encoded: OnEncoded, threads: int) -> None:
+        began_at = time.monotonic()
+        torch.set_num_threads(threads)  # torch keeps the number per thread; the trainer's may have changed.
+        layout = self._layouts[fragment]
+        old = take(anchor, layout.ranges)
+        if self._feedback:
+            target = self._feedback[fragment].add(pseudo_gradient(old, local.cpu()))
+            chunks = [layout.codec.encode(target[start:end]) for start, end in layout.bounds]
+        else:  # Encode on the training device chunk by chunk, so that only encoded data moves to the host.
+            chunks = [
+                layout.codec.encode(pseudo_gradient(old[start:end].to(local.device), local[start:end]))
+                for start, end in layout.bounds
+            ]
+        decoded = layout.decode(chunks)
+        if self._feedback:
+            self._feedback[fragment].record_error(target, decoded)
+        norm = layout.length(decoded)
+        self.last_encoding_s = time.monotonic() - began_at
+        on_encoded(chunks, norm)
+
+    def check(self) -> None:
+        """Raise the error of an encoding that has failed."""
+        if self._running is not None and self._running.done():
+            running, self._running = self._running, None
+            running.result()
+
+    def wait(self) -> None:
+        """Wait until nothing is being encoded."""
+        if self._running is not None:
+            wait((self._running,))
+
+    def round_over(self, fragment: int, included: bool) -> None:
+        """The fragment's round is committed; `included`: with this node's contribution."""
+        self.wait()  # The others may commit the round without this node while it still encodes.
+        if self._feedback:
+            self._feedback[fragment].advance() if included else self._feedback[fragment].discard()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The residuals, for a checkpoint."""
+        return {f"{RESIDUAL}.{i}": feedback.residual for i, feedback in enumerate(self._feedback)}

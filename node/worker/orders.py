@@ -1,0 +1,143 @@
+"""The main thread's duties towards the supervisor: obey orders to stop, apply new settings, keep reporting in waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from node.config.schema import Config
+from node.host.disk_quota import Quota, quota_bytes
+from node.host.logs import set_level
+from node.swarm.member import Member
+from node.training.device import threads_per_rank
+from node.training.replica import Replica
+from node.worker.channel import Channel, StopAsked
+from node.worker.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_S = 0.1
+DRAIN_S = 60.0
+DRAIN_ROUNDS = 2.0
+"""A drain waits for the end of its round for DRAIN_S or so many rounds, whichever is longer."""
+
+
+class Orders:
+    """Applies the supervisor's orders in `check`, which the main thread calls between any two operations."""
+
+    def __init__(
+        self, channel: Channel, config: Config, reporter: Reporter, quota: Quota, round_s: Callable[[], float]
+    ) -> None:
+        """`round_s`: the length of a round; 0 if unknown."""
+        self._channel, self._reporter, self._quota, self._round_s = channel, reporter, quota, round_s
+        self._cpu_threads, self._ranks = config.limits.cpu_threads, config.devices.ranks
+        self._replica: Replica | None = None
+        self._for_swarm: Config | None = None
+        """New settings that the swarm's thread does not have yet."""
+        self._drain_began_at: float | None = None
+        self._drain_is_complete = False
+        self.end_reason = "Stopped as asked."
+
+    def set_replica(self, replica: Replica) -> None:
+        """Apply `limits.cpu_threads` to this replica from now on."""
+        self._replica = replica
+
+    def check(self) -> None:
+        """Apply new settings. Raises StopAsked if the worker is to stop now; a drain waits for the round's end."""
+        adjust = self._channel.take_adjust()
+        if adjust is not None:
+            self._apply_settings(Config.model_validate(adjust.config))
+        self._inform_swarm()
+        stop = self._channel.stop
+        if stop is not None and (stop.how != "drain" or self._drain_is_complete or self._drain_timed_out()):
+            raise StopAsked(stop.how)
+
+    def round_over(self) -> None:
+        """The round of a contribution of this node is committed: a drain is complete."""
+        stop = self._channel.stop
+        self._drain_is_complete = stop is not None and stop.how == "drain"
+
+    def _drain_timed_out(self) -> bool:
+        """There may be too few peers left for a round."""
+        now = time.monotonic()
+        if self._drain_began_at is None:
+            self._drain_began_at = now
+        limit_s = max(DRAIN_S, DRAIN_ROUNDS * self._round_s())
+        if now - self._drain_began_at < limit_s:
+            return False
+        self.end_reason = f"Drained: no round ended within {limit_s:.0f} s; everything is saved."
+        logger.warning("%s", self.end_reason)
+        return True
+
+    def _apply_settings(self, config: Config) -> None:
+        """Apply the settings that may change while the worker runs: log level, limits and name."""
+        set_level(config.log.level)
+        self._quota.limit_bytes = quota_bytes(config.limits.disk_gb)
+        if self._replica is not None and config.limits.cpu_threads != self._cpu_threads:
+            self._replica.use_threads(threads_per_rank(config.limits.cpu_threads, self._ranks))
+            logger.info("The limit of CPU threads changed: computing on %d threads.", torch.get_num_threads())
+        self._cpu_threads = config.limits.cpu_threads
+        self._for_swarm = config
+
+    def _inform_swarm(self) -> None:
+        """Pass new settings to the swarm's thread once that runs."""
+        swarm, config = self._reporter.swarm, self._for_swarm
+        if config is None or swarm is None or not swarm.is_open:
+            return
+        limits, threads = config.limits, torch.get_num_threads()
+
+        async def adjust(member: Member) -> None:
+            torch.set_num_threads(threads)  # torch keeps the number per thread.
+            member.adjust(config.node.name, limits.upload_mbit_s, limits.download_mbit_s, config.swarm.relay_mbit_s)
+
+        swarm.start_call(adjust)
+        self._for_swarm = None
+
+
+class Waiter:
+    """Waits of the main thread. Meanwhile it reports and obeys; each wait may raise StopAsked or SwarmError."""
+
+    def __init__(self, reporter: Reporter, check: Callable[[], None]) -> None:
+        self._reporter, self._check = reporter, check
+        self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
+
+    def wait(self, future: Future[T], on_poll: Callable[[], None] = lambda: None) -> T:
+        """The future's result. `on_poll` is called every POLL_S."""
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                on_poll()
+                self._attend()
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Start work on a thread that lives until `close`: PDEATHSIG kills children when their parent thread exits."""
+        return self._background.submit(work)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """The result of `start`."""
+        return self.wait(self.start(work))
+
+    def sleep(self, seconds: float) -> None:
+        end_at = time.monotonic() + seconds
+        while time.monotonic() < end_at:
+            self._attend()
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the background threads, and with them the processes that were started there."""
+        self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _attend(self) -> None:
+        self._reporter.tell()
+        self._check()
+        if self._reporter.swarm is not None:
+            self._reporter.swarm.check()

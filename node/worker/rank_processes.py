@@ -1,0 +1,250 @@
+"""The other ranks of a node with several devices: processes that the worker, which is rank 0, starts and watches.
+
+    python -m node.worker.rank_processes      runs one of them; it reads its settings from stdin
+
+They have no swarm and no text. If one of them dies, the worker ends too and the supervisor starts all ranks again; if
+the worker dies, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from node.config.manifest import RunConfig
+from node.config.schema import Config, DevicesConfig
+from node.errors import ConfigError, MachineError, NodeError
+from node.host.files import write_whole
+from node.swarm.faults import faults_from
+from node.training.device import ComputeDevice, choose_device
+from node.training.fit import choose_execution
+from node.training.inner import Execution, out_of_memory_error
+from node.training.model import build_model, prepare_layers
+from node.training.ranks import Ranks
+from node.training.replica import Replica
+from node.worker.parent_death import die_with_parent
+from node.worker.step_faults import ANY_ROUND, loss_factor
+
+WATCH_S = 0.5
+END_S = 5.0
+OUT_OF_MEMORY = errno.ENOMEM
+"""Exit code of a rank that runs out of memory."""
+
+EndProcess = Callable[[NodeError], None]
+"""Ends this process, from any thread. The supervisor restarts all ranks, except after a MachineError."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_ranks(run: RunConfig, devices: DevicesConfig, precision: str) -> None:
+    """Raise ConfigError if the ranks cannot share the run's inner steps."""
+    rows, ranks = run.inner.batch_size, devices.ranks
+    if rows < ranks:
+        raise ConfigError(
+            f"devices.ranks {ranks} is more than the {rows} sequences of an inner step: set it to {rows}."
+        )
+    if devices.sharding != "fsdp" or ranks == 1:
+        return
+    if rows % ranks:
+        raise ConfigError(f"With fsdp, devices.ranks {ranks} has to divide the {rows} sequences of an inner step.")
+    if precision == "fp16" or run.inner.optimizer == "muon":
+        what = "devices.precision fp16" if precision == "fp16" else "Muon"
+        raise ConfigError(f"{what} and fsdp do not go together: set devices.sharding to data-parallel.")
+
+
+class MicroBatchLimit:
+    """The largest micro-batch that fits, stored in the data folder for one run, device and configuration.
+
+    A rank of a sharded model that runs out of memory leaves the others in a collective that never ends. So all ranks
+    restart with a smaller micro-batch.
+    """
+
+    def __init__(self, cache: Path, run: RunConfig, devices: DevicesConfig, device_name: str) -> None:
+        self._file = cache / "micro-batch.json"
+        settings = [run.model.model_dump(), run.inner.sequence_length, devices.model_dump(), device_name]
+        self._settings_hash = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+    @property
+    def rows(self) -> int:
+        """Sequences per micro-batch; 0 if unknown."""
+        try:
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            return int(stored["rows"]) if stored["of"] == self._settings_hash else 0
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            logger.warning("%s is not used, it cannot be read (%s).", self._file, exc)
+            return 0
+
+    def lower(self, rows: int) -> None:
+        """Set the limit from the next start on. Raises MachineError if the disk does not take it."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._file, json.dumps({"rows": rows, "of": self._settings_hash}))
+        except OSError as exc:
+            raise MachineError(f"{self._file} could not be written ({exc.strerror}): free some space there.") from exc
+
+
+class RankSettings(BaseModel):
+    """What a process reads from stdin. `folder`: where the ranks meet."""
+
+    run: RunConfig
+    config: Config
+    how: Execution
+    folder: Path
+    parent: int
+    rank: int
+
+    def make_replica(self, device: ComputeDevice, model: nn.Module) -> Replica:
+        """The replica of this rank. Blocks until all ranks are there."""
+        devices = self.config.devices
+        ranks = Ranks(self.rank, devices.ranks, self.folder, device.device, is_sharded=devices.sharding == "fsdp")
+        return Replica(model, self.run.inner, device.device, self.how, ranks)
+
+
+class RankProcesses:
+    """Ranks 1 and up. `end_process` is called on a thread when one of them has ended by itself."""
+
+    def __init__(self, settings: RankSettings, micro_batch: MicroBatchLimit, end_process: EndProcess) -> None:
+        """`settings`: of rank 0."""
+        devices = settings.config.devices
+        self._folder, self._micro_batch, self._end_process = settings.folder, micro_batch, end_process
+        self._rows, self._is_sharded = settings.how.micro_batch, devices.sharding == "fsdp"
+        self._is_closed = threading.Event()
+        self._processes = [_start_rank(settings.model_copy(update={"rank": rank})) for rank in range(1, devices.ranks)]
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(WATCH_S):
+            if (failure := self._find_failure()) is not None and not self._is_closed.is_set():
+                self._end_process(failure)
+                return
+
+    def _find_failure(self) -> NodeError | None:
+        """The error to end with if a rank has ended by itself."""
+        for rank, process in enumerate(self._processes, start=1):
+            if (code := process.poll()) is not None:
+                who = f"rank {rank} of {len(self._processes) + 1}"
+                if code == OUT_OF_MEMORY:
+                    return self._halve_micro_batch(who)
+                return NodeError(f"This node's {who} ended with code {code}: all ranks start again.")
+        return None
+
+    def _halve_micro_batch(self, who: str) -> NodeError:
+        """The error to end with after a rank of a sharded model ran out of memory."""
+        if self._rows <= 1:
+            return out_of_memory_error()
+        try:
+            self._micro_batch.lower(self._rows // 2)
+        except MachineError as exc:
+            return exc
+        return NodeError(
+            f"Out of memory with {self._rows} sequences at once, in {who} of this node: all ranks start again, "
+            f"with {self._rows // 2}; set devices.micro_batch to that."
+        )
+
+    def explain(self, error: RuntimeError) -> NoReturn:
+        """A call between the ranks failed: end the process if a rank has died or lacks memory, else raise `error`."""
+        if isinstance(error, torch.OutOfMemoryError) and self._is_sharded:
+            self._end_process(self._halve_micro_batch(f"rank 0 of {len(self._processes) + 1}"))
+        time.sleep(WATCH_S)
+        if (failure := self._find_failure()) is not None:
+            self._end_process(failure)
+        raise error
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._is_closed.set()
+        for process in self._processes:
+            process.kill()
+            process.wait(END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_rank(settings: RankSettings) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "node.worker.rank_processes"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    process.stdin.write(settings.model_dump_json().encode())
+    process.stdin.close()
+    return process
+
+
+def start_replica(
+    run: RunConfig, config: Config, device: ComputeDevice, model: nn.Module, end_process: EndProcess
+) -> tuple[Replica, RankProcesses | None]:
+    """The node's replica, and the processes of its other ranks if there are several."""
+    devices = config.devices
+    micro_batch = MicroBatchLimit(config.node.data_dir / "cache", run, devices, device.name)
+    if rows := micro_batch.rows:
+        devices = devices.model_copy(update={"micro_batch": rows})
+    how = choose_execution(model, run, device, devices)
+    if devices.ranks == 1:
+        return _warm_up(Replica(model, run.inner, device.device, how), run, config), None
+    folder = Path(tempfile.mkdtemp(prefix="diloco-ranks-"))
+    settings = RankSettings(run=run, config=config, how=how, folder=folder, parent=os.getpid(), rank=0)
+    ranks = RankProcesses(settings, micro_batch, end_process)
+    try:
+        return _warm_up(settings.make_replica(device, model), run, config), ranks
+    except RuntimeError as exc:
+        try:
+            ranks.explain(exc)
+        finally:
+            ranks.close()
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _warm_up(replica: Replica, run: RunConfig, config: Config) -> Replica:
+    """Compile now if asked for: a first step that takes minutes would look like a hang."""
+    if config.devices.compile:
+        replica.warm_up(replica.inner.micro_batch, run.inner.sequence_length)
+    return replica
+
+
+def main() -> int:
+    """Run one rank other than 0."""
+    settings = RankSettings.model_validate_json(sys.stdin.buffer.read())
+    die_with_parent(settings.parent)
+    devices, limits = settings.config.devices, settings.config.limits
+    device = choose_device(devices, limits.cpu_threads, settings.rank, gpu_memory_ratio=limits.gpu_memory_ratio)
+    model = build_model(settings.run.model, seed=0)
+    prepare_layers(model, devices)
+    replica = settings.make_replica(device, model)
+    faults = faults_from(os.environ)
+    try:
+        replica.follow(lambda rows: loss_factor(faults, ANY_ROUND, rows))
+    except torch.OutOfMemoryError:
+        if devices.sharding == "fsdp":
+            return OUT_OF_MEMORY
+        raise
+    except Exception:
+        if os.getppid() == settings.parent:
+            time.sleep(WATCH_S)  # Let rank 0 report its own failure first.
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

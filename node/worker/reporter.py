@@ -1,0 +1,188 @@
+"""The worker's status: collected here and sent to the supervisor. Phases are sent at once, the rest once a second.
+
+The phase changes in `Reporter.enter` and nowhere else; it informs the swarm and the supervisor together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from node.config.manifest import Manifest
+from node.status import (
+    DeviceInfo,
+    Notice,
+    PeersInfo,
+    Phase,
+    PhaseState,
+    Report,
+    RoundRecord,
+    RunInfo,
+    SyncInfo,
+    TrainingInfo,
+    utc_now,
+)
+from node.swarm.chain.chain import Tip
+from node.swarm.member import MemberSnapshot
+from node.swarm.member_thread import SwarmThread
+from node.worker.channel import Channel
+from node.worker.counters import WorkCounters
+from node.worker_protocol import DurationReport, NoticeReport, RoundReport, StatusReport
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 1.0
+DEVICE_INTERVAL_S = 5.0
+
+
+class Reporter:
+    """Reports to the supervisor. Used by the main thread only, except for `notice`."""
+
+    def __init__(
+        self, channel: Channel, counters: WorkCounters, describe_devices: Callable[[], tuple[DeviceInfo, ...]]
+    ) -> None:
+        self._channel, self._counters, self._describe_devices = channel, counters, describe_devices
+        self.swarm: SwarmThread | None = None
+        self.invite: Callable[[tuple[str, ...]], str] = lambda _: ""
+        """The invite to the run, by this node's addresses."""
+        self.state = PhaseState(since=utc_now())
+        self.run = RunInfo()
+        self.training = TrainingInfo()
+        self.sync = SyncInfo()
+        self._reported_at_s = 0.0
+        self._devices: tuple[DeviceInfo, ...] = ()
+        self._devices_at_s = 0.0
+
+    # phases
+
+    def enter(self, phase: Phase, reason: str, code: str) -> None:
+        """Change phase, reason or code. A repetition has no effect."""
+        if (phase, reason, code) == (self.state.phase, self.state.reason, self.state.code):
+            return
+        since = self.state.since if phase == self.state.phase else utc_now()
+        self.state = PhaseState(phase=phase, reason=reason, code=code, since=since)
+        logger.debug("%s: %s", phase, reason)
+        if self.swarm is not None:
+            self.swarm.say(phase, self.training.tokens_per_second, self._counters.utilization_ratio)
+        self.tell(now=True)
+
+    def enter_training(self, next_round: int, *, overlaps: bool) -> None:
+        reason = f"Training towards round {next_round}."
+        if overlaps:
+            reason = f"Training towards round {next_round + 1}, while round {next_round} is averaged."
+        self.enter(Phase.TRAINING, reason, "training")
+
+    def enter_no_text(self, problem: str) -> None:
+        self.enter(Phase.TRAINING, f"{problem or 'Reading text.'} Waiting for it.", "no_text")
+
+    def enter_waiting(self, view: MemberSnapshot, next_round: int) -> None:
+        """Training is blocked until a round is over."""
+        stage = f" ({view.stage})" if view.stage != "idle" else ""
+        reason = view.waiting_reason or f"Averaging round {next_round}{stage}."
+        self.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")
+
+    # values of the next report
+
+    def set_step(self, loss: float, lr: float, steps: int, tokens_per_second: float) -> None:
+        self.training = self.training.model_copy(
+            update={"loss": loss, "learning_rate": lr, "inner_step": steps, "tokens_per_second": tokens_per_second}
+        )
+
+    def set_inner_steps(self, done: int, inner_steps: int) -> None:
+        self.training = self.training.model_copy(update={"inner_step": done, "inner_steps": inner_steps})
+
+    def set_sync_progress(self, progress_ratio: float, eta_s: float | None) -> None:
+        """Progress towards the next contribution. `eta_s` is None before the first timed step."""
+        self.sync = self.sync.model_copy(update={"progress_ratio": progress_ratio, "eta_s": eta_s})
+
+    def set_evaluation_loss(self, own: float | None, record: RoundRecord | None) -> None:
+        """This node's loss on the new anchor if it measured one, else the record's on the previous anchor."""
+        loss = own if own is not None or record is None else record.evaluation_loss
+        if loss is not None:
+            self.training = self.training.model_copy(update={"evaluation_loss": loss})
+
+    def set_position(self, manifest: Manifest, tip: Tip) -> None:
+        """The node's position in the run."""
+        self.run = self.run.model_copy(
+            update={
+                "manifest_hash": manifest.hash,
+                "name": manifest.run.name,
+                "total_tokens": manifest.run.total_tokens,
+                "round": tip.round,
+                "swarm_tokens": tip.state.tokens,
+                "head": tip.head,
+                "state_digest": tip.digest,
+            }
+        )
+
+    # events
+
+    def notice(self, code: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
+        """Set a notice; an empty text withdraws it. Callable from any thread."""
+        notice = Notice(code=code, level=level, text=text) if text else None
+        self._channel.send(NoticeReport(code=code, notice=notice))
+
+    def round_over(self, record: RoundRecord) -> None:
+        """Report the record as the newest one."""
+        self.sync = self.sync.model_copy(update={"last": record})
+        self.tell_round(record)
+
+    def tell_round(self, record: RoundRecord) -> None:
+        self._channel.send(RoundReport(record=record))
+
+    # reports
+
+    @property
+    def round_now(self) -> int | None:
+        """The last known round, for log records; None before the first."""
+        return self.run.round if self.run.round >= 0 else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `tell` sends more than a heartbeat."""
+        return time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S
+
+    def tell(self, *, now: bool = False) -> None:
+        """Send a heartbeat, and a report if one is due."""
+        self._channel.beat()
+        if not now and not self.is_due:
+            return
+        self._reported_at_s = now_s = time.monotonic()
+        if now_s - self._devices_at_s >= DEVICE_INTERVAL_S:
+            self._devices, self._devices_at_s = self._describe_devices(), now_s
+        self._channel.send(StatusReport(report=self._report(), last_round=self._counters.last_round))
+        durations = self._counters.take_durations()
+        if durations:
+            self._channel.send(DurationReport(seconds=durations))
+
+    @property
+    def view(self) -> MemberSnapshot:
+        return self.swarm.view if self.swarm is not None else MemberSnapshot()
+
+    def _report(self) -> Report:
+        view = self.view
+        counters = self._counters.counters(view)
+        run = {
+            "swarm_round": max(view.swarm_round, self.run.round),
+            "invite": self.invite(view.addresses),
+            "invite_note": view.invite_note,
+        }
+        return Report(
+            state=self.state,
+            peer_id=view.peer_id,
+            run=self.run.model_copy(update=run),
+            training=self.training.model_copy(update={"tokens_total": counters.tokens_processed}),
+            sync=self.sync.model_copy(update={"stage": view.stage}),
+            peers=PeersInfo(connected=view.connected, training=view.training),
+            swarm=view.rows,
+            compute_utilization_ratio=self._counters.utilization_ratio,
+            forecast_utilization_ratio=self._counters.forecast_ratio,
+            reachability=view.reachability,
+            reachability_code=view.reachability_code,
+            reachability_reason=view.reachability_reason,
+            devices=self._devices,
+            contribution=self._counters.contribution(counters),
+            counters=counters,
+        )

@@ -1,0 +1,197 @@
+"""The log of rounds: each round that ends is counted, timed, recorded, reported and logged here."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+
+from node.errors import RoundFailed
+from node.status import Channel, Member, Outcome, RoundRecord, Seconds, Stage, utc_now
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.commit import Committed
+from node.swarm.messages import Join, parse
+from node.swarm.state_sync.catch_up import ResyncCause
+from node.worker.counters import WorkCounters
+from node.worker.reporter import Reporter
+from node.worker.round_diagnostics import NOTICE_CODE, ExclusionNotice, Needs, expected_utilization
+from node.worker.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class RoundLog:
+    """Writes the records of rounds. Used by the main thread only."""
+
+    def __init__(
+        self, session: Session, reporter: Reporter, counters: WorkCounters, exclusion: ExclusionNotice
+    ) -> None:
+        self._session, self._reporter, self._counters, self._exclusion = session, reporter, counters, exclusion
+        self._moved_bytes = (0, 0)
+        """Bytes sent and received up to the previous round."""
+
+    def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
+        """Log a committed round.
+
+        `blocked_s`: time for which training was blocked; `step_s`: this node's inner step time, for the forecast.
+        """
+        view, counters = self._session.swarm.view, self._counters
+        names = {row.peer_id: row.name for row in view.rows}
+        if done.is_replayed:
+            record = make_record(done, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            self._log_replayed(done, record)
+            return record
+        moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
+        record = make_record(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        for stage, (total_s, stage_blocked_s) in split_by_stage(
+            done.stage_s, blocked_s=blocked_s, apply_s=apply_s
+        ).items():
+            counters.add_duration(f"sync.{stage}", total_s)
+            counters.add_duration(f"blocked.{stage}", stage_blocked_s)
+        attempted = done.offered and record.outcome is not Outcome.ALONE
+        counters.count_round(record.round, record.outcome, attempted=attempted, included=done.included and attempted)
+        counters.round_done(at_s=time.time())
+        counters.forecast_ratio = expected_utilization(self._session, done.tip, step_s, record)
+        self._reporter.round_over(record)
+        loss = self._reporter.training.loss
+        logger.info(
+            "Round %d: %s with %d of %d member%s in %.1f s%s; digest %s.",
+            record.round,
+            record.outcome,
+            len(done.outcome.included),
+            len(record.members),
+            "" if len(record.members) == 1 else "s",
+            sum(done.stage_s.values()),
+            f", loss {loss:.3f}" if loss is not None else "",
+            record.state_digest[:12],
+            extra={"round": record.round},
+        )
+        return record
+
+    def _log_replayed(self, done: Committed, record: RoundRecord) -> None:
+        """An earlier process of this node committed the round. Count and report it if that process did not."""
+        if record.round <= self._counters.last_round:
+            self._reporter.sync = self._reporter.sync.model_copy(update={"last": record})
+            return
+        attempted = record.outcome not in (Outcome.ALONE, Outcome.SKIPPED)
+        self._counters.count_round(
+            record.round, record.outcome, attempted=attempted, included=done.included and attempted
+        )
+        self._reporter.round_over(record)
+
+    def update_exclusion_notice(
+        self, done: Committed, *, worked: bool, round_s: float | None, step_s: float | None
+    ) -> None:
+        """Notify the owner when several rounds in a row exclude the work that this node did for them (`worked`).
+
+        `round_s`: T_r of the round that is over; `step_s`: this node's inner step time.
+        """
+        if round_s is None:
+            return
+        needs = Needs(round_s, self._session.swarm.view.upload_s, done.fetch_s, step_s or 0.0)
+        text = self._exclusion.round_over(worked=worked, included=done.included, needs=needs)
+        if text is not None:
+            self._reporter.notice(NOTICE_CODE, text)
+
+    def round_failed(self, error: RoundFailed, tip: Tip) -> None:
+        """Log a failed attempt at the round after `tip`."""
+        self._counters.count_failure(error.code)
+        self._reporter.tell_round(
+            RoundRecord(
+                round=tip.round + 1,
+                outcome=Outcome.FAILED,
+                started_at=utc_now(),
+                swarm_tokens=tip.state.tokens,
+                reason=str(error),
+            )
+        )
+
+    def _bytes_since_last_round(self, sent: int, received: int) -> tuple[int, int]:
+        before, self._moved_bytes = self._moved_bytes, (sent, received)
+        return sent - before[0], received - before[1]
+
+
+def make_record(
+    done: Committed,
+    own_peer_id: str,
+    names: Mapping[str, str],
+    *,
+    blocked_s: float,
+    apply_s: float,
+    moved_bytes: tuple[int, int],
+) -> RoundRecord:
+    """The record of a committed round. `moved_bytes`: sent and received since the previous round."""
+    plan = done.outcome.plan
+    joins = [parse(Join, join.text) for join in plan.joins]
+    losses = [join.evaluation_loss for join in joins if join.evaluation_loss is not None]
+    excluded = [peer for peer in plan.members if peer not in done.outcome.included]
+    if own_peer_id not in plan.members:
+        outcome = Outcome.SKIPPED
+    elif len(plan.members) == 1:
+        outcome = Outcome.ALONE
+    else:
+        outcome = Outcome.PARTIAL if excluded else Outcome.COMPLETE
+    if excluded:
+        who = ", ".join(names.get(peer, peer[-6:]) for peer in excluded)
+        reason = f"Left out, as not all of it arrived in time: {who}."
+    else:
+        reason = "" if done.offered or done.is_replayed else "This node had nothing to contribute."
+    stages = {stage.value: done.stage_s.get(stage, 0.0) for stage in Stage}
+    stages[Stage.APPLY] += apply_s
+    return RoundRecord(
+        round=done.outcome.round,
+        outcome=outcome,
+        members=tuple(
+            Member(
+                peer_id=join.signer,
+                name=names.get(join.signer, join.signer[-6:]),
+                weight=content.tokens,
+                included=join.signer in done.outcome.included,
+            )
+            for join, content in zip(plan.joins, joins, strict=True)
+        ),
+        started_at=utc_now(ago_s=sum(done.stage_s.values()) + apply_s),
+        seconds=Seconds(**stages, blocked=blocked_s),
+        bytes_sent=moved_bytes[0],
+        bytes_received=moved_bytes[1],
+        head=done.tip.head,
+        state_digest=done.tip.digest,
+        swarm_tokens=done.tip.state.tokens,
+        evaluation_loss=statistics.median(losses) if losses else None,
+        reason=reason,
+    )
+
+
+def make_dropped_record(cause: ResyncCause) -> RoundRecord:
+    """The record of the rounds that this node discards when it leaves its side of a split."""
+    first, last, tokens = cause.dropped[0].round, cause.dropped[-1].round, sum(link.tokens for link in cause.dropped)
+    which = f"round {first}" if first == last else f"rounds {first} to {last}"
+    return RoundRecord(
+        round=last,
+        outcome=Outcome.SKIPPED,
+        started_at=utc_now(),
+        head=cause.dropped[-1].head,
+        dropped=last - first + 1,
+        reason=f"Dropped {which} of this side of a split, {tokens} tokens: {cause.reason}.",
+    )
+
+
+def split_by_stage(stage_s: Mapping[str, float], *, blocked_s: float, apply_s: float) -> dict[str, tuple[float, float]]:
+    """(total, blocked) seconds by stage.
+
+    Training is blocked at the end of a round, so `blocked_s` covers the last seconds of the stages. `apply_s` is the
+    trainer's own part of the last stage.
+    """
+    seconds = {}
+    for stage in reversed([stage for stage in Stage if stage in stage_s]):
+        stage_blocked_s = min(blocked_s, stage_s[stage])
+        blocked_s -= stage_blocked_s
+        own_s = apply_s if stage is Stage.APPLY else 0.0
+        seconds[stage.value] = (stage_s[stage] + own_s, stage_blocked_s + own_s)
+    return seconds
+
+
+def _own_bytes(moved_bytes: Mapping[Channel, int]) -> int:
+    """All but the traffic relayed for others."""
+    return sum(count for channel, count in moved_bytes.items() if channel != Channel.RELAY)

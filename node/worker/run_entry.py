@@ -1,0 +1,270 @@
+"""Entry into a run: found a run, resume the run of the data folder, or join one by invite.
+
+`RunEntry.enter` runs on the main thread; its waits report to the supervisor and obey orders to stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+from node import __version__
+from node.config.manifest import Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
+from node.config.schema import Config
+from node.diloco.outer import genesis
+from node.errors import DataFolderError, MachineError, ManifestError, PeerError, TransferFailed, UsageError
+from node.host.disk_quota import Room
+from node.host.files import write_whole
+from node.status import Phase
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.context import Rules
+from node.swarm.faults import faults_from
+from node.swarm.identity import load_identity
+from node.swarm.member import Member, MemberOptions
+from node.swarm.member_thread import SwarmThread
+from node.swarm.state_sync.providers import Target
+from node.swarm.state_sync.server import verified_tip
+from node.swarm.transport.p2pd import DaemonOptions
+from node.training.checkpoint import Checkpoint, CheckpointStore
+from node.training.hub import pinned
+from node.training.model import build_model, flatten
+from node.training.pretrained import load_pretrained
+from node.worker.checkpointing import CheckpointSource, initial_checkpoint, tip_of_checkpoint
+from node.worker.counters import WorkCounters
+from node.worker.orders import Waiter
+from node.worker.reporter import Reporter
+from node.worker.session import Session, rules_of
+from node.worker_protocol import Start
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+SERVE_S = 5.0
+
+
+class RunEntry:
+    def __init__(
+        self,
+        start: Start,
+        config: Config,
+        reporter: Reporter,
+        counters: WorkCounters,
+        waiter: Waiter,
+        room: Room,
+        check_fit: Callable[[RunConfig], None],
+        start_loading: Callable[[RunConfig], Future[Any] | None],
+    ) -> None:
+        """`check_fit` is called as soon as the run is known, before a state is made, read or downloaded; it may raise.
+
+        `start_loading` starts to load text and model in parallel with the entry; None where nothing is trained.
+        """
+        self._start, self._config, self._reporter, self._counters = start, config, reporter, counters
+        self._waiter, self._room = waiter, room
+        self._check_fit, self._start_loading = check_fit, start_loading
+        self._folder = config.node.data_dir
+        self._manifest_file = self._folder / "manifest.json"
+        self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep, room=room)
+        self._invite = parse_invite(start.join) if start.join else None
+        self._faults = faults_from(os.environ)
+
+    def enter(self) -> Session:
+        """Enter the run. Raises NodeError, or what the waits raise."""
+        is_relay = self._start.mode == "relay"
+        manifest = self._read_manifest()
+        if manifest is not None:
+            self._begin_training(manifest.run)
+        elif self._invite is None:
+            if is_relay:
+                raise UsageError("A relay serves a run: give it one with --join INVITE.")
+            manifest = self._found(self._config.run)
+        saved = self._load_checkpoint(manifest) if manifest is not None and not is_relay else None
+        swarm = SwarmThread(self._member_options(manifest))
+        self._reporter.swarm = swarm
+        swarm.open()
+        if swarm.port_notice:
+            logger.info("%s", swarm.port_notice)
+            self._reporter.notice("listen_port", swarm.port_notice, level="info")
+        try:
+            return self._enter_swarm(swarm, manifest, saved)
+        except BaseException:
+            swarm.close(Phase.STOPPED)
+            raise
+
+    def _enter_swarm(
+        self, swarm: SwarmThread, manifest: Manifest | None, saved: tuple[Checkpoint, Tip] | None
+    ) -> Session:
+        if manifest is None:
+            manifest = self._fetch_manifest(swarm)
+        text = manifest.canonical()
+
+        async def serve_manifest(member: Member) -> None:
+            member.serve_manifest(text)
+
+        swarm.start_call(serve_manifest).result(SERVE_S)
+        source = CheckpointSource(self._store, manifest.parameters, self._folder / "cache")
+        rules = rules_of(manifest)
+        checkpoint, tip = saved if saved is not None else (None, None)
+        if tip is not None:
+            source.publish(tip)
+        elif self._start.mode == "train":
+            tip = self.download(swarm, manifest, rules)
+        return Session(manifest, rules, swarm, self._store, source, tip, checkpoint)
+
+    def _member_options(self, manifest: Manifest | None) -> MemberOptions:
+        config, invite = self._config, self._invite
+        key = self._folder / "identity.key"
+        identity = load_identity(key)
+        return MemberOptions(
+            run=manifest.hash if manifest else invite.manifest_hash if invite else "",
+            data_dir=self._folder,
+            name=config.node.name or identity.peer_id[-6:],
+            version=__version__,
+            daemon=DaemonOptions(
+                identity_file=key,
+                listen=config.swarm.listen,
+                announce=config.swarm.announce,
+                port_mapping=config.swarm.port_mapping,
+            ),
+            bootstrap=(*config.swarm.bootstrap, *(invite.addresses if invite else ())),
+            faults=self._faults,
+            upload_mbit_s=config.limits.upload_mbit_s,
+            download_mbit_s=config.limits.download_mbit_s,
+            may_move_port=self._start.may_move_port,
+            lan_discovery=config.swarm.lan_discovery,
+            is_relay=self._start.mode == "relay",
+            relays=config.swarm.relay or self._start.mode == "relay",
+            relay_mbit_s=config.swarm.relay_mbit_s,
+            room=self._room,
+        )
+
+    # the manifest
+
+    def _read_manifest(self) -> Manifest | None:
+        """The manifest of the data folder.
+
+        Raises DataFolderError if it is damaged or not the invite's, and ProtocolError if a newer version wrote it.
+        """
+        try:
+            data = self._manifest_file.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            manifest = read_manifest(data)
+        except ManifestError as exc:
+            raise DataFolderError(
+                f"{self._manifest_file} is damaged: restore it, or start with another --data-dir."
+            ) from exc
+        if self._invite is not None and self._invite.manifest_hash != manifest.hash:
+            raise DataFolderError(
+                f"The data folder {self._folder} belongs to another run ({manifest.run.name}, "
+                f"{manifest.hash[:12]}): give this invite a folder of its own with --data-dir."
+            )
+        return manifest
+
+    def _begin_training(self, run: RunConfig) -> Future[Any] | None:
+        self._check_fit(run)
+        return self._start_loading(run)
+
+    def _found(self, run: RunConfig) -> Manifest:
+        """Found a run: make or load the initial parameters, and write them to the disk before any peer sees the run."""
+        run = self._waiter.run(lambda: pinned(run))
+        if run.model.start:
+            shape, parameters = self._waiter.run(lambda: load_pretrained(run.model, self._config.node.hub_cache))
+            run = RunConfig.model_validate(run.model_copy(update={"model": shape}).model_dump())
+            self._check_fit(run)
+        else:
+            self._check_fit(run)
+            parameters = self._waiter.run(lambda: flatten(build_model(run.model, seed=secrets.randbits(63))))
+        # Not earlier: two threads cannot import the same library. Errors in the text show before the run exists.
+        if (loading := self._start_loading(run)) is not None:
+            self._waiter.wait(loading)
+        state = genesis(parameters)
+        draft = Manifest(
+            run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
+        )
+        tip = self._waiter.run(lambda: verified_tip(state, draft.hash, None, rules_of(draft), time.monotonic()))
+        manifest = draft.model_copy(update={"initial_digest": tip.digest})
+        self._waiter.run(lambda: self._store.save(initial_checkpoint(manifest, tip)))
+        self._write_manifest(manifest.canonical())
+        logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
+        return manifest
+
+    def _fetch_manifest(self, swarm: SwarmThread) -> Manifest:
+        """Fetch the invite's manifest from any peer. Retries for ever, as the swarm may come up later."""
+        assert self._invite is not None
+        while True:
+            problem = swarm.view.problem or "no peer was found"
+            reason = f"No peer answers yet ({problem}); retrying: is the bootstrap peer up, and its port open?"
+            self._reporter.enter(Phase.CONNECTING, reason, "no_peers")
+            data = self._waiter.wait(swarm.start_call(lambda member: member.fetch_manifest()))
+            if data is not None:
+                manifest = parse_manifest(data, self._invite.manifest_hash)
+                self._begin_training(manifest.run)
+                self._write_manifest(data)
+                return manifest
+            self._waiter.sleep(RETRY_S)
+
+    def _write_manifest(self, text: bytes) -> None:
+        try:
+            write_whole(self._manifest_file, text)
+        except OSError as exc:
+            raise MachineError(
+                f"{self._manifest_file} could not be written ({exc.strerror}): free some space on that disk."
+            ) from exc
+
+    # the state
+
+    def _load_checkpoint(self, manifest: Manifest) -> tuple[Checkpoint, Tip] | None:
+        """The newest checkpoint and its tip; None if the node has to download the state."""
+        checkpoint = self._waiter.run(self._read_newest)
+        if checkpoint is None:
+            return None
+        if checkpoint.manifest_hash != manifest.hash:
+            raise DataFolderError(
+                f"The checkpoints in {self._folder} are of another run than its manifest.json: restore either, "
+                "or start with another --data-dir."
+            )
+        try:
+            tip = self._waiter.run(lambda: tip_of_checkpoint(checkpoint, rules_of(manifest)))
+        except PeerError as exc:
+            logger.warning("The checkpoint of round %d is not used: %s.", checkpoint.round, exc)
+            return None
+        if "ledger" in checkpoint.extra:
+            self._counters.load(checkpoint.extra["ledger"])
+        if checkpoint.round >= 0:
+            logger.info("Resuming from the checkpoint of round %d.", checkpoint.round)
+        return checkpoint, tip
+
+    def _read_newest(self) -> Checkpoint | None:
+        self._faults.meet("load", -1)
+        return self._store.newest(repair=True)
+
+    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
+        """Download the state, except those to `avoid`. Retries until a peer serves one."""
+        target = Target(manifest.parameters, manifest.initial_digest, frozenset(avoid))
+        progress_ratio, logged = 0.0, ""
+
+        def set_progress(ratio: float) -> None:
+            nonlocal progress_ratio
+            progress_ratio = ratio
+
+        def report_progress() -> None:
+            update = {"progress_ratio": round(progress_ratio, 3)}
+            self._reporter.sync = self._reporter.sync.model_copy(update=update)
+
+        while True:
+            self._reporter.enter(Phase.DOWNLOADING, "Downloading the outer state from peers.", "downloading")
+            call = swarm.start_call(lambda member: member.download(rules, target, set_progress))
+            try:
+                return self._waiter.wait(call, report_progress)
+            except TransferFailed as exc:
+                if str(exc) != logged:
+                    logger.info("The state could not be downloaded yet: %s", exc)
+                logged = str(exc)
+                self._reporter.enter(Phase.CONNECTING, f"{exc} Retrying; verified parts are kept.", "no_state")
+                self._waiter.sleep(RETRY_S)

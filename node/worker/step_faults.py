@@ -1,0 +1,75 @@
+"""Injected faults in inner steps and contributions. Without a fault plan, no hook has an effect."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from node.swarm.chain.chain import Tip
+from node.swarm.consensus.leader_election import role_of
+from node.swarm.faults import Faults, damage_blobs
+from node.training.inner import StepResult
+from node.training.replica import Replica
+
+ANY_ROUND = -1
+"""For ranks other than 0, which do not know the round: only faults that are planned for every round apply."""
+SIMULATED_STEPS = 8
+SIMULATED_CHANGE_RATIO = 1e-6
+"""Every eighth simulated step changes the parameters, each time by more, so that there is something to send."""
+
+
+def loss_factor(faults: Faults, round_: int, rows: int) -> float:
+    """Factor for the loss of one try of a step, on any rank.
+
+    Raises torch.OutOfMemoryError if the plan leaves memory for fewer rows.
+    """
+    if not faults.has_room_for(rows, round_):
+        raise torch.OutOfMemoryError("injected")
+    return math.nan if faults.overflows_loss(round_) else 1.0
+
+
+class StepFaults:
+    """The fault plan of one trainer, applied to the round after its tip."""
+
+    def __init__(self, faults: Faults, peer_id: Callable[[], str], tip: Callable[[], Tip]) -> None:
+        self._faults, self._peer_id, self._tip = faults, peer_id, tip
+        self._simulated_steps = 0
+
+    def before_step(self) -> None:
+        self._faults.meet("inner", self._round, self._role)
+
+    def simulate_step(self, replica: Replica, tokens: int) -> StepResult | None:
+        """Sleep instead of computing, for a device that this machine does not have; None if the plan has no `rest`."""
+        began_at, step_s = time.monotonic(), self._faults.rest_s()
+        if not step_s:
+            return None
+        self._simulated_steps += 1
+        if self._simulated_steps % SIMULATED_STEPS == 1:
+            replica.perturb(SIMULATED_CHANGE_RATIO * self._simulated_steps)
+        time.sleep(max(0.0, began_at + step_s - time.monotonic()))
+        return StepResult(0.0, 0.0, tokens)
+
+    def loss_factor(self, rows: int) -> float:
+        return loss_factor(self._faults, self._round, rows)
+
+    def slow_down(self, began_at: float) -> None:
+        """Sleep at the end of a step that began at `began_at`."""
+        time.sleep(max(0.0, self._faults.slowness() - 1) * (time.monotonic() - began_at))
+
+    def before_contribution(self, replica: Replica) -> Callable[[Sequence[bytes]], Sequence[bytes]]:
+        """Damage the parameters that are sent, or return a function that damages the encoded chunks."""
+        kind = self._faults.damage_kind("inner", self._round, self._role)
+        if kind in ("nan", "garbage"):
+            replica.load(torch.full_like(replica.parameters, math.nan if kind == "nan" else 1.0))
+        return lambda chunks: damage_blobs(kind, chunks) if kind == "shape" else chunks
+
+    @property
+    def _round(self) -> int:
+        return self._tip().round + 1
+
+    def _role(self) -> str:
+        tip = self._tip()
+        return role_of(self._peer_id(), tip.head, list(tip.last_weights))

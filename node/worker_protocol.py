@@ -1,0 +1,133 @@
+"""The messages between supervisor and worker: one JSON object per line over a socketpair.
+
+The supervisor sends `Start` once, then `Adjust` and `Stop`. The worker sends the other messages and finally `Ended`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from node.status import Notice, Report, RoundRecord, SavedCounters, Value
+
+MAX_LINE_BYTES = 4 * 2**20
+"""Upper bound of a line. A report of 1,000 peers is about 400 kB."""
+
+
+class Start(Value):
+    type: Literal["start"] = "start"
+    mode: Literal["train", "relay", "pause"]
+    """`relay`: no training, no model. `pause`: relay of a training node."""
+    config: dict[str, Any]
+    """`node.config.schema.Config.model_dump(mode="json")`."""
+    join: str | None = None
+    """An invite. None: found a run, or continue the run of the data folder."""
+    may_move_port: bool = False
+    """The port in `swarm.listen` is the default, so the next free port may replace it."""
+    counters: SavedCounters | None = None
+    """Totals of earlier workers; None: none are known."""
+
+
+class Stop(Value):
+    """Save, say goodbye to the swarm, and exit with code 0.
+
+    leave, pause: at once, also in the middle of a round. drain: finish the current round first.
+    """
+
+    type: Literal["stop"] = "stop"
+    how: Literal["leave", "pause", "drain"]
+
+
+class Adjust(Value):
+    """New settings. The worker applies those that can change while it runs: name, log level and limits."""
+
+    type: Literal["adjust"] = "adjust"
+    config: dict[str, Any]
+    """As in `Start`."""
+
+
+class Beat(Value):
+    """Heartbeat of the worker's main thread, about once a second while it trains, waits or downloads."""
+
+    type: Literal["beat"] = "beat"
+
+
+class Unsaved(Value):
+    """After a `Stop`, once a second: the worker still finishes an operation or writes a checkpoint.
+
+    Not a heartbeat: it comes from its own thread, because the main thread may be in one long operation.
+    """
+
+    type: Literal["unsaved"] = "unsaved"
+
+
+class StatusReport(Value):
+    type: Literal["report"] = "report"
+    report: Report
+    last_round: int = -1
+    """Newest round in the report's counters."""
+
+
+class RoundReport(Value):
+    type: Literal["round"] = "round"
+    record: RoundRecord
+
+
+class DurationReport(Value):
+    """Durations since the previous message, for the histograms. Keys: `inner_step`, `sync.STAGE`, `blocked.STAGE`."""
+
+    type: Literal["observed"] = "observed"
+    seconds: dict[str, list[float]]
+
+
+class NoticeReport(Value):
+    """Set a notice until it is withdrawn or the worker ends."""
+
+    type: Literal["notice"] = "notice"
+    code: str
+    notice: Notice | None
+    """None withdraws it."""
+
+
+class LogReport(Value):
+    type: Literal["log"] = "log"
+    level: str
+    logger: str
+    message: str
+    at: str
+    """UTC, RFC 3339."""
+    round: int | None = None
+
+
+class Ended(Value):
+    """The worker's last message. `exit_code`: 0 as asked or `run_complete`; otherwise as in `node.errors`."""
+
+    type: Literal["ended"] = "ended"
+    exit_code: int
+    code: str
+    reason: str
+
+
+WorkerMessage = Beat | Unsaved | StatusReport | RoundReport | DurationReport | NoticeReport | LogReport | Ended
+SupervisorMessage = Start | Adjust | Stop
+
+_WORKER_MESSAGE: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="type")])
+_SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(
+    Annotated[SupervisorMessage, Field(discriminator="type")]
+)
+
+
+def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
+    """One line, including the newline."""
+    return message.model_dump_json().encode() + b"\n"
+
+
+def decode_worker_message(line: bytes) -> WorkerMessage:
+    """Parse a message from the worker. Raises ValidationError."""
+    return _WORKER_MESSAGE.validate_json(line)
+
+
+def decode_supervisor_message(line: bytes) -> SupervisorMessage:
+    """Parse a message from the supervisor. Raises ValidationError."""
+    return _SUPERVISOR_MESSAGE.validate_json(line)

@@ -1,0 +1,83 @@
+"""Nodes of this version and of an older checkout share a run, and each reads the data folder of the older one.
+
+    make test-upgrade OTHER=/path/to/older/checkout
+
+The older checkout needs its dashboard built (`make dashboard`) and no environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import START_S, Node, Swarm, common_rounds, tiny, wait_for
+
+OTHER = os.environ.get("DILOCO_TEST_OTHER", "")
+
+pytestmark = [
+    pytest.mark.skipif(not OTHER, reason="needs an older checkout: make test-upgrade OTHER=PATH"),
+    pytest.mark.timeout(480),
+]
+
+
+# PYTHONSAFEPATH keeps the working directory, which is this checkout, out of the search path.
+OLD_CODE = {"PYTHONPATH": OTHER, "PYTHONSAFEPATH": "1"}
+
+
+def start(node: Node, *, is_old: bool) -> Node:
+    """Start a node with this version's code or the older checkout's."""
+    node.program = "node.cli"
+    return node.start(env={**(OLD_CODE if is_old else {}), "SWARM_TEST_WARM": ""})
+
+
+def test_the_older_checkout_is_imported() -> None:
+    words = [sys.executable, "-c", "import node; print(node.__file__)"]
+    found = subprocess.run(
+        words, env={**os.environ, **OLD_CODE}, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert found.stdout.startswith(os.path.realpath(OTHER))
+
+
+def wait_for_common_round(nodes: list[Node], after: int) -> None:
+    """Wait for a record after this round that includes all nodes."""
+    everybody = {node.status()["node"]["peer_id"] for node in nodes}
+
+    def has_all() -> bool:
+        return any(
+            record["round"] > after and {m["peer_id"] for m in record["members"] if m["included"]} == everybody
+            for record in nodes[0].rounds()
+        )
+
+    wait_for(has_all, 3 * START_S, f"no round after {after} has all nodes")
+    assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
+
+
+@pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
+def test_old_and_new_nodes_share_rounds(tmp_path: Path, founder_is_old: bool) -> None:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 60, "min_peers": 2})) as swarm:
+        founder = start(swarm.node("founder"), is_old=founder_is_old)
+        founder.until_training(3 * START_S)
+        second = swarm.node("second", join=founder.invite())
+        second.preset = None
+        start(second, is_old=not founder_is_old).until_training(3 * START_S)
+        wait_for_common_round([founder, second], founder.status()["run"]["round"])
+
+
+def test_a_data_folder_of_the_older_version_is_continued(tmp_path: Path) -> None:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
+        node = start(swarm.node("founder"), is_old=True)
+        node.until_training(3 * START_S)
+        node.until_round(3, 3 * START_S)
+        assert node.stop() == 0
+        identity, old_rounds = node.folder / "identity.key", node.checkpoints()
+        before = identity.read_bytes()
+        assert old_rounds
+        start(node, is_old=False).until_training(3 * START_S)
+        assert node.status()["run"]["round"] >= 3
+        node.until_round(node.status()["run"]["round"] + 2, 3 * START_S)
+        assert identity.read_bytes() == before
+        assert node.stop() == 0

@@ -1,0 +1,42 @@
+"""Signed proofs, and leaves of states, for tests of the swarm's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from node.diloco.digest import leaf_bounds
+from node.diloco.outer import OuterState
+from node.swarm.identity import Identity, new_identity
+from node.swarm.messages import Join, Outcome, Plan, Proof, accept, results_root, sign
+
+RUN = "ab" * 32
+A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
+
+
+def new_join(tokens: int = 100, step_s: float = 0.1, parent: str = RUN) -> Join:
+    return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s, norm=1.0)
+
+
+def committed(
+    parent: str,
+    round_: int,
+    members: Sequence[Identity] = (A, B),
+    *,
+    tokens: int = 100,
+    hashes: Sequence[bytes] = (bytes(32),),
+) -> Proof:
+    """A proof in which all members contributed and voted. `tokens`: of each member."""
+    joins = tuple(sign(member, new_join(tokens, parent=parent)) for member in members)
+    ids = tuple(member.peer_id for member in members)
+    plan = Plan(run=RUN, parent=parent, attempt=0, joins=joins, reducers=ids[:1], owners=(0,) * len(hashes))
+    document = sign(members[0], Outcome(round=round_, plan=plan, included=ids, results=results_root(hashes)))
+    accepts = {member.peer_id: accept(member, document.hash, 0) for member in members}
+    return Proof(outcome=document, attempt=0, group=ids, accepts=accepts, hashes=b"".join(hashes).hex())
+
+
+def leaf_of(state: OuterState, index: int) -> bytes:
+    bounds = leaf_bounds(state.anchor.numel())
+    which, place = divmod(index, len(bounds))
+    start, end = bounds[place]
+    data: bytes = (state.anchor, state.momentum)[which][start:end].numpy().tobytes()
+    return data

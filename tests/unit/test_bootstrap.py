@@ -1,0 +1,109 @@
+"""A worker's orders, log records and notices. No run is entered."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node.config.schema import Config
+from node.status import RunInfo
+from node.worker.channel import Channel, ChannelHandler, StopAsked
+from node.worker_protocol import Start, Stop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.swarm.member import MemberSnapshot
+    from node.worker import orders
+    from node.worker.bootstrap import Worker
+    from node.worker.reporter import Reporter
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[Channel, socket.socket]]:
+    """The worker's channel, and the supervisor's end of it."""
+    worker_end, supervisor_end = socket.socketpair()
+    channel = Channel(worker_end)
+    with worker_end, supervisor_end, channel._file:
+        yield channel, supervisor_end
+
+
+@pytest.fixture
+def handler(connection: tuple[Channel, socket.socket]) -> ChannelHandler:
+    return ChannelHandler(connection[0])
+
+
+@pytest.fixture
+def worker(connection: tuple[Channel, socket.socket], handler: ChannelHandler, tmp_path: Path) -> Worker:
+    config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
+    start = Start(mode="train", config=config.model_dump(mode="json"))
+    return Worker(connection[0], start, config, handler)
+
+
+def test_a_drain_without_a_round_times_out(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "DRAIN_S", 0.2)
+    worker._orders.check()
+    worker._channel.stop = Stop(how="drain")
+    worker._orders.check()
+    time.sleep(0.3)
+    with pytest.raises(StopAsked):
+        worker._orders.check()
+    assert "no round ended" in worker._orders.end_reason
+
+
+def test_a_drain_ends_with_the_round_of_a_contribution(worker: Worker) -> None:
+    worker._orders.round_over()
+    worker._channel.stop = Stop(how="drain")
+    worker._orders.check()
+    worker._orders.round_over()
+    with pytest.raises(StopAsked):
+        worker._orders.check()
+
+
+def test_background_threads_live_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def enter() -> None:
+        threads.append(worker._waiter.run(threading.current_thread))
+        assert threads[0].is_alive()
+        raise StopAsked
+
+    monkeypatch.setattr(worker._entry, "enter", enter)
+    assert worker.run() == ("stopped", "Stopped as asked.")
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
+def test_a_log_record_has_the_round_that_it_names_or_the_newest(
+    connection: tuple[Channel, socket.socket], handler: ChannelHandler, request: pytest.FixtureRequest
+) -> None:
+    log = logging.getLogger("node.worker.test")
+    log.addHandler(handler)
+    try:
+        log.warning("before the worker is set up")
+        worker: Worker = request.getfixturevalue("worker")
+        log.warning("before the first round")
+        worker._reporter.run = RunInfo(round=7)
+        log.warning("after round 7")
+        log.warning("about round 8", extra={"round": 8})
+    finally:
+        log.removeHandler(handler)
+    with connection[1].makefile("rb") as lines:
+        assert [json.loads(lines.readline())["round"] for _ in range(4)] == [None, None, 7, 8]
+
+
+def test_the_owner_of_an_unreachable_relay_is_notified(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[tuple[str, str]] = []
+    monkeypatch.setattr(worker._reporter, "notice", lambda code, text: notices.append((code, text)))
+    for code in ("not_tested", "not_reached", "not_reached", "reached"):
+        view = MemberSnapshot(reachability_code=code, reachability_reason="Publish the port.")
+        monkeypatch.setattr(Reporter, "view", view)
+        worker._update_reachability_notice()
+    assert notices == [("relay_closed", "Publish the port."), ("relay_closed", "")]

@@ -1,0 +1,117 @@
+"""The data directory: creation, lock, private files, and stored requests and counters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from node.daemon.data_directory import COUNTERS_FILE, DataDirectory, OwnerRequest
+from node.errors import DataFolderError
+from node.status import Activity, Counters, SavedCounters
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_first_start_creates_a_private_directory_and_token(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    with DataDirectory.open(path) as directory:
+        token = directory.token
+        assert len(token) >= 43
+        assert (mode(path), mode(path / "api-token")) == (0o700, 0o600)
+        directory.write_address("http://127.0.0.1:1")
+        assert json.loads((path / "api.json").read_text()) == {"url": "http://127.0.0.1:1", "pid": os.getpid()}
+    assert not (path / "api.json").exists()
+    (path / "api.json").write_text("{}")  # As after a kill.
+    with DataDirectory.open(path) as again:
+        assert again.token == token
+        assert not (path / "api.json").exists()
+
+
+def test_second_node_is_refused_with_the_holder(tmp_path: Path) -> None:
+    with (
+        DataDirectory.open(tmp_path),
+        pytest.raises(DataFolderError, match=rf"process {os.getpid()}\b") as caught,
+    ):
+        DataDirectory.open(tmp_path)
+    assert (caught.value.exit_code, caught.value.code) == (2, "folder_locked")
+    DataDirectory.open(tmp_path).close()
+
+
+def test_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataFolderError, match="--data-dir") as caught:
+        DataDirectory.open(tmp_path / "file" / "data")
+    assert caught.value.exit_code == 2
+
+
+def test_weak_token_is_refused_and_a_readable_one_made_private(tmp_path: Path) -> None:
+    token = tmp_path / "api-token"
+    token.write_text("hunter2\n")
+    with pytest.raises(DataFolderError, match="remove the file") as caught:
+        DataDirectory.open(tmp_path)
+    assert "hunter2" not in str(caught.value)
+    token.write_text("x" * 43)
+    token.chmod(0o644)
+    with DataDirectory.open(tmp_path):
+        assert mode(token) == 0o600
+
+
+def test_pause_request_survives_a_restart(tmp_path: Path) -> None:
+    request = OwnerRequest(until=datetime(2030, 1, 1, tzinfo=UTC))
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_owner_request() is None
+        directory.save_owner_request(request)
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_owner_request() == request
+        directory.save_owner_request(None)
+        assert directory.load_owner_request() is None
+        (tmp_path / "pause.json").write_text('{"until": ')
+        assert directory.load_owner_request() == OwnerRequest()
+
+
+def test_counters_survive_a_restart(tmp_path: Path) -> None:
+    counters = Counters(tokens_processed=70, activity_seconds={Activity.COMPUTE: 2.5})
+    saved = SavedCounters(counters=counters, rounds_joined=1, rounds_attempted=2, last_round=3)
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_counters() is None
+        directory.save_counters(saved)
+    stored = json.loads((tmp_path / COUNTERS_FILE).read_text())
+    assert set(stored) == {"counters", "rounds_joined", "rounds_attempted", "last_round"}
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_counters() == saved
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b'{"counters": {"tokens_processed": -1}}', b"\xff"])
+def test_damaged_counters_are_ignored_with_a_warning(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / COUNTERS_FILE).write_bytes(damage)
+    with DataDirectory.open(tmp_path) as directory:
+        assert directory.load_counters() is None
+    assert "cannot be read" in caplog.text
+
+
+def test_disk_that_rejects_the_counters_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = SavedCounters(counters=Counters(), rounds_joined=0, rounds_attempted=0)
+    (tmp_path / f"{COUNTERS_FILE}.new").mkdir()
+    with DataDirectory.open(tmp_path) as directory, caplog.at_level(logging.WARNING):
+        directory.save_counters(saved)
+        directory.save_counters(saved)
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_used_bytes_by_kind(tmp_path: Path) -> None:
+    with DataDirectory.open(tmp_path) as directory:
+        (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "7" / "x").write_bytes(b"12345")
+        space = directory.space()
+        assert 0 < space.free_bytes <= space.size_bytes
+        assert space.used_bytes == {"checkpoints": 5, "history": 0, "cache": 0, "logs": 0}

@@ -1,0 +1,363 @@
+"""Downloading a state: what a proof must show, which state is chosen, and how leaves are requested from peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from node.diloco.codec import make_codec
+from node.diloco.digest import LEAF_ELEMENTS, leaf_hash, leaf_hashes, root_digest
+from node.diloco.outer import OuterState, genesis
+from node.errors import PeerError, TransferFailed
+from node.status import Channel, Phase
+from node.swarm.allreduce.reducer import chunk_layouts
+from node.swarm.chain.chain import OuterRule, Tip
+from node.swarm.consensus.context import Rules
+from node.swarm.consensus.group_closing import ClosingRule
+from node.swarm.identity import new_identity
+from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
+from node.swarm.messages import Proof
+from node.swarm.state_sync.downloader import Downloader, Transfer
+from node.swarm.state_sync.partial_download import PartialState
+from node.swarm.state_sync.providers import Target
+from node.swarm.state_sync.server import Snapshot, StateServer, verified_tip
+from node.swarm.transport.wire import Message, Service
+from tests.in_process import InProcessNetwork, InProcessWire
+from tests.unit.swarm_data import RUN, A, B, committed, leaf_of
+
+P, PARENT = 1000, "cd" * 32
+LAYOUTS = chunk_layouts(make_codec("fp32"), [((0, P),)])
+RULES = Rules(RUN, LAYOUTS, ClosingRule("time", 2, 0.5), OuterRule(0.7, 0.9, 10), 2**40)
+
+
+def random_state(round_: int = 4, parameters: int = P) -> OuterState:
+    return OuterState(torch.randn(parameters), torch.randn(parameters), round_, 5000)
+
+
+def tip_of(state: OuterState, proof: Proof | None) -> Tip:
+    return verified_tip(state, proof.outcome.hash if proof else RUN, proof, RULES, 1.0)
+
+
+def proven_tip(round_: int) -> Tip:
+    return tip_of(random_state(round_), committed(PARENT, round_))
+
+
+def initial_tip(value: float) -> Tip:
+    return tip_of(genesis(torch.full((P,), value)), None)
+
+
+# proofs
+
+
+def test_only_the_initial_state_needs_no_proof() -> None:
+    tip = initial_tip(0.0)
+    assert (tip.head, tip.round, tip.anchor_at_s) == (RUN, -1, 1.0)
+    for state, head in ((random_state(), RUN), (genesis(torch.zeros(P)), PARENT)):
+        with pytest.raises(PeerError, match="without proof"):
+            verified_tip(state, head, None, RULES, 1.0)
+
+
+def test_a_proven_state_gives_a_tip() -> None:
+    tip = proven_tip(4)
+    assert tip.last_weights == {A.peer_id: 100, B.peer_id: 100} and tip.round_s == pytest.approx(1.0)
+
+
+def test_a_proof_of_another_round_head_or_group_is_refused() -> None:
+    proof, alone = committed(PARENT, 4), committed(PARENT, 4, (A,))
+    cases = [(5, proof, proof.outcome.hash, "another round"), (4, proof, PARENT, "another round")]
+    for round_, given, head, problem in (*cases, (4, alone, alone.outcome.hash, "fewer peers")):
+        with pytest.raises(PeerError, match=problem):
+            verified_tip(random_state(round_), head, given, RULES, 1.0)
+
+
+# the choice of a state
+
+
+class Source:
+    """A StateSource of one state. `data`: sent in place of every leaf."""
+
+    def __init__(self, tip: Tip, data: bytes | None = None) -> None:
+        self.tip, self.data = tip, data
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        t = self.tip
+        known = t.head == name or t.digest.startswith(name)
+        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof) if known else None
+
+    def oldest_needed_round(self) -> int | None:
+        return None
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        if digest != self.tip.digest:
+            raise LookupError(digest)
+        return leaf_of(self.tip.state, index) if self.data is None else self.data
+
+
+def description(tip: Tip, **changes: Any) -> Message:
+    header = {"round": tip.round, "head": tip.head, "tokens": tip.state.tokens, "digest": tip.digest}
+    proof = tip.proof.model_dump_json().encode() if tip.proof else b""
+    return Message(header | changes, [b"".join(tip.leaves), proof])
+
+
+def download(
+    peers: Sequence[Message | Tip | Source], initial_digest: str | None = None, avoid: frozenset[str] = frozenset()
+) -> Tip:
+    """Download where each peer serves this state, or describes it so."""
+    progress: list[float] = []
+
+    async def main(folder: Path) -> Tip:
+        network, me = InProcessNetwork(), new_identity()
+        wire = InProcessWire(network, me.peer_id)
+        record = PeerRecord(peer_id=me.peer_id, number=0, run=RUN, head=RUN)
+        peer_table = PeerTable(me, record, asyncio.get_running_loop().time)
+        for served in peers:
+            peer = new_identity()
+            server = InProcessWire(network, peer.peer_id)
+            if isinstance(served, Message):
+                server.serve({"state": Service(answer_with(served), Channel.STATE)})
+            else:
+                StateServer(server, Source(served) if isinstance(served, Tip) else served)
+            record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
+            peer_table.merge([sign_record(peer, record)])
+        downloader = Downloader(wire, peer_table, RULES, folder, random.Random(0))
+        return await downloader.run(Target(P, initial_digest, avoid), progress.append)
+
+    with TemporaryDirectory() as folder:
+        tip = asyncio.run(asyncio.wait_for(main(Path(folder)), 20))
+    assert progress[-1] == 1.0
+    return tip
+
+
+def answer_with(message: Message) -> Any:
+    async def answer(caller: str, request: Message) -> Message:
+        return message
+
+    return answer
+
+
+def test_the_newest_state_is_downloaded() -> None:
+    new = proven_tip(4)
+    found = download([proven_tip(3), new])
+    assert found.digest == new.digest and torch.equal(found.state.momentum, new.state.momentum)
+
+
+def test_the_state_of_more_peers_is_downloaded() -> None:
+    proof = committed(PARENT, 4)
+    common, rare = tip_of(random_state(), proof), tip_of(random_state(), proof)
+    assert download([rare, common, common]).digest == common.digest
+
+
+INVALID_FIELDS: list[dict[str, Any]] = [
+    *({"round": value} for value in (5, "x", None)),
+    *({"tokens": value} for value in (1, -1, 2**64 - 1)),
+    *({"digest": value} for value in ("00" * 32, 7)),
+]
+
+
+@pytest.mark.parametrize("changes", INVALID_FIELDS)
+def test_an_inconsistent_description_is_ignored(changes: dict[str, Any]) -> None:
+    good, bad = proven_tip(3), proven_tip(4)
+    assert download([description(bad, **changes), good]).digest == good.digest
+
+
+def test_a_description_with_invalid_blobs_is_ignored() -> None:
+    good, right = proven_tip(3), description(proven_tip(4))
+    leaves, proof = right.blobs
+    for blobs in ([], [leaves], [leaves[:-32], proof], [leaves, b"{}"], [b"x", b""]):
+        assert download([replace(right, blobs=blobs), good]).digest == good.digest
+
+
+@pytest.mark.parametrize("data", [bytes(4 * P - 4), bytes(4 * P + 4), bytes(3), b"", b"\xff" * 4 * P])
+def test_made_up_leaves_with_right_hashes_are_refused(data: bytes) -> None:
+    good, bad = proven_tip(3), proven_tip(4)
+    leaves = [leaf_hash(data)] * 2
+    false = replace(bad, leaves=leaves, digest=root_digest(4, bad.state.tokens, P, leaves))
+    assert download([Source(false, data), good]).digest == good.digest
+    with pytest.raises(TransferFailed, match="parts of the state"):
+        download([Source(false, data)])
+
+
+def test_a_state_with_a_wrong_proof_is_not_downloaded() -> None:
+    good, bad = proven_tip(3), proven_tip(5)
+    for proof in (None, committed(PARENT, 4), committed(PARENT, 5, (A,))):
+        source = Source(replace(bad, proof=proof), b"")
+        assert download([source, good]).digest == good.digest
+        with pytest.raises(TransferFailed, match="No peer serves"):
+            download([source])
+
+
+def test_a_download_without_servers_fails() -> None:
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([])
+
+
+def test_an_avoided_state_is_not_downloaded() -> None:
+    one, other = proven_tip(3), proven_tip(4)
+    for name in (other.digest, other.head):
+        assert download([one, other], avoid=frozenset({name})).digest == one.digest
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([one], avoid=frozenset({one.head}))
+
+
+def test_the_manifest_decides_which_initial_state_is_right() -> None:
+    right, wrong = initial_tip(1.0), initial_tip(2.0)
+    assert download([wrong, wrong, right], right.digest).digest == right.digest
+    with pytest.raises(TransferFailed, match="No peer serves"):
+        download([wrong], right.digest)
+
+
+# the transfer of leaves
+
+LEAVES = 16
+LARGE_P = LEAVES // 2 * LEAF_ELEMENTS
+Answer = Callable[[int], Awaitable[bytes]]
+
+
+@pytest.fixture(scope="module")
+def state() -> OuterState:
+    return random_state(3, LARGE_P)
+
+
+class Peers:
+    """A joiner, and servers that answer as told."""
+
+    def __init__(self, state: OuterState, folder: Path) -> None:
+        self.snapshot = Snapshot(3, "aa" * 32, 5000, "bb" * 32, leaf_hashes(state), None)
+        self.partial = PartialState(folder, self.snapshot.digest, LARGE_P)
+        self.answers: dict[str, Answer] = {}
+        self.asked: dict[str, list[int]] = {}
+        self.progress: list[float] = []
+        self.state, self.banned, self.rejected = state, set[str](), 0
+
+    def good(self, delay_s: float = 0.0) -> Answer:
+        async def answer(index: int) -> bytes:
+            await asyncio.sleep(delay_s)
+            return leaf_of(self.state, index)
+
+        return answer
+
+    def _serve(self, network: InProcessNetwork, name: str, answer: Answer) -> None:
+        asked = self.asked.setdefault(name, [])
+
+        async def on_leaf(_caller: str, message: Message) -> Message:
+            asked.append(message.header["index"])
+            return Message(blobs=[await answer(message.header["index"])])
+
+        InProcessWire(network, name).serve({"leaf": Service(on_leaf, Channel.STATE)})
+
+    def transfer(self, *first: str) -> None:
+        """Transfer all leaves from the first servers; the others are found later."""
+
+        async def find_servers() -> list[str]:
+            return list(self.answers)
+
+        async def main() -> None:
+            network = InProcessNetwork()
+            wire = InProcessWire(network, "joiner")
+            for name, answer in self.answers.items():
+                self._serve(network, name, answer)
+            missing = self.partial.open(self.snapshot.leaves)
+            transfer = Transfer(wire, self.snapshot, self.partial, missing, self.banned, self.progress.append)
+            await transfer.run(first, find_servers)
+            self.rejected = wire.traffic.rejected["bad_message"]
+            assert self.partial.open(self.snapshot.leaves) == [] and self.progress[-1] == 1.0
+
+        asyncio.run(main())
+
+
+@pytest.fixture
+def peers(state: OuterState, tmp_path: Path) -> Peers:
+    return Peers(state, tmp_path)
+
+
+async def never(index: int) -> bytes:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def zeros(index: int) -> bytes:
+    return bytes(4 * LEAF_ELEMENTS)
+
+
+def failing(code: str, after: int, then: Answer) -> Answer:
+    """Raise an error from the request after so many on; before, answer as `then`."""
+    calls = 0
+
+    async def answer(index: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise PeerError("a refusal", code=code)
+        return await then(index)
+
+    return answer
+
+
+@pytest.mark.timeout(30)
+def test_a_slow_peer_is_asked_less_and_a_hung_one_delays_nothing(peers: Peers) -> None:
+    peers.answers = {"quick": peers.good(0.05), "slow": peers.good(1.0), "hung": never}
+    began_at_s = time.monotonic()
+    peers.transfer("hung", "quick", "slow")
+    assert time.monotonic() - began_at_s < 8, "the leaves of the hung peer are requested from another one"
+    assert len(peers.asked["quick"]) > 2 * len(peers.asked["slow"])
+    assert len(peers.asked["hung"]) <= 3 and peers.banned == set()
+
+
+@pytest.mark.timeout(30)
+def test_a_peer_that_sends_wrong_bytes_is_banned_and_counted_once(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers.answers = {"honest": peers.good(0.05), "liar": zeros}
+    with caplog.at_level(logging.WARNING):
+        peers.transfer("liar", "honest")
+    assert peers.banned == {"liar"} and "liar is dropped" in caplog.text and peers.rejected == 1
+    assert sorted(set(peers.asked["honest"])) == list(range(LEAVES))
+
+
+@pytest.mark.timeout(30)
+def test_a_failed_transfer_is_resumed(peers: Peers, state: OuterState, tmp_path: Path) -> None:
+    peers.answers = {"some": failing("gone", 5, peers.good())}
+    with pytest.raises(TransferFailed, match="11 of 16 parts"):
+        peers.transfer("some")
+    peers.partial.close()
+    again = Peers(state, tmp_path)
+    again.answers = {"other": again.good()}
+    again.transfer("other")
+    assert len(again.asked["other"]) == 11
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_is_found_later_is_asked(peers: Peers) -> None:
+    peers.answers = {"leaving": failing("gone", 0, never), "coming": peers.good()}
+    peers.transfer("leaving")
+
+
+@pytest.mark.timeout(30)
+def test_a_busy_server_is_asked_again(peers: Peers) -> None:
+    refusals = [PeerError("too many requests", code="busy")] * 3
+
+    async def answer(index: int) -> bytes:
+        if refusals:
+            raise refusals.pop()
+        return leaf_of(peers.state, index)
+
+    peers.answers = {"busy": answer}
+    peers.transfer("busy")
+
+
+@pytest.mark.timeout(30)
+def test_a_server_is_given_up_after_three_timeouts(peers: Peers) -> None:
+    peers.answers = {"late": failing("timeout", 0, never)}
+    with pytest.raises(TransferFailed, match="16 of 16 parts"):
+        peers.transfer("late")
+    assert 3 <= len(peers.asked["late"]) <= 5

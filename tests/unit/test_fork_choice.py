@@ -1,0 +1,95 @@
+"""The heaviest-chain rule, and the verification of a chain's links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from node.errors import PeerError
+from node.swarm.chain import fork_choice
+from node.swarm.chain.fork_choice import (
+    Link,
+    append_link,
+    heads_of,
+    is_heavier,
+    links_after,
+    overlapping,
+    read_links,
+)
+from node.swarm.messages import Bounds
+from tests.unit.swarm_data import RUN, A, B, committed
+
+BOUNDS = Bounds(RUN, (1,), 1, 1000)
+
+
+def chain_of(tokens: Sequence[int]) -> tuple[Link, ...]:
+    """Rounds after RUN with so many tokens of each of two members."""
+    links: tuple[Link, ...] = ()
+    parent = RUN
+    for number, count in enumerate(tokens):
+        proof = committed(parent, number, tokens=count)
+        links += read_links([proof.model_dump_json()], BOUNDS)
+        parent = proof.outcome.hash
+    return links
+
+
+def test_links_are_read_back_with_the_signed_tokens_and_without_hashes() -> None:
+    links = chain_of([10, 20])
+    assert [(link.round, link.tokens) for link in links] == [(0, 20), (1, 40)]
+    assert links[1].parent == links[0].head and links[0].members == (A.peer_id, B.peer_id)
+    assert bytes(32).hex() not in links[0].text
+    assert read_links([link.text for link in links], BOUNDS) == links
+
+
+def test_links_that_were_tampered_with_are_refused() -> None:
+    texts = [link.text for link in chain_of([10, 20, 30])]
+    for broken in ([texts[0], texts[2]], texts[::-1], [texts[0], texts[0]]):
+        with pytest.raises(PeerError, match="not contiguous"):
+            read_links(broken, BOUNDS)
+    with pytest.raises(PeerError, match="allowed"):
+        read_links([committed(RUN, 0, tokens=1001).model_dump_json()], BOUNDS)
+    for text in (texts[0].replace('tokens\\\\\\":10', 'tokens\\\\\\":999'), "{}"):
+        with pytest.raises(PeerError):
+            read_links([text], BOUNDS)
+
+
+def test_links_after_a_head() -> None:
+    links = chain_of([1, 2, 3])
+    assert links_after(links, RUN) == links
+    assert links_after(links, links[0].head) == links[1:]
+    assert links_after(links, links[-1].head) == ()
+    assert links_after(links, "unknown") == links
+    assert heads_of(links, links[-1].head) == [links[2].head, links[1].head, links[0].head, RUN]
+    assert heads_of((), RUN) == [RUN]
+
+
+def test_the_chain_with_more_tokens_wins_on_both_sides_whatever_its_length() -> None:
+    long, heavy = chain_of([10, 10, 10]), chain_of([100])
+    assert is_heavier(heavy, long) and not is_heavier(long, heavy)
+    assert is_heavier(long, ()) and not is_heavier((), long) and not is_heavier((), ())
+
+
+def test_the_smaller_head_wins_between_equal_chains() -> None:
+    one, other = chain_of([10, 20]), chain_of([20, 10])
+    assert is_heavier(one, other) is not is_heavier(other, one)
+    assert is_heavier(one, other) is (one[-1].head < other[-1].head)
+    assert not is_heavier(one, one)
+
+
+def test_the_oldest_links_are_dropped_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = chain_of([1, 2, 3])
+    monkeypatch.setattr(fork_choice, "MAX_LINKS", 2)
+    assert append_link(links[:2], links[2]) == links[1:]
+    for size_bytes in (len(links[2].text) + 1, 1):
+        monkeypatch.setattr(fork_choice, "MAX_LINKS_BYTES", size_bytes)
+        assert append_link(links[:2], links[2]) == links[2:], "the newest one always stays"
+
+
+def test_chains_without_a_known_fork_point_are_compared_over_the_rounds_that_both_have() -> None:
+    long, short = chain_of([10, 10, 10, 10]), chain_of([10, 9, 11, 11, 11])[2:]
+    theirs, mine = overlapping(short, long)
+    assert [link.round for link in theirs] == [2, 3, 4] and [link.round for link in mine] == [2, 3]
+    assert overlapping(long, short) == (mine, theirs)
+    assert overlapping(short, ()) == (short, ()) and overlapping((), ()) == ((), ())
+    assert is_heavier(theirs, mine) and not is_heavier(mine, theirs)

@@ -1,0 +1,122 @@
+"""Messages on a stream, and their timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from node.errors import PeerError
+from node.swarm.transport import framing as streams
+from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, pack_header
+
+
+def read_from(feed_s: float, piece: int, size: int, monkeypatch: pytest.MonkeyPatch, mbit_s: float = 0.0) -> bytes:
+    """Read a blob of `size` bytes that arrives as one `piece` every `feed_s` seconds. STALL_S is 0.5 s."""
+    monkeypatch.setattr(streams, "STALL_S", 0.5)
+    monkeypatch.setattr(streams, "MIN_BYTES_S", 20_000.0)
+
+    async def read() -> bytes:
+        reader, blob = asyncio.StreamReader(), bytes(range(256)) * (size // 256)
+
+        async def feed() -> None:
+            header = pack_header("ok", Message(blobs=[blob]))
+            reader.feed_data(len(header).to_bytes(4, "big") + header)
+            for start in range(0, size, piece):
+                reader.feed_data(blob[start : start + piece])
+                await asyncio.sleep(feed_s)
+
+        feeding = asyncio.create_task(feed())
+        try:
+            limiter = RateLimiter(asyncio.get_running_loop().time, mbit_s)
+            _, message, _ = await streams.read_message(reader, lambda _: 2 * size, limiter)
+            assert message.blobs[0] == blob
+            return bytes(message.blobs[0])
+        finally:
+            feeding.cancel()
+
+    return asyncio.run(read())
+
+
+def test_steady_sender_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(read_from(0.01, 5120, 51200, monkeypatch)) == 51200
+
+
+def test_trickling_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read_from(0.05, 16, 25600, monkeypatch)
+    due_s = 0.5 + 25600 / 20_000
+    assert 0.9 * due_s < time.monotonic() - began_s < 3 * due_s, "the whole blob would take 80 s"
+
+
+def test_stalled_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read_from(30.0, 1024, 10240, monkeypatch)
+    assert time.monotonic() - began_s < 10, "the next piece arrives after 30 s"
+
+
+def test_own_rate_limit_does_not_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """51 kB at 0.12 Mbit/s take 3.6 s; a peer may take 3.1 s."""
+    began_s = time.monotonic()
+    assert len(read_from(0.0, 51200, 51200, monkeypatch, mbit_s=0.12)) == 51200
+    assert time.monotonic() - began_s > 3.3
+
+
+class Memory:
+    """A writer that keeps its data."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += data
+
+    async def drain(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_long_headers_do_not_delay_bulk() -> None:
+    """16 streams at 8 Mbit/s: all of it takes 18 s."""
+
+    async def flood() -> float:
+        clock = asyncio.get_running_loop().time
+        limiter, header = RateLimiter(clock, 8.0), b"\xff" * (MAX_HEADER_BYTES - 4)
+
+        async def send_header() -> None:
+            reader = asyncio.StreamReader()
+            reader.feed_data(len(header).to_bytes(4, "big") + header)
+            with pytest.raises(PeerError):
+                await streams.read_message(reader, lambda _: 0, limiter)
+
+        strangers = [asyncio.create_task(send_header()) for _ in range(16)]
+        await asyncio.sleep(0.1)
+        began_s = clock()
+        await limiter.acquire(16_000)
+        took_s = clock() - began_s
+        for stranger in strangers:
+            stranger.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        return took_s
+
+    assert asyncio.run(flood()) < 2.0
+
+
+@pytest.mark.parametrize("text_bytes", [10, streams.SMALL_HEADER_BYTES + 1])
+def test_header_of_any_length_arrives(text_bytes: int) -> None:
+    async def pass_on() -> None:
+        clock = asyncio.get_running_loop().time
+        message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()
+        size = await streams.write_message(writer, pack_header("verb", message), message.blobs, RateLimiter(clock, 8.0))
+        reader.feed_data(bytes(writer.data))
+        verb, received, received_bytes = await streams.read_message(reader, lambda _: 10, RateLimiter(clock, 8.0))
+        assert (verb, received.header, list(received.blobs)) == ("verb", message.header, [b"blob"])
+        assert size == received_bytes == len(writer.data)
+
+    asyncio.run(pass_on())

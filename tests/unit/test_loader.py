@@ -1,0 +1,267 @@
+"""Order and origins of settings, and the errors of wrong ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from node.config.loader import Loaded, known_keys, load, nearest
+from node.config.schema import Config
+from node.errors import ConfigError
+
+STEPS = "run.round.inner_steps"
+STEPS_ENV = "DILOCO_RUN__ROUND__INNER_STEPS"
+
+
+def loaded(file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> Loaded:
+    return load(file=file, environ=environ or {}, flags=flags)
+
+
+def written(folder: Path, text: str, name: str = "mine.toml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def error(file: Path | None = None, environ: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(file, environ, flags)
+    return str(caught.value)
+
+
+def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+    preset = written(tmp_path, "[run.round]\ninner_steps = 2\n", "preset.toml")
+    file = written(tmp_path, f"[run]\npreset = '{preset}'\n[run.round]\ninner_steps = 3\n")
+    environ, flags = {STEPS_ENV: "4"}, [f"--{STEPS}", "5"]
+    starts = [
+        (loaded(flags=["--run.preset", str(preset)]), 2, f"preset {preset}"),
+        (loaded(file), 3, f"file {file}"),
+        (loaded(file, environ), 4, f"environment variable {STEPS_ENV}"),
+        (loaded(file, environ, flags), 5, f"flag --{STEPS}"),
+    ]
+    for start, steps, origin in starts:
+        assert start.config.run.round.inner_steps == steps
+        assert start.origins[STEPS] == origin
+        assert start.preset == str(preset)
+        assert start.origins["api.port"] == "default"
+
+
+def test_the_fault_plan_is_not_a_setting() -> None:
+    assert loaded(environ={"DILOCO_FAULTS": "reduce@1=hang"}) == loaded()
+
+
+def test_every_key_has_a_value_and_an_origin() -> None:
+    start = loaded()
+    assert set(start.origins) == set(known_keys())
+    for key in known_keys():
+        start.value_of(key)
+
+
+def test_flag_and_variable_are_equivalent() -> None:
+    configs = [loaded(flags=[f"--{STEPS}", "20"]), loaded(flags=[f"--{STEPS}=20"]), loaded(environ={STEPS_ENV: "20"})]
+    assert [start.config for start in configs] == 3 * [configs[0].config]
+    assert configs[0].config.run.round.inner_steps == 20
+    assert loaded(flags=["--api.port=1", "--api.port=2"]).config.api.port == 2, "the last flag wins"
+
+
+def test_lists_in_toml_or_separated_by_commas(tmp_path: Path) -> None:
+    both = ("/ip4/1.2.3.4/tcp/1", "/ip4/5.6.7.8/tcp/2")
+    file = written(tmp_path, f"[swarm]\nlisten = {list(both)}\nannounce = '{both[0]}'\n")
+    assert loaded(file).config.swarm.listen == both
+    assert loaded(file).config.swarm.announce == both[:1]
+    assert loaded(environ={"DILOCO_SWARM__LISTEN": " , ".join(both)}).config.swarm.listen == both
+    assert loaded(flags=["--swarm.listen", ",".join(both)]).config.swarm.listen == both
+    assert loaded(file, flags=["--swarm.listen=", "--swarm.announce="]).config.swarm.listen == ()
+    assert loaded(flags=["--swarm.listen", "[]"]).config.swarm.listen == ()
+
+
+def test_plain_addresses_become_multiaddresses() -> None:
+    flags = ["--swarm.bootstrap=peer:1,[::1]:2", "--swarm.announce=1.2.3.4,example.org:5,2001:db8::1"]
+    swarm = loaded(flags=flags).config.swarm
+    assert swarm.bootstrap == ("/dns4/peer/tcp/1", "/ip6/::1/tcp/2")
+    assert swarm.announce == ("/ip4/1.2.3.4/tcp/0", "/dns4/example.org/tcp/5", "/ip6/2001:db8::1/tcp/0")
+    assert Config.model_validate({"swarm": swarm.model_dump()}).swarm == swarm
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("listen", "foo", "write one such as /ip4/"),
+        ("listen", "0.0.0.0:31337", "write one such as /ip4/"),
+        ("listen", "/ip4/0.0.0.0/udp/31337/quic-v1", "a TCP port, such as /ip4/"),
+        ("listen", "/dns4/example.org/tcp/1", "an IP address of this machine"),
+        ("listen", "/ip4/0.0.0.0/tcp/1,/ip4/127.0.0.1/tcp/1", "leave it out"),
+        ("announce", "foo", "write HOST, HOST:PORT or a multiaddress"),
+        ("announce", "0.0.0.0:5", "name the address that they see"),
+        ("announce", "/ip4/1.2.3.4/udp/5/quic-v1", "write /ip4/1.2.3.4/tcp/5"),
+        ("bootstrap", "foo", "write HOST:PORT or a multiaddress"),
+        ("bootstrap", "1.2.3.4", "write HOST:PORT or a multiaddress"),
+        ("bootstrap", "1.2.3.4:0", "name the peer's own address and port"),
+        ("bootstrap", "/ip4/1.2.3.4/tcp/1/p2p/Qm", "copy the whole address again"),
+    ],
+)
+def test_a_malformed_address_is_refused_with_the_remedy(key: str, value: str, remedy: str) -> None:
+    message = error(flags=[f"--swarm.{key}={value}"])
+    assert f"swarm.{key} = " in message and remedy in message and message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("flags", "announces"), [(["--swarm.announce=1.2.3.4:5"], True), (["--swarm.announce=1.2.3.4"], False), ([], False)]
+)
+def test_whether_a_port_is_announced(flags: list[str], announces: bool) -> None:
+    assert loaded(flags=flags).config.swarm.announces_port is announces
+
+
+def test_announcing_needs_an_address_to_listen_on() -> None:
+    assert "leave announce empty" in error(flags=["--swarm.listen=", "--swarm.announce=1.2.3.4"])
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("1", True), ("no", False)])
+def test_booleans(word: str, value: bool) -> None:
+    assert loaded(flags=["--swarm.relay", word]).config.swarm.relay is value
+    assert loaded(environ={"DILOCO_SWARM__RELAY": word}).config.swarm.relay is value
+
+
+def test_a_boolean_flag_needs_no_value() -> None:
+    start = loaded(flags=["--api.metrics_public", "--api.port", "9"])
+    assert start.config.api.metrics_public is True
+    assert start.config.api.port == 9
+
+
+def test_the_data_folder_is_absolute_and_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert loaded(environ={"HOME": "/home/x"}).config.node.data_dir == Path("/home/x/.local/share/diloco-node")
+    assert loaded(flags=["--node.data_dir", "here"]).config.node.data_dir == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--run.round.inner_step", "--run.round.inner_steps"),
+        ("--run.inner_steps", "--run.round.inner_steps"),
+        ("--log_level", "--log.level"),
+        ("--api.prot", "--api.port"),
+        ("--run.round", ""),
+    ],
+)
+def test_unknown_flag_names_the_nearest(wrong: str, right: str) -> None:
+    message = error(flags=[wrong, "5"])
+    assert f"Unknown flag {wrong}:" in message
+    assert message.endswith(f"{right}.") or not right
+
+
+@pytest.mark.parametrize(
+    "variable", ["DILOCO_RUN__ROUND__INNER_STEP", "DILOCO_RNU__ROUND__INNER_STEPS", "DILOCO_INNER_STEPS"]
+)
+def test_unknown_variable_names_the_nearest(variable: str) -> None:
+    message = error(environ={variable: "5", "PATH": "/bin", "NOT_DILOCO_X": "1"})
+    assert variable in message
+    assert message.endswith(f" {STEPS_ENV}.")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        ("[run.round]\ninner_step = 5\n", "run.round.inner_step", STEPS),
+        ("[rnu.round]\ninner_steps = 5\n", "rnu.round.inner_steps", STEPS),
+        ("port = 5\n", "port", "api.port"),
+        ("[limits]\n[limit]\n", "limit", ""),
+    ],
+)
+def test_unknown_key_in_a_file_names_the_nearest_and_the_file(
+    tmp_path: Path, text: str, wrong: str, right: str
+) -> None:
+    file = written(tmp_path, text)
+    message = error(file)
+    assert f"Unknown key {wrong} in file {file}:" in message
+    assert message.endswith(f" {right}.") or not right
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("api.port", "70000", "65535"),
+        ("api.port", "many", "integer"),
+        ("log.level", "loud", "'debug', 'info', 'warning' or 'error'"),
+        ("run.inner.lr", "0", "greater than 0"),
+        ("run.inner.lr", "inf", "finite"),
+        ("run.inner.lr", "nan", "greater than 0"),
+        ("swarm.relay", "perhaps", "boolean"),
+        ("run.sync.codec", "int3", "'fp32'"),
+        ("limits.upload_mbit_s", "1", "less than 2 Mbit/s"),
+        ("limits.disk_gb", "0.001", "at least 0.023"),
+    ],
+)
+def test_bad_value_names_key_value_source_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
+    variable = "DILOCO_" + key.replace(".", "__").upper()
+    for message, source in (
+        (error(flags=[f"--{key}", value]), f"flag --{key}"),
+        (error(environ={variable: value}), f"environment variable {variable}"),
+    ):
+        for part in (key, repr(value), source, allowed):
+            assert part in message
+
+
+@pytest.mark.parametrize("line", ["port = true", "port = 'x'", "port = [1]", "port = {a = 1}"])
+def test_bad_value_in_a_file(tmp_path: Path, line: str) -> None:
+    file = written(tmp_path, f"[api]\n{line}\n")
+    message = error(file)
+    assert "api.port = " in message
+    assert str(file) in message
+
+
+def test_a_bad_value_is_an_error_even_where_a_later_source_wins() -> None:
+    assert "'many'" in error(environ={"DILOCO_API__PORT": "many"}, flags=["--api.port", "1"])
+
+
+def test_contradicting_values_are_named_with_their_origins() -> None:
+    message = error(environ={"DILOCO_RUN__INNER__SEQUENCE_LENGTH": "99999"})
+    assert "run.inner.sequence_length from environment variable DILOCO_RUN__INNER__SEQUENCE_LENGTH" in message
+    assert "run.model.max_position_embeddings from " in message
+    message = error(flags=["--run.model.num_attention_heads=3"])
+    assert "run.model.num_attention_heads from flag --run.model.num_attention_heads" in message
+
+
+def test_flags_without_value_or_name() -> None:
+    assert "--api.port VALUE" in error(flags=["--api.port"])
+    assert "--api.port VALUE" in error(flags=["--api.port", "--swarm.relay"])
+    assert "belongs to no flag" in error(flags=["--api.port", "1", "2"])
+
+
+def test_unusable_files_are_rejected_with_a_reason(tmp_path: Path) -> None:
+    assert "No such file" in error(tmp_path / "none.toml")
+    assert "not valid TOML" in error(written(tmp_path, "[run\n"))
+    assert "write [run.round]" in error(written(tmp_path, "[run]\nround = 5\n"))
+
+
+def test_a_preset_path_is_relative_to_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    written(tmp_path / "sub", "[run]\nname = 'tiny'\n", "tiny.toml")
+    file = written(tmp_path / "sub", "[run]\npreset = 'tiny.toml'\n")
+    monkeypatch.chdir(tmp_path)
+    assert loaded(file).config.run.name == "tiny"
+    assert loaded(flags=["--run.preset", f"sub{os.sep}tiny.toml"]).config.run.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[api]\nport = 1\n", "only [run] tables"),
+        ("[run]\npreset = 'builtin'\n", "preset inside a preset"),
+        ("[run.round]\ninner_step = 5\n", "Unknown key run.round.inner_step in preset "),
+    ],
+)
+def test_a_preset_holds_only_known_keys_of_the_run(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in error(flags=["--run.preset", str(written(tmp_path, text))])
+
+
+def test_unknown_preset_names_the_shipped_ones() -> None:
+    message = error(flags=["--run.preset", "bulitin"])
+    assert "'bulitin'" in message and "builtin" in message
+
+
+def test_nearest_prefers_the_same_name_over_the_same_section() -> None:
+    assert nearest("inner.momentum", known_keys()) == "run.outer.momentum"

@@ -1,0 +1,87 @@
+"""The log file: bounded, with phase and round, and never blocking its callers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from node.daemon import log_handlers
+from node.daemon.log_handlers import FILE, FILES, RECORDS_WAITING_MAX, LogFile
+from node.host.logs import Stamp
+
+
+def record(message: str, **extra: object) -> logging.LogRecord:
+    return logging.makeLogRecord({"name": "node.x", "levelno": 20, "levelname": "INFO", "msg": message, **extra})
+
+
+def test_json_lines_have_phase_and_round(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "logs", "json")
+    log.addFilter(Stamp(lambda: ("training", 7)))
+    log.handle(record("one"))
+    log.handle(record("two", round=3))
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "logs" / FILE).read_text().splitlines()]
+    assert [(x["message"], x["phase"], x["round"]) for x in lines] == [("one", "training", 7), ("two", "training", 3)]
+
+
+def test_console_lines_have_day_phase_and_round(tmp_path: Path) -> None:
+    log = LogFile(tmp_path, "console")
+    log.addFilter(Stamp(lambda: ("paused", None)))
+    log.handle(record("one"))
+    log.handle(record("two", round=3))
+    log.close()
+    one, two = (tmp_path / FILE).read_text().splitlines()
+    assert one.endswith("INFO    node.x: [paused] one")
+    assert two.endswith("[paused, round 3] two")
+    assert one[:4].isdigit() and one[4] == "-"
+
+
+def test_size_of_all_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_handlers, "LOG_BYTES_MAX", 40_000)
+    monkeypatch.setattr(log_handlers, "CLOSE_S", 30.0)
+    log = LogFile(tmp_path, "json")
+    for number in range(1500):
+        log.handle(record(f"{number} " + "x" * 100))
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [FILE, *(f"{FILE}.{i}" for i in range(1, FILES))]
+    assert sum(file.stat().st_size for file in files) <= 40_000
+    assert "1499 x" in (tmp_path / FILE).read_text()
+
+
+def test_unwritable_folder_is_reported_once_and_used_when_it_is_repaired(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    log = LogFile(tmp_path / "logs", "json")
+    for _ in range(5):
+        log.handle(record("lost"))
+    end_s = time.monotonic() + 10
+    while "is paused" not in caplog.text and time.monotonic() < end_s:
+        time.sleep(0.01)
+    (tmp_path / "logs").unlink()
+    log.handle(record("found"))
+    log.close()
+    assert caplog.text.count("is paused") == 1
+    assert "found" in (tmp_path / "logs" / FILE).read_text()
+
+
+def test_hanging_disk_blocks_neither_callers_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk_works = threading.Event()
+    monkeypatch.setattr(log_handlers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(log_handlers._RotatingFile, "emit", lambda self, record: disk_works.wait(30))
+    log = LogFile(tmp_path, "json")
+    began_s = time.monotonic()
+    for _ in range(RECORDS_WAITING_MAX + 100):
+        log.handle(record("x"))
+    log.close()
+    assert time.monotonic() - began_s < 25, "the disk hangs for 30 s"
+    disk_works.set()
+    for thread in threading.enumerate():
+        if thread.name == "logfile-stop":
+            thread.join(10)

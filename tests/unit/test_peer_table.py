@@ -1,0 +1,439 @@
+"""The peer table and gossip, on a manual clock: news, death, suspicion, goodbyes, forgeries."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from node.errors import PeerError
+from node.status import Phase
+from node.swarm.identity import Identity, new_identity, verify
+from node.swarm.membership import peer_table
+from node.swarm.membership.gossip import MAX_REQUEST_BYTES, Gossip
+from node.swarm.membership.peer_table import (
+    FORGOTTEN_S,
+    GOSSIP_AGE_S,
+    MAX_KNOWN,
+    MEMBER_PHASES,
+    PeerRecord,
+    PeerTable,
+    Signed,
+    sign_record,
+)
+from node.swarm.membership.timings import Timings
+from node.swarm.transport.wire import MAX_BLOBS, MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, pack_header, unpack_header
+from tests.in_process import InProcessNetwork, InProcessWire
+
+RUN = "ab" * 32
+DEAD_S = Timings().dead_s
+ME, YOU, THIRD = sorted((new_identity() for _ in range(3)), key=lambda identity: identity.peer_id)
+RELAY = new_identity()
+HIDDEN: dict[str, Any] = {"inbound": False, "via": (RELAY.peer_id,)}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> PeerTable:
+    return PeerTable(ME, record(ME, number=5), clock)
+
+
+@pytest.fixture
+def other(clock: Clock) -> PeerTable:
+    """The table of a second node, THIRD."""
+    return PeerTable(THIRD, record(THIRD), clock)
+
+
+def record(identity: Identity, number: int = 1, **fields: object) -> PeerRecord:
+    content: dict[str, object] = {"run": RUN, "head": RUN, "phase": Phase.TRAINING} | fields
+    return PeerRecord.model_validate({"peer_id": identity.peer_id, "number": number, **content})
+
+
+def signed(identity: Identity, number: int = 1, **fields: object) -> Signed:
+    return sign_record(identity, record(identity, number, **fields))
+
+
+def live_ids(table: PeerTable) -> set[str]:
+    return {r.peer_id for r in table.live()}
+
+
+def ids(*identities: Identity) -> list[str]:
+    return [identity.peer_id for identity in identities]
+
+
+# records
+
+
+def test_a_node_is_in_its_own_table(table: PeerTable) -> None:
+    assert [r.peer_id for r in table.live()] == [ME.peer_id]
+    assert table.is_member(ME.peer_id) and not table.is_member(YOU.peer_id)
+    table.update_own(phase=Phase.PAUSED)
+    assert table.members() == []
+
+
+def test_a_record_is_merged_once_and_only_if_it_is_newer(table: PeerTable) -> None:
+    assert [r.number for r in table.merge([signed(YOU, 3)])] == [3]
+    assert table.changed.is_set()
+    assert table.merge([signed(YOU, 3), signed(YOU, 2)]) == []
+    assert [r.round for r in table.merge([signed(YOU, 4, round=7)])] == [7]
+    found = table.find(YOU.peer_id)
+    assert found is not None and found.round == 7
+    assert table.find(THIRD.peer_id) is None
+
+
+def test_an_old_record_costs_no_signature_check(table: PeerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[str] = []
+
+    def counting(peer_id: str, *rest: object) -> bool:
+        checks.append(peer_id)
+        return verify(peer_id, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(peer_table, "verify", counting)
+    for number in (3, 3, 2, 1, 3):
+        table.merge([signed(YOU, number)])
+    assert checks == [YOU.peer_id]
+
+
+def test_a_record_of_this_node_from_before_a_restart_is_outnumbered(table: PeerTable) -> None:
+    table.merge([signed(ME, 5000, phase=Phase.STOPPED)])
+    assert table.me.phase is Phase.TRAINING
+    assert table.pulse().open(RUN).number > 5000
+
+
+def with_end(end: bytes) -> Signed:
+    """A signed record of YOU with more fields at its end."""
+    body = signed(YOU, 9).body[:-1] + end
+    return Signed(body, YOU.sign(peer_table.PURPOSE, body))
+
+
+GOOD = signed(YOU, 9)
+FORGERIES = {
+    "signature of another": sign_record(THIRD, record(YOU, 9)),
+    "changed text": Signed(GOOD.body.replace(b'"number":9', b'"number":8'), GOOD.signature),
+    "no signature": Signed(GOOD.body, b""),
+    "cut": Signed(GOOD.body[:-1], GOOD.signature),
+    "no JSON": Signed(b"\xff", GOOD.signature),
+    "another run": signed(YOU, 9, run="cd" * 32),
+    "another purpose": Signed(GOOD.body, YOU.sign("diloco join", GOOD.body)),
+    "unknown field": with_end(b', "admin": true}'),
+    "name too long": with_end(b', "name": "' + b"x" * 65 + b'"}'),
+    "infinite rate": with_end(b', "tokens_per_second": 1e999}'),
+    "utilization above 1": with_end(b', "compute_utilization_ratio": 1.01}'),
+    "utilization not a number": with_end(b', "compute_utilization_ratio": NaN}'),
+    "utilization of text": with_end(b', "compute_utilization_ratio": "<b>"}'),
+    "too many addresses": with_end(b', "addresses": [' + b",".join([b'"/a"'] * 17) + b"]}"),
+    "invalid address": with_end(b', "addresses": ["http://x"]}'),
+    "number too large": with_end(b', "number": 9223372036854775808}'),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_an_invalid_record_changes_nothing(table: PeerTable, what: str) -> None:
+    table.merge([signed(YOU, 3)])
+    with pytest.raises(PeerError):
+        FORGERIES[what].open(RUN)
+    assert table.merge([FORGERIES[what], signed(THIRD, 1)]) == [record(THIRD, 1)], "the valid one is merged"
+    found = table.find(YOU.peer_id)
+    assert found is not None and found.number == 3
+
+
+def test_the_table_is_bounded_and_live_peers_stay(
+    clock: Clock, table: PeerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_table, "MAX_KNOWN", 2)
+    first, second, third, fourth = (new_identity() for _ in range(4))
+    table.merge([signed(first)])
+    clock.now_s += 1
+    table.merge([signed(second)])
+    assert table.merge([signed(third)]) == [], "newcomers do not replace a live peer"
+    clock.now_s += DEAD_S - 0.5
+    table.merge([signed(third)])
+    assert live_ids(table) == {ME.peer_id, second.peer_id, third.peer_id} and table.find(first.peer_id) is None
+    assert len(table.merge([signed(third, 2), signed(second, 2), signed(fourth)])) == 2
+
+
+# failure detector
+
+
+def test_a_silent_peer_dies_and_an_old_record_does_not_revive_it(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU, 1)])
+    clock.now_s += DEAD_S - 0.01
+    assert YOU.peer_id in live_ids(table)
+    clock.now_s += 0.02
+    assert live_ids(table) == {ME.peer_id}
+    assert [r.peer_id for r in table.dead()] == [YOU.peer_id]
+    table.merge([signed(YOU, 1)])
+    assert live_ids(table) == {ME.peer_id}
+    table.merge([signed(YOU, 2)])
+    assert YOU.peer_id in live_ids(table) and table.dead() == []
+
+
+def test_a_dead_peer_is_dead_for_all_at_the_same_time(clock: Clock, table: PeerTable, other: PeerTable) -> None:
+    table.merge([signed(YOU, 1)])
+    clock.now_s += GOSSIP_AGE_S - 0.1
+    other.merge(table.records_for())
+    assert YOU.peer_id in live_ids(other)
+    clock.now_s += DEAD_S - GOSSIP_AGE_S
+    assert YOU.peer_id in live_ids(table) & live_ids(other)
+    clock.now_s += 0.2
+    assert YOU.peer_id not in live_ids(table) | live_ids(other)
+
+
+def test_a_failed_call_is_suspicion_until_a_newer_record(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU, 1)])
+    table.changed.clear()
+    clock.now_s += 2
+    table.suspect(YOU.peer_id)
+    assert live_ids(table) == {ME.peer_id} and table.changed.is_set()
+    clock.now_s += 1
+    table.merge([signed(YOU, 1), replace(signed(YOU, 2), age_s=1.5)])
+    assert live_ids(table) == {ME.peer_id}, "the newer record was signed before the call failed"
+    table.merge([replace(signed(YOU, 3), age_s=0.5)])
+    assert YOU.peer_id in live_ids(table)
+    for unaffected in (THIRD, ME):
+        table.suspect(unaffected.peer_id)
+    assert ME.peer_id in live_ids(table)
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.LEAVING, Phase.ERROR])
+def test_a_peer_that_says_goodbye_is_dead_at_once(table: PeerTable, phase: Phase) -> None:
+    table.merge([signed(YOU, 1), signed(YOU, 2, phase=phase)])
+    assert live_ids(table) == {ME.peer_id}
+    assert [s.open(RUN).phase for s in table.records_for()[1:]] == [phase], "the goodbye is passed on"
+    assert bool(table.dead()) == (phase is not Phase.STOPPED)
+
+
+def test_a_peer_without_records_is_silent_and_a_suspected_one_is_not(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU), signed(THIRD)])
+    table.suspect(THIRD.peer_id)
+    assert table.silent() == []
+    clock.now_s += DEAD_S
+    table.merge([signed(YOU, 2)])
+    assert table.silent() == [THIRD.peer_id]
+
+
+def test_a_peer_that_has_been_dead_for_long_is_removed(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU, 1)])
+    clock.now_s += FORGOTTEN_S - 1
+    table.merge([signed(THIRD, 1)])
+    table.pulse()
+    assert table.knows(YOU.peer_id)
+    clock.now_s += 2
+    table.pulse()
+    assert not table.knows(YOU.peer_id) and table.knows(THIRD.peer_id)
+
+
+# leaders and relays
+
+
+def test_members_are_sorted_by_id_and_only_those_that_train(table: PeerTable) -> None:
+    for number, phase in enumerate(Phase, 6):
+        table.merge([signed(THIRD, number, phase=phase), signed(YOU)])
+        expected = ids(ME, YOU, THIRD) if phase in MEMBER_PHASES else ids(ME, YOU)
+        assert [r.peer_id for r in table.members()] == expected, phase
+
+
+def test_only_callable_members_lead_unless_there_are_none(table: PeerTable) -> None:
+    table.merge([signed(YOU, inbound=False), signed(THIRD, phase=Phase.PAUSED)])
+    assert table.leaders() == [ME.peer_id]
+    table.update_own(inbound=False)
+    assert table.leaders() == ids(ME, YOU)
+
+
+def test_two_peers_without_inbound_ports_do_not_call_each_other(table: PeerTable) -> None:
+    table.merge([signed(YOU, inbound=False), signed(THIRD)])
+    assert {r.peer_id for r in table.others()} == {YOU.peer_id, THIRD.peer_id}
+    table.update_own(inbound=False)
+    assert {r.peer_id for r in table.others()} == {THIRD.peer_id}
+    assert [r.peer_id for r in table.members()] == ids(ME, YOU, THIRD)
+
+
+def test_two_peers_without_inbound_ports_call_each_other_over_a_live_relay(table: PeerTable) -> None:
+    table.update_own(**HIDDEN)
+    table.merge([signed(YOU, **HIDDEN)])
+    assert table.others() == [], "the relay is unknown"
+    for number, relay, is_usable in (
+        (1, {}, False),
+        (2, {"relays": True}, True),
+        (3, {"relays": True, "inbound": False}, False),
+        (4, {"relays": True}, True),
+    ):
+        table.merge([signed(RELAY, number, phase=Phase.PAUSED, **relay)])
+        assert table.relays_to(YOU.peer_id) == (ids(RELAY) if is_usable else []), relay
+        assert (YOU.peer_id in {r.peer_id for r in table.others()}) == is_usable
+    table.suspect(RELAY.peer_id)
+    assert table.relays_to(YOU.peer_id) == []
+
+
+def test_members_that_all_can_call_over_ipv4_are_preferred_as_leaders(table: PeerTable) -> None:
+    v4, v6 = ["/ip4/1.2.3.4/tcp/1", "/ip6/2001:db8::1/tcp/1"], ["/ip4/127.0.0.1/tcp/1", "/ip6/2001:db8::2/tcp/1"]
+    table.merge([signed(RELAY, phase=Phase.PAUSED, relays=True), signed(THIRD, **HIDDEN)])
+    table.update_own(inbound=False)
+    assert table.callable_members() == table.leaders() == [THIRD.peer_id], "over the relay"
+    table.merge([signed(YOU, addresses=v6)])
+    assert table.callable_members() == [YOU.peer_id]
+    table.update_own(inbound=True, addresses=v4)
+    assert table.callable_members() == [ME.peer_id]
+    assert table.leaders() == ids(ME, YOU, THIRD), "the others lead when it fails"
+    table.update_own(inbound=False)
+    table.merge([signed(YOU, 2, inbound=False), signed(THIRD, 2, inbound=False)])
+    assert table.callable_members() == [] and len(table.leaders()) == 3
+
+
+def test_pairs_of_peers_spread_over_the_relays(table: PeerTable) -> None:
+    relays, hidden = [new_identity() for _ in range(3)], [new_identity() for _ in range(30)]
+    table.merge([signed(relay, relays=True) for relay in relays])
+    table.merge([signed(peer, inbound=False, via=tuple(ids(*relays))) for peer in hidden])
+    assert all(set(table.relays_to(peer.peer_id)) == set(ids(*relays)) for peer in hidden)
+    assert {table.relays_to(peer.peer_id)[0] for peer in hidden} == set(ids(*relays))
+
+
+def test_only_a_relay_carries_calls_and_only_between_peers_of_the_run(table: PeerTable) -> None:
+    table.merge([signed(YOU)])
+    with pytest.raises(PeerError, match="relays no calls"):
+        table.check_carried(YOU.peer_id, ME.peer_id)
+    table.update_own(relays=True)
+    table.check_carried(YOU.peer_id, ME.peer_id)
+    for caller, target in ((YOU, THIRD), (THIRD, YOU)):
+        with pytest.raises(PeerError, match="between peers of its run"):
+            table.check_carried(caller.peer_id, target.peer_id)
+
+
+# rows
+
+
+def test_rows_describe_the_live_peers(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU, 1, name="Ada", transport="relay", compute_utilization_ratio=0.75)])
+    clock.now_s += 2.0
+    me, you = table.rows()
+    assert me.this_node and not you.this_node
+    assert (you.name, you.transport, you.last_seen_s) == ("Ada", "relay", 2.0)
+    assert (me.compute_utilization_ratio, you.compute_utilization_ratio) == (None, 0.75)
+    assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
+
+
+def test_rows_hold_plain_text(table: PeerTable) -> None:
+    table.merge([signed(YOU, 1, name="\x1b[31mAda\n\u202e", version="1\r\n2", state_digest="\x00")])
+    table.merge([signed(THIRD, 1, name="\n\u2028")])
+    named = {row.peer_id: (row.name, row.version, row.state_digest) for row in table.rows()}
+    assert named[YOU.peer_id] == ("[31mAda", "1  2", " ")
+    assert named[THIRD.peer_id][0] == THIRD.peer_id[-6:]
+
+
+# gossip
+
+
+def test_a_reply_holds_only_the_records_that_the_caller_lacks(table: PeerTable, other: PeerTable) -> None:
+    table.merge([signed(YOU, 3)])
+    assert [s.open(RUN).peer_id for s in table.records_for(other.wanted_numbers())] == ids(ME, YOU)
+    other.merge([signed(YOU, 3)])
+    assert [s.open(RUN).peer_id for s in table.records_for(other.wanted_numbers())] == ids(ME)
+    table.merge([signed(YOU, 4), signed(THIRD, 5000)])
+    news = [s.open(RUN) for s in table.records_for(other.wanted_numbers())]
+    assert {(r.peer_id, r.number) for r in news[1:]} == {(YOU.peer_id, 4), (THIRD.peer_id, 5000)}
+    other.merge(table.records_for(other.wanted_numbers()))
+    assert other.me.number == 5000, "the caller's record from before a restart is included"
+
+
+def test_old_records_are_passed_on_to_their_own_peer_only(clock: Clock, table: PeerTable) -> None:
+    table.merge([signed(YOU, 7)])
+    clock.now_s += GOSSIP_AGE_S + 1
+    assert YOU.peer_id in live_ids(table)
+    assert len(table.records_for({}, THIRD.peer_id)) == len(table.records_for()) == 1
+    (_, own) = table.records_for({}, YOU.peer_id)
+    assert own.open(RUN).number == 7 and own.age_s == GOSSIP_AGE_S + 1
+
+
+def new_gossip(network: InProcessNetwork, table: PeerTable) -> Gossip:
+    return Gossip(InProcessWire(network, table.me.peer_id), table, random.Random(0))
+
+
+@pytest.mark.timeout(20)
+def test_gossip_brings_news_through_a_third_peer_and_a_goodbye_at_once(clock: Clock) -> None:
+    async def main() -> None:
+        network = InProcessNetwork()
+        tables = {identity: PeerTable(identity, record(identity), clock) for identity in (ME, YOU, THIRD)}
+        gossips = {identity: new_gossip(network, table) for identity, table in tables.items()}
+        assert await gossips[ME].exchange(YOU.peer_id)
+        assert await gossips[THIRD].exchange(YOU.peer_id)
+        assert live_ids(tables[THIRD]) == set(ids(ME, YOU, THIRD))
+        tables[YOU].update_own(phase=Phase.STOPPED)
+        await gossips[YOU].announce()
+        assert YOU.peer_id not in live_ids(tables[ME]) | live_ids(tables[THIRD])
+        network.cut(ME.peer_id, THIRD.peer_id)
+        tables[ME].merge(tables[THIRD].records_for())
+        assert THIRD.peer_id in live_ids(tables[ME])
+        assert not await gossips[ME].exchange(THIRD.peer_id)
+        assert THIRD.peer_id not in live_ids(tables[ME])
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("silent_s", [0.5, GOSSIP_AGE_S + 1, DEAD_S + 1, FORGOTTEN_S - 60])
+def test_a_node_whose_clock_was_set_back_is_soon_live_again(clock: Clock, other: PeerTable, silent_s: float) -> None:
+    async def main() -> None:
+        network = InProcessNetwork()
+        new_gossip(network, other)
+        other.merge([signed(ME, 1_000_000, phase=Phase.STOPPED)])
+        clock.now_s += silent_s
+        again = PeerTable(ME, record(ME, 400_000), clock)
+        gossip = new_gossip(network, again)
+        assert await gossip.exchange(THIRD.peer_id)
+        assert again.me.number == 1_000_000
+        again.pulse()
+        assert await gossip.exchange(THIRD.peer_id)
+        assert live_ids(other) == set(ids(ME, THIRD))
+        assert other.find(ME.peer_id) == again.me
+        assert len(other.records_for(again.wanted_numbers(), ME.peer_id)) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"signatures": [], "wanted": {}},
+        {"signatures": [], "ages_ds": [1]},
+        {"signatures": [b""], "ages_ds": [1.5]},
+        {"signatures": [b""], "ages_ds": [-1]},
+        {"signatures": [b""], "ages_ds": [10**9]},
+        {"signatures": [], "ages_ds": [], "wanted": []},
+        {"signatures": [], "ages_ds": [], "wanted": {"x": "y"}},
+    ],
+)
+def test_a_malformed_gossip_message_is_refused(table: PeerTable, header: dict[str, list[object]]) -> None:
+    async def main() -> None:
+        gossip = new_gossip(InProcessNetwork(), table)
+        with pytest.raises(PeerError):
+            await gossip._answer(YOU.peer_id, Message(header, [b"{}"] * len(header["signatures"])))
+
+    asyncio.run(main())
+
+
+def test_the_largest_messages_fit_into_their_limits() -> None:
+    wanted = {f"{number:016d}": 2**62 for number in range(MAX_KNOWN + 1)}
+    unpacked = unpack_header(pack_header("gossip", Message({"wanted": wanted})), lambda _: 0)
+    assert unpacked[1]["wanted"] == wanted
+    address = f"/ip4/203.0.113.255/tcp/31337/p2p/{YOU.peer_id}"
+    text = {"name": "n" * 64, "version": "v" * 40, "state_digest": "ef" * 32, "addresses": (address,) * 16}
+    longest = signed(YOU, 2**62, swarm_tokens=2**60, **text)
+    assert 1000 * len(longest.body) < MAX_REPLY_BYTES and len(longest.body) < MAX_REQUEST_BYTES
+    assert MAX_BLOBS > 1000
+    assert 1000 * (len(msgpack.packb(longest.signature)) + 5) < MAX_HEADER_BYTES

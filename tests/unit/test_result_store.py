@@ -1,0 +1,149 @@
+"""Committed rounds on disk: how many are kept, and what the next start finds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from node.host.disk_quota import Quota
+from node.swarm.allreduce.reducer import chunk_hash
+from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, ResultStore
+from node.swarm.messages import Proof
+from tests.unit.swarm_data import RUN, A, committed
+
+
+def proof_of(chunks: Sequence[bytes], round_: int, parent: str = RUN) -> Proof:
+    return committed(parent, round_, (A,), hashes=[chunk_hash(chunk) for chunk in chunks])
+
+
+def put(store: ResultStore, number: int) -> list[bytes]:
+    chunks = [bytes([number, i]) * size for i, size in enumerate((100, 0, 57))]
+    store.put(proof_of(chunks, number), chunks)
+    return chunks
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ResultStore:
+    return ResultStore(tmp_path / "cache")
+
+
+def test_the_newest_rounds_are_kept(tmp_path: Path, store: ResultStore) -> None:
+    assert store.get(bytes(32)) is None
+    for number, chunks in enumerate([put(store, number) for number in range(KEPT_ROUNDS + 3)]):
+        for chunk in (chunks[0], chunks[2]):
+            assert store.get(chunk_hash(chunk)) == (chunk if number >= 3 else None)
+    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS == 8
+    assert store.get(bytes(32)) is None
+
+
+def test_more_rounds_are_kept_for_a_peer_that_replays_from_an_older_state(tmp_path: Path, store: ResultStore) -> None:
+    assert store.set_retention(100, None) == KEPT_ROUNDS == store.set_retention(100, 99)
+    assert store.set_retention(100, 80) == 21
+    assert store.set_retention(1000, 3) == MAX_KEPT_ROUNDS
+    assert store.set_retention(11, 0) == 12
+    rounds = [put(store, number) for number in range(14)]
+    assert [store.get(chunk_hash(chunks[0])) is not None for chunks in rounds[1:3]] == [False, True]
+    newer = ResultStore(tmp_path / "cache")
+    put(newer, 14)
+    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS
+
+
+def test_rounds_that_a_peer_is_replaying_are_kept(tmp_path: Path) -> None:
+    now_s = [0.0]
+    store = ResultStore(tmp_path / "cache", clock=lambda: now_s[0])
+    store.set_retention(20, 0)
+    rounds = [put(store, number) for number in range(12)]
+    assert store.set_retention(100, None) == KEPT_ROUNDS
+    store.get(chunk_hash(rounds[1][0]))
+    now_s[0] = 30.0
+    store.get(chunk_hash(rounds[3][0]))
+    assert store.set_retention(100, None) == 12
+    now_s[0] = 61.0
+    assert store.set_retention(100, None) == 10, "the older round was read a minute ago"
+    now_s[0] = 91.0
+    assert store.set_retention(100, None) == KEPT_ROUNDS
+
+
+def test_equal_chunks_are_found_in_each_round(tmp_path: Path, store: ResultStore) -> None:
+    zero = bytes(64)
+    store.put(proof_of([zero, zero], 0), [zero, zero])
+    store.put(proof_of([zero], 1), [zero])
+    assert store.get(chunk_hash(zero)) == zero
+
+
+def test_the_next_start_finds_the_rounds_with_their_proofs(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path)
+    one, two = [b"one" * 50, b"", b"one" * 50], [b"two"]
+    first = proof_of(one, 0)
+    second = proof_of(two, 1, first.outcome.hash)
+    store.put(first, one)
+    store.put(second, two)
+    (tmp_path / "other.txt").write_text("not ours")
+    again = ResultStore(tmp_path)
+    assert again.take_stored() == [(RUN, first), (first.outcome.hash, second)]
+    assert again.take_stored() == []
+    assert again.load(first) == one and again.load(second) == two
+    assert again.get(chunk_hash(b"two")) == b"two"
+    again.keep_only({second.outcome.hash})
+    assert [proof for _, proof in ResultStore(tmp_path).take_stored()] == [second]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "cut in its head": lambda path: os.truncate(path, 100),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "of an older version": lambda path: path.write_bytes(b"chunk" * 100),
+    "wrong name": lambda path: path.rename(path.with_name("results-0123456789abcdef.bin")),
+    "invalid JSON": lambda path: path.write_bytes(path.read_bytes().replace(b'"attempt": 0', b'"attempt": x')),
+    "not renamed": lambda path: path.rename(path.with_suffix(".new")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_removed_by_the_next_start(tmp_path: Path, damage: str) -> None:
+    store = ResultStore(tmp_path)
+    kept, damaged = put(store, 1), put(store, 2)
+    DAMAGES[damage](max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns))
+    again = ResultStore(tmp_path)
+    assert len(again.take_stored()) == 1 == len(list(tmp_path.iterdir()))
+    assert again.get(chunk_hash(kept[0])) == kept[0] and again.get(chunk_hash(damaged[0])) is None
+
+
+def test_a_damaged_chunk_is_not_loaded_and_a_missing_file_has_no_chunks(tmp_path: Path) -> None:
+    chunks = [b"x" * 100]
+    proof, store = proof_of(chunks, 0), ResultStore(tmp_path)
+    store.put(proof, chunks)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"y")
+    with pytest.raises(ValueError, match="hash"):
+        ResultStore(tmp_path).load(proof)
+    path.unlink()
+    assert store.get(chunk_hash(chunks[0])) is None
+
+
+def test_a_write_error_is_logged(tmp_path: Path, store: ResultStore, caplog: pytest.LogCaptureFixture) -> None:
+    old = put(store, 1)[0]
+    shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        store.put(proof_of([b"x"], 2), [b"x"])
+    shutil.move(tmp_path / "elsewhere", tmp_path / "cache")
+    assert "The round counts, but its result could not be stored" in caplog.text
+    assert store.get(chunk_hash(b"x")) is None and store.get(chunk_hash(old)) == old
+
+
+def test_a_full_quota_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quota = Quota(tmp_path, 9e6, tmp_path / "text")
+    store = ResultStore(tmp_path / "cache", room=quota.room)
+    old, large = put(store, 1)[0], [bytes(2_000_000)]
+    with caplog.at_level(logging.WARNING):
+        store.put(proof_of(large, 2), large)
+    assert "The round counts" in caplog.text and "limits.disk_gb allows" in caplog.text
+    assert store.get(chunk_hash(large[0])) is None and store.get(chunk_hash(old)) == old
+    assert len(ResultStore(tmp_path / "cache").take_stored()) == 1

@@ -1,0 +1,58 @@
+"""The round log: blocked time by stage, and the exclusion notice over several trainers."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from node.config.manifest import SyncConfig
+    from node.swarm.member import MemberSnapshot
+    from node.worker.round_diagnostics import NOTICE_ROUNDS, ExclusionNotice
+    from node.worker.round_log import RoundLog, split_by_stage
+
+STAGES = {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("blocked_s", "blocked"),
+    [
+        (0.0, {"rendezvous": 0.0, "reduce": 0.0, "commit": 0.0, "apply": 0.25}),
+        (0.3, {"rendezvous": 0.0, "reduce": 0.0, "commit": 0.0, "apply": 0.55}),
+        (4.5, {"rendezvous": 0.0, "reduce": 2.0, "commit": 2.0, "apply": 0.75}),
+        (63.5, {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.75}),
+        (99.0, {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.75}),
+    ],
+)
+def test_blocked_time_is_the_end_of_the_round(blocked_s: float, blocked: dict[str, float]) -> None:
+    split = split_by_stage(STAGES, blocked_s=blocked_s, apply_s=0.25)
+    assert {stage: total_s for stage, (total_s, _) in split.items()} == STAGES | {"apply": 0.75}
+    assert {stage: seconds for stage, (_, seconds) in split.items()} == pytest.approx(blocked)
+
+
+def test_round_of_others_has_no_stages() -> None:
+    assert split_by_stage({}, blocked_s=0.0, apply_s=0.25) == {}
+
+
+def test_exclusion_is_counted_over_a_rejoin_until_the_node_is_included() -> None:
+    notices: list[str] = []
+    session: Any = SimpleNamespace(swarm=SimpleNamespace(view=MemberSnapshot()))
+    reporter: Any = SimpleNamespace(notice=lambda _code, text: notices.append(text))
+    counters: Any = None
+    exclusion = ExclusionNotice(SyncConfig())
+
+    def end_round(included: bool) -> None:
+        """Each round has its own log, as of a new trainer."""
+        done: Any = SimpleNamespace(included=included, fetch_s=1.0)
+        log = RoundLog(session, reporter, counters, exclusion)
+        log.update_exclusion_notice(done, worked=True, round_s=9.0, step_s=1.0)
+
+    for _ in range(NOTICE_ROUNDS):
+        end_round(included=False)
+    assert len(notices) == 1 and f"The last {NOTICE_ROUNDS} rounds" in notices[0]
+    end_round(included=True)
+    assert notices[1:] == [""]

@@ -1,0 +1,39 @@
+"""The clock stops while the process is suspended."""
+
+from __future__ import annotations
+
+import pytest
+
+from node.swarm.suspend_clock import JUST_RESUMED_S, SUSPENDED_S, SuspendClock
+
+
+def test_clock_runs_while_it_is_read() -> None:
+    now_s = 100.0
+    clock = SuspendClock(lambda: now_s)
+    for _ in range(50):
+        now_s += 0.9 * SUSPENDED_S
+        assert clock() == pytest.approx(now_s)
+
+
+def test_suspended_time_does_not_count() -> None:
+    now_s = 100.0
+    clock = SuspendClock(lambda: now_s)
+    began_s = clock()
+    now_s += 3600
+    assert clock() == began_s, "the process has just resumed"
+    now_s += 1.5
+    assert clock() == pytest.approx(began_s + 1.5)
+    now_s += 2 * SUSPENDED_S
+    assert clock() == pytest.approx(began_s + 1.5)
+
+
+def test_just_resumed_for_a_moment_after_suspension() -> None:
+    now_s = 100.0
+    clock = SuspendClock(lambda: now_s)
+    assert not clock.just_resumed()
+    now_s += 60
+    assert clock.just_resumed(), "also on the first reading"
+    now_s += 0.9 * JUST_RESUMED_S
+    assert clock.just_resumed()
+    now_s += 0.2 * JUST_RESUMED_S
+    assert not clock.just_resumed()

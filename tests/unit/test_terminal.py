@@ -1,0 +1,109 @@
+"""Terminal output of `run` and `status`, on real consoles over text files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from node.commands.terminal import LiveView, dashboard_link, describe, render, short_duration
+from node.status import NodeInfo, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
+
+URL = "http://127.0.0.1:5"
+
+
+def make_status(phase: Phase = Phase.TRAINING, *, invite: str = "", note: str = "", reason: str = "") -> Status:
+    return Status(
+        node=NodeInfo(), phase=phase, reason=reason, code="x", since="",
+        run=RunInfo(round=3, invite=invite, invite_note=note),
+        training=TrainingInfo(loss=2.5, tokens_per_second=1234.0), sync=SyncInfo(progress_ratio=0.5, eta_s=65.0),
+        peers=PeersInfo(training=2), compute_utilization_ratio=None, reachability="none", devices=(), limits={},
+        contribution={},
+    )  # fmt: skip
+
+
+def rendered(status: Status, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render(status))
+    return out.getvalue()
+
+
+def write_address(folder: Path, address: object) -> None:
+    (folder / "api.json").write_text(json.dumps(address))
+    (folder / "api-token").write_text("T" * 43 + "\n")
+
+
+def test_the_live_line_while_training() -> None:
+    line = rendered(make_status())
+    for part in ("training", "round 4", "sync in 1 min 05 s", "loss 2.500", "1,234 tokens/s", "2 training"):
+        assert part in line
+
+
+@pytest.mark.parametrize("width", [20, 60, 120])
+def test_the_live_line_is_one_line(width: int) -> None:
+    for phase in Phase:
+        assert rendered(make_status(phase, reason="The disk [is] full. " * 9), width).count("\n") == 1
+
+
+def test_other_phases_show_the_reason_verbatim() -> None:
+    assert "No peers [yet] answer." in rendered(make_status(Phase.CONNECTING, reason="No peers [yet] answer."))
+
+
+def test_link_and_invite_are_printed_once_when_known(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=40), tmp_path, line=False, pid=7) as view:
+        view.update(make_status())
+        assert out.getvalue() == ""
+        write_address(tmp_path, {"url": URL, "pid": 7})
+        long_invite = "diloco1-" + "x" * 200
+        for _ in range(3):
+            view.update(make_status(invite=long_invite))
+    assert out.getvalue() == f"Dashboard: {URL}/#token={'T' * 43}\nInvite: {long_invite}\n"
+
+
+def test_an_invite_that_works_from_further_away_is_printed_again(tmp_path: Path) -> None:
+    out = io.StringIO()
+    near, far = (
+        make_status(invite="diloco1-near", note="Works only on this network."),
+        make_status(invite="diloco1-far"),
+    )
+    with LiveView(Console(file=out, width=40), tmp_path, line=False, pid=7) as view:
+        for status in (near, near, far, far, near, far):
+            view.update(status)
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["Invite: diloco1-near", "Works only on this network."]
+    assert "from everywhere" in "".join(lines[2:-1]) and lines[-1] == "Invite: diloco1-far"
+    assert out.getvalue().count("Invite: ") == 2
+
+
+@pytest.mark.parametrize("code", ["not_tested", "not_reached", "reached"])
+def test_reachability(code: str) -> None:
+    reachability = "direct" if code == "reached" else "none"
+    update = {"reachability": reachability, "reachability_code": code, "reachability_reason": "At 1.2.3.4:5."}
+    text = describe(make_status().model_copy(update=update))
+    assert f"reachable: {'not tested yet' if code == 'not_tested' else reachability}" in text
+    assert "At 1.2.3.4:5." in text
+
+
+def test_reachability_is_not_tested_at_first() -> None:
+    assert Report().reachability_code == "not_tested"
+    assert "reachable: not tested yet" in describe(make_status())
+
+
+@pytest.mark.parametrize(
+    ("address", "link"),
+    [({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"), ({"url": URL, "pid": 6}, ""), ([], ""), ({}, "")],
+)
+def test_the_link_is_that_of_this_process(tmp_path: Path, address: object, link: str) -> None:
+    write_address(tmp_path, address)
+    assert dashboard_link(tmp_path, pid=7) == link
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (65, "1 min 05 s"), (7805, "2 h 10 min"), (-3, "0 s")]
+)
+def test_durations_are_formatted_for_people(seconds: float, text: str) -> None:
+    assert short_duration(seconds) == text
