@@ -25,6 +25,8 @@ class Start(Value):
     """An invite. None: found a run, or continue the run of the data folder."""
     may_move_port: bool = False
     """The port in `swarm.listen` is the default, so the next free port may replace it."""
+    held_addresses: tuple[str, ...] = ()
+    """Listen addresses from the `ListenReport` of an earlier worker, which the supervisor keeps from other nodes."""
     counters: SavedCounters | None = None
     """Totals of earlier workers; None: none are known."""
 
@@ -90,6 +92,13 @@ class NoticeReport(Value):
     """None withdraws it."""
 
 
+class ListenReport(Value):
+    """The worker listens on these addresses: multiaddresses without the peer id."""
+
+    type: Literal["listen"] = "listen"
+    addresses: tuple[str, ...]
+
+
 class LogReport(Value):
     type: Literal["log"] = "log"
     level: str
@@ -109,7 +118,9 @@ class Ended(Value):
     reason: str
 
 
-WorkerMessage = Beat | Unsaved | StatusReport | RoundReport | DurationReport | NoticeReport | LogReport | Ended
+WorkerMessage = (
+    Beat | Unsaved | StatusReport | RoundReport | DurationReport | NoticeReport | ListenReport | LogReport | Ended
+)
 SupervisorMessage = Start | Adjust | Stop
 
 _WORKER_MESSAGE: TypeAdapter[WorkerMessage] = TypeAdapter(Annotated[WorkerMessage, Field(discriminator="type")])

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, Literal
 
 from node.api.metrics import Build, Metrics
@@ -36,6 +36,7 @@ from node.worker_protocol import (
     Adjust,
     DurationReport,
     Ended,
+    ListenReport,
     LogReport,
     NoticeReport,
     RoundReport,
@@ -83,6 +84,7 @@ class Supervisor:
         self._mode, self._join = mode, join
         self._timings = timings
         self._worker = WorkerWatch(worker_command, timings, self._receive)
+        self._port_hold = ports.PortHold()
         self._pause = pause_policy.decide()
         self._desired: DesiredState = "pause" if self._pause.by else "run"
         self._changed = asyncio.Event()
@@ -242,6 +244,10 @@ class Supervisor:
 
     async def run(self) -> int:
         """Run workers until the node is to end. Returns the exit code."""
+        with closing(self._port_hold):
+            return await self._run_workers()
+
+    async def _run_workers(self) -> int:
         await asyncio.to_thread(gpu_power.restore, self._directory.path)
         while True:
             if self._desired in ("drain", "leave"):
@@ -273,6 +279,7 @@ class Supervisor:
             config=config.model_dump(mode="json"),
             join=self._join,
             may_move_port=self._config.may_move_port,
+            held_addresses=self._port_hold.addresses,
             counters=self._state.counters,
         )
         try:
@@ -318,6 +325,8 @@ class Supervisor:
                 self._state.set_notice(code, notice)
             case DurationReport(seconds=seconds):
                 self.metrics.observe(seconds)
+            case ListenReport(addresses=addresses):
+                self._port_hold.hold(addresses)
             case LogReport():
                 log_worker_record(message)
 

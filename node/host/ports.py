@@ -1,4 +1,4 @@
-"""Chooses the TCP ports that a node listens on, reserves them while it starts, and remembers them for the next start.
+"""Chooses the TCP ports that a node listens on, holds them while its worker restarts, and remembers them.
 
 A port is probed by binding and listening without SO_REUSEPORT, which also detects holders that share their port.
 """
@@ -9,7 +9,7 @@ import errno
 import logging
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ def listen_error(number: int | None, address: Multiaddress) -> MachineError:
 
 @dataclass(slots=True)
 class Reservation:
-    """Addresses that were free, with locks that keep other nodes from their ports until it is closed."""
+    """Addresses that were free, with locks that keep other nodes from them until it is closed."""
 
     addresses: tuple[Multiaddress, ...] = ()
     wanted: int = 0
@@ -70,6 +70,11 @@ class Reservation:
         """The port of the first address; 0 without addresses."""
         return self.addresses[0].port if self.addresses else 0
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether another port was taken instead of the default."""
+        return self.wanted != 0 and self.chosen not in (0, self.wanted)
+
     def __enter__(self) -> Reservation:
         return self
 
@@ -77,14 +82,15 @@ class Reservation:
         self._locks.close()
 
 
-def reserve(addresses: Sequence[Multiaddress]) -> Reservation:
+def reserve(addresses: Sequence[Multiaddress], *, held: Collection[str] = ()) -> Reservation:
     """Reserve these addresses, with one free port in place of every port 0. Raises MachineError.
 
-    `::` is dropped where the machine has no IPv6 and another address remains.
+    `::` is dropped where the machine has no IPv6 and another address remains. `held`: addresses that a `PortHold` of
+    this node holds.
     """
     for _ in range(FREE_PORT_TRIES):
         try:
-            return _reserve(addresses)
+            return _reserve(addresses, held)
         except MachineError as exc:
             if exc.code != IN_USE or all(address.port for address in addresses):
                 raise
@@ -92,7 +98,7 @@ def reserve(addresses: Sequence[Multiaddress]) -> Reservation:
     raise refused
 
 
-def _reserve(addresses: Sequence[Multiaddress]) -> Reservation:
+def _reserve(addresses: Sequence[Multiaddress], held: Collection[str]) -> Reservation:
     with ExitStack() as locks, ExitStack() as probes:
         free_port, reserved, locked = 0, [], set[int]()
         for address in addresses:
@@ -100,8 +106,10 @@ def _reserve(addresses: Sequence[Multiaddress]) -> Reservation:
             try:
                 port = _probe(wanted, probes)
                 if port not in locked:
-                    _lock(port, locks)
+                    _lock(f"port/{port}", locks)
                     locked.add(port)
+                if str(wanted.at_port(port)) not in held:
+                    _lock(f"listen/{wanted.at_port(port)}", locks)
             except OSError as exc:
                 if exc.errno in _ABSENT and address.host == "::" and len(addresses) > 1:
                     logger.debug("This machine has no IPv6, so it does not listen on %s.", address)
@@ -124,15 +132,41 @@ def _probe(address: Multiaddress, probes: ExitStack) -> int:
     return int(listener.getsockname()[1])
 
 
-def _lock(port: int, locks: ExitStack) -> None:
-    """Lock a port against other nodes that start. Raises OSError (EADDRINUSE).
+def _lock(name: str, locks: ExitStack) -> None:
+    """Take a lock against other nodes on this machine until `locks` closes. Raises OSError (EADDRINUSE).
 
-    The lock is an abstract unix socket: like the port it belongs to the network namespace, and the kernel removes it
-    with its holder. Only Linux has them; elsewhere p2pd's own error reports a conflict.
+    `port/N` is held while a node starts, `listen/ADDRESS` also while its worker restarts: two nodes may have the same
+    port on different addresses. The lock is an abstract unix socket: like the port it belongs to the network namespace,
+    and the kernel removes it with its holder. Only Linux has them; elsewhere p2pd's own error reports a conflict.
     """
     if sys.platform == "linux":
         lock = locks.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        lock.bind(f"\0diloco-node/port/{port}")
+        lock.bind(f"\0diloco-node/{name}")
+
+
+class PortHold:
+    """Keeps other nodes from the addresses of this one, also while its worker restarts and nothing listens there.
+
+    The supervisor has one. A program that is not a node can still take the port.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self._locks = ExitStack()
+
+    def hold(self, addresses: Sequence[str]) -> None:
+        """Hold these addresses and no others. The worker must be listening on them."""
+        if tuple(addresses) == self.addresses:
+            return
+        self.close()
+        self.addresses = tuple(addresses)
+        for address in addresses:
+            with suppress(OSError):  # Another node holds it, so that one has to be moved first.
+                _lock(f"listen/{address}", self._locks)
+
+    def close(self) -> None:
+        self._locks.close()
+        self.addresses = ()
 
 
 # Choice
@@ -169,21 +203,24 @@ def candidates(wanted: int, remembered: int) -> Iterable[int]:
     return dict.fromkeys([*([remembered] if remembered else []), *range(wanted, last), 0])
 
 
-def choose(listen: Sequence[Multiaddress], file: PortFile, *, may_move: bool) -> Reservation:
+def choose(
+    listen: Sequence[Multiaddress], file: PortFile, *, may_move: bool, held: Collection[str] = ()
+) -> Reservation:
     """Reserve the addresses to listen on. Raises MachineError.
 
     `may_move`: the port is a default, so another one may replace it. Port 0 takes the remembered port while it is free.
+    `held`: as in `reserve`.
     """
     wanted = listen[0].port if may_move and listen else 0
     movable = [address.port == wanted for address in listen]
     if not any(movable):
-        return reserve(listen)
+        return reserve(listen, held=held)
     remembered = file.recall(wanted)
     ports = candidates(wanted, remembered) if wanted else dict.fromkeys([remembered, 0])
     for port in ports:
         addresses = [a.at_port(port) if moves else a for a, moves in zip(listen, movable, strict=True)]
         try:
-            reserved = reserve(addresses)
+            reserved = reserve(addresses, held=held)
         except MachineError as exc:
             if exc.code != IN_USE or not port:
                 raise

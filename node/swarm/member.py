@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from node.errors import MachineError, PeerError, SwarmError
 from node.host.disk_quota import Room, any_room
-from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, choose, moved_notice
+from node.host.ports import IN_USE, LISTEN_PORT_FILE, PortFile, Reservation, choose, moved_notice
 from node.multiaddress import parse
 from node.status import Channel, PeerRow, Phase
 from node.swarm.allreduce.result_store import ResultStore
@@ -78,6 +78,8 @@ class MemberOptions:
     download_mbit_s: float = 0.0
     may_move_port: bool = False
     """The port is a default, so another free port may replace it if it is taken."""
+    held_addresses: tuple[str, ...] = ()
+    """Listen addresses that the supervisor keeps from other nodes."""
     lan_discovery: bool = True
     """Announce this node on private networks."""
     is_relay: bool = False
@@ -130,6 +132,8 @@ class Member:
     def __init__(self, options: MemberOptions, wire: Libp2pWire, peer_table: PeerTable) -> None:
         self.port_notice = ""
         """A notice for the volunteer if the listen port has changed; else empty."""
+        self.listen_addresses: tuple[str, ...] = ()
+        """The multiaddresses that this node listens on, with the ports that were chosen."""
         self.options, self.wire, self.peer_table = options, wire, peer_table
         self.view = MemberSnapshot(peer_id=wire.peer_id)
         self._rng = random.Random(wire.peer_id)  # noqa: S311 - not a secret
@@ -425,12 +429,14 @@ class Member:
         await self.wire.close()
 
 
-async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, str]:
-    """The wire, and a notice if its port has changed. Raises MachineError if no port is free, or SwarmError."""
+async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
+    """The wire, and the addresses it listens on. Raises MachineError if no port is free, or SwarmError."""
     listen = [parse(address) for address in options.daemon.listen]
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
-        reserved = await asyncio.to_thread(choose, listen, file, may_move=options.may_move_port)
+        reserved = await asyncio.to_thread(
+            choose, listen, file, may_move=options.may_move_port, held=options.held_addresses
+        )
         # p2pd reports mapped ports only among all its addresses, which hole punching leaves out.
         punching = not options.daemon.port_mapping
         daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), hole_punching=punching)
@@ -441,11 +447,9 @@ async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, str]:
             if exc.code != IN_USE or not reserved.chosen or not tries_left:
                 raise
         else:
-            if not reserved.chosen:
-                return wire, ""
-            await asyncio.to_thread(file.remember, reserved.wanted, reserved.chosen)
-            moved = reserved.wanted not in (0, reserved.chosen)
-            return wire, moved_notice("swarm.listen", reserved.wanted, reserved.chosen) if moved else ""
+            if reserved.chosen:
+                await asyncio.to_thread(file.remember, reserved.wanted, reserved.chosen)
+            return wire, reserved
     raise AssertionError("the last try returns or raises")
 
 
@@ -461,7 +465,7 @@ def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str,
 async def start_member(options: MemberOptions) -> Member:
     """Open the wire and start discovery. Raises MachineError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
-    wire, port_notice = await _open_wire(options)
+    wire, reserved = await _open_wire(options)
     wire.upload_limiter.limit(options.upload_mbit_s)
     wire.download_limiter.limit(options.download_mbit_s)
     wire.relay.limiter.limit(options.relay_mbit_s)
@@ -478,7 +482,9 @@ async def start_member(options: MemberOptions) -> Member:
     )
     clock = SuspendClock(asyncio.get_running_loop().time)
     member = Member(options, wire, PeerTable(identity, record, clock, clock.just_resumed))
-    member.port_notice = port_notice
+    if reserved.has_moved:
+        member.port_notice = moved_notice("swarm.listen", reserved.wanted, reserved.chosen)
+    member.listen_addresses = tuple(map(str, reserved.addresses))
     member.run(
         member.gossip.run(),
         member.discovery.run(),

@@ -70,6 +70,11 @@ class SwarmThread:
         return self._member.port_notice if self._member else ""
 
     @property
+    def listen_addresses(self) -> tuple[str, ...]:
+        """The multiaddresses that the member listens on, with the ports that were chosen."""
+        return self._member.listen_addresses if self._member else ()
+
+    @property
     def is_open(self) -> bool:
         return self._member is not None
 

@@ -29,7 +29,7 @@ from node.swarm.member import MemberSnapshot
 from node.swarm.member_thread import SwarmThread
 from node.worker.channel import Channel
 from node.worker.counters import WorkCounters
-from node.worker_protocol import DurationReport, NoticeReport, RoundReport, StatusReport
+from node.worker_protocol import DurationReport, ListenReport, NoticeReport, RoundReport, StatusReport
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,10 @@ class Reporter:
         """Set a notice; an empty text withdraws it. Callable from any thread."""
         notice = Notice(code=code, level=level, text=text) if text else None
         self._channel.send(NoticeReport(code=code, notice=notice))
+
+    def listening(self, addresses: tuple[str, ...]) -> None:
+        """Report the multiaddresses that this node listens on, so that the supervisor holds them."""
+        self._channel.send(ListenReport(addresses=addresses))
 
     def round_over(self, record: RoundRecord) -> None:
         """Report the record as the newest one."""

@@ -86,6 +86,7 @@ class RunEntry:
         swarm = SwarmThread(self._member_options(manifest))
         self._reporter.swarm = swarm
         swarm.open()
+        self._reporter.listening(swarm.listen_addresses)
         if swarm.port_notice:
             logger.info("%s", swarm.port_notice)
             self._reporter.notice("listen_port", swarm.port_notice, level="info")
@@ -135,6 +136,7 @@ class RunEntry:
             upload_mbit_s=config.limits.upload_mbit_s,
             download_mbit_s=config.limits.download_mbit_s,
             may_move_port=self._start.may_move_port,
+            held_addresses=self._start.held_addresses,
             lan_discovery=config.swarm.lan_discovery,
             is_relay=self._start.mode == "relay",
             relays=config.swarm.relay or self._start.mode == "relay",

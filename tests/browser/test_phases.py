@@ -136,7 +136,7 @@ def test_a_worker_that_crashes_is_an_error_until_resume(
     seen(tab, "error")
     plan.unlink()
     tab.button("Resume").click()
-    tab.until_phase("starting", word="Starting")
+    tab.until_phase("training", word="Training", wait_s=LONG_S)
 
 
 def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
@@ -179,14 +179,16 @@ def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserConte
 def test_what_was_mended_trains_and_pauses_after_its_round(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
-    node, _ = crashing
+    node, plan = crashing
     tab = show(tabs, context, node)
     tab.page.locator("html:not([data-phase=unknown])").wait_for(state="attached")
     tab.until_phase("training", word="Training", wait_s=LONG_S)
+    plan.write_text("inner@*=stall:0.1")  # The round lasts until the page has been checked.
     tab.button("Pause").click()
     tab.item("After this round").click()
     tab.page.get_by_text("Pauses after round").wait_for()
     seen(tab, "pausing-after-round")
+    plan.unlink()
     tab.until_phase("paused", word="Paused", wait_s=LONG_S)
     assert node.status()["run"]["round"] >= 0, "the round was seen through, and who serves the state now stands there"
     seen(tab, "paused")

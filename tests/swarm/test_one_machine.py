@@ -225,6 +225,22 @@ def test_two_nodes_on_one_named_port_are_never_both_up(namespace: str, tmp_path:
         winner.until_training(LONG_S)
 
 
+def test_a_node_keeps_its_port_while_its_worker_restarts(namespace: str, tmp_path: Path) -> None:
+    """Another node starts while the first one's new worker reads its checkpoint and does not listen yet."""
+    with Swarm(tmp_path) as swarm:
+        plan = tmp_path / "plan"
+        founder = plain(swarm, namespace, "founder").start(env={"DILOCO_FAULTS": f"file:{plan}"})
+        founder.until_training(LONG_S)
+        invite = invite_of(founder)
+        plan.write_text("load@*=stall:20")
+        founder.find("worker").kill()
+        founder.until(lambda s: s["code"] == "worker_crashed", LONG_S)
+        joiner = plain(swarm, namespace, "joiner", join=invite).start()
+        joiner.until(lambda s: s["peers"]["training"] == 2, 2 * LONG_S)
+        assert listening_ports(founder) == both(PORT) and not notices(founder)
+        assert listening_ports(joiner) == both(PORT + 1)
+
+
 def test_a_node_that_listens_on_nothing_trains_with_others(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import socket
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from node.errors import MachineError
-from node.host.ports import PORTS_TRIED, PortFile, candidates, choose, listen_error, reserve
+from node.host.ports import PORTS_TRIED, PortFile, PortHold, candidates, choose, listen_error, reserve
 from node.multiaddress import Multiaddress, parse
 
 with warnings.catch_warnings():
@@ -71,6 +71,19 @@ def test_a_reservation_excludes_other_nodes_until_it_ends(free_port: int) -> Non
         assert code_of(at(free_port)) == "port_in_use"
     with reserve(at(free_port)):
         pass
+
+
+def test_held_addresses_are_free_only_for_the_node_that_holds_them(free_port: int) -> None:
+    with closing(PortHold()) as hold:
+        hold.hold([str(address) for address in at(free_port)])
+        assert code_of(at(free_port)) == "port_in_use"
+        with reserve(at(free_port), held=hold.addresses) as own:
+            assert own.port == free_port
+        with reserve(at(free_port, "127.0.0.2")) as other:
+            assert other.port == free_port, "another address of the machine is free"
+        hold.hold([])
+        with reserve(at(free_port)):
+            pass
 
 
 def test_the_next_port_replaces_a_taken_default_one(tmp_path: Path, free_port: int) -> None:
