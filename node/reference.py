@@ -40,7 +40,7 @@ from node.training.model import build_model, flatten, load_flat_, unit_elements
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class WeightedUpdate:
     """What one member sends in a round."""
 
     stream_id: str
@@ -50,7 +50,7 @@ class Contribution:
     """Its pseudo-gradient, chunk by chunk on the grid of `chunk_bounds`."""
 
 
-class Member:
+class ReferenceMember:
     """One node of the run. In each round: `contribute`, exchange contributions with all members, `apply`."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Member:
         self._inner = InnerLoop(self._model, run.inner, device, Execution(precision))
         self._last_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
 
-    def contribute(self) -> tuple[Contribution, float]:
+    def contribute(self) -> tuple[WeightedUpdate, float]:
         """The inner loop: H steps of the inner optimizer from the anchor. Also returns the mean loss, nats per token.
 
         What is sent is encode(anchor - local), with error feedback encode(anchor - local + residual).
@@ -92,13 +92,13 @@ class Member:
         delta = pseudo_gradient(self.state.anchor, flatten(self._model))
         wanted = self._feedback.add(delta) if self._feedback is not None else delta
         encoded = b"".join(self._codec.encode(wanted[start:end]) for start, end in chunk_bounds(delta.numel()))
-        contribution = Contribution(self._stream_id, tokens, encoded)
+        contribution = WeightedUpdate(self._stream_id, tokens, encoded)
         if self._feedback is not None:
             self._feedback.record_error(wanted, torch.cat(list(self._chunks(contribution))))
             self._feedback.advance()
         return contribution, loss
 
-    def apply(self, contributions: Sequence[Contribution]) -> None:
+    def apply(self, contributions: Sequence[WeightedUpdate]) -> None:
         """The outer step: the weighted mean in order of stream id, encoded once and decoded, then Nesterov."""
         members = sorted(contributions, key=lambda c: c.stream_id)
         weights = [c.weight for c in members]
@@ -112,7 +112,7 @@ class Member:
         self._last_round_tokens = sum(weights)
         load_flat_(self._model, self.state.anchor)
 
-    def _chunks(self, contribution: Contribution) -> Iterator[Tensor]:
+    def _chunks(self, contribution: WeightedUpdate) -> Iterator[Tensor]:
         """The decoded chunks, fp32 [n] each on the cpu."""
         at = 0
         for start, end in chunk_bounds(self.state.anchor.numel()):
@@ -120,7 +120,7 @@ class Member:
             yield self._codec.decode(memoryview(contribution.encoded)[at : at + size_bytes], end - start)
             at += size_bytes
 
-    def _norm(self, contribution: Contribution) -> float:
+    def _norm(self, contribution: WeightedUpdate) -> float:
         return math.sqrt(sum(square_norm(chunk) for chunk in self._chunks(contribution)))
 
     def _learning_rate(self, inner_step: int) -> float:
@@ -136,7 +136,7 @@ class Member:
         )
 
 
-def gather(own: Contribution, stream_ids: Sequence[str], device: torch.device) -> list[Contribution]:
+def gather(own: WeightedUpdate, stream_ids: Sequence[str], device: torch.device) -> list[WeightedUpdate]:
     """The contributions of all processes. All have the same size and weight, as each made H steps on one model."""
     if not dist.is_initialized():
         return [own]
@@ -144,7 +144,7 @@ def gather(own: Contribution, stream_ids: Sequence[str], device: torch.device) -
     gathered = [torch.empty_like(mine) for _ in stream_ids]
     dist.all_gather(gathered, mine)
     return [
-        Contribution(stream_id, own.weight, encoded.cpu().numpy().tobytes())
+        WeightedUpdate(stream_id, own.weight, encoded.cpu().numpy().tobytes())
         for stream_id, encoded in zip(stream_ids, gathered, strict=True)
     ]
 
@@ -178,7 +178,9 @@ def save(state: OuterState, file: Path) -> None:
     save_file({"anchor": state.anchor, "momentum": state.momentum}, file, metadata)
 
 
-def run_rounds(member: Member, rounds: int, exchange: Callable[[Contribution], list[Contribution]]) -> None:
+def run_rounds(
+    member: ReferenceMember, rounds: int, exchange: Callable[[WeightedUpdate], list[WeightedUpdate]]
+) -> None:
     """DiLoCo, algorithm 1. Prints one line a round."""
     for _ in range(rounds):
         own, loss = member.contribute()
@@ -217,7 +219,7 @@ def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
         raise UsageError("The reference trains on the built-in text: leave run.data.sources as they are.")
     if run.sync.mode != "blocking" or run.sync.auto:
         raise UsageError("The reference has blocking rounds of fixed length: leave run.sync.mode and auto as they are.")
-    member = Member(
+    member = ReferenceMember(
         run,
         load_corpus(),
         initial_anchor(run, seed=options.seed, file=options.initial, device=device),

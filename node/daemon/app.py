@@ -29,7 +29,7 @@ from node.api.routes import ApiContext
 from node.config.loader import DEFAULT
 from node.config.schema import ApiConfig, Config
 from node.daemon.data_directory import DataDirectory, DiskMonitor
-from node.daemon.history import Clocks, History
+from node.daemon.history import Clocks, HistoryStore
 from node.daemon.host_sensors import HostSensors
 from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, make_server, no_tls_notice, url_of
 from node.daemon.live_config import LiveConfig
@@ -37,7 +37,7 @@ from node.daemon.log_handlers import FOLDER, handle_logs
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
-from node.daemon.worker_process import Timings
+from node.daemon.worker_process import SupervisorTimings
 from node.errors import NodeError
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
@@ -55,7 +55,7 @@ class Parts:
     """What tests replace and what only the command line knows."""
 
     worker_command: Sequence[str] = WORKER_COMMAND
-    timings: Timings = field(default_factory=Timings)
+    timings: SupervisorTimings = field(default_factory=SupervisorTimings)
     origins: Mapping[str, str] = field(default_factory=dict)
     """Source of each configuration key, for `/api/v1/config`."""
     clock: Callable[[], datetime] = now_utc
@@ -125,7 +125,7 @@ async def _run(
         timings=parts.timings,
     )
     clocks = Clocks(time.time, time.monotonic)
-    history = History(directory.path / "history", clocks, supervisor.metrics.totals, trains=trains)
+    history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=trains)
     keys = Keys(directory.token, time.monotonic)
     context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
     server = make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)

@@ -134,7 +134,7 @@ class Sampler:
         return self._open.setdefault(start, Row(start))
 
 
-class History:
+class HistoryStore:
     """Implements `node_interface.Past`. `add_report` and `add_round` return at once."""
 
     def __init__(self, folder: Path, clocks: Clocks, totals: Callable[[], Series], *, trains: bool) -> None:

@@ -108,7 +108,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class _Listener(socket.socket):
+class _LimitedListener(socket.socket):
     """Accepts at most `connections_max` connections at a time and closes further ones.
 
     uvicorn cannot count them: it learns of a connection only after the TLS handshake.
@@ -151,7 +151,7 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
     connections_max = min(connections_max, _raise_file_limit() // 2)
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = _Listener(family, kind, protocol, connections_max)
+        sock = _LimitedListener(family, kind, protocol, connections_max)
     except OSError as exc:
         raise UsageError(f"The API address {host} is not usable ({exc}): set --api.host 127.0.0.1.") from exc
     try:

@@ -86,7 +86,7 @@ class LogFile(logging.handlers.QueueHandler):
         records: queue.Queue[logging.LogRecord | None] = queue.Queue(RECORDS_WAITING_MAX)
         super().__init__(records)
         self.setFormatter(make_formatter(format, date=True))
-        self._listener = _Listener(records, _RotatingFile(folder))
+        self._listener = _FileListener(records, _RotatingFile(folder))
         self._listener.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -101,7 +101,7 @@ class LogFile(logging.handlers.QueueHandler):
         super().close()
 
 
-class _Listener(logging.handlers.QueueListener):
+class _FileListener(logging.handlers.QueueListener):
     """Writes to one file. Warns once when the disk fails."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord | None], file: _RotatingFile) -> None:

@@ -28,7 +28,7 @@ from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import log_worker_record
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
-from node.daemon.worker_process import Timings, WorkerExit, WorkerWatch
+from node.daemon.worker_process import SupervisorTimings, WorkerExit, WorkerWatch
 from node.host import gpu_power, ports
 from node.host.logs import set_level
 from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
@@ -75,7 +75,7 @@ class Supervisor:
         mode: Mode,
         join: str | None,
         worker_command: Sequence[str],
-        timings: Timings,
+        timings: SupervisorTimings,
     ) -> None:
         known = state.counters.counters if state.counters is not None else Counters()
         self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)

@@ -50,7 +50,7 @@ FROZEN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class SupervisorTimings:
     """The supervisor's timeouts in seconds; tests shorten them."""
 
     grace_s: float = 60.0
@@ -245,7 +245,9 @@ class WorkerProcess:
 class WorkerWatch:
     """Runs one worker at a time: call `start` and `wait` in turn. Enforces its deadlines."""
 
-    def __init__(self, command: Sequence[str], timings: Timings, on_message: Callable[[WorkerMessage], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], timings: SupervisorTimings, on_message: Callable[[WorkerMessage], None]
+    ) -> None:
         self._command, self._timings, self._on_message = command, timings, on_message
         self._worker: WorkerProcess | None = None
         self._started_at_s = 0.0

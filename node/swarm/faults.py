@@ -58,7 +58,7 @@ class InjectedFault(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     stage: str
     round: int | None
     """None: every round."""
@@ -77,12 +77,12 @@ def no_role() -> str:
 class Faults:
     """A fault plan. Empty by default."""
 
-    plan: tuple[Fault, ...] = ()
-    _times: Counter[Fault] = field(default_factory=Counter, compare=False)
-    _spent: set[Fault] = field(default_factory=set, compare=False)
+    plan: tuple[PlannedFault, ...] = ()
+    _times: Counter[PlannedFault] = field(default_factory=Counter, compare=False)
+    _spent: set[PlannedFault] = field(default_factory=set, compare=False)
     """A fault of a single round happens once, even if the node repeats the round."""
 
-    def planned(self) -> tuple[Fault, ...]:
+    def planned(self) -> tuple[PlannedFault, ...]:
         return self.plan
 
     async def at(self, stage: StageName, round: int, role: Role = no_role) -> None:
@@ -128,7 +128,7 @@ class Faults:
                 return self._times[fault] <= fault.amount
         return False
 
-    def apply(self, fault: Fault) -> None:
+    def apply(self, fault: PlannedFault) -> None:
         """Apply one fault, outside of an event loop."""
         if fault.kind in ("stall", "hang"):
             time.sleep(fault.amount)
@@ -137,7 +137,7 @@ class Faults:
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
 
-    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[Fault]:
+    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[PlannedFault]:
         due = [
             fault
             for fault in self.planned()
@@ -156,7 +156,7 @@ class FaultsInFile(Faults):
 
     path: Path = Path()
 
-    def planned(self) -> tuple[Fault, ...]:
+    def planned(self) -> tuple[PlannedFault, ...]:
         try:
             return parse_faults(self.path.read_text()).plan
         except FileNotFoundError:
@@ -187,7 +187,7 @@ def faults_from(environ: Mapping[str, str]) -> Faults:
     return parse_faults(text)
 
 
-def _parse(part: str) -> Fault:
+def _parse(part: str) -> PlannedFault:
     place, _, what = part.partition("=")
     stage, _, when = place.partition("@")
     when, asks, role = when.partition("!")
@@ -195,7 +195,7 @@ def _parse(part: str) -> Fault:
     try:
         if stage not in STAGES or kind not in KINDS or (asks and role not in ROLES):
             raise ValueError(part)
-        return Fault(stage, None if when == "*" else int(when), kind, float(amount or 0), role)
+        return PlannedFault(stage, None if when == "*" else int(when), kind, float(amount or 0), role)
     except ValueError as exc:
         raise ConfigError(
             f"DILOCO_FAULTS: {part!r} is not STAGE@ROUND[!ROLE]=KIND[:SECONDS] with a stage of {', '.join(STAGES)}, "

@@ -126,14 +126,12 @@ class MemberSnapshot:
     """Why no peer is reached; empty otherwise."""
 
 
-class Member:
+class SwarmMember:
     """One node in the swarm. `start_member` makes it; `close` ends everything that it started."""
 
     def __init__(self, options: MemberOptions, wire: Libp2pWire, peer_table: PeerTable) -> None:
-        self.port_notice = ""
-        """A notice for the volunteer if the listen port has changed; else empty."""
-        self.listen_addresses: tuple[str, ...] = ()
-        """The multiaddresses that this node listens on, with the ports that were chosen."""
+        self.listening = Reservation()
+        """The addresses that this node listens on."""
         self.options, self.wire, self.peer_table = options, wire, peer_table
         self.view = MemberSnapshot(peer_id=wire.peer_id)
         self._rng = random.Random(wire.peer_id)  # noqa: S311 - not a secret
@@ -181,6 +179,12 @@ class Member:
         self._download: Downloader | None = None
         self._oldest_needed_round: Callable[[], int | None] = lambda: None
         self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def port_notice(self) -> str:
+        """A notice for the volunteer if the listen port has changed; else empty."""
+        port = self.listening
+        return moved_notice("swarm.listen", port.wanted, port.chosen) if port.has_moved else ""
 
     def _set_inbound(self, inbound: bool) -> None:
         self.peer_table.update_own(inbound=inbound)
@@ -462,7 +466,7 @@ def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str,
     return tuple(filled)
 
 
-async def start_member(options: MemberOptions) -> Member:
+async def start_member(options: MemberOptions) -> SwarmMember:
     """Open the wire and start discovery. Raises MachineError or SwarmError."""
     identity = load_identity(options.daemon.identity_file)
     wire, reserved = await _open_wire(options)
@@ -481,10 +485,8 @@ async def start_member(options: MemberOptions) -> Member:
         addresses=tuple((await wire.addresses())[:16]),
     )
     clock = SuspendClock(asyncio.get_running_loop().time)
-    member = Member(options, wire, PeerTable(identity, record, clock, clock.just_resumed))
-    if reserved.has_moved:
-        member.port_notice = moved_notice("swarm.listen", reserved.wanted, reserved.chosen)
-    member.listen_addresses = tuple(map(str, reserved.addresses))
+    member = SwarmMember(options, wire, PeerTable(identity, record, clock, clock.just_resumed))
+    member.listening = reserved
     member.run(
         member.gossip.run(),
         member.discovery.run(),

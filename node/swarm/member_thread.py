@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from node.errors import RoundFailed, SwarmError
 from node.status import Phase
 from node.swarm.chain.chain import Tip
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules
 from node.swarm.faults import Faults
-from node.swarm.member import Member, MemberOptions, MemberSnapshot, start_member
+from node.swarm.member import MemberOptions, MemberSnapshot, SwarmMember, start_member
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.server import StateSource
@@ -44,7 +44,7 @@ class SwarmThread:
         self.mailbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self._options = options
         self._loop = asyncio.new_event_loop()
-        self._member: Member | None = None
+        self._member: SwarmMember | None = None
         self._started: Future[None] = Future()
         self._closing: asyncio.Event | None = None
         self._goodbye = Phase.STOPPED
@@ -72,7 +72,7 @@ class SwarmThread:
     @property
     def listen_addresses(self) -> tuple[str, ...]:
         """The multiaddresses that the member listens on, with the ports that were chosen."""
-        return self._member.listen_addresses if self._member else ()
+        return tuple(map(str, self._member.listening.addresses)) if self._member else ()
 
     @property
     def is_open(self) -> bool:
@@ -108,13 +108,13 @@ class SwarmThread:
         if self._failure is not None:
             raise self._failure
 
-    def start_call(self, work: Callable[[Member], Coroutine[Any, Any, T]]) -> Future[T]:
+    def start_call(self, work: Callable[[SwarmMember], Coroutine[Any, Any, T]]) -> Future[T]:
         """Run a coroutine of the member on its loop. The caller polls the future."""
         assert self._member is not None
         return asyncio.run_coroutine_threadsafe(work(self._member), self._loop)
 
     def take_part(self, rules: Rules, tip: Tip, source: StateSource) -> None:
-        async def begin(member: Member) -> None:
+        async def begin(member: SwarmMember) -> None:
             member.serve_state(source)
             await member.take_part(rules, tip, self.mailbox.put, lambda cause: self.mailbox.put(Lost(cause)))
 
@@ -123,22 +123,22 @@ class SwarmThread:
     def serve(self, tip: Tip | None, source: StateSource) -> None:
         """Serve the state without taking part in rounds."""
 
-        async def begin(member: Member) -> None:
+        async def begin(member: SwarmMember) -> None:
             member.serve_state(source)
             if tip is not None:
                 member.show_tip(tip)
 
         self.start_call(begin).result(START_S)
 
-    def offer(self, contribution: Contribution) -> None:
-        async def put(member: Member) -> None:
+    def offer(self, contribution: LocalContribution) -> None:
+        async def put(member: SwarmMember) -> None:
             assert member.participant is not None
             member.participant.offer(contribution)
 
         self.start_call(put)
 
     def restart_at(self, tip: Tip) -> None:
-        async def restart(member: Member) -> None:
+        async def restart(member: SwarmMember) -> None:
             assert member.participant is not None
             member.participant.restart_at(tip)
             with suppress(queue.Empty):  # The mail so far is about the branch that this node has left.
@@ -149,7 +149,7 @@ class SwarmThread:
         self.start_call(restart).result(START_S)
 
     def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
-        async def tell(member: Member) -> None:
+        async def tell(member: SwarmMember) -> None:
             member.peer_table.update_own(
                 tokens_per_second=tokens_per_second, compute_utilization_ratio=utilization_ratio
             )

@@ -35,6 +35,8 @@ class Content(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     longest: ClassVar[int] = 4 * 2**20
     """Most characters of the signed text."""
+    kind_name: ClassVar[str]
+    """The kind's name in signatures and error messages. Part of the protocol."""
 
 
 class Document(Content):
@@ -52,6 +54,7 @@ class Document(Content):
 class Join(Content):
     """A member is ready to contribute to the round after `parent`."""
 
+    kind_name = "join"
     longest: ClassVar[int] = 512
     """The longest valid join has 438. All joins of a group are in the record and must fit into a header."""
     run: Hex64
@@ -78,6 +81,7 @@ class Join(Content):
 class Deposit(Content):
     """A member's contribution to the round after `parent`, given to a depositary that forwards it."""
 
+    kind_name = "deposit"
     longest: ClassVar[int] = 512
     run: Hex64
     parent: Hex64
@@ -88,6 +92,7 @@ class Deposit(Content):
 class Plan(Content):
     """The group of an attempt, fixed by its leader: who contributes, and who reduces which chunk."""
 
+    kind_name = "plan"
     run: Hex64
     parent: Hex64
     attempt: int = Field(ge=0, lt=2**31)
@@ -105,9 +110,10 @@ class Plan(Content):
         return [chunk for chunk, owner in enumerate(self.owners) if self.reducers[owner] == peer_id]
 
 
-class Outcome(Content):
+class RoundOutcome(Content):
     """The result of a round: everything that the next outer state depends on, and nothing else."""
 
+    kind_name = "outcome"
     round: int = Field(ge=0)
     plan: Plan
     included: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
@@ -118,6 +124,7 @@ class Outcome(Content):
 class Proof(Content):
     """Commit certificate of an outcome: the votes of more than half of a group."""
 
+    kind_name = "proof"
     outcome: Document
     attempt: int = Field(ge=0, lt=2**31)
     """The attempt that ratified the outcome. Later than the outcome's own if a leader died in between."""
@@ -157,14 +164,14 @@ def read(document: Document, kind: type[Model]) -> Model:
     JSON can pad the same content to any length (white space, repeated keys, digits). Padded documents are refused,
     because nodes store and forward them.
     """
-    name = kind.__name__.lower()
+    name = kind.kind_name
     if len(document.text) > kind.longest:
-        raise PeerError(f"a {name} is too long", code="bad_size")
+        raise PeerError(f"the {name} is too long", code="bad_size")
     if not verify(document.signer, _purpose(kind), document.text.encode(), bytes.fromhex(document.signature)):
-        raise PeerError(f"a {name} has a wrong signature", code="bad_signature")
+        raise PeerError(f"the {name} has a wrong signature", code="bad_signature")
     content = parse(kind, document.text)
     if len(document.text) > MOST_PADDING * len(content.model_dump_json()):
-        raise PeerError(f"a {name} is padded", code="bad_size")
+        raise PeerError(f"the {name} is padded", code="bad_size")
     return content
 
 
@@ -172,7 +179,7 @@ def parse(kind: type[Model], text: str | bytes) -> Model:
     try:
         return kind.model_validate_json(text)
     except ValidationError as exc:
-        raise PeerError(f"a {kind.__name__.lower()} is not valid: {exc.errors()[0]['msg']}") from exc
+        raise PeerError(f"the {kind.kind_name} is not valid: {exc.errors()[0]['msg']}") from exc
 
 
 @lru_cache(maxsize=4 * MAX_MEMBERS)
@@ -183,7 +190,7 @@ def read_join(document: Document) -> Join:
 
 @lru_cache(maxsize=4)
 def _outcome_joins(text: str) -> Mapping[str, Join]:
-    return MappingProxyType({join.signer: read_join(join) for join in parse(Outcome, text).plan.joins})
+    return MappingProxyType({join.signer: read_join(join) for join in parse(RoundOutcome, text).plan.joins})
 
 
 def joins_of(outcome: Document) -> Mapping[str, Join]:
@@ -192,7 +199,7 @@ def joins_of(outcome: Document) -> Mapping[str, Join]:
 
 
 def _purpose(kind: type[Content]) -> str:
-    return f"diloco {kind.__name__.lower()}"
+    return f"diloco {kind.kind_name}"
 
 
 def accept(identity: Identity, head: str, attempt: int) -> str:
@@ -246,16 +253,16 @@ def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str
     return {document.signer: check_join(document, bounds, parent) for document in plan.joins}
 
 
-def check_proof(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+def check_proof(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
     """The outcome and its joins, if it is committed. Does not check the parent. Raises PeerError. Heavy."""
     outcome, joins = check_light(proof, bounds)
     check_hashes(outcome, split_hashes(proof.hashes), bounds)
     return outcome, joins
 
 
-def check_light(proof: Proof, bounds: Bounds) -> tuple[Outcome, dict[str, Join]]:
+def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
     """Check a light proof like `check_proof`, but without chunk hashes."""
-    outcome = read(proof.outcome, Outcome)
+    outcome = read(proof.outcome, RoundOutcome)
     joins = check_outcome(outcome, bounds)
     if len(set(proof.group)) < bounds.min_peers:
         raise PeerError("a proof is of a smaller group than the run allows")
@@ -270,7 +277,7 @@ def voters(proof: Proof) -> set[str]:
     return {p for p in proof.group if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))}
 
 
-def check_outcome(outcome: Outcome, bounds: Bounds) -> dict[str, Join]:
+def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
     """The joins of an outcome that includes only joined members, and at least half of the plan. Raises PeerError."""
     joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
@@ -291,7 +298,7 @@ def least_included(plan: Plan) -> int:
     return (len(plan.members) + 1) // 2
 
 
-def check_hashes(outcome: Outcome, hashes: Sequence[bytes], bounds: Bounds) -> None:
+def check_hashes(outcome: RoundOutcome, hashes: Sequence[bytes], bounds: Bounds) -> None:
     if len(hashes) != bounds.chunks_at(outcome.round) or results_root(hashes) != outcome.results:
         raise PeerError("an outcome's chunk hashes do not match", code="bad_size")
 
@@ -310,6 +317,6 @@ def results_root(hashes: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
-def included_joins(outcome: Outcome, joins: Mapping[str, Join]) -> dict[str, Join]:
+def included_joins(outcome: RoundOutcome, joins: Mapping[str, Join]) -> dict[str, Join]:
     """The joins of the included members, by peer id."""
     return {peer: joins[peer] for peer in outcome.included}

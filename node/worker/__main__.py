@@ -13,8 +13,8 @@ import traceback
 from node.config.schema import Config
 from node.errors import NodeError, TrainingError
 from node.host.logs import set_level
-from node.worker.channel import Channel, ChannelHandler
 from node.worker.parent_death import die_with_parent
+from node.worker.supervisor_link import SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Ended
 
 START_S = 30.0
@@ -29,10 +29,10 @@ def main() -> int:
     die_with_parent(os.getppid())
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=arguments.fd))
-    start = channel.wait_start(START_S)
+    link = SupervisorLink(socket.socket(fileno=arguments.fd))
+    start = link.wait_start(START_S)
     config = Config.model_validate(start.config)
-    handler = ChannelHandler(channel)
+    handler = SupervisorLogHandler(link)
     logging.getLogger().addHandler(handler)
     set_level(config.log.level)
     # Not at the top: importing torch and hivemind takes seconds, and hivemind configures logging.
@@ -40,13 +40,13 @@ def main() -> int:
 
     redirect_library_logs()
     try:
-        code, reason = Worker(channel, start, config, handler).run()
+        code, reason = Worker(link, start, config, handler).run()
     except NodeError as exc:
         if exc.exit_code == NodeError.exit_code and not isinstance(exc, TrainingError):
             raise
-        channel.send(Ended(exit_code=exc.exit_code, code=exc.code, reason=str(exc)))
+        link.send(Ended(exit_code=exc.exit_code, code=exc.code, reason=str(exc)))
         return exc.exit_code
-    channel.send(Ended(exit_code=0, code=code, reason=reason))
+    link.send(Ended(exit_code=0, code=code, reason=reason))
     return 0
 
 

@@ -25,7 +25,6 @@ from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.training.device import ComputeDevice, choose_device, describe, gpu_uuid
 from node.training.fit import check_fit
-from node.worker.channel import Channel, ChannelHandler, StopAsked
 from node.worker.counters import WorkCounters
 from node.worker.inner_trainer import InnerTrainer, TrainingInputs, load_inputs
 from node.worker.loop import train
@@ -36,6 +35,7 @@ from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import make_dropped_record
 from node.worker.run_entry import RunEntry
 from node.worker.session import Session, invite_of
+from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker.trainer import Trainer
 from node.worker_protocol import Ended, Start
 
@@ -56,12 +56,12 @@ def redirect_library_logs() -> None:
 class Worker:
     """One worker's life, on the main thread."""
 
-    def __init__(self, channel: Channel, start: Start, config: Config, handler: ChannelHandler) -> None:
-        self._channel, self._start, self._config = channel, start, config
+    def __init__(self, link: SupervisorLink, start: Start, config: Config, handler: SupervisorLogHandler) -> None:
+        self._link, self._start, self._config = link, start, config
         self._device: ComputeDevice | None = None
         """None unless this worker trains."""
         self._counters = WorkCounters(time.monotonic)
-        self._reporter = Reporter(channel, self._counters, self._describe_devices)
+        self._reporter = Reporter(link, self._counters, self._describe_devices)
         handler.round_now = lambda: self._reporter.round_now
         quota = Quota(
             config.node.data_dir,
@@ -69,7 +69,7 @@ class Worker:
             config.node.text_folder,
             partial(self._reporter.notice, "disk_quota"),
         )
-        self._orders = Orders(channel, config, self._reporter, quota, self._round_s)
+        self._orders = Orders(link, config, self._reporter, quota, self._round_s)
         self._waiter = Waiter(self._reporter, self._orders.check)
         self._entry = RunEntry(
             start,
@@ -106,7 +106,7 @@ class Worker:
                 pass
             finally:
                 self._reporter.tell(now=True)  # The last round may be newer than the last report.
-                stop = self._channel.stop
+                stop = self._link.stop
                 session.swarm.close(Phase.PAUSED if stop is not None and stop.how == "pause" else Phase.STOPPED)
             return "stopped", self._orders.end_reason
 
@@ -154,7 +154,7 @@ class Worker:
         self._reporter.enter(Phase.STARTING, "Loading text and model.", "loading")
         inputs = self._waiter.wait(self._loading)
         ids = (session.manifest.run_id, session.swarm.view.peer_id)
-        with self._inner_trainer(run, inputs, ids) as inner, self._channel.unsaved():
+        with self._inner_trainer(run, inputs, ids) as inner, self._link.unsaved():
             session.swarm.take_part(session.rules, session.tip, session.source)
             self._train_and_resync(session, inner)
 
@@ -187,7 +187,7 @@ class Worker:
         The supervisor restarts all ranks, except after a MachineError.
         """
         if isinstance(error, MachineError):
-            self._channel.send(Ended(exit_code=error.exit_code, code=error.code, reason=str(error)))
+            self._link.send(Ended(exit_code=error.exit_code, code=error.code, reason=str(error)))
         else:
             logger.error("%s", error)
         logging.shutdown()

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from node.config.manifest import EvaluationConfig
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.leader_election import leader_order
-from node.worker.channel import StopAsked
 from node.worker.inner_trainer import InnerTrainer
+from node.worker.supervisor_link import StopAsked
 
 MAX_LOSS = 1e6
 """Largest loss that a record takes."""

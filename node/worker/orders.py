@@ -13,11 +13,11 @@ import torch
 from node.config.schema import Config
 from node.host.disk_quota import Quota, quota_bytes
 from node.host.logs import set_level
-from node.swarm.member import Member
+from node.swarm.member import SwarmMember
 from node.training.device import threads_per_rank
 from node.training.replica import Replica
-from node.worker.channel import Channel, StopAsked
 from node.worker.reporter import Reporter
+from node.worker.supervisor_link import StopAsked, SupervisorLink
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class Orders:
     """Applies the supervisor's orders in `check`, which the main thread calls between any two operations."""
 
     def __init__(
-        self, channel: Channel, config: Config, reporter: Reporter, quota: Quota, round_s: Callable[[], float]
+        self, link: SupervisorLink, config: Config, reporter: Reporter, quota: Quota, round_s: Callable[[], float]
     ) -> None:
         """`round_s`: the length of a round; 0 if unknown."""
-        self._channel, self._reporter, self._quota, self._round_s = channel, reporter, quota, round_s
+        self._link, self._reporter, self._quota, self._round_s = link, reporter, quota, round_s
         self._cpu_threads, self._ranks = config.limits.cpu_threads, config.devices.ranks
         self._replica: Replica | None = None
         self._for_swarm: Config | None = None
@@ -50,17 +50,17 @@ class Orders:
 
     def check(self) -> None:
         """Apply new settings. Raises StopAsked if the worker is to stop now; a drain waits for the round's end."""
-        adjust = self._channel.take_adjust()
+        adjust = self._link.take_adjust()
         if adjust is not None:
             self._apply_settings(Config.model_validate(adjust.config))
         self._inform_swarm()
-        stop = self._channel.stop
+        stop = self._link.stop
         if stop is not None and (stop.how != "drain" or self._drain_is_complete or self._drain_timed_out()):
             raise StopAsked(stop.how)
 
     def round_over(self) -> None:
         """The round of a contribution of this node is committed: a drain is complete."""
-        stop = self._channel.stop
+        stop = self._link.stop
         self._drain_is_complete = stop is not None and stop.how == "drain"
 
     def _drain_timed_out(self) -> bool:
@@ -92,7 +92,7 @@ class Orders:
             return
         limits, threads = config.limits, torch.get_num_threads()
 
-        async def adjust(member: Member) -> None:
+        async def adjust(member: SwarmMember) -> None:
             torch.set_num_threads(threads)  # torch keeps the number per thread.
             member.adjust(config.node.name, limits.upload_mbit_s, limits.download_mbit_s, config.swarm.relay_mbit_s)
 

@@ -27,8 +27,8 @@ from node.status import (
 from node.swarm.chain.chain import Tip
 from node.swarm.member import MemberSnapshot
 from node.swarm.member_thread import SwarmThread
-from node.worker.channel import Channel
 from node.worker.counters import WorkCounters
+from node.worker.supervisor_link import SupervisorLink
 from node.worker_protocol import DurationReport, ListenReport, NoticeReport, RoundReport, StatusReport
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class Reporter:
     """Reports to the supervisor. Used by the main thread only, except for `notice`."""
 
     def __init__(
-        self, channel: Channel, counters: WorkCounters, describe_devices: Callable[[], tuple[DeviceInfo, ...]]
+        self, link: SupervisorLink, counters: WorkCounters, describe_devices: Callable[[], tuple[DeviceInfo, ...]]
     ) -> None:
-        self._channel, self._counters, self._describe_devices = channel, counters, describe_devices
+        self._link, self._counters, self._describe_devices = link, counters, describe_devices
         self.swarm: SwarmThread | None = None
         self.invite: Callable[[tuple[str, ...]], str] = lambda _: ""
         """The invite to the run, by this node's addresses."""
@@ -122,11 +122,11 @@ class Reporter:
     def notice(self, code: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
         """Set a notice; an empty text withdraws it. Callable from any thread."""
         notice = Notice(code=code, level=level, text=text) if text else None
-        self._channel.send(NoticeReport(code=code, notice=notice))
+        self._link.send(NoticeReport(code=code, notice=notice))
 
     def listening(self, addresses: tuple[str, ...]) -> None:
         """Report the multiaddresses that this node listens on, so that the supervisor holds them."""
-        self._channel.send(ListenReport(addresses=addresses))
+        self._link.send(ListenReport(addresses=addresses))
 
     def round_over(self, record: RoundRecord) -> None:
         """Report the record as the newest one."""
@@ -134,7 +134,7 @@ class Reporter:
         self.tell_round(record)
 
     def tell_round(self, record: RoundRecord) -> None:
-        self._channel.send(RoundReport(record=record))
+        self._link.send(RoundReport(record=record))
 
     # reports
 
@@ -150,16 +150,16 @@ class Reporter:
 
     def tell(self, *, now: bool = False) -> None:
         """Send a heartbeat, and a report if one is due."""
-        self._channel.beat()
+        self._link.beat()
         if not now and not self.is_due:
             return
         self._reported_at_s = now_s = time.monotonic()
         if now_s - self._devices_at_s >= DEVICE_INTERVAL_S:
             self._devices, self._devices_at_s = self._describe_devices(), now_s
-        self._channel.send(StatusReport(report=self._report(), last_round=self._counters.last_round))
+        self._link.send(StatusReport(report=self._report(), last_round=self._counters.last_round))
         durations = self._counters.take_durations()
         if durations:
-            self._channel.send(DurationReport(seconds=durations))
+            self._link.send(DurationReport(seconds=durations))
 
     @property
     def view(self) -> MemberSnapshot:

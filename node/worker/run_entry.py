@@ -25,7 +25,7 @@ from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
 from node.swarm.faults import faults_from
 from node.swarm.identity import load_identity
-from node.swarm.member import Member, MemberOptions
+from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import verified_tip
@@ -103,7 +103,7 @@ class RunEntry:
             manifest = self._fetch_manifest(swarm)
         text = manifest.canonical()
 
-        async def serve_manifest(member: Member) -> None:
+        async def serve_manifest(member: SwarmMember) -> None:
             member.serve_manifest(text)
 
         swarm.start_call(serve_manifest).result(SERVE_S)

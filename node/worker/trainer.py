@@ -20,7 +20,7 @@ from node.diloco.schedule import is_time_up, learning_rate, progress, swarm_toke
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
 from node.swarm.chain.chain import Tip
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
@@ -279,7 +279,7 @@ class Trainer:
         settle_s = self._settle_s if sync.mode == "blocking" else 0.0
 
         def offer(chunks: Sequence[bytes], norm: float) -> None:
-            swarm.offer(Contribution(parent, damage(chunks), tokens, step_s, norm, evaluation_loss, settle_s))
+            swarm.offer(LocalContribution(parent, damage(chunks), tokens, step_s, norm, evaluation_loss, settle_s))
 
         needs_sent = sync.mode != "blocking" and sync.merge == "correction"
         self._contributions.send(fragment, self._progress.steps, time.monotonic(), local if needs_sent else None)

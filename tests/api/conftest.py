@@ -21,7 +21,7 @@ from node.api.node_interface import ActionName, Configured, NotAllowed, PauseOrd
 from node.api.routes import ApiContext
 from node.config.overrides import CHANGEABLE, apply_overrides, read_patch
 from node.config.schema import Config
-from node.daemon.history import Clocks, History
+from node.daemon.history import Clocks, HistoryStore
 from node.daemon.node_state import NodeState
 from node.status import Counters, NodeInfo, Phase, PhaseState, Status
 
@@ -42,11 +42,11 @@ class FakeNode:
     config: Config = field(default_factory=lambda: Config.model_validate({"api": {"allowed_hosts": ["node.example"]}}))
     keys: Keys = field(default_factory=lambda: Keys(TOKEN, time.monotonic))
     metrics: Metrics = field(init=False)
-    past: History = field(init=False)
+    past: HistoryStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(BUILD, self.view, space=lambda: Space({"cache": 3}, 1, 4), known=Counters())
-        self.past = History(self.folder, Clocks(time.time, time.monotonic), self.metrics.totals, trains=True)
+        self.past = HistoryStore(self.folder, Clocks(time.time, time.monotonic), self.metrics.totals, trains=True)
         self.board.record_to(self.past)
 
     def view(self) -> View:

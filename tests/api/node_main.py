@@ -16,7 +16,7 @@ from node.config.schema import Config
 from node.daemon.app import Parts, run
 from node.daemon.host_sensors import HostSensors
 from node.daemon.pause_policy import now_utc
-from node.daemon.worker_process import Timings
+from node.daemon.worker_process import SupervisorTimings
 from node.errors import NodeError
 
 
@@ -41,7 +41,7 @@ def main() -> int:
     config = Config.model_validate({**tables, "node": node, "api": api})
     parts = Parts(
         worker_command=(sys.executable, str(Path(__file__).with_name("fake_worker.py")), behaviour),
-        timings=Timings(**timings),
+        timings=SupervisorTimings(**timings),
         clock=clock,
         sensors=HostSensors(lambda: sensor("battery"), lambda: sensor("idle_s"), every_s=0.2),
     )

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from node.swarm.membership.gossip import LARGE, fanout
 from node.swarm.membership.peer_table import GOSSIP_AGE_S
-from node.swarm.membership.timings import Timings
+from node.swarm.membership.timings import MemberTimings
 
 RECORD_BYTES, WANTED_BYTES = 800, 27
 """Bytes of a signed record with an address and a digest, and of its entry in a request."""
 SETTLED_S, KILL_S, END_S = 15.0, 22.0, 33.0
 KILLED = 4
-PULSE_S, DEAD_S = Timings().gossip_s, Timings().dead_s
+PULSE_S, DEAD_S = MemberTimings().gossip_s, MemberTimings().dead_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,17 @@ ALLOWED_RATIO = 1.05
 """Limit of the held-out loss's increase for a norm that is a hundred times too long."""
 
 
-class Liar(reference.Member):
+class Liar(reference.ReferenceMember):
     """Trains like the others and sends a multiple of its pseudo-gradient."""
 
     factor = 1.0
 
-    def contribute(self) -> tuple[reference.Contribution, float]:
+    def contribute(self) -> tuple[reference.WeightedUpdate, float]:
         own, loss = super().contribute()
         delta = pseudo_gradient(self.state.anchor, flatten(self._model)) * self.factor
         codec = make_codec("fp16")
         encoded = b"".join(codec.encode(delta[start:end]) for start, end in chunk_bounds(delta.numel()))
-        return reference.Contribution(own.stream_id, own.weight, encoded), loss
+        return reference.WeightedUpdate(own.stream_id, own.weight, encoded), loss
 
 
 def held_out_loss(run: RunConfig, anchor: Tensor) -> float:

@@ -19,11 +19,11 @@ from node.errors import RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.chain.chain import OuterRule
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules
 from node.swarm.consensus.group_closing import ClosingRule
-from node.swarm.member import Member, MemberOptions
+from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
 from node.swarm.state_sync.server import Snapshot, verified_tip
 from node.swarm.transport.p2pd import DaemonOptions
@@ -85,7 +85,7 @@ class Peer:
         began_s = time.monotonic()
         chunks = [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]
         encode_s = time.monotonic() - began_s
-        self.swarm.offer(Contribution(self.tip.head, chunks, 1000, 0.1, self.norm))
+        self.swarm.offer(LocalContribution(self.tip.head, chunks, 1000, 0.1, self.norm))
         done, failures = self._await()
         ended_s = time.monotonic()
         before, self.tip = self.tip, done.tip
@@ -116,7 +116,7 @@ class Peer:
             failures.append(str(mail))
 
     def traffic(self) -> dict[str, object]:
-        async def read(member: Member) -> dict[str, object]:
+        async def read(member: SwarmMember) -> dict[str, object]:
             traffic = member.wire.traffic
             return {"sent": dict(traffic.sent_bytes), "received": dict(traffic.received_bytes)}
 

@@ -32,17 +32,17 @@ from node.status import Phase
 from node.swarm.allreduce.reducer import chunk_layouts
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, OuterRule, Tip, make_tip
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.consensus.context import Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.consensus.leader_election import leader_order
 from node.swarm.consensus.participant import Participant
-from node.swarm.faults import Fault, Faults, Role, StageName
+from node.swarm.faults import Faults, PlannedFault, Role, StageName
 from node.swarm.identity import load_identity
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.membership.timings import Timings
+from node.swarm.membership.timings import MemberTimings
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import CallLimiter, NoRoutes, Traffic, Wire
@@ -60,7 +60,7 @@ WAIT_S = 30.0
 DHT_RUN = "ab" * 32
 """The run of the DHT's records. Hosts outlive a test's run."""
 OUTER = OuterRule(lr=0.7, momentum=0.9, inner_steps=10)
-QUICK = Timings(gossip_s=0.25, look_ahead_s=0.25, rejoin_s=0.25, remind_s=0.25)
+QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, rejoin_s=0.25, remind_s=0.25)
 """Shorter than in production, except the time after which a peer is dead."""
 GRACE_S = 0.5
 
@@ -71,7 +71,7 @@ class Trap(Faults):
 
     sprung: threading.Event = field(default_factory=threading.Event)
 
-    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[Fault]:
+    def _due(self, stage: StageName, round: int, role: Role, kinds: Sequence[str]) -> list[PlannedFault]:
         due = super()._due(stage, round, role, kinds)
         if due:
             self.sprung.set()
@@ -219,7 +219,7 @@ class TcpForwarder:
 class Node:
     """A member of the run, with everything of `node.swarm` except discovery."""
 
-    def __init__(self, host: Host, rules: Rules, tip: Tip, faults: Faults, timings: Timings) -> None:
+    def __init__(self, host: Host, rules: Rules, tip: Tip, faults: Faults, timings: MemberTimings) -> None:
         self.host, self.rules = host, rules
         self.peer_id = host.peer_id
         self.mail: queue.SimpleQueue[Committed | RoundFailed] = queue.SimpleQueue()
@@ -229,7 +229,7 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         host.do(self._start(tip, faults, timings))
 
-    async def _start(self, tip: Tip, faults: Faults, timings: Timings) -> None:
+    async def _start(self, tip: Tip, faults: Faults, timings: MemberTimings) -> None:
         wire, rules = self.host.wire, self.rules
         record = PeerRecord(peer_id=self.peer_id, number=0, run=rules.run, head=tip.head, phase=Phase.TRAINING)
         loop = asyncio.get_running_loop()
@@ -274,7 +274,7 @@ class Node:
         self.offer_chunks(self.encode(x), tokens, step_s)
 
     def offer_chunks(self, chunks: Sequence[bytes], tokens: int = 100, step_s: float = 0.01) -> None:
-        contribution = Contribution(
+        contribution = LocalContribution(
             self.tip.head, chunks, tokens, step_s, self.rules.layout_at(self.tip.round + 1).norm(chunks)
         )
         self.host.loop.call_soon_threadsafe(self.participant.offer, contribution)

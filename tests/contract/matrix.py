@@ -28,7 +28,7 @@ import torch
 
 from node.diloco.digest import LEAF_ELEMENTS
 from node.status import Phase
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.faults import damage_blobs, parse_faults
 from node.swarm.state_sync import downloader as download
@@ -122,7 +122,7 @@ class ScriptedTrainer:
         chunks = self.node.encode(x)
         norm = self.node.rules.layouts[0].norm(chunks)
         sent = damage_blobs(damage_kind if damage_kind == "shape" else "", chunks)
-        contribution = Contribution(tip.head, sent, sum(tokens for _, tokens in self.pending), 0.01, norm)
+        contribution = LocalContribution(tip.head, sent, sum(tokens for _, tokens in self.pending), 0.01, norm)
         self.node.host.loop.call_soon_threadsafe(self.node.participant.offer, contribution)
 
     def receive(self) -> None:

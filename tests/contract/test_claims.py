@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm.consensus.ballot import Accepted
+from node.swarm.consensus.ballot import AcceptedOutcome
 from node.swarm.messages import Document, accept
 from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, round_of
@@ -89,7 +89,7 @@ def test_only_an_adoptable_claim_is_proposed_again(swarm: Swarm, what: str) -> N
     if what == "chunks that nobody has":
         member.host.loop.call_soon_threadsafe(member.participant.ctx.results.clear)
     number, _, text, vote = claim_of(member, outcome, hashes)
-    member.participant.ballot.accepted = Accepted(number, outcome, text, vote)
+    member.participant.ballot.accepted = AcceptedOutcome(number, outcome, text, vote)
     for node in nodes:
         node.participant.ballot.number = 1
     done = round_of(nodes, 0, SOON_S)

@@ -13,7 +13,7 @@ from node.diloco.aggregate import clip_scales, weighted_mean
 from node.errors import PeerError
 from node.status import Channel
 from node.swarm.allreduce import reducer as reduce
-from node.swarm.consensus.ballot import Contribution
+from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.faults import parse_faults
 from node.swarm.membership.peer_table import sign_record
 from node.swarm.messages import Plan, Proof, accept, sign
@@ -49,7 +49,7 @@ def test_a_leader_that_reduces_alone_excludes_a_member_with_a_false_norm(swarm: 
     for node in nodes:
         chunks = node.encode(_ones())
         norm = node.rules.layouts[0].norm(chunks) * (factor if node is bad else 1.0)
-        contribution = Contribution(node.tip.head, chunks, 100, 0.01, norm)
+        contribution = LocalContribution(node.tip.head, chunks, 100, 0.01, norm)
         node.host.loop.call_soon_threadsafe(node.participant.offer, contribution)
     done = [node.committed() for node in nodes]
     assert_same(done)

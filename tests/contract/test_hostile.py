@@ -20,9 +20,9 @@ from node.status import Channel
 from node.swarm.allreduce.chunk_assignment import chunk_owners
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus import leader
-from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, Contribution
+from node.swarm.consensus.ballot import MAX_AHEAD, Attempt, LocalContribution
 from node.swarm.identity import Identity
-from node.swarm.messages import Document, Join, Outcome, Plan, Proof, accept, parse, results_root, sign
+from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, parse, results_root, sign
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
@@ -30,13 +30,13 @@ PARAMETERS = 50_000
 SOON_S = 10.0
 NAN = struct.pack("<f", math.nan)
 
-Sender = Callable[[Any, Attempt, Plan, Contribution], Any]
+Sender = Callable[[Any, Attempt, Plan, LocalContribution], Any]
 
 
 def wrong_parts(change: Callable[[list[int], list[bytes]], tuple[list[Any], list[bytes]]]) -> Sender:
     """A sender that changes chunk numbers and chunks for every reducer."""
 
-    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         for peer in plan.reducers:
             chunks, blobs = change(plan.chunks_of(peer), [mine.chunks[chunk] for chunk in plan.chunks_of(peer)])
             message = Message({"parent": attempt.parent, "attempt": attempt.number, "chunks": chunks}, blobs)
@@ -385,7 +385,7 @@ def send_commit(node: Node, peer: Node, proof: Proof) -> None:
 
 def with_outcome(proof: Proof, node: Node, **changes: Any) -> Proof:
     """The proof with an outcome that this node has changed and signed."""
-    outcome = parse(Outcome, proof.outcome.text).model_copy(update=changes)
+    outcome = parse(RoundOutcome, proof.outcome.text).model_copy(update=changes)
     return proof.model_copy(update={"outcome": sign(node.host.identity, outcome)})
 
 
@@ -520,7 +520,7 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt
         reducers=(node.peer_id,),
         owners=(0,) * len(chunks),
     )
-    outcome = Outcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
+    outcome = RoundOutcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
     return sign(node.host.identity, outcome), b"".join(hashes)
 
 

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from node.swarm.faults import parse_faults
-from node.swarm.membership.timings import Timings
+from node.swarm.membership.timings import MemberTimings
 from tests.contract.harness import Node, Swarm, Trap, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
-HANG_S = Timings().dead_s + 6.0
-SOON_S = Timings().dead_s + 8.0
+HANG_S = MemberTimings().dead_s + 6.0
+SOON_S = MemberTimings().dead_s + 8.0
 """Failure detection, then a new attempt with its grace, on a loaded machine."""
 
 

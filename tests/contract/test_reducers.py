@@ -11,7 +11,7 @@ import pytest
 from node.status import Channel
 from node.swarm.allreduce.uplink_estimator import NEEDED_ROUNDS
 from node.swarm.consensus import leader
-from node.swarm.consensus.ballot import Attempt, Contribution
+from node.swarm.consensus.ballot import Attempt, LocalContribution
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Plan
 from node.swarm.transport.wire import Message, Service
@@ -129,7 +129,7 @@ def test_a_member_with_a_slow_uplink_reduces_alone_after_a_result_was_refused(sw
 def send_to_some(node: Node, sent: Callable[[], None]) -> None:
     """Let a node send its contribution to the first half of the reducers only, then call `sent`."""
 
-    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def send(rounds: Any, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         for peer in plan.reducers[: len(plan.reducers) // 2]:
             chunks = plan.chunks_of(peer)
             message = Message(attempt.key | {"chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])

@@ -17,7 +17,7 @@ from node.errors import PeerError
 from node.status import Channel
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.allreduce.uplink_estimator import NEEDED_ROUNDS
-from node.swarm.consensus.ballot import Attempt, Contribution
+from node.swarm.consensus.ballot import Attempt, LocalContribution
 from node.swarm.consensus.depositary import FIXED_S, Depositary
 from node.swarm.faults import parse_faults
 from node.swarm.messages import Deposit, Plan, results_root, sign
@@ -262,7 +262,7 @@ def test_an_empty_deposit_does_not_exclude_its_member(open_lines: Swarm) -> None
     document = deposit_of(slow, slow.encode(gradient(7, 1, PARAMETERS)))
     bad = nodes[0]
 
-    async def slander(rounds: Any, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def slander(rounds: Any, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         empty = Message({**attempt.key, **document.header, "chunks": []})
         for node in nodes:
             with suppress(PeerError):

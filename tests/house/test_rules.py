@@ -65,6 +65,17 @@ def test_no_imports_for_type_checking_only() -> None:
     assert [name for name, path in NAMES.items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
 
 
+def test_each_class_name_has_one_meaning() -> None:
+    """A class that is nested in another one may repeat a name, as the other one qualifies it."""
+    homes: dict[str, list[str]] = {}
+    for module, path in NAMES.items():
+        for item in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(item, ast.ClassDef):
+                homes.setdefault(item.name, []).append(module)
+    assert len(homes) > 100
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_module_has_a_docstring_and_short_functions(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The command line for nodes under test: with forked workers if a fork server runs, and with optional shorter waits.
 
-The supervisor's `Timings` are given as JSON in the environment.
+The supervisor's `SupervisorTimings` are given as JSON in the environment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 from node import cli
 from node.daemon import app as supervisor
-from node.daemon.worker_process import Timings
+from node.daemon.worker_process import SupervisorTimings
 from tests.swarm import fork_server
 
 PROGRAM = "tests.swarm.node_main"
@@ -20,7 +20,7 @@ TIMINGS = "SWARM_TEST_TIMINGS"
 
 
 def main() -> int:
-    timings = Timings(**json.loads(os.environ.pop(TIMINGS, "{}")))
+    timings = SupervisorTimings(**json.loads(os.environ.pop(TIMINGS, "{}")))
     supervisor.Parts = partial(supervisor.Parts, timings=timings)  # type: ignore[assignment, misc]
     if fork_server.FOLDER_VARIABLE in os.environ:
         fork_server.install()

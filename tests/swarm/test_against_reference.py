@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from node.diloco.digest import state_digest
-from node.reference import Member, initial_anchor, read_run
+from node.reference import ReferenceMember, initial_anchor, read_run
 from node.training.corpus import load_corpus
 from tests.swarm.harness import START_S, Swarm, checkpoint_meta, checkpoint_round, environment, tiny
 
@@ -63,7 +63,7 @@ def members_of_reference(swarm: Swarm) -> dict[int, str]:
     anchor = initial_anchor(run, seed=0, file=initial, device=cpu)
     corpus = load_corpus()
     members = [
-        Member(run, corpus, anchor, run_id=run_id, stream_id=peer_id, device=cpu, precision="fp32")
+        ReferenceMember(run, corpus, anchor, run_id=run_id, stream_id=peer_id, device=cpu, precision="fp32")
         for peer_id in peer_ids
     ]
     threads = torch.get_num_threads()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.worker_process import Timings
+from node.daemon.worker_process import SupervisorTimings
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
 
 BUDGET_S = 120.0
@@ -36,13 +36,13 @@ def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Pat
         node = swarm.found("--checkpoint.every_s=3600")
         evaluated = until_evaluating(node)
         assert node.act("pause").status_code == 202
-        status = node.until(lambda s: s["phase"] == "paused", PATIENCE * Timings().stop_s)
+        status = node.until(lambda s: s["phase"] == "paused", PATIENCE * SupervisorTimings().stop_s)
         assert "lost" not in status["reason"]
         assert checkpoint_round(node.checkpoints()[0]) == evaluated
         assert node.act("resume").status_code == 202
         evaluated = until_evaluating(node)
         node.running.send_signal(signal.SIGTERM)
-        assert node.wait_end(PATIENCE * Timings().stop_s) == 0
+        assert node.wait_end(PATIENCE * SupervisorTimings().stop_s) == 0
         assert checkpoint_round(node.checkpoints()[0]) == evaluated
         assert "did not end within" not in node.said()
 
@@ -50,7 +50,7 @@ def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Pat
 @pytest.mark.timeout(240)
 def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Path) -> None:
     """The main thread is in a long operation when the node must leave."""
-    busy_s = Timings().stop_s + 4
+    busy_s = SupervisorTimings().stop_s + 4
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@3=stall:{busy_s}"})
         wait_for(lambda: "Injected fault at inner of round 3" in node.said(), PATIENCE * START_S, "it is not busy")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.worker_process import Timings
+from node.daemon.worker_process import SupervisorTimings
 from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, checkpoint_round, tiny
 from tests.swarm.node_main import PROGRAM, TIMINGS
 
-SAVE_S = Timings().stop_s + 3
+SAVE_S = SupervisorTimings().stop_s + 3
 HUNG_S = 5.0
 
 
@@ -41,7 +41,7 @@ def test_a_state_is_read_again_however_long_it_takes(tmp_path: Path) -> None:
         node = swarm.found()
         node.until_round(2, PATIENCE * START_S)
         node.running.send_signal(signal.SIGTERM)
-        assert node.wait_end(PATIENCE * Timings().stop_s) == 0
+        assert node.wait_end(PATIENCE * SupervisorTimings().stop_s) == 0
         saved = checkpoint_round(node.checkpoints()[0])
         node.program = PROGRAM
         timings = json.dumps({"grace_s": HUNG_S, "stale_s": HUNG_S, "hung_s": HUNG_S})

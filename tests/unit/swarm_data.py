@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from node.diloco.digest import leaf_bounds
 from node.diloco.outer import OuterState
 from node.swarm.identity import Identity, new_identity
-from node.swarm.messages import Join, Outcome, Plan, Proof, accept, results_root, sign
+from node.swarm.messages import Join, Plan, Proof, RoundOutcome, accept, results_root, sign
 
 RUN = "ab" * 32
 A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
@@ -29,7 +29,7 @@ def committed(
     joins = tuple(sign(member, new_join(tokens, parent=parent)) for member in members)
     ids = tuple(member.peer_id for member in members)
     plan = Plan(run=RUN, parent=parent, attempt=0, joins=joins, reducers=ids[:1], owners=(0,) * len(hashes))
-    document = sign(members[0], Outcome(round=round_, plan=plan, included=ids, results=results_root(hashes)))
+    document = sign(members[0], RoundOutcome(round=round_, plan=plan, included=ids, results=results_root(hashes)))
     accepts = {member.peer_id: accept(member, document.hash, 0) for member in members}
     return Proof(outcome=document, attempt=0, group=ids, accepts=accepts, hashes=b"".join(hashes).hex())
 

@@ -15,7 +15,7 @@ import pytest
 
 from node.config.schema import Config
 from node.status import RunInfo
-from node.worker.channel import Channel, ChannelHandler, StopAsked
+from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
 
 with warnings.catch_warnings():
@@ -27,21 +27,21 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture
-def connection() -> Iterator[tuple[Channel, socket.socket]]:
-    """The worker's channel, and the supervisor's end of it."""
+def connection() -> Iterator[tuple[SupervisorLink, socket.socket]]:
+    """The worker's link, and the supervisor's end of it."""
     worker_end, supervisor_end = socket.socketpair()
-    channel = Channel(worker_end)
-    with worker_end, supervisor_end, channel._file:
-        yield channel, supervisor_end
+    link = SupervisorLink(worker_end)
+    with worker_end, supervisor_end, link._file:
+        yield link, supervisor_end
 
 
 @pytest.fixture
-def handler(connection: tuple[Channel, socket.socket]) -> ChannelHandler:
-    return ChannelHandler(connection[0])
+def handler(connection: tuple[SupervisorLink, socket.socket]) -> SupervisorLogHandler:
+    return SupervisorLogHandler(connection[0])
 
 
 @pytest.fixture
-def worker(connection: tuple[Channel, socket.socket], handler: ChannelHandler, tmp_path: Path) -> Worker:
+def worker(connection: tuple[SupervisorLink, socket.socket], handler: SupervisorLogHandler, tmp_path: Path) -> Worker:
     config = Config.model_validate({"node": {"data_dir": str(tmp_path)}})
     start = Start(mode="train", config=config.model_dump(mode="json"))
     return Worker(connection[0], start, config, handler)
@@ -50,7 +50,7 @@ def worker(connection: tuple[Channel, socket.socket], handler: ChannelHandler, t
 def test_a_drain_without_a_round_times_out(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "DRAIN_S", 0.2)
     worker._orders.check()
-    worker._channel.stop = Stop(how="drain")
+    worker._link.stop = Stop(how="drain")
     worker._orders.check()
     time.sleep(0.3)
     with pytest.raises(StopAsked):
@@ -60,7 +60,7 @@ def test_a_drain_without_a_round_times_out(worker: Worker, monkeypatch: pytest.M
 
 def test_a_drain_ends_with_the_round_of_a_contribution(worker: Worker) -> None:
     worker._orders.round_over()
-    worker._channel.stop = Stop(how="drain")
+    worker._link.stop = Stop(how="drain")
     worker._orders.check()
     worker._orders.round_over()
     with pytest.raises(StopAsked):
@@ -82,7 +82,7 @@ def test_background_threads_live_until_the_worker_ends(worker: Worker, monkeypat
 
 
 def test_a_log_record_has_the_round_that_it_names_or_the_newest(
-    connection: tuple[Channel, socket.socket], handler: ChannelHandler, request: pytest.FixtureRequest
+    connection: tuple[SupervisorLink, socket.socket], handler: SupervisorLogHandler, request: pytest.FixtureRequest
 ) -> None:
     log = logging.getLogger("node.worker.test")
     log.addHandler(handler)

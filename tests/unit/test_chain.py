@@ -13,7 +13,7 @@ from node.diloco.outer import genesis, outer_step
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, ResultStore
 from node.swarm.chain.chain import Chain, OuterRule, Tip, make_tip, next_tip
 from node.swarm.identity import new_identity
-from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S, Join, Outcome, Proof, parse
+from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S, Join, Proof, RoundOutcome, parse
 from tests.unit.swarm_data import RUN, A, B, committed, new_join
 
 P = 100
@@ -35,7 +35,7 @@ def step(
     proof = proof or committed(tip.head, tip.round + 1, (A,))
     joins = joins or {A.peer_id: new_join(parent=tip.head)}
     mean = torch.ones(P) if mean is None else mean
-    return next_tip(tip, outer, mean, proof, parse(Outcome, proof.outcome.text), joins, 7.0, ((0, P),))
+    return next_tip(tip, outer, mean, proof, parse(RoundOutcome, proof.outcome.text), joins, 7.0, ((0, P),))
 
 
 def advance(chain: Chain) -> Tip:

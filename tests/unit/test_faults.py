@@ -14,20 +14,20 @@ from node.diloco.codec import Codec, make_codec
 from node.errors import ConfigError, PeerError
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.consensus.leader_election import leader_of, role_of
-from node.swarm.faults import DAMAGES, Fault, Faults, InjectedFault, damage_blobs, faults_from, parse_faults
+from node.swarm.faults import DAMAGES, Faults, InjectedFault, PlannedFault, damage_blobs, faults_from, parse_faults
 
 
 def test_a_fault_plan_is_parsed() -> None:
     plan = parse_faults("reduce@3=stall:2.5, commit@5=die,serve@*=fail , inner@2!other=nan,apply@*!leader=hang:1").plan
     assert plan == (
-        Fault("reduce", 3, "stall", 2.5),
-        Fault("commit", 5, "die"),
-        Fault("serve", None, "fail"),
-        Fault("inner", 2, "nan", role="other"),
-        Fault("apply", None, "hang", 1.0, "leader"),
+        PlannedFault("reduce", 3, "stall", 2.5),
+        PlannedFault("commit", 5, "die"),
+        PlannedFault("serve", None, "fail"),
+        PlannedFault("inner", 2, "nan", role="other"),
+        PlannedFault("apply", None, "hang", 1.0, "leader"),
     )
     assert parse_faults("").plan == () == faults_from({}).plan
-    assert faults_from({"DILOCO_FAULTS": "reduce@0=stop"}).plan == (Fault("reduce", 0, "stop"),)
+    assert faults_from({"DILOCO_FAULTS": "reduce@0=stop"}).plan == (PlannedFault("reduce", 0, "stop"),)
 
 
 def test_a_fault_plan_is_read_from_a_file_each_time(tmp_path: Path) -> None:

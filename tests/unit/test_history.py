@@ -18,7 +18,7 @@ import pytest
 from node.api.metrics import Series, flatten
 from node.api.node_interface import SERIES, HistoryUnavailable
 from node.daemon import history_database
-from node.daemon.history import GAP_S, QUEUE_MAX, REOPEN_S, STEP_S, Clocks, History, Sampler
+from node.daemon.history import GAP_S, QUEUE_MAX, REOPEN_S, STEP_S, Clocks, HistoryStore, Sampler
 from node.daemon.history_database import (
     COLUMNS,
     DAMAGED,
@@ -69,11 +69,11 @@ class Machine:
     def report_to(self, sampler: Sampler, loss: float | None = None) -> None:
         sampler.add_report(self.wall_s, self.monotonic_s, make_report(loss), self.totals())
 
-    def open(self, folder: Path, *, trains: bool = True) -> History:
-        return History(folder, Clocks(lambda: self.wall_s, lambda: self.monotonic_s), self.totals, trains=trains)
+    def open(self, folder: Path, *, trains: bool = True) -> HistoryStore:
+        return HistoryStore(folder, Clocks(lambda: self.wall_s, lambda: self.monotonic_s), self.totals, trains=trains)
 
     @contextmanager
-    def history(self, folder: Path, *, trains: bool = True) -> Iterator[History]:
+    def history(self, folder: Path, *, trains: bool = True) -> Iterator[HistoryStore]:
         history = self.open(folder, trains=trains)
         try:
             yield history
@@ -110,11 +110,11 @@ def make_round(number: int, *, head: str = "", tokens: int = 10, dropped: int = 
     )
 
 
-def rounds(history: History, limit: int = 500) -> list[RoundRecord]:
+def rounds(history: HistoryStore, limit: int = 500) -> list[RoundRecord]:
     return asyncio.run(history.rounds(limit))
 
 
-def chart(history: History, names: str = "") -> dict[str, Any]:
+def chart(history: HistoryStore, names: str = "") -> dict[str, Any]:
     found = asyncio.run(history.chart(names.split(",") if names else SERIES, None, 300))
     return {"step_s": found.step_s, "at_s": list(found.at_s)} | {name: list(c) for name, c in found.columns.items()}
 

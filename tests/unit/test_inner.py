@@ -26,10 +26,10 @@ from node.training.replica import Replica
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.chain.chain import OuterRule, make_tip
-    from node.worker.channel import StopAsked
     from node.worker.counters import WorkCounters
     from node.worker.evaluation import Evaluation
     from node.worker.inner_trainer import InnerTrainer
+    from node.worker.supervisor_link import StopAsked
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2)

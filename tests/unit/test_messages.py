@@ -16,9 +16,9 @@ from node.swarm.messages import (
     Deposit,
     Document,
     Join,
-    Outcome,
     Plan,
     Proof,
+    RoundOutcome,
     accept,
     accepted_by,
     check_deposit,
@@ -61,14 +61,14 @@ def plan(**changes: Any) -> Plan:
     return Plan(**fields | changes)
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> RoundOutcome:
     fields: dict[str, Any] = {
         "round": 0,
         "plan": plan(),
         "included": (A.peer_id, B.peer_id, D.peer_id),
         "results": results_root(HASHES),
     }
-    return Outcome(**fields | changes)
+    return RoundOutcome(**fields | changes)
 
 
 def proof(signed: Document | None = None, voters: tuple[Identity, ...] = (A, B, C), **changes: Any) -> Proof:
@@ -96,10 +96,10 @@ def test_a_signed_document_round_trips_with_its_hash() -> None:
     document = sign(A, outcome())
     again = Document.model_validate_json(document.model_dump_json())
     assert again == document and again.hash == document.hash
-    assert read(again, Outcome) == outcome()
-    assert read(again, Outcome).plan.members == tuple(p.peer_id for p in PEERS)
-    assert read(again, Outcome).plan.chunks_of(C.peer_id) == [2, 3]
-    assert read(again, Outcome).plan.chunks_of(B.peer_id) == []
+    assert read(again, RoundOutcome) == outcome()
+    assert read(again, RoundOutcome).plan.members == tuple(p.peer_id for p in PEERS)
+    assert read(again, RoundOutcome).plan.chunks_of(C.peer_id) == [2, 3]
+    assert read(again, RoundOutcome).plan.chunks_of(B.peer_id) == []
 
 
 def test_a_signature_binds_signer_kind_and_text() -> None:
@@ -143,7 +143,7 @@ def test_a_signed_join_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
 
 
 def signed(kind: type[Content], text: str) -> Document:
-    signature = A.sign(f"diloco {kind.__name__.lower()}", text.encode()).hex()
+    signature = A.sign(f"diloco {kind.kind_name}", text.encode()).hex()
     return Document(signer=A.peer_id, text=text, signature=signature)
 
 
@@ -164,7 +164,7 @@ def test_a_padded_join_is_refused_in_every_document(padding: str) -> None:
     candidate = plan(joins=(padded, join(C)), reducers=(C.peer_id,), owners=(0,) * CHUNKS)
     assert refused(lambda: checked(candidate), "too long") == "bad_size"
     document = sign(A, outcome(plan=candidate, included=(A.peer_id, C.peer_id)))
-    assert refused(lambda: weighed(read(document, Outcome)), "too long") == "bad_size"
+    assert refused(lambda: weighed(read(document, RoundOutcome)), "too long") == "bad_size"
     assert refused(lambda: proven(proof(document)), "too long") == "bad_size"
     assert refused(lambda: check_light(proof(document), BOUNDS), "too long") == "bad_size"
 
@@ -245,7 +245,7 @@ def test_an_outcome_includes_at_least_half_of_its_plan() -> None:
     refused(lambda: weighed(outcome(included=(A.peer_id,)), min_peers=1), "fewer than half")
 
 
-def weighed(candidate: Outcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
+def weighed(candidate: RoundOutcome, hashes: list[bytes] = HASHES, min_peers: int = 2) -> dict[str, Join]:
     bounds = Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS)
     joins = check_outcome(candidate, bounds)
     check_hashes(candidate, hashes, bounds)
@@ -287,7 +287,7 @@ def test_chunk_hashes_are_split_from_hexadecimal_text() -> None:
 # proofs
 
 
-def proven(candidate: Proof, min_peers: int = 2) -> tuple[Outcome, dict[str, Join]]:
+def proven(candidate: Proof, min_peers: int = 2) -> tuple[RoundOutcome, dict[str, Join]]:
     return check_proof(candidate, Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS))
 
 

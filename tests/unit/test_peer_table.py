@@ -25,12 +25,12 @@ from node.swarm.membership.peer_table import (
     Signed,
     sign_record,
 )
-from node.swarm.membership.timings import Timings
+from node.swarm.membership.timings import MemberTimings
 from node.swarm.transport.wire import MAX_BLOBS, MAX_HEADER_BYTES, MAX_REPLY_BYTES, Message, pack_header, unpack_header
 from tests.in_process import InProcessNetwork, InProcessWire
 
 RUN = "ab" * 32
-DEAD_S = Timings().dead_s
+DEAD_S = MemberTimings().dead_s
 ME, YOU, THIRD = sorted((new_identity() for _ in range(3)), key=lambda identity: identity.peer_id)
 RELAY = new_identity()
 HIDDEN: dict[str, Any] = {"inbound": False, "via": (RELAY.peer_id,)}

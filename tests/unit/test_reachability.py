@@ -14,7 +14,7 @@ import pytest
 
 from node.errors import PeerError
 from node.status import Channel
-from node.swarm.connectivity.reachability import MAX_PROBES, Finding, Reachability, judge, listen_ports
+from node.swarm.connectivity.reachability import MAX_PROBES, Reachability, ReachabilityFinding, judge, listen_ports
 from node.swarm.identity import new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.transport.wire import Message, Service
@@ -27,9 +27,9 @@ PORT = 31337
 DIRECT = f"/ip4/{HOME}/tcp/{PORT}"
 
 
-def finding(seen: str, *, reached: bool) -> Finding:
+def finding(seen: str, *, reached: bool) -> ReachabilityFinding:
     tried = (f"/ip4/{seen}/tcp/{PORT}",)
-    return Finding(seen, tried, tried if reached else (), "" if reached else "refused")
+    return ReachabilityFinding(seen, tried, tried if reached else (), "" if reached else "refused")
 
 
 YES, NO = finding(LAN, reached=True), finding(LAN, reached=False)
@@ -59,7 +59,7 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([YES, WIDE_YES], 2, True),
     ],
 )
-def test_judge(findings: Sequence[Finding], askable: int, verdict: bool | None) -> None:
+def test_judge(findings: Sequence[ReachabilityFinding], askable: int, verdict: bool | None) -> None:
     assert judge(findings, askable) is verdict
 
 

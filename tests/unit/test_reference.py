@@ -18,7 +18,7 @@ from node.config.manifest import RunConfig
 from node.diloco.codec import BLOCK, Fp16
 from node.diloco.digest import state_digest
 from node.diloco.outer import OuterState
-from node.reference import Member, main, read_run, save
+from node.reference import ReferenceMember, main, read_run, save
 from node.training.corpus import Corpus, Stream, load_corpus
 from node.training.inner import InnerLoop
 from node.training.model import build_model, flatten, load_flat_
@@ -56,11 +56,11 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def members(corpus: Corpus, stream_ids: list[str]) -> list[Member]:
+def members(corpus: Corpus, stream_ids: list[str]) -> list[ReferenceMember]:
     run = RunConfig.model_validate(RUN)
     anchor = flatten(build_model(run.model, seed=0))
     return [
-        Member(run, corpus, anchor, run_id=RUN_ID, stream_id=stream_id, device=CPU, precision="fp32")
+        ReferenceMember(run, corpus, anchor, run_id=RUN_ID, stream_id=stream_id, device=CPU, precision="fp32")
         for stream_id in stream_ids
     ]
 

@@ -22,7 +22,7 @@ from node.host.disk_quota import Room, any_room
 from node.host.files import sync_folder
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.membership.peer_table import PeerTable, while_live
-from node.swarm.messages import Outcome, Proof, parse, split_hashes
+from node.swarm.messages import Proof, RoundOutcome, parse, split_hashes
 from node.swarm.transport.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ResultStore:
                     raise ValueError("its head is too long")
                 content = json.loads(file.read(length))
             proof, sizes = parse(Proof, json.dumps(content["proof"])), [int(size) for size in content["sizes"]]
-            head, parent = proof.outcome.hash, parse(Outcome, proof.outcome.text).plan.parent
+            head, parent = proof.outcome.hash, parse(RoundOutcome, proof.outcome.text).plan.parent
             index = _index(proof, sizes, _LENGTH.size + length)
             if path != self._path(head) or path.stat().st_size != _LENGTH.size + length + sum(sizes):
                 raise ValueError("its name or size is wrong")
@@ -213,7 +213,7 @@ class ResultCache:
         """Drop the chunks of the round that is over."""
         self._chunks = {}
 
-    async def complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
+    async def complete(self, outcome: RoundOutcome, hashes: Sequence[bytes]) -> list[bytes]:
         """All chunks of a result, in order, fetched from their reducers or any other peer. Raises RoundFailed.
 
         A proposal and the commit that overtakes it share one fetch.
@@ -233,7 +233,7 @@ class ResultCache:
         for fetch in list(self._fetches.values()):
             fetch.cancel()
 
-    async def _complete(self, outcome: Outcome, hashes: Sequence[bytes]) -> list[bytes]:
+    async def _complete(self, outcome: RoundOutcome, hashes: Sequence[bytes]) -> list[bytes]:
         by_owner: dict[str, list[int]] = {}
         layout = self._layout_at(outcome.round)
         for chunk in self._missing(hashes):

@@ -18,7 +18,7 @@ from node.diloco.outer import OuterState
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.fork_choice import Link, append_link, heads_of, link_of
-from node.swarm.messages import Join, Outcome, Proof
+from node.swarm.messages import Join, Proof, RoundOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def next_tip(
     outer: OuterRule,
     mean: Tensor,
     proof: Proof,
-    outcome: Outcome,
+    outcome: RoundOutcome,
     included: Mapping[str, Join],
     now_s: float,
     ranges: Ranges,

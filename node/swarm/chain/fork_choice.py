@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from node.errors import PeerError
-from node.swarm.messages import Bounds, Outcome, Proof, check_light, included_joins, parse
+from node.swarm.messages import Bounds, Proof, RoundOutcome, check_light, included_joins, parse
 
 MAX_LINKS = 256
 """Committed rounds that a node keeps as links. A longer split is judged by these."""
@@ -33,7 +33,7 @@ class Link:
     """The proof as JSON, without the chunk hashes."""
 
 
-def link_of(proof: Proof, outcome: Outcome, tokens: int) -> Link:
+def link_of(proof: Proof, outcome: RoundOutcome, tokens: int) -> Link:
     text = proof.model_copy(update={"hashes": ""}).model_dump_json()
     return Link(outcome.plan.parent, proof.outcome.hash, outcome.round, tokens, outcome.included, text)
 

@@ -64,7 +64,7 @@ Seen = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachabilityFinding:
     """What one peer found at one IP address of this node."""
 
     seen: str
@@ -83,7 +83,7 @@ class Finding:
         return min(scope_of(ipaddress.ip_address(self.seen)), self.max_scope)
 
 
-def judge(findings: Sequence[Finding], askable: int) -> bool | None:
+def judge(findings: Sequence[ReachabilityFinding], askable: int) -> bool | None:
     """Whether this node can be reached; None if the findings do not decide. There is one finding per asked peer.
 
     `askable` is the number of peers that could be asked. Findings of the widest scope decide, because a neighbour
@@ -109,14 +109,14 @@ class _Family:
     """Whether others can connect; None if nobody has tried or the findings disagree."""
     confirmed: dict[Scope, tuple[str, ...]] = field(default_factory=dict)
     """Addresses at which others have reached this node. Kept until others find something else."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[ReachabilityFinding, ...] = ()
     """Of the peers that were asked last."""
     remembered: frozenset[str] = frozenset()
     """The confirmed addresses from before this node's start that no peer has reached since."""
     in_doubt: bool = False
     """The node was reachable, and the last findings were negative."""
 
-    def update(self, findings: Sequence[Finding], askable: int) -> None:
+    def update(self, findings: Sequence[ReachabilityFinding], askable: int) -> None:
         """Apply new findings. A failure after a success counts the second time."""
         verdict = judge(findings, askable)
         self.findings = tuple(findings)
@@ -133,7 +133,7 @@ class _Family:
         elif verdict:
             self._confirm(findings)
 
-    def _confirm(self, findings: Sequence[Finding]) -> None:
+    def _confirm(self, findings: Sequence[ReachabilityFinding]) -> None:
         """For each scope, confirm the addresses that most of the asked peers name."""
         reached = [(parse_endpoint(address), address) for finding in findings for address in finding.reached]
         for scope in Scope:
@@ -349,7 +349,7 @@ class Reachability:
         if (before is False) != (self.is_inbound is False):
             self._on_change(self.is_inbound is not False)
 
-    async def _ask(self, peer_id: str, max_scope: Scope) -> dict[int, Finding]:
+    async def _ask(self, peer_id: str, max_scope: Scope) -> dict[int, ReachabilityFinding]:
         """What one peer found, by IP version. `max_scope`: of the address at which this node sees it."""
         ports = {str(version): family.port for version, family in self._families.items() if family.port}
         question = Message({"ports": ports, "announced": list(self._announced)})
@@ -362,9 +362,9 @@ class Reachability:
             return {}
         return self._read_findings(reply, max_scope)
 
-    def _read_findings(self, reply: Message, max_scope: Scope) -> dict[int, Finding]:
+    def _read_findings(self, reply: Message, max_scope: Scope) -> dict[int, ReachabilityFinding]:
         """The valid findings of a reply, by IP version."""
-        findings: dict[int, Finding] = {}
+        findings: dict[int, ReachabilityFinding] = {}
         for one in _items(reply.header.get("found")):
             if not isinstance(one, dict) or (ip := _parse_ip(one.get("seen"))) is None:
                 continue
@@ -375,10 +375,10 @@ class Reachability:
             possible = {direct_address(seen, port), *self._announced}
             tried, reached = (_known_addresses(one.get(key), possible) for key in ("tried", "reached"))
             failure = failure if isinstance(failure, str) and failure in FAILURES else ""
-            findings[ip.version] = Finding(seen, tried, reached, failure, max_scope)
+            findings[ip.version] = ReachabilityFinding(seen, tried, reached, failure, max_scope)
         return findings
 
-    def _refute(self, findings: Sequence[Finding], askable: int) -> None:
+    def _refute(self, findings: Sequence[ReachabilityFinding], askable: int) -> None:
         """Note the announced addresses at which most of the peers that dialed them did not reach this node."""
         refuted = set(self._refuted)
         for address in self._announced:

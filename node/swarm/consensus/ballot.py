@@ -26,7 +26,7 @@ MAX_AHEAD = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class LocalContribution:
     """What this node's trainer contributes to the round after `parent`. It stays the same until that is committed."""
 
     parent: str
@@ -44,7 +44,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedOutcome:
     """An outcome that a member has accepted and holds all chunks of. It may not be committed."""
 
     attempt: int
@@ -61,7 +61,7 @@ class Attempt:
     parent: str
     number: int
     joins: dict[str, Document] = field(default_factory=dict)
-    proposals: dict[str, Accepted] = field(default_factory=dict)
+    proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """Outcomes that members accepted in earlier attempts, by member."""
     asked: set[str] = field(default_factory=set)
     """Peers that this node asked to lead. One, unless members came or went meanwhile."""
@@ -129,9 +129,9 @@ class Ballot:
         self._raised: Counter[str] = Counter()
         self.number = 0
         """The highest attempt seen. Lower attempts are ignored."""
-        self.mine: Contribution | None = None
+        self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
-        self.accepted: Accepted | None = None
+        self.accepted: AcceptedOutcome | None = None
         self.omitted: set[str] = set()
         """Members that failed an attempt that this node led. Its next plans for this round omit them."""
         self.distrusts_reducers = False

@@ -20,7 +20,7 @@ from node.swarm.chain.chain import Tip, next_tip
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
 from node.swarm.consensus.context import Context
 from node.swarm.consensus.quorum import supported
-from node.swarm.messages import Document, Join, Outcome, Proof, check_proof, included_joins, split_hashes, voters
+from node.swarm.messages import Document, Join, Proof, RoundOutcome, check_proof, included_joins, split_hashes, voters
 from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Committed:
     """A round is over for this node: the new tip, and what became of its contribution."""
 
     tip: Tip
-    outcome: Outcome
+    outcome: RoundOutcome
     included: bool
     offered: bool
     """Whether this node had joined with a contribution."""
@@ -168,7 +168,7 @@ class Committer:
             await asyncio.to_thread(chain.store.keep_only, chain.heads())
 
     async def _next_tip(
-        self, proof: Proof, outcome: Outcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
+        self, proof: Proof, outcome: RoundOutcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
     ) -> Tip:
         ctx = self._ctx
         at_s = self.anchor_at_s(outcome.plan.parent, committed_at_s, is_included=ctx.me in included)
@@ -176,7 +176,7 @@ class Committer:
         tip, outer = ctx.chain.tip, ctx.rules.outer
         return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
 
-    def check_round(self, outcome: Outcome, joins: Mapping[str, Join]) -> None:
+    def check_round(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
         """The outcome must be of the next round, and its joins must name this round's length. Raises PeerError.
 
         The length of the next round follows from these joins.
@@ -197,7 +197,7 @@ class Committer:
         return supported(voters(proof), tip.last_weights, stands)
 
     async def mean_of(
-        self, outcome: Outcome, included: Mapping[str, Join], hashes: Sequence[bytes]
+        self, outcome: RoundOutcome, included: Mapping[str, Join], hashes: Sequence[bytes]
     ) -> tuple[list[bytes], Tensor]:
         """All chunks of a result and the mean, fp32 [P_f]. Raises PeerError if its norm exceeds the bound."""
         chunks = await self._ctx.results.complete(outcome, hashes)
@@ -211,7 +211,7 @@ class Committer:
             self._mean = (outcome.results, mean)
         return chunks, self._mean[1]
 
-    def check_equivocation(self, document: Document, outcome: Outcome) -> bool:
+    def check_equivocation(self, document: Document, outcome: RoundOutcome) -> bool:
         """Record the signer of an outcome of this round. Evicts a signer of two outcomes and returns False."""
         if outcome.plan.parent != self._ctx.chain.tip.head:
             return True
@@ -224,7 +224,7 @@ class Committer:
         return False
 
     def _commit(
-        self, tip: Tip, outcome: Outcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
+        self, tip: Tip, outcome: RoundOutcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included

@@ -18,7 +18,7 @@ from typing import Any
 
 from node.errors import PeerError
 from node.swarm.allreduce.reducer import chunk_hash
-from node.swarm.consensus.ballot import Attempt, Ballot, Contribution
+from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.leader_election import FASTER, leader_order
 from node.swarm.membership.peer_table import while_live
@@ -78,7 +78,7 @@ class Sender:
         """The rate that each member signed last. Members that have not measured theirs are missing."""
         self._distrusted: set[str] = set()
         """Members that did not take this node's deposit in time, or did not forward it to the reducers."""
-        self._given: tuple[Contribution, str] | None = None
+        self._given: tuple[LocalContribution, str] | None = None
         """The deposited contribution and its depositary."""
         self.is_depositing = False
 
@@ -116,7 +116,7 @@ class Sender:
         callable_now = set(ctx.peer_table.callable_members())
         return [peer for peer in found if peer in callable_now and peer not in self._distrusted]
 
-    async def deposit(self, mine: Contribution) -> None:
+    async def deposit(self, mine: LocalContribution) -> None:
         """Deposit this contribution if the uplink is slow and a member accepts it. Ends early if the round does."""
         ctx = self._ctx
         if not self.lead_s:
@@ -141,7 +141,7 @@ class Sender:
         finally:
             self.is_depositing = False
 
-    async def _give(self, peer: str, message: Message, mine: Contribution, is_wanted: Callable[[], bool]) -> bool:
+    async def _give(self, peer: str, message: Message, mine: LocalContribution, is_wanted: Callable[[], bool]) -> bool:
         ctx = self._ctx
         began_s, upload_s = ctx.clock(), self.upload_s
         try:
@@ -163,14 +163,14 @@ class Sender:
         logger.debug("Peer %s has this node's contribution.", peer[-6:])
         return True
 
-    async def send(self, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def send(self, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         """Send every reducer its chunks."""
         await self._ctx.hooks.at("reduce")
         left = await self._forward(attempt, plan, mine)
         mine = replace(mine, chunks=self._ctx.hooks.damage("reduce", mine.chunks))
         await asyncio.gather(*(self._send_to(peer, attempt, plan, mine) for peer in left))
 
-    async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: Contribution) -> None:
+    async def _send_to(self, peer: str, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
         ctx, chunks = self._ctx, plan.chunks_of(peer)
         message = Message({**attempt.key, "chunks": chunks}, [mine.chunks[chunk] for chunk in chunks])
         began_s = ctx.clock()
@@ -184,7 +184,7 @@ class Sender:
             # The reducer decides what arrived, and tells the leader.
             logger.info("Reducer %s did not accept this node's chunks: %s", peer[-6:], exc)
 
-    async def _forward(self, attempt: Attempt, plan: Plan, mine: Contribution) -> list[str]:
+    async def _forward(self, attempt: Attempt, plan: Plan, mine: LocalContribution) -> list[str]:
         """Have the depositary send the chunks. Returns the reducers to which this node must send itself."""
         ctx = self._ctx
         if self._given is None or self._given[0] is not mine:

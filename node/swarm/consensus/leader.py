@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
-from node.swarm.consensus.ballot import Accepted, Attempt, Ballot
+from node.swarm.consensus.ballot import AcceptedOutcome, Attempt, Ballot
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
@@ -23,9 +23,9 @@ from node.swarm.consensus.quorum import is_quorum
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
-    Outcome,
     Plan,
     Proof,
+    RoundOutcome,
     accepted_by,
     included_joins,
     joins_of,
@@ -151,7 +151,7 @@ class Leader:
             for r in self._ctx.peer_table.members()
         )
 
-    async def _claimed(self, attempt: Attempt, doubted: set[str]) -> Accepted | None:
+    async def _claimed(self, attempt: Attempt, doubted: set[str]) -> AcceptedOutcome | None:
         """The newest outcome that a member has accepted. It may be committed without this node's knowledge.
 
         A member that accepted an outcome holds its chunks and checked the bound of their mean. An outcome whose chunks
@@ -161,7 +161,7 @@ class Leader:
             doubted: heads of such outcomes; this method adds to it.
         """
         for claim in sorted(attempt.proposals.values(), key=lambda claim: claim.attempt, reverse=True):
-            outcome = parse(Outcome, claim.outcome.text)
+            outcome = parse(RoundOutcome, claim.outcome.text)
             joins = joins_of(claim.outcome)
             if claim.outcome.hash not in doubted:
                 try:
@@ -253,7 +253,7 @@ class Leader:
         self._ballot.omitted.update(set(plan.members).difference(included, {self._ctx.me}))
         raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
 
-    async def _average(self, attempt: Attempt, plan: Plan, included: list[str]) -> Accepted:
+    async def _average(self, attempt: Attempt, plan: Plan, included: list[str]) -> AcceptedOutcome:
         """Every reducer averages its chunks. The outcome names the hashes of all means.
 
         A sum of squares that does not match the norm that a sender signed is the fault of the sender or of a reducer.
@@ -271,10 +271,10 @@ class Leader:
             self._check_enough(plan, included)
             hashes, liars = await self._averages(attempt, plan, included)
         ordered = [hashes[chunk] for chunk in range(len(plan.owners))]
-        outcome = Outcome(
+        outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
-        return Accepted(attempt.number, sign(self._ctx.peer_table.identity, outcome), b"".join(ordered).hex())
+        return AcceptedOutcome(attempt.number, sign(self._ctx.peer_table.identity, outcome), b"".join(ordered).hex())
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
         """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""
@@ -296,7 +296,7 @@ class Leader:
         by_sender = zip(included, zip(*squares, strict=True), strict=True)
         return hashes, [peer for peer, parts in by_sender if is_norm_misdeclared(norms[peer], parts)]
 
-    async def _ratify(self, attempt: Attempt, accepted: Accepted) -> Proof:
+    async def _ratify(self, attempt: Attempt, accepted: AcceptedOutcome) -> Proof:
         """Propose to all joined members until a quorum of them holds the whole result. Returns the commit certificate.
 
         A member that joins after the group was closed belongs to the group once it has accepted, so its vote counts and

@@ -17,7 +17,7 @@ from typing import Any
 from node.errors import PeerError, RoundFailed
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.chain.chain import Chain, Tip
-from node.swarm.consensus.ballot import Attempt, Ballot, Contribution, StageTimer, first, known_code
+from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first, known_code
 from node.swarm.consensus.commit import Committed, Committer
 from node.swarm.consensus.context import CALL_S, Context, Rules
 from node.swarm.consensus.depositary import Depositary, Sender
@@ -84,7 +84,7 @@ class Participant:
         self._offered = asyncio.Event()
         wire.serve(handlers.services())
 
-    def offer(self, contribution: Contribution) -> None:
+    def offer(self, contribution: LocalContribution) -> None:
         """Take part with this contribution in the round after its parent. The newest offer counts."""
         self.ballot.mine, self.ballot.offered_at_s = contribution, self.ctx.clock()
         self._offered.set()
@@ -119,7 +119,7 @@ class Participant:
             if mine is not None and mine.parent == ctx.chain.tip.head:
                 await self._take_part(mine)
 
-    async def _take_part(self, mine: Contribution) -> None:
+    async def _take_part(self, mine: LocalContribution) -> None:
         ctx, ballot = self.ctx, self.ballot
         self.stages.enter("rendezvous")
         await self.sender.deposit(mine)
@@ -137,7 +137,7 @@ class Participant:
                 self.stages.enter("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
-    async def _attend(self, attempt: Attempt, mine: Contribution) -> None:
+    async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
         """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
         ctx = self.ctx
         await ctx.hooks.at("rendezvous")

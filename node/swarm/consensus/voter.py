@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.errors import PeerError
-from node.swarm.consensus.ballot import Accepted, Attempt, Ballot
+from node.swarm.consensus.ballot import AcceptedOutcome, Attempt, Ballot
 from node.swarm.consensus.commit import EVICT_S, Committer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
     Document,
     Join,
-    Outcome,
+    RoundOutcome,
     accept,
     accepted_by,
     check_hashes,
@@ -42,13 +42,15 @@ class Voter:
             self.ctx.peer_table.evict(leader, EVICT_S)
             raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
         vote = accept(self.ctx.peer_table.identity, document.hash, attempt.number)
-        self.ballot.accepted = Accepted(attempt.number, document, hashes, vote)
+        self.ballot.accepted = AcceptedOutcome(attempt.number, document, hashes, vote)
         return vote
 
-    def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> Accepted:
+    def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
         """A member's claim to have accepted an outcome in an earlier attempt, proved by its vote. Raises PeerError."""
         number, document, hashes, vote = claim
-        accepted = Accepted(self.ballot.check_number(number), Document.model_validate(document), str(hashes), str(vote))
+        accepted = AcceptedOutcome(
+            self.ballot.check_number(number), Document.model_validate(document), str(hashes), str(vote)
+        )
         if accepted.attempt >= attempt.number:
             raise PeerError("a member claims to have accepted an outcome in a later attempt")
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
@@ -58,13 +60,13 @@ class Voter:
 
     def _check_outcome(
         self, document: Document, hashes: str, parent: str, number: int
-    ) -> tuple[Outcome, dict[str, Join]]:
+    ) -> tuple[RoundOutcome, dict[str, Join]]:
         """Check all that adoption checks except the mean, because later attempts must propose an accepted outcome.
 
         `number`: the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
         """
         bounds = self.ctx.rules.bounds
-        outcome = read(document, Outcome)
+        outcome = read(document, RoundOutcome)
         joins = check_outcome(outcome, bounds)
         check_hashes(outcome, split_hashes(hashes), bounds)
         if outcome.plan.parent != parent:

@@ -20,13 +20,13 @@ from node.config.manifest import PROTOCOL_VERSION
 from node.errors import PeerError
 from node.status import PeerRow, Phase
 from node.swarm.identity import Identity, verify
-from node.swarm.membership.timings import Timings
+from node.swarm.membership.timings import MemberTimings
 from node.swarm.transport.wire import Gone, cancel_if_gone, printable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TIMINGS = Timings()
+TIMINGS = MemberTimings()
 GOSSIP_AGE_S = 4.0  # Only records at most this old are passed on, so those of a dead peer disappear everywhere
 FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, then removed
 MAX_KNOWN = 4000
@@ -119,7 +119,7 @@ class PeerTable:
         record: PeerRecord,
         clock: Callable[[], float],
         just_resumed: Callable[[], bool] = lambda: False,
-        timings: Timings = TIMINGS,
+        timings: MemberTimings = TIMINGS,
     ) -> None:
         """`clock`: monotonic seconds. `just_resumed`: after a suspend, failed calls prove nothing."""
         self.identity = identity

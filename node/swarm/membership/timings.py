@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class MemberTimings:
     gossip_s: float = 1.0
     """Time between two heartbeats."""
     dead_s: float = 8.0

@@ -1,4 +1,4 @@
-"""The worker's channel to the supervisor: reports of unsaved work."""
+"""The worker's link to the supervisor: reports of unsaved work."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import threading
 
 import pytest
 
-from node.worker import channel as channel_module
-from node.worker.channel import Channel
+from node.worker import supervisor_link as link_module
+from node.worker.supervisor_link import SupervisorLink
 from node.worker_protocol import Beat, Stop, Unsaved, decode_worker_message
 
 WAIT_S = 10.0
 
 
 def test_unsaved_work_is_reported_after_a_stop_while_the_main_thread_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(link_module, "BEAT_S", 0.05)
     worker_end, supervisor_end = socket.socketpair()
     supervisor_end.settimeout(WAIT_S)
-    channel = Channel(worker_end)
-    with worker_end, supervisor_end, channel._file, supervisor_end.makefile("rb") as lines:
-        with channel.unsaved():
-            channel.beat()
-            channel.stop = Stop(how="pause")
+    link = SupervisorLink(worker_end)
+    with worker_end, supervisor_end, link._file, supervisor_end.makefile("rb") as lines:
+        with link.unsaved():
+            link.beat()
+            link.stop = Stop(how="pause")
             messages = [decode_worker_message(lines.readline()) for _ in range(3)]
         assert messages == [Beat(), Unsaved(), Unsaved()], "without a stop there is nothing to report"
         assert not [thread for thread in threading.enumerate() if thread.name == "unsaved"]

@@ -35,7 +35,7 @@ class StopAsked(Exception):
     """The supervisor asked the worker to end. Not an error."""
 
 
-class Channel:
+class SupervisorLink:
     """Receives orders and sends messages."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -54,7 +54,7 @@ class Channel:
         self._socket.settimeout(None)
         if not isinstance(message, Start):
             raise TimeoutError("no order to start")
-        threading.Thread(target=self._receive, name="channel", daemon=True).start()
+        threading.Thread(target=self._receive, name="link", daemon=True).start()
         return message
 
     def _read(self) -> SupervisorMessage | None:
@@ -110,17 +110,17 @@ class Channel:
             thread.join()
 
 
-class ChannelHandler(logging.Handler):
+class SupervisorLogHandler(logging.Handler):
     """Sends log records to the supervisor, which writes them."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, link: SupervisorLink) -> None:
         super().__init__()
-        self._channel = channel
+        self._link = link
         self.round_now: Callable[[], int | None] = lambda: None
         """The round of records that name none."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(
+        self._link.send(
             LogReport(
                 level=record.levelname.lower(),
                 logger=record.name,
