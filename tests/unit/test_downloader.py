@@ -109,10 +109,19 @@ def description(tip: Tip, **changes: Any) -> Message:
     return Message(header | changes, [b"".join(tip.leaves), proof])
 
 
+class HungSource(Source):
+    """A source whose server describes the state and then answers nothing more."""
+
+
+async def hang(_caller: str, _request: Message) -> Message:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
 def download(
     peers: Sequence[Message | Tip | Source], initial_digest: str | None = None, avoid: frozenset[str] = frozenset()
 ) -> Tip:
-    """Download where each peer serves this state, or describes it so."""
+    """Download where each peer serves this state, or describes it so. The peers' ids are in the order of `peers`."""
     progress: list[float] = []
 
     async def main(folder: Path) -> Tip:
@@ -120,13 +129,18 @@ def download(
         wire = InProcessWire(network, me.peer_id)
         record = PeerRecord(peer_id=me.peer_id, number=0, run=RUN, head=RUN)
         peer_table = PeerTable(me, record, asyncio.get_running_loop().time)
-        for served in peers:
-            peer = new_identity()
+        identities = sorted((new_identity() for _ in peers), key=lambda identity: identity.peer_id)
+        for peer, served in zip(identities, peers, strict=True):
             server = InProcessWire(network, peer.peer_id)
             if isinstance(served, Message):
                 server.serve({"state": Service(answer_with(served), Channel.STATE)})
             else:
                 StateServer(server, Source(served) if isinstance(served, Tip) else served)
+            if isinstance(served, HungSource):
+                server.serve(dict.fromkeys(("leaf", "line"), Service(hang, Channel.STATE)))
+            elif isinstance(served, Tip) and served.proof:
+                links = Message(blobs=[served.proof.model_dump_json().encode()])
+                server.serve({"line": Service(answer_with(links), Channel.STATE)})
             record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
             peer_table.merge([sign_record(peer, record)])
         downloader = Downloader(wire, peer_table, RULES, folder, random.Random(0))
@@ -149,6 +163,14 @@ def test_the_newest_state_is_downloaded() -> None:
     new = proven_tip(4)
     found = download([proven_tip(3), new])
     assert found.digest == new.digest and torch.equal(found.state.momentum, new.state.momentum)
+
+
+@pytest.mark.timeout(60)
+def test_a_peer_that_hangs_after_its_description_delays_neither_leaves_nor_links() -> None:
+    new, began_at_s = proven_tip(4), time.monotonic()
+    found = download([HungSource(new), new])
+    assert found.digest == new.digest and found.links[-1].head == new.head
+    assert time.monotonic() - began_at_s < 10
 
 
 def test_the_state_of_more_peers_is_downloaded() -> None:

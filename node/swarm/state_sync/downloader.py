@@ -106,7 +106,8 @@ class Downloader:
         if tip.digest != snapshot.digest:
             partial.remove()
             raise TransferFailed("The downloaded state differs on the disk from what was written.")
-        return replace(tip, links=await self._links_to(tip, sorted({*state.servers, *transfer.peers})))
+        peers = sorted({*state.servers, *transfer.peers}, key=lambda peer: (-transfer.delivered[peer], peer))
+        return replace(tip, links=await self._links_to(tip, peers))
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """The peers that serve the state now, and those known that are live, as a live one says when it stops."""
@@ -120,7 +121,10 @@ class Downloader:
         return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
 
     async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
-        """The links to the tip from the first peer that has them. Fork choice needs them."""
+        """The links to the tip from the first peer that has them. Fork choice needs them.
+
+        `peers`: those that have sent leaves come first, because another one may hang.
+        """
         for peer in peers[:MAX_TRIES] if tip.proof else ():
             try:
                 reply = await self._wire.call(peer, "line", Message({"heads": []}), timeout_s=LINKS_TIMEOUT_S)
@@ -165,6 +169,8 @@ class Transfer:
         self._streams: dict[str, int] = {}
         """Peer to its limit of requests in flight."""
         self._requests: dict[asyncio.Task[bytes], _Request] = {}
+        self.delivered: Counter[str] = Counter()
+        """Leaves received from each peer."""
         self._late: Counter[str] = Counter()
         self._paused_until_s: dict[str, float] = {}
         self._clock = asyncio.get_running_loop().time
@@ -249,6 +255,7 @@ class Transfer:
                 raise error
             elif not task.cancelled() and request.index in self._missing:
                 await self._keep(request.index, task.result())
+                self.delivered[request.peer] += 1
             if request.index in self._missing and all(r.index != request.index for r in self._requests.values()):
                 self._queue.append(request.index)
 
