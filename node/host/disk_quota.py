@@ -1,7 +1,7 @@
 """The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
 
-Removable are checkpoints (except the newest complete one), round results, downloads, folders that libraries keep in the
-cache, old logs, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES are for their growth.
+Removable are checkpoints (except the newest complete one), round results, downloads and logs (except the newest),
+folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES are for their growth.
 The owner's text folder is neither counted nor changed.
 """
 
@@ -121,7 +121,7 @@ class Quota:
         patterns = ("checkpoints/*round-*", "cache/results-*.bin", "cache/download-*.bin", "logs/*")
         for pattern in (*patterns, "cache/*/*", "history/*damaged*", "*.damaged*"):
             for path in self._folder.glob(pattern):
-                if path not in kept and not path.name.startswith("."):
+                if path not in kept and path.suffix != ".key" and not path.name.startswith("."):
                     with suppress(OSError):
                         yield Item(path, path.stat().st_mtime_ns, _size(path))
 

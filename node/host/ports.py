@@ -62,7 +62,7 @@ class Reservation:
     addresses: tuple[Multiaddress, ...] = ()
     wanted: int = 0
     chosen: int = 0
-    """The port taken instead of `wanted` (0: any); 0 where the port could not move."""
+    """The port taken for `wanted` (0: any); 0 where the port could not move."""
     _locks: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -147,7 +147,8 @@ def _lock(name: str, locks: ExitStack) -> None:
 class PortHold:
     """Keeps other nodes from the addresses of this one, also while its worker restarts and nothing listens there.
 
-    The supervisor has one. A program that is not a node can still take the port.
+    The supervisor has one. Only nodes with the same address respect it: another program, or a node on another address
+    of the same port, can still take the port.
     """
 
     def __init__(self) -> None:
@@ -159,10 +160,10 @@ class PortHold:
         if tuple(addresses) == self.addresses:
             return
         self.close()
-        self.addresses = tuple(addresses)
         for address in addresses:
-            with suppress(OSError):  # Another node holds it, so that one has to be moved first.
+            with suppress(OSError):  # Another node holds this address.
                 _lock(f"listen/{address}", self._locks)
+                self.addresses += (address,)
 
     def close(self) -> None:
         self._locks.close()

@@ -93,6 +93,11 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
     return Ed25519PublicKey.from_public_bytes(data[6:])
 
 
+def is_peer_id(text: str) -> bool:
+    """Whether this is the id of an Ed25519 key."""
+    return _public_key(text) is not None
+
+
 def verify(peer_id: str, purpose: str, data: bytes, signature: bytes) -> bool:
     """Whether `peer_id` signed `data` for this purpose. False for anything malformed."""
     key = _public_key(peer_id)

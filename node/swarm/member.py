@@ -55,9 +55,9 @@ VIEW_S = 0.5
 CALL_S = 5.0
 LISTEN_TRIES = 3
 """Another program may take a port after it was found free and before p2pd binds it."""
-AROUND_S = 5.0
+SURROUNDINGS_S = 5.0
 """Seconds between two reads of this machine's interfaces and of the observed addresses of peers."""
-MAX_TOLD = 16
+MAX_ADDRESSES = 16
 """Addresses in a peer record."""
 
 
@@ -136,13 +136,12 @@ class SwarmMember:
         self.view = MemberSnapshot(peer_id=wire.peer_id)
         self._rng = random.Random(wire.peer_id)  # noqa: S311 - not a secret
         self.gossip = Gossip(wire, peer_table, self._rng)
-        cache = options.data_dir / "peers.json"
         self.discovery = Discovery(
             wire,
             peer_table,
             self.gossip,
             bootstrap=options.bootstrap,
-            cache=cache,
+            cache=options.data_dir / "peers.json",
             rng=self._rng,
             offers_relay=options.relays,
         )
@@ -153,7 +152,7 @@ class SwarmMember:
             peer_table,
             wire.seen,
             self._ports,
-            on_change=self._set_inbound,
+            on_change=lambda inbound: peer_table.update_own(inbound=inbound),
             rng=self._rng,
             announced=_announced(options.daemon.announce, self._ports),
             cache=self._cache / "addresses.json",
@@ -171,7 +170,8 @@ class SwarmMember:
         )
         self._in_container = is_container()
         self._began_at_s = asyncio.get_running_loop().time()
-        self._around_at_s = -AROUND_S
+        self._surroundings_at_s = -SURROUNDINGS_S
+        self._listening = peer_table.me.addresses
         self._seen: Mapping[str, Sequence[str]] = {}
         self._invite_note = ""
         self.participant: Participant | None = None
@@ -185,9 +185,6 @@ class SwarmMember:
         """A notice for the volunteer if the listen port has changed; else empty."""
         port = self.listening
         return moved_notice("swarm.listen", port.wanted, port.chosen) if port.has_moved else ""
-
-    def _set_inbound(self, inbound: bool) -> None:
-        self.peer_table.update_own(inbound=inbound)
 
     @property
     def _cache(self) -> Path:
@@ -207,6 +204,7 @@ class SwarmMember:
                     raise SwarmError("libp2p's daemon ended by itself.")
                 for task in done:
                     task.result()
+                    raise SwarmError(f"A background task of the member ended: {task.get_name()}.")
         finally:
             died.cancel()
 
@@ -316,9 +314,10 @@ class SwarmMember:
             await asyncio.sleep(VIEW_S)
 
     async def _refresh(self) -> None:
-        listening = tuple(await self.wire.addresses())
-        await self._look_around(listening)
-        told = self._told(listening)
+        with suppress(PeerError):
+            self._listening = tuple(await self.wire.addresses())
+        await self._read_surroundings()
+        addresses = self._record_addresses()
         live = self.peer_table.live()
         reason, code = (
             self.participant.waiting()
@@ -329,8 +328,9 @@ class SwarmMember:
         relays = self.peer_table.relays_to(self.wire.peer_id) if not inbound else []
         self.discovery.is_reached = self.reachability.is_inbound is True
         reached_through: Literal["direct", "relay"] = "relay" if relays else "direct"
-        self.peer_table.update_own(addresses=told, transport=reached_through)
-        invite = self._invited(told if inbound else [a for a in listening if widest_reach([a]) is not Scope.WIDE])
+        self.peer_table.update_own(addresses=addresses, transport=reached_through)
+        local = [address for address in self._listening if widest_reach([address]) is not Scope.WIDE]
+        invite = self._invited(addresses if inbound else local)
         self.view = MemberSnapshot(
             peer_id=self.wire.peer_id,
             rows=tuple(map(self._row, self.peer_table.rows())),
@@ -368,31 +368,31 @@ class SwarmMember:
         cost = "which costs the relay's bandwidth"
         return f"{self.reachability.reason} Others reach this node through {over} ({told}), {cost}."
 
-    async def _look_around(self, listening: Sequence[str]) -> None:
+    async def _read_surroundings(self) -> None:
         """Update this machine's interfaces and the observed addresses of peers."""
         now_s, is_alone = asyncio.get_running_loop().time(), len(self.peer_table.live()) == 1
-        if now_s - self._around_at_s < AROUND_S and (self._seen or is_alone):
+        if now_s - self._surroundings_at_s < SURROUNDINGS_S and (self._seen or is_alone):
             return
-        self._around_at_s = now_s
-        places = [place for place in map(parse_endpoint, listening) if place is not None]
+        self._surroundings_at_s = now_s
+        endpoints = [endpoint for endpoint in map(parse_endpoint, self._listening) if endpoint is not None]
         self.wire.local_addresses = LocalAddresses(
             interfaces=read_interfaces(),
-            listening=frozenset((place.host, place.port) for place in places),
+            listening=frozenset((endpoint.host, endpoint.port) for endpoint in endpoints),
             observed=self.reachability.observed,
         )
         with suppress(PeerError):
             self._seen = await self.wire.seen()
 
-    def _told(self, listening: Sequence[str]) -> tuple[str, ...]:
+    def _record_addresses(self) -> tuple[str, ...]:
         """Addresses for this node's record: confirmed by peers, announced by the volunteer, and of interfaces.
 
         If the node is reachable over one IP version only, interface addresses of the other version are omitted.
         """
         known = self.reachability
         closed = [version for version in self._ports if known.is_closed(version) and known.is_inbound]
-        interfaces = [a for a in listening if not a.startswith(tuple(f"/ip{version}/" for version in closed))]
+        interfaces = [a for a in self._listening if not a.startswith(tuple(f"/ip{version}/" for version in closed))]
         addresses = [with_peer(a, self.wire.peer_id) for a in (*known.confirmed, *known.announced, *interfaces)]
-        return tuple(dict.fromkeys(addresses))[:MAX_TOLD]
+        return tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
     def _invited(self, own: Sequence[str]) -> tuple[str, ...]:
         """Addresses for an invite: this node's if it is reachable, and those of other reachable peers."""
@@ -482,7 +482,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         version=options.version,
         phase=Phase.CONNECTING,
         is_relay=options.is_relay,
-        addresses=tuple((await wire.addresses())[:16]),
+        addresses=tuple((await wire.addresses())[:MAX_ADDRESSES]),
     )
     clock = SuspendClock(asyncio.get_running_loop().time)
     member = SwarmMember(options, wire, PeerTable(identity, record, clock, clock.just_resumed))

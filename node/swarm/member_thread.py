@@ -23,7 +23,8 @@ from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.server import StateSource
 
 T = TypeVar("T")
-START_S = 30.0
+START_S = 60.0
+"""Three starts of libp2p's daemon, each of which may take 20 s."""
 CLOSE_S = 6.0
 Mail = Committed | RoundFailed | SwarmError
 """Events of the swarm, in order. A SwarmError other than RoundFailed and Lost means that the thread has ended."""
@@ -52,9 +53,12 @@ class SwarmThread:
         self._thread = threading.Thread(target=self._main, name="swarm", daemon=True)
 
     def open(self) -> None:
-        """Start the thread and wait for the member. Raises the error of a failed start."""
+        """Start the thread and wait for the member. Raises the error of a failed start, or SwarmError after START_S."""
         self._thread.start()
-        self._started.result(START_S)
+        try:
+            self._started.result(START_S)
+        except TimeoutError as exc:
+            raise SwarmError(f"The swarm's thread did not start within {START_S:g} s.") from exc
 
     @property
     def faults(self) -> Faults:

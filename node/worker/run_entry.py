@@ -85,12 +85,12 @@ class RunEntry:
         saved = self._load_checkpoint(manifest) if manifest is not None and not is_relay else None
         swarm = SwarmThread(self._member_options(manifest))
         self._reporter.swarm = swarm
-        swarm.open()
-        self._reporter.listening(swarm.listen_addresses)
-        if swarm.port_notice:
-            logger.info("%s", swarm.port_notice)
-            self._reporter.notice("listen_port", swarm.port_notice, level="info")
         try:
+            swarm.open()
+            self._reporter.listening(swarm.listen_addresses)
+            if swarm.port_notice:
+                logger.info("%s", swarm.port_notice)
+                self._reporter.notice("listen_port", swarm.port_notice, level="info")
             return self._enter_swarm(swarm, manifest, saved)
         except BaseException:
             swarm.close(Phase.STOPPED)

@@ -150,8 +150,8 @@ class Host:
                 self.unseen.clear()
                 self.wire._connected = (set(), 0.0)
                 self.wire._closed_to_dials.clear()
-                self.wire._not_dialed.clear()
-                self.wire._bad_relays.clear()
+                self.wire._not_dialed._until_s.clear()
+                self.wire._bad_relays._until_s.clear()
 
         self.do(forget())
 

@@ -253,6 +253,15 @@ async def test_relay_cannot_pass_off_a_known_peer_as_its_observer() -> None:
     assert network.one.wire.dialed == [] and network.one.punching._observers == {}
 
 
+@pytest.mark.parametrize("peer", ["0OIl", "é", "", 7])
+@in_loop
+async def test_relay_cannot_pass_off_rubbish_as_its_observer(peer: Any) -> None:
+    network = FakeNetwork()
+    network.observer = peer
+    await network.one_tries()
+    assert network.one.wire.dialed == [] and not network.one.punching._observers
+
+
 @in_loop
 async def test_idle_connection_to_observer_is_closed() -> None:
     network = FakeNetwork()

@@ -67,7 +67,7 @@ class AddressObserver:
         return Message({"peer": self._peer_id})
 
     async def _start(self) -> None:
-        """Start the service. Raises PeerError."""
+        """Start the daemon. Raises PeerError."""
         if self._clock() < self._retry_at_s:
             raise PeerError("this relay does not listen on UDP", code="no_relay")
         self._retry_at_s = self._clock() + RETRY_S

@@ -20,6 +20,7 @@ from typing import Any
 
 from node.errors import PeerError
 from node.status import Channel
+from node.swarm.identity import is_peer_id
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.transport.address_scope import Endpoint, Scope, parse_endpoint, scope_of
 from node.swarm.transport.libp2p import Libp2pWire
@@ -122,7 +123,7 @@ class HolePunching:
         raise PeerError("no relay sees this node over UDP", code="no_relay")
 
     async def _dial(self, peer_id: str, address: tuple[str, int]) -> None:
-        """Dial the addresses. Raises PeerError if there is no connection afterwards."""
+        """Dial the address. Raises PeerError if there is no connection afterwards."""
         try:
             await self._wire.connect_quic(peer_id, *address)
         except PeerError:
@@ -159,6 +160,8 @@ class HolePunching:
             raise PeerError("the relay did not answer over UDP before", code="no_relay")
         reply = await self._wire.call(relay, "observer", Message(), timeout_s=ASK_S)
         observer = printable(reply.header.get("peer"), 64)
+        if not is_peer_id(observer):
+            raise PeerError("a relay names an observer without a peer id")
         if self._peer_table.knows(observer) or (observer in seen and observer not in self._observers):
             raise PeerError("a relay calls another peer its observer")
         self._observers[observer] = self._clock()

@@ -243,7 +243,7 @@ class Reachability:
 
     @property
     def reason(self) -> str:
-        """One sentence for a person, with the remedy."""
+        """What the code means, for a person, with the remedy."""
         port = next((family.port for family in self._families.values() if family.port), 0)
         text = ""
         match self.code:

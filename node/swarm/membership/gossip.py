@@ -35,7 +35,7 @@ class Gossip:
         wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_REQUEST_BYTES)})
 
     async def run(self) -> None:
-        """Exchange records for ever, one in each heartbeat."""
+        """Exchange records with a few peers in each heartbeat, for ever."""
         for beat in count():
             others = [r.peer_id for r in self._peer_table.others()]
             if beat % 2 == 0 or len(others) <= LARGE:

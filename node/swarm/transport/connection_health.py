@@ -37,9 +37,6 @@ class BackoffSet:
     def discard(self, peer_id: str) -> None:
         self._until_s.pop(peer_id, None)
 
-    def clear(self) -> None:
-        self._until_s.clear()
-
 
 class HalfOpenDetector:
     """Drops the connection to a peer that lets several calls in a row time out."""

@@ -1,4 +1,4 @@
-"""The libp2p transport and the only user of hivemind's networking: `Libp2pWire` calls peers through p2pd.
+"""The libp2p transport: `Libp2pWire` calls peers through p2pd. Only this package opens hivemind's connections.
 
 A call is one stream: a length-prefixed header, then blobs, both ways. libp2p authenticates the caller's peer id.
 Everything runs on the caller's asyncio loop; DHTNode is used directly, so hivemind forks no process.
@@ -115,7 +115,7 @@ def addresses_of(peer_id: str, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 class ControlClient:
-    """p2pd's control socket. Methods raise one of DAEMON_ERRORS."""
+    """p2pd's control socket. Methods raise one of DAEMON_ERRORS, or ValueError for an invalid peer id."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -542,11 +542,14 @@ class Libp2pWire:
         return listener.peer_id
 
     async def addresses(self) -> list[str]:
-        """Where this node listens, each address ending in /p2p/PEER_ID."""
+        """Where this node listens, each address ending in /p2p/PEER_ID. Raises PeerError."""
         if self.listen_addresses:
             found = interface_addresses(self.listen_addresses, read_interfaces())
         else:
-            found = await self._client.listen_addresses()
+            try:
+                found = await self._client.listen_addresses()
+            except DAEMON_ERRORS as exc:
+                raise PeerError(f"libp2p's daemon does not name its addresses ({exc!r})") from exc
         return [with_peer(address, self.peer_id) for address in found]
 
     async def keep_connected(self, peer_ids: Sequence[str]) -> set[str] | None:
@@ -567,7 +570,7 @@ class Libp2pWire:
     async def drop(self, peer_id: str) -> None:
         """Close the connection to a peer, so that the next call opens another."""
         self._forget_connected(peer_id)
-        with suppress(*DAEMON_ERRORS):
+        with suppress(ValueError, *DAEMON_ERRORS):  # ValueError: another peer named this id, and it is not valid.
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.disconnect(peer_id)
         self._forget_connected(peer_id)  # Another call may have refreshed the cache meanwhile.
@@ -645,7 +648,9 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> L
         wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht)
         wire.listen_addresses = options.listen if options.quic_listen else ()
         await wire.serve_streams()
-    except DAEMON_ERRORS as exc:
+    except BaseException as exc:
         await daemon.stop()
-        raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc
+        if isinstance(exc, DAEMON_ERRORS):
+            raise SwarmError(f"libp2p's daemon does not answer: {exc}") from exc
+        raise
     return wire

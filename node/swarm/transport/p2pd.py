@@ -201,8 +201,10 @@ class Daemon:
 
     async def _follow_output(self) -> None:
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
+        while not self.process.stdout.at_eof():
+            with suppress(ValueError):  # A line that is longer than the reader's buffer; it is dropped.
+                line = await self.process.stdout.readline()
+                logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
         await self.process.wait()
         if not self._is_stopping:
             self.died.set()
@@ -223,11 +225,10 @@ async def start_daemon(options: DaemonOptions) -> Daemon:
     daemon = Daemon(process, control, sockets)
     try:
         await daemon.wait_ready()
-    except TimeoutError as exc:
+    except BaseException as exc:
         await daemon.stop()
-        raise SwarmError(f"libp2p's daemon did not start within {START_TIMEOUT_S:.0f} s.") from exc
-    except (MachineError, SwarmError):
-        await daemon.stop()
+        if isinstance(exc, TimeoutError):
+            raise SwarmError(f"libp2p's daemon did not start within {START_TIMEOUT_S:.0f} s.") from exc
         raise
     return daemon
 

@@ -175,7 +175,7 @@ class Wire(Protocol):
     download_limiter: RateLimiter
 
     def serve(self, services: Mapping[str, Service]) -> None:
-        """Add verbs to serve. Called before the first `call`."""
+        """Add verbs to serve. The first verbs are added before the first `call`; later ones may follow."""
 
     async def call(
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
