@@ -1,8 +1,8 @@
 """The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
 
 Removable are checkpoints (except the newest complete one), round results, downloads and logs (except the newest),
-folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES are for their growth.
-The owner's text folder is neither counted nor changed.
+folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES
+are for their growth. The owner's text folder is neither counted nor changed.
 """
 
 from __future__ import annotations
