@@ -31,6 +31,7 @@ from node.worker_protocol import (
     Beat,
     DurationReport,
     Ended,
+    ListenReport,
     LogReport,
     Start,
     StatusReport,
@@ -86,7 +87,7 @@ class Worker:
                 raise RuntimeError(
                     f"The worker ended: {message.reason} {self._log.read_text(errors='replace')[-2000:]}"
                 )
-            if not isinstance(message, Beat | LogReport | DurationReport):
+            if not isinstance(message, Beat | LogReport | DurationReport | ListenReport):
                 raise TypeError(f"The worker said {message!r} in the middle of a segment")
 
     def wait_trained(self, steps: int) -> Report:

@@ -1,7 +1,7 @@
 /** A menu button with the keyboard behaviour of the ARIA pattern. */
 
 import type { ComponentChildren } from "preact";
-import { useEffect, useId, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useId, useRef, useState } from "preact/hooks";
 
 export interface Item {
   label: string;
@@ -16,7 +16,8 @@ export function Menu({ label, items, disabled }: { label: ComponentChildren; ite
   const button = useRef<HTMLButtonElement>(null);
   const entries = () => [...(root.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
 
-  useEffect(() => {
+  // Before the next key event: a late effect would move the focus after the menu has closed.
+  useLayoutEffect(() => {
     if (!open) return;
     entries()[0]?.focus();
     const outside = (event: PointerEvent) => {
