@@ -1,0 +1,286 @@
+"""A network in virtual time: latency, bandwidth, broken connections, one-way cuts, and peers that crash or stall."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+
+from node.errors import PeerError, SwarmError
+from node.swarm.transport.rate_limiter import RateLimiter
+from node.swarm.transport.wire import (
+    MAX_REPLY_BYTES,
+    CallLimiter,
+    Message,
+    NoRoutes,
+    Routes,
+    Service,
+    Traffic,
+    pack_header,
+    run_handler,
+    timeout_error,
+    unpack_header,
+)
+from tests.simulation.virtual_loop import PROCESS, VirtualLoop
+
+NOBODYS = Context()
+"""For what happens on the network, which outlives any process."""
+DIAL_S = 5.0
+"""A dial over a cut path fails after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A node's line to the internet."""
+
+    latency_s: float = 0.02
+    """One way, to the middle of the network."""
+    jitter_s: float = 0.01
+    up_bytes_s: float = 0.0
+    """0: unlimited."""
+    down_bytes_s: float = 0.0
+    break_ratio: float = 0.0
+    """Share of the calls whose connection breaks, before or after the peer has handled them."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """One message, for the trace."""
+
+    at_s: float
+    sender: str
+    receiver: str
+    text: str
+
+
+class Life:
+    """One process of a node, from its start to its end."""
+
+    def __init__(self, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.is_dead = False
+        self.stalled_until_s = 0.0
+        self.held: list[asyncio.Handle] = []
+        self.context = self._new_context()
+        self.waiting: set[_Call] = set()
+        """Calls of others that this process is answering."""
+
+    def _new_context(self) -> Context:
+        context = copy_context()
+        context.run(PROCESS.set, self)
+        return context
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    caller: Life
+    callee: Life
+    reply: asyncio.Future[Message]
+    delay_s: float
+
+
+class Network:
+    """All lines of a simulation."""
+
+    def __init__(self, loop: VirtualLoop, seed: int, *, keep_trace: bool = False) -> None:
+        self.loop = loop
+        self._seed = seed
+        self._rngs: dict[str, random.Random] = {}
+        self.lines: dict[str, Line] = {}
+        self._wires: dict[str, SimulatedWire] = {}
+        self._cuts: set[tuple[str, str]] = set()
+        self._free_at_s: dict[tuple[str, str], float] = {}
+        self.messages = 0
+        self._digest = hashlib.blake2b()
+        self.trace: deque[Sent] | None = deque(maxlen=200_000) if keep_trace else None
+        self.names: dict[str, str] = {}
+
+    def rng(self, peer_id: str) -> random.Random:
+        """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
+        if peer_id not in self._rngs:
+            self._rngs[peer_id] = random.Random(f"{self._seed} {self.names.get(peer_id, peer_id)}")
+        return self._rngs[peer_id]
+
+    def attach(self, wire: SimulatedWire) -> None:
+        self._wires[wire.peer_id] = wire
+
+    def cut(self, sender: str, receiver: str) -> None:
+        """Drop everything that one node sends to another."""
+        self._cuts.add((sender, receiver))
+
+    def heal(self, sender: str, receiver: str) -> None:
+        self._cuts.discard((sender, receiver))
+
+    def is_cut(self, sender: str, receiver: str) -> bool:
+        return (sender, receiver) in self._cuts
+
+    def wire_of(self, peer_id: str) -> SimulatedWire | None:
+        wire = self._wires.get(peer_id)
+        return wire if wire is not None and not wire.life.is_dead else None
+
+    def crash(self, life: Life) -> None:
+        """End a process at once. Peers that wait for its answer see their connections reset."""
+        life.is_dead = True
+        life.held.clear()
+        for call in list(life.waiting):
+            self.fail(call, PeerError(f"peer {life.peer_id[-6:]} reset the connection", code="unreachable"))
+        life.waiting.clear()
+
+    def fail(self, call: _Call, error: PeerError) -> None:
+        def deliver() -> None:
+            if not call.reply.done():
+                call.reply.set_exception(error)
+
+        self.loop.call_later(call.delay_s, deliver, context=call.caller.context)
+
+    def delay_s(self, sender: str, receiver: str, size_bytes: int) -> float:
+        """Virtual seconds until a message of this size has arrived, sent now."""
+        now_s, one, other = self.loop.time(), self.lines[sender], self.lines[receiver]
+        rng = self.rng(sender)
+        at_s = now_s
+        if one.up_bytes_s:
+            at_s = max(at_s, self._free_at_s.get((sender, "up"), 0.0)) + size_bytes / one.up_bytes_s
+            self._free_at_s[sender, "up"] = at_s
+        at_s += one.latency_s + other.latency_s + (one.jitter_s + other.jitter_s) * rng.random()
+        if other.down_bytes_s:
+            at_s = max(at_s, self._free_at_s.get((receiver, "down"), 0.0)) + size_bytes / other.down_bytes_s
+            self._free_at_s[receiver, "down"] = at_s
+        return at_s - now_s
+
+    def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> None:
+        self.messages += 1
+        self._digest.update(f"{self.loop.time():.9f} {sender} {receiver} {text}".encode())
+        self._digest.update(data)
+        for blob in blobs:
+            self._digest.update(blob)
+        if self.trace is not None:
+            self.trace.append(Sent(self.loop.time(), sender, receiver, text))
+
+    @property
+    def digest(self) -> str:
+        """Over all messages so far, with their times."""
+        return self._digest.hexdigest()[:32]
+
+
+@dataclass(eq=False)
+class SimulatedWire:
+    """The wire of one process."""
+
+    network: Network
+    life: Life
+    traffic: Traffic = field(default_factory=Traffic)
+    routes: Routes = field(default_factory=NoRoutes)
+
+    def __post_init__(self) -> None:
+        self.peer_id = self.life.peer_id
+        clock = self.network.loop.time
+        self.upload_limiter, self.download_limiter = RateLimiter(clock), RateLimiter(clock)
+        self.services: dict[str, Service] = {}
+        self.call_limiter = CallLimiter()
+        self.network.attach(self)
+        self.tamper: Callable[[str, Message], Message | None] = lambda _verb, message: message
+        """What a hostile node sends instead of a request; None: nothing."""
+
+    def serve(self, services: Mapping[str, Service]) -> None:
+        self.services.update(services)
+
+    async def call(
+        self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> Message:
+        if peer_id == self.peer_id:
+            async with asyncio.timeout(timeout_s):
+                return await self.answer(self.peer_id, pack_header(verb, message), message.blobs)
+        tampered = self.tamper(verb, message)
+        if tampered is None:
+            await asyncio.sleep(timeout_s)
+            raise timeout_error(peer_id, verb, timeout_s)
+        request = pack_header(verb, tampered)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._ask(peer_id, verb, request, tampered.blobs)
+        except TimeoutError as exc:
+            raise timeout_error(peer_id, verb, timeout_s) from exc
+        if reply.blob_bytes > max_reply_bytes:
+            raise PeerError(f"a reply is longer than allowed ({reply.blob_bytes} bytes)", code="bad_size")
+        return reply
+
+    async def _ask(self, peer_id: str, verb: str, request: bytes, blobs: Sequence[bytes]) -> Message:
+        network, me = self.network, self.peer_id
+        unreachable = PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
+        if peer_id not in network.lines:
+            raise unreachable
+        network.record(me, peer_id, verb, request, blobs)
+        if network.is_cut(me, peer_id) or network.is_cut(peer_id, me):
+            await asyncio.sleep(DIAL_S)
+            raise unreachable
+        breaks = max(network.lines[me].break_ratio, network.lines[peer_id].break_ratio)
+        fate = network.rng(me).random() if breaks else 1.0
+        size = len(request) + sum(map(len, blobs))
+        delay_s = network.delay_s(me, peer_id, size)
+        if fate < breaks / 2 or network.wire_of(peer_id) is None:
+            await asyncio.sleep(delay_s)
+            raise unreachable
+        reply: asyncio.Future[Message] = network.loop.create_future()
+
+        def arrive() -> None:
+            wire = network.wire_of(peer_id)
+            if wire is None or network.is_cut(me, peer_id):
+                if not reply.done():
+                    network.fail(_Call(self.life, self.life, reply, delay_s), unreachable)
+                return
+            call = _Call(self.life, wire.life, reply, network.lines[me].latency_s + network.lines[peer_id].latency_s)
+            wire.life.waiting.add(call)
+            start = lambda: network.loop.create_task(wire.handle(call, verb, request, blobs, breaks_reply=fate < breaks))  # noqa: E731
+            network.loop.call_soon(start, context=wire.life.context)
+
+        network.loop.call_later(delay_s, arrive, context=NOBODYS)
+        return await reply
+
+    async def handle(
+        self, call: _Call, verb: str, request: bytes, blobs: Sequence[bytes], *, breaks_reply: bool
+    ) -> None:
+        """Answer a call of another process, and send the reply back."""
+        network, caller = self.network, call.caller.peer_id
+        error: PeerError | None = None
+        reply = Message()
+        try:
+            reply = await self.answer(caller, request, blobs)
+        except PeerError as exc:
+            error = exc
+        self.life.waiting.discard(call)
+        data = pack_header("", reply)
+        network.record(self.peer_id, caller, f"{verb} {error.code}" if error else f"{verb} ok", data, reply.blobs)
+        if network.is_cut(self.peer_id, caller):
+            return
+        delay_s = network.delay_s(self.peer_id, caller, len(data) + reply.blob_bytes)
+        if breaks_reply:
+            error = PeerError(f"peer {self.peer_id[-6:]} reset the connection", code="unreachable")
+
+        def deliver() -> None:
+            if call.reply.done():
+                return
+            if error is not None:
+                call.reply.set_exception(error)
+            else:
+                call.reply.set_result(reply)
+
+        network.loop.call_later(delay_s, deliver, context=call.caller.context)
+
+    async def answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
+        try:
+            with ExitStack() as held:
+                verb, header, _ = unpack_header(request, self.call_limiter.limit_call(self.services, caller, held))
+                return await run_handler(self.services[verb], caller, Message(header, blobs))
+        except SwarmError as exc:
+            self.traffic.reject(exc)
+            raise PeerError(str(exc), code=exc.code) from exc
+
+    async def close(self) -> None:
+        self.life.is_dead = True
+
+

@@ -1,0 +1,259 @@
+"""A simulated node: the real code of `node.swarm`, a trainer that only waits, and a disk that survives crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from node.diloco.digest import leaf_bounds
+from node.errors import RoundFailed, SwarmError, TransferFailed
+from node.status import Phase
+from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.chain.chain import Chain, Tip
+from node.swarm.consensus.ballot import LocalContribution
+from node.swarm.consensus.commit import Committed
+from node.swarm.consensus.context import Rules
+from node.swarm.consensus.participant import Participant
+from node.swarm.faults import Faults
+from node.swarm.identity import Identity
+from node.swarm.membership.gossip import Gossip
+from node.swarm.membership.peer_table import PeerRecord, PeerTable
+from node.swarm.membership.timings import MemberTimings
+from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
+from node.swarm.state_sync.downloader import Downloader
+from node.swarm.state_sync.providers import Target
+from node.swarm.state_sync.server import Snapshot, StateServer
+from node.swarm.suspend_clock import SuspendClock
+from tests.simulation.network import Life, Network, SimulatedWire
+
+LOOK_S = 0.25
+DIAL_EVERY_S = 4.0
+
+
+@dataclass
+class Disk:
+    """What a crash leaves: checkpoints, and the folder of stored rounds."""
+
+    folder: Path
+    checkpoints: list[Tip] = field(default_factory=list)
+    """Newest last."""
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        for tip in reversed(self.checkpoints):
+            if not name or tip.head.startswith(name) or tip.digest.startswith(name):
+                return Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+        return None
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        for tip in self.checkpoints:
+            if tip.digest == digest:
+                bounds = leaf_bounds(tip.state.anchor.numel())
+                vector = tip.state.anchor if index < len(bounds) else tip.state.momentum
+                start, end = bounds[index % len(bounds)]
+                return vector[start:end].numpy().tobytes()
+        raise LookupError(digest)
+
+    def oldest_needed_round(self) -> int | None:
+        return self.checkpoints[0].round if self.checkpoints else None
+
+    def save(self, tip: Tip, kept: int = 2) -> None:
+        self.checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip][-kept:]
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How one node trains."""
+
+    step_s: float
+    checkpoint_rounds: int = 4
+    tokens_per_step: int = 10
+
+
+class SimulatedNode:
+    """A node over all of its lives."""
+
+    def __init__(
+        self,
+        network: Network,
+        identity: Identity,
+        number: int,
+        rules: Rules,
+        genesis: Tip,
+        folder: Path,
+        habits: Habits,
+        timings: MemberTimings,
+        on_adopted: Callable[[SimulatedNode, Committed], None],
+        seed: int,
+    ) -> None:
+        self.network, self.identity, self.number, self.rules, self.genesis = network, identity, number, rules, genesis
+        self.peer_id, self.habits, self.timings, self._on_adopted = identity.peer_id, habits, timings, on_adopted
+        self.disk = Disk(folder)
+        self.disk.save(genesis)
+        self._seed, self.lives = seed, 0
+        self.life = Life(self.peer_id)
+        self.life.is_dead = True
+        self.peers: list[str] = []
+        """Peers whose addresses this node knows, besides itself."""
+        self.clock_ahead_ms = 0
+        self.failures: list[str] = []
+        self.commits = self.included = self.downloads = 0
+        self.is_hostile = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.life.is_dead
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.life.stalled_until_s > self.network.loop.time()
+
+    def start(self) -> None:
+        """A new process, from what is on the disk."""
+        assert self.life.is_dead
+        self.lives += 1
+        life = self.life = Life(self.peer_id)
+        self.network.loop.call_soon(lambda: asyncio.ensure_future(self._live(life)), context=life.context)
+
+    def crash(self) -> None:
+        self.network.crash(self.life)
+
+    def stall(self, seconds: float) -> None:
+        """The process stands still, as if stopped by SIGSTOP."""
+        loop, life = self.network.loop, self.life
+        life.stalled_until_s = loop.time() + seconds
+        loop.call_later(seconds, loop.resume, life)
+
+    async def _live(self, life: Life) -> None:
+        loop, rules = asyncio.get_running_loop(), self.rules
+        self.wire = wire = SimulatedWire(self.network, life)
+        rng = random.Random(f"{self._seed} {self.number} {self.lives}")
+        number = self.clock_ahead_ms + round(1000 * loop.time())
+        record = PeerRecord(peer_id=self.peer_id, number=max(0, number), run=rules.run, head=rules.run)
+        record = record.model_copy(update={"phase": Phase.CONNECTING})
+        clock = SuspendClock(loop.time)
+        self.peer_table = PeerTable(self.identity, record, clock, clock.just_resumed, self.timings)
+        wire.routes = self.peer_table
+        self.gossip = Gossip(wire, self.peer_table, rng)
+        tasks = [asyncio.ensure_future(self._dial()), asyncio.ensure_future(self.gossip.run())]
+        tip = replace(self.disk.checkpoints[-1], anchor_at_s=loop.time())
+        store = ResultStore(self.disk.folder, len(rules.layouts), loop.time)
+        self.chain = Chain(tip, store, self.disk.oldest_needed_round)
+        self._mail: deque[Committed | RoundFailed] = deque()
+        self._news = asyncio.Event()
+        self._lost: ResyncCause | None = None
+        self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
+        self.catch_up = CatchUp(self.participant, self._lose)
+        StateServer(wire, self.disk, self.chain.digest_at)
+        self._downloader = Downloader(
+            wire, self.peer_table, rules, self.disk.folder, rng, digest_at=self.chain.digest_at
+        )
+        self._say_tip()
+        tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
+        while await self.participant.committer.replay_next():
+            pass
+        await self._dial_once()
+        await self.catch_up.align()
+        self.peer_table.update_own(phase=Phase.TRAINING)
+        tasks.append(asyncio.ensure_future(self._train()))
+        for task in tasks:
+            await task
+
+    def _say_tip(self) -> None:
+        tip = self.chain.tip
+        self.peer_table.update_own(
+            round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=tip.state.tokens
+        )
+
+    async def _dial(self) -> None:
+        """Find peers, as discovery does: through the known addresses, again and again."""
+        while True:
+            await asyncio.sleep(DIAL_EVERY_S)
+            await self._dial_once()
+
+    async def _dial_once(self) -> None:
+        live = {record.peer_id for record in self.peer_table.live()}
+        await asyncio.gather(*(self.gossip.exchange(peer) for peer in self.peers if peer not in live))
+
+    def _take(self, mail: Committed | RoundFailed) -> None:
+        if isinstance(mail, Committed):
+            self.commits += 1
+            self.included += mail.included
+            self._on_adopted(self, mail)
+        else:
+            self.failures.append(mail.code)
+        self._mail.append(mail)
+        self._news.set()
+
+    def _lose(self, cause: ResyncCause) -> None:
+        self._lost = cause
+        self._news.set()
+
+    async def _train(self) -> None:
+        """Train, offer, wait for the commit, for ever."""
+        loop = asyncio.get_running_loop()
+        offered = ""
+        while True:
+            if self._lost is not None:
+                await self._download(self._lost)
+                offered = ""
+                continue
+            tip = self.chain.tip
+            for mail in self._mail:
+                if isinstance(mail, Committed) and mail.tip.round % self.habits.checkpoint_rounds == 0:
+                    self.disk.save(mail.tip)
+            self._mail.clear()
+            self._news.clear()
+            if offered != tip.head:
+                length_s = tip.round_s if tip.round_s is not None else tip.inner_steps * self.habits.step_s
+                length_s = length_s if self.rules.closing.policy == "time" else tip.inner_steps * self.habits.step_s
+                left_s = max(self.habits.step_s, tip.anchor_at_s + length_s - loop.time())
+                lead_s = self.participant.sender.lead_s
+                await self._news_or(max(self.habits.step_s, left_s - lead_s))
+                if self.chain.tip.head != tip.head or self._lost is not None:
+                    continue
+                steps = max(1, int((loop.time() - tip.anchor_at_s) / self.habits.step_s))
+                self._offer(tip, steps)
+                offered = tip.head
+            await self._news.wait()
+
+    async def _news_or(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                while self.chain.tip.head == self.chain.tip.head and self._lost is None and not self._mail:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+
+    def _offer(self, tip: Tip, steps: int) -> None:
+        layout = self.rules.layout_at(tip.round + 1)
+        generator = torch.Generator().manual_seed(1000 * (tip.round + 1) + self.number)
+        vector = torch.randn(layout.bounds[-1][1], generator=generator)
+        chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]
+        tokens = steps * self.habits.tokens_per_step
+        self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, layout.norm(chunks)))
+
+    async def _download(self, cause: ResyncCause) -> None:
+        self.peer_table.update_own(phase=Phase.SYNCING)
+        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid)
+        try:
+            tip = await self._downloader.run(target, lambda _share: None)
+        except (TransferFailed, SwarmError):
+            await asyncio.sleep(1.0)
+            return
+        finally:
+            self._lost = None
+            self.peer_table.update_own(phase=Phase.TRAINING)
+        self.downloads += 1
+        self.participant.restart_at(replace(tip, anchor_at_s=asyncio.get_running_loop().time()))
+        self.disk.checkpoints = []
+        self.disk.save(self.chain.tip)
+        self._mail.clear()
+        await self.participant.committer.keep_own_line()
+        await self.catch_up.align()
