@@ -1,12 +1,93 @@
-import logging, sys, time
-from tests.simulation.run import draw, simulate
-logging.disable(logging.CRITICAL)
-a, b = int(sys.argv[1]), int(sys.argv[2])
-t = time.time()
-bad = 0
-for seed in range(a, b):
-    report, world = simulate(draw(seed))
-    if report.violations or b - a <= 5:
-        bad += bool(report.violations)
-        print(seed, report)
-print((time.time() - t) / (b - a), "s a seed", bad, "bad")
+"""Simulates seeds: `python -m tests.simulation --seeds 1000 --jobs 2`; `--seed 57` shows one with its messages."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from tests.simulation.chart import chart
+from tests.simulation.run import Report, quiet, simulate
+from tests.simulation.scenario import draw
+from tests.simulation.shrink import shrink
+
+
+@dataclass
+class Totals:
+    """Sums over all seeds."""
+
+    seeds: int = 0
+    events: int = 0
+    messages: int = 0
+    rounds: int = 0
+    forks: int = 0
+    virtual_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    failed: list[Report] = field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        self.seeds += 1
+        self.events += report.events
+        self.messages += report.messages
+        self.rounds += report.rounds
+        self.forks += report.forks
+        self.virtual_s += report.virtual_s
+        self.faults += report.faults
+        if report.violations:
+            self.failed.append(report)
+
+
+def run_seed(seed: int) -> Report:
+    return simulate(draw(seed))[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--seed", type=int, help="replay one seed and print its messages")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    quiet()
+    if options.seed is not None:
+        return replay(options.seed)
+    began_s, totals = time.perf_counter(), Totals()
+    seeds = range(options.first, options.first + options.seeds)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for report in pool.map(run_seed, seeds, chunksize=8):
+            totals.add(report)
+            if report.violations:
+                print(f"seed {report.seed}: {report.violations[0]}", flush=True)
+    took_s = time.perf_counter() - began_s
+    show(totals, took_s, options.jobs)
+    return 1 if totals.failed else 0
+
+
+def show(totals: Totals, took_s: float, jobs: int) -> None:
+    cpu_hours = took_s * jobs / 3600
+    kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
+    print(
+        f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, {totals.virtual_s / 3600:.1f} virtual "
+        f"hours, {totals.rounds} rounds, {totals.forks} allowed forks, {totals.faults.total()} faults ({kinds}), "
+        f"{totals.faults.total() / cpu_hours:.0f} faults an hour of CPU, {took_s:.1f} s; {len(totals.failed)} failed"
+    )
+
+
+def replay(seed: int) -> int:
+    scenario = draw(seed)
+    report, _ = simulate(scenario)
+    if report.violations:
+        scenario = shrink(scenario)
+    report, world = simulate(scenario, keep_trace=True)
+    print(chart(world))
+    print(scenario.describe())
+    print("\n".join(report.violations) or "no violation")
+    print(f"digest of all messages: {report.digest}")
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

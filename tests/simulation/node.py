@@ -104,6 +104,7 @@ class SimulatedNode:
         self.failures: list[str] = []
         self.commits = self.included = self.downloads = 0
         self.is_hostile = False
+        self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
     @property
     def is_alive(self) -> bool:
@@ -157,7 +158,10 @@ class SimulatedNode:
         tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
         while await self.participant.committer.replay_next():
             pass
+        self.on_replayed(self, self.chain.tip.round)
         await self._dial_once()
+        while self.number and self.lives == 1 and len(self.peer_table.live()) == 1:
+            await asyncio.sleep(LOOK_S)  # A node with bootstrap peers does not begin alone.
         await self.catch_up.align()
         self.peer_table.update_own(phase=Phase.TRAINING)
         tasks.append(asyncio.ensure_future(self._train()))

@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Callbacks that have run."""
         self.set_exception_handler(lambda _loop, _context: None)
         self.set_task_factory(self._new_task)
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[tuple[asyncio.Task[Any], Process]] = []
 
     def time(self) -> float:
         return self._now_s
@@ -59,11 +59,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=loop, **options)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        if PROCESS.get() is not None:
+        if (process := PROCESS.get()) is not None:
             # The garbage collector would run the `finally` blocks of a dead node's coroutines.
-            self._tasks.append(task)
+            self._tasks.append((task, process))
             if len(self._tasks) > 20_000:
-                self._tasks = [one for one in self._tasks if not one.done()]
+                self._tasks = [(one, owner) for one, owner in self._tasks if not one.done()]
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -135,6 +135,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         return
 
+    def tasks(self) -> list[tuple[asyncio.Task[Any], Process]]:
+        """The tasks of all processes, with their process."""
+        return self._tasks
+
     def resume(self, process: Process) -> None:
         """Run what has come due while the process was stalled."""
         held, process.held = process.held, []
@@ -145,7 +149,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.clear()
         self._scheduled.clear()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
+        for task, _ in tasks:
             with suppress(RuntimeError):  # A coroutine may wait in a `finally` block.
                 if not task.done():
                     task.get_coro().close()  # type: ignore[union-attr]

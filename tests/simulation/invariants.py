@@ -1,0 +1,125 @@
+"""The promises of PROTOCOL.md, checked while a simulation runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from node.swarm.consensus.commit import Committed
+from node.swarm.messages import voters
+from tests.simulation.node import SimulatedNode
+from tests.simulation.scenario import BOUND_S, QUIET_S, Fault, Scenario
+
+MOST_TASKS = 400
+"""Tasks of one node."""
+MOST_BEHIND = 1
+"""Rounds between the newest and the oldest head of the live nodes at the end."""
+COMMIT_S = 40.0
+"""A live quorum without faults commits within this time."""
+
+
+@dataclass
+class Adoption:
+    """An outcome of a round, and the honest nodes that have adopted it."""
+
+    head: str
+    parent: str
+    first_at_s: float
+    voters: frozenset[str]
+    nodes: list[int] = field(default_factory=list)
+
+
+class Invariants:
+    """Judges a run. Violations are appended to a list."""
+
+    def __init__(self, nodes: Sequence[SimulatedNode], clock: Callable[[], float], violations: list[str]) -> None:
+        self._nodes, self._clock, self._violations = nodes, clock, violations
+        self._by_parent: defaultdict[str, dict[str, Adoption]] = defaultdict(dict)
+        self._digests: dict[str, str] = {}
+        self._newest: dict[int, int] = {}
+        self._faults: list[Fault] = []
+        self._commits: list[float] = []
+        self.forks = 0
+
+    @property
+    def rounds(self) -> int:
+        return len(self._by_parent)
+
+    def happened(self, fault: Fault) -> None:
+        self._faults.append(fault)
+
+    def _violate(self, text: str) -> None:
+        self._violations.append(f"{self._clock():.2f} s: {text}")
+
+    def adopted(self, node: SimulatedNode, committed: Committed) -> None:
+        """An honest node has a new tip."""
+        tip = committed.tip
+        if self._digests.setdefault(tip.head, tip.digest) != tip.digest:
+            self._violate(f"n{node.number} has another state than the others at head {tip.head[:8]}")
+        assert tip.proof is not None
+        outcomes = self._by_parent[committed.outcome.plan.parent]
+        if tip.head not in outcomes:
+            ballots = frozenset(voters(tip.proof))
+            made = Adoption(tip.head, committed.outcome.plan.parent, self._clock(), ballots)
+            for other in outcomes.values():
+                self._forked(tip.round, other, made)
+            outcomes[tip.head] = made
+            self._commits.append(self._clock())
+        outcomes[tip.head].nodes.append(node.number)
+
+    def _forked(self, round_: int, first: Adoption, second: Adoption) -> None:
+        """A second outcome of one round. It is allowed only if too many voters for the first were out of reach."""
+        since_s, now_s = first.first_at_s - 3 * BOUND_S, self._clock()
+        away = {
+            fault.node
+            for fault in self._faults
+            if fault.kind in ("crash", "stall", "cut")
+            and fault.seconds > BOUND_S
+            and fault.at_s + fault.seconds > since_s
+            and fault.at_s < now_s
+        }
+        away |= {fault.other for fault in self._faults if fault.kind == "cut" and fault.node in away}
+        by_id = {node.peer_id: node.number for node in self._nodes}
+        here = [peer for peer in first.voters if by_id[peer] not in away]
+        if 2 * len(here) > len(first.voters) and not any(
+            fault.kind == "cut" and fault.seconds > BOUND_S and fault.at_s + fault.seconds > since_s and fault.at_s < now_s
+            for fault in self._faults
+        ):
+            names = ", ".join(f"n{by_id[peer]}" for peer in sorted(first.voters, key=lambda peer: by_id[peer]))
+            others = ", ".join(f"n{by_id[peer]}" for peer in sorted(second.voters, key=lambda peer: by_id[peer]))
+            self._violate(f"round {round_} has two outcomes: {names} voted for one, then {others} for another")
+        else:
+            self.forks += 1
+
+    def replayed(self, node: SimulatedNode, round_: int) -> None:
+        """A node has restarted and read its disk."""
+        before = self._newest.get(node.number, -1)
+        if round_ < before:
+            self._violate(f"n{node.number} had committed round {before}, and starts at round {round_}")
+
+    def announced(self, node: SimulatedNode, round_: int) -> None:
+        self._newest[node.number] = round_
+
+    def ended(self, scenario: Scenario) -> None:
+        """After a quiet time, all live nodes are on one chain, and it grows."""
+        live = [node for node in self._nodes if node.is_alive]
+        if len(live) < scenario.min_peers or not live:
+            return
+        tips = [node.chain.tip for node in live]
+        newest = max(tip.round for tip in tips)
+        for node, tip in zip(live, tips, strict=True):
+            if tip.round < newest - MOST_BEHIND:
+                self._violate(f"n{node.number} is at round {tip.round}, the others are at {newest}")
+        heads = {tip.head for tip in tips if tip.round == newest}
+        if len(heads) > 1:
+            self._violate(f"the live nodes are on {len(heads)} chains")
+        if not any(at_s > self._clock() - COMMIT_S for at_s in self._commits):
+            self._violate(f"no round in the last {COMMIT_S:.0f} s, at round {newest}")
+        for node in live:
+            tasks = sum(not task.done() and node.life is task_life for task, task_life in node.network.loop.tasks())
+            if tasks > MOST_TASKS:
+                self._violate(f"n{node.number} has {tasks} tasks")
+
+
+assert COMMIT_S < QUIET_S

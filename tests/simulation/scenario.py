@@ -1,0 +1,103 @@
+"""What happens in one simulated run: nodes, lines and faults, drawn from a seed. A scenario is data and can be shrunk."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from tests.simulation.network import Line
+
+BOUND_S = 5.0
+"""The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
+record needs a few seconds to reach all)."""
+QUIET_S = 45.0
+"""At the end of each run nothing fails for this long, and the swarm must be whole again."""
+FOREVER_S = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens to a node at a virtual time."""
+
+    at_s: float
+    kind: str
+    """`crash`, `stall`, `cut` (one way, from node to other), `clock` (the clock is set back at the next start), `slow`
+    (the disk)."""
+    node: int
+    seconds: float
+    other: int = -1
+
+    def __str__(self) -> str:
+        towards = f" to n{self.other}" if self.other >= 0 else ""
+        seconds = "for good" if self.seconds >= FOREVER_S else f"for {self.seconds:.1f} s"
+        return f"{self.at_s:6.2f} s: {self.kind} n{self.node}{towards} {seconds}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    step_s: tuple[float, ...]
+    """Seconds per inner step of each node."""
+    lines: tuple[Line, ...]
+    faults: tuple[Fault, ...]
+    length_s: float
+    min_peers: int
+    quorum_ratio: float
+    policy: str
+    disk_s: float
+    """Longest delay of the disk."""
+    join_at_s: tuple[float, ...]
+    hostile: str = ""
+    """What the last node does to the others; empty: nothing."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.step_s)
+
+    def without_fault(self, place: int) -> Scenario:
+        return replace(self, faults=self.faults[:place] + self.faults[place + 1 :])
+
+    def describe(self) -> str:
+        speeds = ", ".join(f"n{i} {1 / step_s:.1f} steps/s" for i, step_s in enumerate(self.step_s))
+        lines = ", ".join(f"n{i} {1000 * line.latency_s:.0f}+{1000 * line.jitter_s:.0f} ms" for i, line in enumerate(self.lines))
+        head = f"seed {self.seed}: {self.nodes} nodes, min_peers {self.min_peers}, {self.policy}, {self.length_s:.0f} s"
+        return "\n".join((head, speeds, lines, *map(str, self.faults)))
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    nodes = rng.randint(3, 9)
+    stormy_s = rng.choice((10.0, 20.0, 40.0))
+    break_ratio = rng.choice((0.0, 0.0, 0.01, 0.05))
+    lines = tuple(_line(rng, break_ratio) for _ in range(nodes))
+    step_s = tuple(rng.choice((0.1, 0.2, 0.4)) for _ in range(nodes))
+    faults = [_fault(rng, nodes, stormy_s) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    joins = (0.0, *(rng.choice((0.5, 0.5, 0.5, 0.5 + rng.uniform(0, stormy_s))) for _ in range(nodes - 1)))
+    return Scenario(
+        seed=seed,
+        step_s=step_s,
+        lines=lines,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        length_s=stormy_s + QUIET_S,
+        min_peers=rng.choice((1, 1, 2, 3)),
+        quorum_ratio=rng.choice((0.5, 0.75)),
+        policy=rng.choice(("time", "time", "steps")),
+        disk_s=rng.choice((0.001, 0.02, 0.5)),
+        join_at_s=joins,
+    )
+
+
+def _line(rng: random.Random, break_ratio: float) -> Line:
+    jitter_s = rng.choice((0.0, 0.01, 0.05, 0.3))
+    return Line(latency_s=rng.choice((0.001, 0.01, 0.05, 0.1)), jitter_s=jitter_s, break_ratio=break_ratio)
+
+
+def _fault(rng: random.Random, nodes: int, stormy_s: float) -> Fault:
+    kind = rng.choice(("crash", "crash", "crash", "stall", "cut", "clock"))
+    short = rng.uniform(0.1, 0.8 * BOUND_S)
+    seconds = rng.choice((short, short, rng.uniform(BOUND_S, 15.0)))
+    if kind == "crash" and rng.random() < 0.2:
+        seconds = FOREVER_S
+    node, other = rng.sample(range(nodes), 2)
+    return Fault(rng.uniform(1.0, stormy_s), kind, node, seconds, other if kind == "cut" else -1)
