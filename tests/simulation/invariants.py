@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import voters
 from tests.simulation.node import SimulatedNode
-from tests.simulation.scenario import BOUND_S, QUIET_S, Fault, Scenario
+from tests.simulation.scenario import BOUND_S, FOREVER_S, QUIET_S, Fault, Scenario
 
 MOST_TASKS = 400
 """Tasks of one node."""
-MOST_BEHIND = 1
-"""Rounds between the newest and the oldest head of the live nodes at the end."""
 COMMIT_S = 40.0
 """A live quorum without faults commits within this time."""
 
@@ -101,21 +99,31 @@ class Invariants:
     def announced(self, node: SimulatedNode, round_: int) -> None:
         self._newest[node.number] = round_
 
+    @property
+    def _over_at_s(self) -> float:
+        """When the last fault was over."""
+        ends = [fault.at_s + (fault.seconds if fault.seconds < FOREVER_S else 0.0) for fault in self._faults]
+        return max(ends, default=0.0)
+
+    def is_whole(self) -> bool:
+        """Whether all nodes have come back after the last fault, and have committed a round together."""
+        if self._clock() < self._over_at_s or not self._commits or self._commits[-1] < self._over_at_s:
+            return False
+        live = [node for node in self._nodes if node.is_alive]
+        return all(node.is_training for node in live) and len({node.chain.tip.head for node in live}) == 1
+
     def ended(self, scenario: Scenario) -> None:
         """After a quiet time, all live nodes are on one chain, and it grows."""
         live = [node for node in self._nodes if node.is_alive]
-        if len(live) < scenario.min_peers or not live:
+        if len(live) < scenario.min_peers or not live or self.is_whole():
             return
-        tips = [node.chain.tip for node in live]
-        newest = max(tip.round for tip in tips)
-        for node, tip in zip(live, tips, strict=True):
-            if tip.round < newest - MOST_BEHIND:
-                self._violate(f"n{node.number} is at round {tip.round}, the others are at {newest}")
-        heads = {tip.head for tip in tips if tip.round == newest}
-        if len(heads) > 1:
-            self._violate(f"the live nodes are on {len(heads)} chains")
+        tips = [node.chain.tip for node in live if node.is_training]
+        newest = max((tip.round for tip in tips), default=-1)
+        rounds = ", ".join(f"n{node.number} {node.chain.tip.round} {node.chain.tip.head[:6]}" for node in live)
         if not any(at_s > self._clock() - COMMIT_S for at_s in self._commits):
-            self._violate(f"no round in the last {COMMIT_S:.0f} s, at round {newest}")
+            self._violate(f"no round in the last {COMMIT_S:.0f} s, at round {newest}: {rounds}")
+        else:
+            self._violate(f"the live nodes do not come together: {rounds}")
         for node in live:
             tasks = sum(not task.done() and node.life is task_life for task, task_life in node.network.loop.tasks())
             if tasks > MOST_TASKS:

@@ -99,6 +99,8 @@ class Network:
         self._digest = hashlib.blake2b()
         self.trace: deque[Sent] | None = deque(maxlen=200_000) if keep_trace else None
         self.names: dict[str, str] = {}
+        self.watch: Callable[[str, str, str], None] = lambda _sender, _receiver, _text: None
+        """Called for each message before it is sent."""
 
     def rng(self, peer_id: str) -> random.Random:
         """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
@@ -160,6 +162,7 @@ class Network:
             self._digest.update(blob)
         if self.trace is not None:
             self.trace.append(Sent(self.loop.time(), sender, receiver, text))
+        self.watch(sender, receiver, text)
 
     @property
     def digest(self) -> str:

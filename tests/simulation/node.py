@@ -111,6 +111,10 @@ class SimulatedNode:
         return not self.life.is_dead
 
     @property
+    def is_training(self) -> bool:
+        return self.is_alive and hasattr(self, "peer_table") and self.peer_table.me.phase == Phase.TRAINING
+
+    @property
     def is_stalled(self) -> bool:
         return self.life.stalled_until_s > self.network.loop.time()
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +24,9 @@ from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.membership.timings import MemberTimings
 from tests.simulation.invariants import Invariants
 from tests.simulation.keys import simulated_identity, simulated_keys
-from tests.simulation.network import Life, Network, Sent
+from tests.simulation.network import NOBODYS, Life, Network, Sent
 from tests.simulation.node import Habits, SimulatedNode
-from tests.simulation.scenario import FOREVER_S, Fault, Scenario
+from tests.simulation.scenario import FOREVER_S, QUIET_S, Fault, Scenario
 from tests.simulation.virtual_loop import PROCESS, Deadlock, TooManyEvents, VirtualLoop
 
 PARAMETERS, CHUNKS = 16, 4
@@ -72,6 +72,7 @@ class World:
         start = genesis(torch.linspace(-1, 1, PARAMETERS))
         tip = make_tip(start, self.rules.run, None, self.rules.outer, {}, 0.0)
         self.nodes: list[SimulatedNode] = []
+        self._armed: list[Fault] = []
         for number, (step_s, line) in enumerate(zip(scenario.step_s, scenario.lines, strict=True)):
             identity = simulated_identity(number)
             self.network.lines[identity.peer_id], self.network.names[identity.peer_id] = line, f"n{number}"
@@ -90,6 +91,7 @@ class World:
             self.nodes.append(node)
         for node in self.nodes:
             node.peers = [other.peer_id for other in self.nodes if other is not node]
+        self._numbers = {node.peer_id: node.number for node in self.nodes}
         self.invariants = Invariants(self.nodes, self.loop.time, self.report.violations)
         for node in self.nodes:
             node.on_replayed = self.invariants.replayed
@@ -102,9 +104,26 @@ class World:
         for node, at_s in zip(self.nodes, self.scenario.join_at_s, strict=True):
             self.loop.call_later(at_s, self._start, node)
         for fault in self.scenario.faults:
-            self.loop.call_at(fault.at_s, self._cause, fault)
-        await asyncio.sleep(self.scenario.length_s)
+            self.loop.call_at(fault.at_s, self._arm if fault.verb else self._cause, fault)
+        self.network.watch = self._strike
+        await asyncio.sleep(self.scenario.length_s - QUIET_S)
+        self._armed.clear()
+        while self.loop.time() < self.scenario.length_s and not self.invariants.is_whole():
+            await asyncio.sleep(1.0)
         self.invariants.ended(self.scenario)
+
+    def _arm(self, fault: Fault) -> None:
+        self._armed.append(fault)
+
+    def _strike(self, sender: str, receiver: str, text: str) -> None:
+        """Cause the faults that wait for this message."""
+        for fault in [fault for fault in self._armed if fault.verb == text]:
+            self._armed.remove(fault)
+            numbers = [self._numbers[sender], self._numbers[receiver]]
+            node, other = numbers if fault.node == 0 else reversed(numbers)
+            struck = replace(fault, at_s=self.loop.time(), node=node, other=other if fault.kind == "cut" else -1, verb="")
+            # The fault hits after the message, which is on its way.
+            self.loop.call_soon(self._cause, struck, context=NOBODYS)
 
     def _start(self, node: SimulatedNode) -> None:
         if not node.is_alive:
