@@ -15,6 +15,10 @@ from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
 
+SHOWN = 10
+"""Failed seeds that are printed."""
+
+
 @dataclass
 class Totals:
     """Sums over all seeds."""
@@ -59,7 +63,7 @@ def main() -> int:
     with ProcessPoolExecutor(options.jobs) as pool:
         for report in pool.map(run_seed, seeds, chunksize=8):
             totals.add(report)
-            if report.violations:
+            if report.violations and len(totals.failed) <= SHOWN:
                 print(f"seed {report.seed}: {report.violations[0]}", flush=True)
     took_s = time.perf_counter() - began_s
     show(totals, took_s, options.jobs)

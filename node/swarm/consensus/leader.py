@@ -93,7 +93,7 @@ class Leader:
                 live=self._waitable(attempt, now_s),
                 last_weights=tip.last_weights,
                 joined=attempt.joins.keys(),
-                all_live=self._ctx.all_live(),
+                all_live=self._ctx.peer_table.present(),
                 is_overdue=self._ctx.is_overdue,
                 opened_at_s=opened_at_s,
                 quorum_at_s=quorum_at_s,
@@ -355,7 +355,7 @@ class Leader:
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
         """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""
         last = self._ctx.chain.tip.last_weights
-        quorum = is_quorum(accepts, last, self._ctx.all_live(), is_overdue=self._ctx.is_overdue)
+        quorum = is_quorum(accepts, last, self._ctx.peer_table.present(), is_overdue=self._ctx.is_overdue)
         return _is_majority(accepts, group) and quorum
 
     def _let_go(self, calls: Iterable[asyncio.Task[Any]]) -> None:

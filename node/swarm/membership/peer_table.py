@@ -35,6 +35,7 @@ SHORT_ID = 16
 """Last characters of a peer id that identify it in `wanted_numbers`: 93 bits, so a collision cannot be made."""
 MAX_VIA = 3
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
+GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
 """Phases in which a peer takes part in rounds."""
 RELAYING = "relaying"  # Shown for a relay in place of a phase
 PURPOSE = "diloco peer record"
@@ -234,7 +235,7 @@ class PeerTable:
         self.changed.set()
 
     def _is_live(self, entry: _Entry) -> bool:
-        if entry.record.phase in (Phase.STOPPED, Phase.LEAVING, Phase.ERROR) or entry.suspected_at_s is not None:
+        if entry.record.phase in GONE_PHASES or entry.suspected_at_s is not None:
             return False
         if self._clock() < self._evicted_until_s.get(entry.record.peer_id, 0.0):
             return False
@@ -273,6 +274,22 @@ class PeerTable:
     def members(self) -> list[PeerRecord]:
         """The live peers that take part in rounds, by peer id."""
         return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
+
+    def present(self) -> set[str]:
+        """Peers that a quorum counts as living: heard of within `dead_s`, and not gone on purpose.
+
+        A failed call does not end this, nor does a restart: a process that returns within seconds knows what it has
+        accepted or committed, so the others must not go on without it.
+        """
+        now_s, away = self._clock(), (Phase.PAUSED, *GONE_PHASES)
+        others = {
+            peer_id
+            for peer_id, entry in self._entries.items()
+            if entry.record.phase not in away
+            and now_s - entry.heard_at_s < self.timings.dead_s
+            and now_s >= self._evicted_until_s.get(peer_id, 0.0)
+        }
+        return others | {self.me.peer_id}
 
     def is_member(self, peer_id: str) -> bool:
         record = self.find(peer_id)
