@@ -485,7 +485,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         addresses=tuple((await wire.addresses())[:MAX_ADDRESSES]),
     )
     clock = SuspendClock(asyncio.get_running_loop().time)
-    member = SwarmMember(options, wire, PeerTable(identity, record, clock, clock.just_resumed))
+    member = SwarmMember(options, wire, PeerTable(identity, record, clock))
     member.listening = reserved
     member.run(
         member.gossip.run(),

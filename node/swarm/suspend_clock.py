@@ -21,6 +21,8 @@ class SuspendClock:
         self._read_at_s = clock()
         self._suspended_s = 0.0
         self._resumed_at_s: float | None = None
+        self.suspensions = 0
+        """How often this process has been suspended."""
 
     def __call__(self) -> float:
         now_s = self._clock()
@@ -29,6 +31,7 @@ class SuspendClock:
         if gap_s > SUSPENDED_S:
             self._suspended_s += gap_s
             self._resumed_at_s = now_s
+            self.suspensions += 1
         return now_s - self._suspended_s
 
     def just_resumed(self) -> bool:

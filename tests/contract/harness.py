@@ -234,7 +234,7 @@ class Node:
         record = PeerRecord(peer_id=self.peer_id, number=0, run=rules.run, head=tip.head, phase=Phase.TRAINING)
         loop = asyncio.get_running_loop()
         clock = SuspendClock(loop.time)
-        self.peer_table = PeerTable(self.host.identity, record, clock, clock.just_resumed, timings)
+        self.peer_table = PeerTable(self.host.identity, record, clock, timings)
         wire.routes = self.peer_table
         self.peer_table.update_own(round=tip.round, state_digest=tip.digest, swarm_tokens=tip.state.tokens)
         self.gossip = Gossip(wire, self.peer_table, random.Random(self.peer_id))

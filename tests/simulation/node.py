@@ -142,7 +142,7 @@ class SimulatedNode:
         record = PeerRecord(peer_id=self.peer_id, number=max(0, number), run=rules.run, head=rules.run)
         record = record.model_copy(update={"phase": Phase.CONNECTING})
         clock = SuspendClock(loop.time)
-        self.peer_table = PeerTable(self.identity, record, clock, clock.just_resumed, self.timings)
+        self.peer_table = PeerTable(self.identity, record, clock, self.timings)
         wire.routes = self.peer_table
         self.gossip = Gossip(wire, self.peer_table, rng)
         tasks = [asyncio.ensure_future(self._dial()), asyncio.ensure_future(self.gossip.run())]

@@ -62,6 +62,8 @@ class Committer:
         """(signer, attempt) to the outcome that it signed for this round. A second outcome evicts the signer."""
         self._mean: tuple[str, Tensor] | None = None
         """The newest mean that was decoded and found within its bound, by the root of its hashes."""
+        self._present_since: int | None = None
+        """Suspensions of this process at its last round; None before it has offered a contribution to a whole round."""
 
     @property
     def transfer_s(self) -> float:
@@ -192,9 +194,15 @@ class Committer:
         if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
             return True
         tip = self._ctx.chain.tip
-        members = self._ctx.peer_table.members()
-        stands = {r.peer_id: r.head == tip.head or r.round < tip.round for r in members}
+        stands = {r.peer_id: r.head == tip.head or r.round < tip.round for r in self._ctx.peer_table.members()}
+        if self._was_away:
+            stands.pop(self._ctx.me, None)
         return supported(voters(proof), tip.last_weights, stands)
+
+    @property
+    def _was_away(self) -> bool:
+        """Whether this process has started or stood still since its last round, so that others may have gone on."""
+        return self._present_since != self._ctx.peer_table.suspensions
 
     async def mean_of(
         self, outcome: RoundOutcome, included: Mapping[str, Join], hashes: Sequence[bytes]
@@ -231,6 +239,8 @@ class Committer:
         ctx.chain.advance(tip, parent, proof)
         self._say_tip(tip)
         attempts = self._start_next_round()
+        if offered:
+            self._present_since = ctx.peer_table.suspensions
         stage_s = self._stages.finish()
         # In overlapped runs, `committed_at_s` is when the leader offered its contribution.
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
@@ -244,6 +254,7 @@ class Committer:
     def restart_at(self, tip: Tip) -> None:
         """Continue from a downloaded state."""
         self._ctx.chain.replace(tip)
+        self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))
             attempt.stop()

@@ -21,6 +21,7 @@ from node.errors import PeerError
 from node.status import PeerRow, Phase
 from node.swarm.identity import Identity, verify
 from node.swarm.membership.timings import MemberTimings
+from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Gone, cancel_if_gone, printable
 
 logger = logging.getLogger(__name__)
@@ -118,19 +119,26 @@ class PeerTable:
         self,
         identity: Identity,
         record: PeerRecord,
-        clock: Callable[[], float],
-        just_resumed: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] | SuspendClock,
         timings: MemberTimings = TIMINGS,
     ) -> None:
-        """`clock`: monotonic seconds. `just_resumed`: after a suspend, failed calls prove nothing."""
+        """`clock`: monotonic seconds. A SuspendClock says when failed calls prove nothing."""
         self.identity = identity
-        self.just_resumed = just_resumed
         self.timings = timings
         self.me = record
         self.changed = asyncio.Event()
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._evicted_until_s: dict[str, float] = {}
+
+    def just_resumed(self) -> bool:
+        """Whether this process ran again after a suspension within the last seconds."""
+        return isinstance(self._clock, SuspendClock) and self._clock.just_resumed()
+
+    @property
+    def suspensions(self) -> int:
+        """How often this process has been suspended."""
+        return self._clock.suspensions if isinstance(self._clock, SuspendClock) else 0
 
     # this node's record
 
