@@ -246,7 +246,7 @@ class Worker:
             record = make_dropped_record(cause)
             logger.warning("Round %d: %s", record.round, record.reason)
             self._reporter.tell_round(record)
-        tip = self._entry.download(session.swarm, session.manifest, session.rules, cause.avoid)
+        tip = self._entry.download(session.swarm, session.manifest, session.rules, cause)
         session.store.put_aside()  # A restart must not resume from the old chain.
         session.swarm.restart_at(tip)
         return replace(session, tip=tip, checkpoint=None)

@@ -9,8 +9,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from node import __version__
@@ -27,6 +28,7 @@ from node.swarm.faults import faults_from
 from node.swarm.identity import load_identity
 from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
+from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import verified_tip
 from node.swarm.transport.p2pd import DaemonOptions
@@ -246,9 +248,13 @@ class RunEntry:
         self._faults.meet("load", -1)
         return self._store.newest(repair=True)
 
-    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, avoid: Collection[str] = ()) -> Tip:
-        """Download the state, except those to `avoid`. Retries until a peer serves one."""
-        target = Target(manifest.parameters, manifest.initial_digest, frozenset(avoid))
+    def download(
+        self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause | None = None
+    ) -> Tip:
+        """Download the state, because of `cause` if this node has one already. Retries until a peer serves one."""
+        target = Target(manifest.parameters, manifest.initial_digest)
+        if cause is not None:
+            target = replace(target, avoid=cause.avoid, own_tokens=cause.own_tokens)
         progress_ratio, logged = 0.0, ""
 
         def set_progress(ratio: float) -> None:

@@ -72,7 +72,7 @@ class Invariants:
         away = {
             fault.node
             for fault in self._faults
-            if fault.kind in ("crash", "stall", "cut")
+            if fault.kind in ("crash", "stall", "cut", "blackout")
             and fault.seconds > BOUND_S
             and fault.at_s + fault.seconds > since_s
             and fault.at_s < now_s

@@ -99,8 +99,8 @@ class Network:
         self._digest = hashlib.blake2b()
         self.trace: deque[Sent] | None = deque(maxlen=200_000) if keep_trace else None
         self.names: dict[str, str] = {}
-        self.watch: Callable[[str, str, str], None] = lambda _sender, _receiver, _text: None
-        """Called for each message before it is sent."""
+        self.watch: Callable[[str, str, str], float] = lambda _sender, _receiver, _text: 0.0
+        """Called for each message before it is sent. Returns seconds by which the message is late."""
 
     def rng(self, peer_id: str) -> random.Random:
         """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
@@ -154,7 +154,8 @@ class Network:
             self._free_at_s[receiver, "down"] = at_s
         return at_s - now_s
 
-    def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> None:
+    def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> float:
+        """Add a message to the trace. Returns seconds by which it is late."""
         self.messages += 1
         self._digest.update(f"{self.loop.time():.9f} {sender} {receiver} {text}".encode())
         self._digest.update(data)
@@ -162,7 +163,7 @@ class Network:
             self._digest.update(blob)
         if self.trace is not None:
             self.trace.append(Sent(self.loop.time(), sender, receiver, text))
-        self.watch(sender, receiver, text)
+        return self.watch(sender, receiver, text)
 
     @property
     def digest(self) -> str:
@@ -217,14 +218,14 @@ class SimulatedWire:
         unreachable = PeerError(f"peer {peer_id[-6:]} is not reachable", code="unreachable")
         if peer_id not in network.lines:
             raise unreachable
-        network.record(me, peer_id, verb, request, blobs)
+        late_s = network.record(me, peer_id, verb, request, blobs)
         if network.is_cut(me, peer_id) or network.is_cut(peer_id, me):
             await asyncio.sleep(DIAL_S)
             raise unreachable
         breaks = max(network.lines[me].break_ratio, network.lines[peer_id].break_ratio)
         fate = network.rng(me).random() if breaks else 1.0
         size = len(request) + sum(map(len, blobs))
-        delay_s = network.delay_s(me, peer_id, size)
+        delay_s = network.delay_s(me, peer_id, size) + late_s
         if fate < breaks / 2 or network.wire_of(peer_id) is None:
             await asyncio.sleep(delay_s)
             raise unreachable
@@ -257,10 +258,11 @@ class SimulatedWire:
             error = exc
         self.life.waiting.discard(call)
         data = pack_header("", reply)
-        network.record(self.peer_id, caller, f"{verb} {error.code}" if error else f"{verb} ok", data, reply.blobs)
+        text = f"{verb} {error.code}" if error else f"{verb} ok"
+        late_s = network.record(self.peer_id, caller, text, data, reply.blobs)
         if network.is_cut(self.peer_id, caller):
             return
-        delay_s = network.delay_s(self.peer_id, caller, len(data) + reply.blob_bytes)
+        delay_s = network.delay_s(self.peer_id, caller, len(data) + reply.blob_bytes) + late_s
         if breaks_reply:
             error = PeerError(f"peer {self.peer_id[-6:]} reset the connection", code="unreachable")
 

@@ -27,6 +27,7 @@ from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
+from node.swarm.state_sync.partial_download import remove_partial_downloads
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
@@ -249,7 +250,7 @@ class SimulatedNode:
 
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.SYNCING)
-        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid)
+        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
         try:
             tip = await self._downloader.run(target, lambda _share: None)
         except (TransferFailed, SwarmError):
@@ -259,6 +260,7 @@ class SimulatedNode:
             self._lost = None
             self.peer_table.update_own(phase=Phase.TRAINING)
         self.downloads += 1
+        remove_partial_downloads(self.disk.folder)
         self.participant.restart_at(replace(tip, anchor_at_s=asyncio.get_running_loop().time()))
         self.disk.checkpoints = []
         self.disk.save(self.chain.tip)

@@ -115,15 +115,21 @@ class World:
     def _arm(self, fault: Fault) -> None:
         self._armed.append(fault)
 
-    def _strike(self, sender: str, receiver: str, text: str) -> None:
-        """Cause the faults that wait for this message."""
+    def _strike(self, sender: str, receiver: str, text: str) -> float:
+        """Cause the faults that wait for this message. Returns seconds by which the message is late."""
+        late_s = 0.0
         for fault in [fault for fault in self._armed if fault.verb == text]:
             self._armed.remove(fault)
+            if fault.kind == "delay":
+                late_s += fault.seconds
+                self.report.faults["delay"] += 1
+                continue
             numbers = [self._numbers[sender], self._numbers[receiver]]
             node, other = numbers if fault.node == 0 else reversed(numbers)
             struck = replace(fault, at_s=self.loop.time(), node=node, other=other if fault.kind == "cut" else -1, verb="")
             # The fault hits after the message, which is on its way.
             self.loop.call_soon(self._cause, struck, context=NOBODYS)
+        return late_s
 
     def _start(self, node: SimulatedNode) -> None:
         if not node.is_alive:
@@ -131,7 +137,12 @@ class World:
 
     def _cause(self, fault: Fault) -> None:
         node = self.nodes[fault.node]
-        if fault.kind == "cut":
+        if fault.kind == "blackout":
+            for place, one in enumerate(self.nodes):
+                if one.is_alive:
+                    one.crash()
+                    self.loop.call_later(fault.seconds * (1 + place % 3), self._start, one)
+        elif fault.kind == "cut":
             pair = (node.peer_id, self.nodes[fault.other].peer_id)
             self.network.cut(*pair)
             self.loop.call_later(fault.seconds, self.network.heal, *pair)

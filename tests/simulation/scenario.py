@@ -24,7 +24,7 @@ class Fault:
 
     at_s: float
     kind: str
-    """`delay` (one message), `crash`, `stall`, `cut` (one way, from node to other), `clock` (the clock is set back at the next start), `slow`
+    """`delay` (one message), `blackout` (all nodes), `crash`, `stall`, `cut` (one way, from node to other), `clock` (the clock is set back at the next start), `slow`
     (the disk)."""
     node: int
     seconds: float
@@ -76,12 +76,12 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(seed)
-    nodes = rng.randint(3, 9)
+    nodes = rng.choice((3, 3, 4, 5, 6, 7, 9))
     stormy_s = rng.choice((10.0, 20.0, 40.0))
     break_ratio = rng.choice((0.0, 0.0, 0.0, 0.002))
     lines = tuple(_line(rng, break_ratio) for _ in range(nodes))
     step_s = tuple(rng.choice((0.1, 0.2, 0.4)) for _ in range(nodes))
-    faults = [_fault(rng, nodes, stormy_s) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))]
+    faults = [_fault(rng, nodes, stormy_s) for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 8, 12)))]
     joins = (0.0, *(rng.choice((0.5, 0.5, 0.5, 0.5 + rng.uniform(0, stormy_s))) for _ in range(nodes - 1)))
     return Scenario(
         seed=seed,
@@ -103,10 +103,12 @@ def _line(rng: random.Random, break_ratio: float) -> Line:
 
 
 def _fault(rng: random.Random, nodes: int, stormy_s: float) -> Fault:
-    kind = rng.choice(("crash", "crash", "crash", "stall", "cut", "clock"))
+    kind = rng.choice(("crash", "crash", "crash", "stall", "cut", "delay", "delay", "clock"))
     short = rng.uniform(0.1, 0.8 * BOUND_S)
     seconds = rng.choice((short, short, rng.uniform(BOUND_S, 15.0)))
-    if kind != "clock" and rng.random() < 0.6:
+    if kind == "crash" and rng.random() < 0.05:
+        return Fault(rng.uniform(1.0, stormy_s), "blackout", 0, rng.uniform(0.1, 3.0))
+    if kind == "delay" or (kind != "clock" and rng.random() < 0.6):
         return Fault(rng.uniform(1.0, stormy_s), kind, rng.randint(0, 1), seconds, verb=rng.choice(VERBS))
     if kind == "crash" and rng.random() < 0.2:
         seconds = FOREVER_S

@@ -38,7 +38,9 @@ class ResyncCause:
     reason: str
     code: Literal["outvoted", "fork", "far_behind"]
     avoid: frozenset[str] = frozenset()
-    """Heads of this node's side of a fork, whose states must not be downloaded."""
+    """The digest of this node's state, and the heads of its side of a fork. These states must not be downloaded."""
+    own_tokens: int = -1
+    """Tokens of this node's state. A state with fewer must not be downloaded."""
     dropped: tuple[Link, ...] = ()
     """The rounds of this node's side of a fork."""
 
@@ -62,11 +64,18 @@ class CatchUp:
                     await self._ctx.behind.wait()
             self._ctx.behind.clear()
             if is_outvoted(self._peer_table.live(), self._ctx.chain.tip):
-                self._on_lost(ResyncCause("most others have another state after the same rounds", "outvoted"))
+                self._lose("most others have another state after the same rounds", "outvoted")
                 await asyncio.sleep(look_s)
             ahead = self._peers_ahead()
             if ahead and not await self.replay(ahead):
                 await asyncio.sleep(look_s)
+
+    def _lose(
+        self, reason: str, code: Literal["outvoted", "fork", "far_behind"], dropped: tuple[Link, ...] = ()
+    ) -> None:
+        tip = self._ctx.chain.tip
+        avoid = {tip.digest, *(link.head for link in dropped)}
+        self._on_lost(ResyncCause(reason, code, frozenset(avoid), tip.state.tokens, dropped))
 
     async def align(self) -> None:
         """Catch up once at the start. A peer at the same head states the age of the round."""
@@ -152,13 +161,13 @@ class CatchUp:
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
-            self._on_lost(ResyncCause("the others no longer keep the rounds after this node's", "far_behind"))
+            self._lose("the others no longer keep the rounds after this node's", "far_behind")
             return True
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
         if is_heavier(theirs, mine):
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's {weight(mine)}"
-            self._on_lost(ResyncCause(reason, "fork", frozenset(link.head for link in mine), mine))
+            self._lose(reason, "fork", mine)
             return True
         self._ballot.add_false_claim(record)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)

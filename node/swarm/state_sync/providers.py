@@ -77,6 +77,8 @@ class Target:
     """Digest of the initial state, from the manifest."""
     avoid: frozenset[str] = frozenset()
     """Heads and digests of states on a chain that lost."""
+    own_tokens: int = -1
+    """Tokens of the state that this node has; -1 if it has none. Older states are of no use, however many serve them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class ProviderSearch:
         found = await asyncio.gather(*(self._ask_state(peer, name, target) for peer, name in requests))
         states: dict[str, AvailableState] = {}
         for (peer, _), one in zip(requests, found, strict=True):
-            if one is not None and not {one.snapshot.head, one.snapshot.digest} & target.avoid:
+            if one is not None and _is_wanted(one.snapshot, target):
                 states.setdefault(one.snapshot.digest, one).servers.add(peer)
         await asyncio.gather(*(self._ask_vote(state, peer) for state in states.values() for peer in peers))
         for state in states.values():
@@ -190,6 +192,10 @@ class ProviderSearch:
         state.votes[peer] = digest if isinstance(digest, str) else ""
         if reply.header.get("serves") == state.snapshot.digest:
             state.servers.add(peer)
+
+
+def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
+    return snapshot.tokens >= target.own_tokens and not {snapshot.head, snapshot.digest} & target.avoid
 
 
 def read_snapshot(reply: Message, target: Target) -> Snapshot:
