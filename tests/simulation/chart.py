@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.simulation.run import World
 
-HIDDEN = ("gossip",)
+HIDDEN: tuple[str, ...] = ("gossip",)
 WIDTH = 9
 
 

@@ -19,7 +19,6 @@ from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Tip, next_tip
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
 from node.swarm.consensus.context import Context
-from node.swarm.consensus.quorum import supported
 from node.swarm.messages import Document, Join, Proof, RoundOutcome, check_proof, included_joins, split_hashes, voters
 from node.swarm.transport.wire import Message
 
@@ -189,15 +188,16 @@ class Committer:
             raise PeerError("a join names another length of the round")
 
     def _is_supported(self, proof: Proof) -> bool:
-        """Whether this node may adopt the proof (`quorum.supported`)."""
+        """Whether this node may adopt the proof (`Electorate.believes`)."""
         accepted = self._ballot.accepted
         if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
             return True
         tip = self._ctx.chain.tip
-        stands = {r.peer_id: r.head == tip.head or r.round < tip.round for r in self._ctx.peer_table.members()}
+        members = self._ctx.peer_table.members()
+        gone_on = {r.peer_id for r in members if r.head != tip.head and r.round >= tip.round}
         if self._was_away:
-            stands.pop(self._ctx.me, None)
-        return supported(voters(proof), tip.last_weights, stands)
+            gone_on.add(self._ctx.me)
+        return self._ctx.electorate().believes(voters(proof), gone_on)
 
     @property
     def _was_away(self) -> bool:

@@ -17,6 +17,7 @@ from node.swarm.chain.chain import Chain, OuterRule
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.consensus.leader_election import leader_of, slow_uplinks
+from node.swarm.consensus.quorum import Electorate
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.messages import Bounds, joins_of
 from node.swarm.transport.wire import Wire
@@ -133,8 +134,17 @@ class Context:
         """This node's uplink: the measured rate, within the volunteer's limit; 0 while neither is known."""
         return min((rate for rate in (self.uplink.bytes_s, self.wire.upload_limiter.bytes_s) if rate > 0), default=0.0)
 
-    def all_live(self) -> set[str]:
+    def live_members(self) -> set[str]:
         return {record.peer_id for record in self.peer_table.members()}
+
+    def electorate(self) -> Electorate:
+        """Who decides about the current round, as this node sees it."""
+        return Electorate(
+            contributors=frozenset(self.chain.tip.last_weights),
+            present=frozenset(self.peer_table.present()),
+            members=frozenset(self.live_members()),
+            is_overdue=self.is_overdue,
+        )
 
     def leader_at(self, number: int) -> str:
         """The leader of this attempt at the next round. All members with the same tip compute the same leader."""

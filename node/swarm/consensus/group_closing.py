@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from node.swarm.consensus.quorum import is_quorum
+from node.swarm.consensus.quorum import Electorate
 
 GRACE_RATIO = 0.1
 PATIENCE_RATIO = 3.0
@@ -63,10 +63,8 @@ class Gathering:
     """Tokens of the contributors to the last record; empty before the first."""
     joined: Collection[str]
     """Members that have joined this leader's attempt, whether or not the leader plans with them."""
-    all_live: Collection[str]
-    """All live members, whichever round they are in."""
-    is_overdue: bool
-    """Whether the round has lasted so long that dead contributors no longer count (`is_quorum`)."""
+    electorate: Electorate
+    """Who decides about this round."""
     opened_at_s: float
     """When the first member became ready."""
     quorum_at_s: float | None
@@ -92,7 +90,7 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
     if len(seen.ready) < rule.min_peers:
         return GroupVerdict(False, False, f"{count}; the run needs {rule.min_peers}.", "waiting_for_peers")
-    if not _holds_majority(seen):
+    if not seen.electorate.is_quorum(seen.joined):
         return GroupVerdict(
             False, False, f"{count}; more than half of the last round's members are needed.", "waiting_for_peers"
         )
@@ -126,10 +124,6 @@ def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[
         return frozenset()
     lately = {peer for members in recent[-LATELY:] for peer in members}
     return frozenset((lately | set(joined)) - set(recent[-1]) - set(recent[-2]))
-
-
-def _holds_majority(seen: Gathering) -> bool:
-    return is_quorum(seen.joined, seen.last_weights, seen.all_live, is_overdue=seen.is_overdue)
 
 
 def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:

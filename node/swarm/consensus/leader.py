@@ -19,7 +19,6 @@ from node.swarm.consensus.ballot import AcceptedOutcome, Attempt, Ballot
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
-from node.swarm.consensus.quorum import is_quorum
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
     HASH_BYTES,
@@ -93,8 +92,7 @@ class Leader:
                 live=self._waitable(attempt, now_s),
                 last_weights=tip.last_weights,
                 joined=attempt.joins.keys(),
-                all_live=self._ctx.peer_table.present(),
-                is_overdue=self._ctx.is_overdue,
+                electorate=self._ctx.electorate(),
                 opened_at_s=opened_at_s,
                 quorum_at_s=quorum_at_s,
                 round_s=tip.round_s,
@@ -302,7 +300,7 @@ class Leader:
         A member that joins after the group was closed belongs to the group once it has accepted, so its vote counts and
         its silence does not.
         """
-        group = set(attempt.joins) & self._ctx.all_live()
+        group = set(attempt.joins) & self._ctx.live_members()
         if len(group) < self._ctx.rules.closing.min_peers:
             raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
         proposal = self._ctx.hooks.damage("commit", [accepted.outcome.model_dump_json().encode()])
@@ -314,7 +312,7 @@ class Leader:
         until_s = self._ctx.clock() + timeout_s
         try:
             while self._ctx.clock() < until_s:
-                for peer in sorted((set(attempt.joins) & self._ctx.all_live()) - asked):
+                for peer in sorted((set(attempt.joins) & self._ctx.live_members()) - asked):
                     asked.add(peer)
                     calls.add(asyncio.create_task(self._propose(peer, message, timeout_s)))
                 for peer, vote in await _finished(calls):
@@ -354,9 +352,7 @@ class Leader:
 
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
         """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""
-        last = self._ctx.chain.tip.last_weights
-        quorum = is_quorum(accepts, last, self._ctx.peer_table.present(), is_overdue=self._ctx.is_overdue)
-        return _is_majority(accepts, group) and quorum
+        return _is_majority(accepts, group) and self._ctx.electorate().is_quorum(accepts)
 
     def _let_go(self, calls: Iterable[asyncio.Task[Any]]) -> None:
         """Keep the proposals to the slow minority running without waiting for them."""

@@ -1,44 +1,59 @@
-"""The quorums of a round, as pure functions of the last record and the peer table (PROTOCOL.md, Quorums)."""
+"""The quorum of a round: the one rule by which a group closes, an outcome is committed, and a certificate is believed.
+
+See PROTOCOL.md, Quorum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import dataclass
 
 
-def is_quorum(members: Collection[str], last: Collection[str], all_live: Collection[str], *, is_overdue: bool) -> bool:
-    """Whether these members are a quorum of the contributors to the last record. Groups and votes both need a quorum.
+@dataclass(frozen=True, slots=True)
+class Electorate:
+    """The peers that decide about a round, as one node sees them."""
 
-    A quorum is more than half of all contributors, dead or alive, or all live contributors. Any two quorums share a
-    member, which knows what it has accepted (Lamport, "Paxos Made Simple", 2001). This holds as long as no leader
-    believes that half of the contributors are dead while they live.
+    contributors: frozenset[str]
+    """Contributors to the last record, dead or alive; empty before the first."""
+    present: frozenset[str]
+    """Peers that count as living (`PeerTable.present`)."""
+    members: frozenset[str]
+    """Live members. They decide where no contributor is left."""
+    is_overdue: bool = False
+    """Whether the round has lasted so long that a living contributor that takes no part no longer counts."""
 
-    Once the round is overdue, more than half of the live contributors are enough. Otherwise one live member that takes
-    no part would stop the others after half of them have left.
+    @property
+    def living(self) -> frozenset[str]:
+        """The living contributors, or all members if there is none."""
+        return self.contributors & self.present or self.members
 
-    Args:
-        last: contributors to the last record; empty before the first, when any members are a quorum.
-        all_live: live members, including those in a later round, which can join no other group.
-    """
-    alive = set(last).intersection(all_live)
-    present = len(alive.intersection(members))
-    if 2 * len(set(last).intersection(members)) > len(last) or present == len(alive):
-        return True
-    return is_overdue and 2 * present > len(alive)
+    def is_quorum(self, votes: Collection[str]) -> bool:
+        """Whether these peers are a quorum.
 
+        A quorum is more than half of all contributors, dead or alive, or else all living ones. Any two quorums share a
+        living member, which knows what it has accepted (Lamport, "Paxos Made Simple", 2001). This holds as long as no
+        node believes that a contributor is dead while it lives.
 
-def supported(votes: Collection[str], last: Collection[str], stands: Mapping[str, bool]) -> bool:
-    """Whether a node that did not vote may adopt a committed outcome.
+        Without contributors, a quorum is more than half of the members. Once the round is overdue, more than half of
+        the living ones are enough: otherwise one living contributor that takes no part would stop the others after
+        half of them have left.
+        """
+        agreeing = self.living.intersection(votes)
+        if 2 * len(self.contributors.intersection(votes)) > len(self.contributors) or agreeing == self.living:
+            return True
+        return (self.is_overdue or not self.contributors & self.present) and 2 * len(agreeing) > len(self.living)
 
-    The votes of more than half of all contributors to the last record are enough, and so are those of more than half of
-    the live contributors. Without either, the outcome is refused while more than half of the live contributors are
-    still at this node's head, because they would know of it. A survivor that went on alone is thus believed.
+    def believes(self, votes: Collection[str], gone_on: Collection[str]) -> bool:
+        """Whether a node that did not vote may adopt a certificate with these votes.
 
-    Args:
-        stands: live members, and whether they are still at this node's head.
-    """
-    if 2 * sum(peer in votes for peer in last) > len(last):
-        return True
-    all_live = [peer for peer in last if peer in stands]
-    if 2 * sum(peer in votes for peer in all_live) > len(all_live):
-        return True
-    return 2 * sum(stands[peer] for peer in all_live) <= len(all_live)
+        A forged one has the votes of a few. The others would still be at this node's head then. So the votes of more
+        than half of all contributors are enough, or of the living ones; or half of the living ones must have gone on.
+        Without living contributors any votes are enough.
+
+        Args:
+            gone_on: living peers that are no longer at this node's head. A node that was away counts itself.
+        """
+        if 2 * len(self.contributors.intersection(votes)) > len(self.contributors):
+            return True
+        living = self.contributors & self.present
+        return 2 * len(living.intersection(votes)) > len(living) or 2 * len(living.intersection(gone_on)) >= len(living)
