@@ -134,6 +134,29 @@ class Proof(Content):
     """The chunk hashes behind `results`, hex, concatenated."""
 
 
+class AcceptedOutcome(Content):
+    """An outcome that a member has accepted and holds all chunks of. It may not be committed."""
+
+    kind_name = "accepted outcome"
+    attempt: int = Field(ge=0, lt=2**31)
+    outcome: Document
+    hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
+    """As in `Proof`."""
+    vote: str = ""
+    """The member's signature; empty for an outcome that its leader has just made."""
+
+
+class SavedBallot(Content):
+    """What a member must not forget in a crash: its highest attempt at the round after `parent`, and its vote."""
+
+    kind_name = "ballot"
+    parent: Hex64
+    number: int = Field(ge=0)
+    accepted: AcceptedOutcome | None = None
+    sizes: tuple[int, ...] = ()
+    """Bytes of each chunk of the accepted outcome."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Limits from the manifest for every document of the run."""

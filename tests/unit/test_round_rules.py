@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -17,10 +17,14 @@ from node.swarm.allreduce.chunk_assignment import FASTEST_BYTES_S, capacities, c
 from node.swarm.consensus.depositary import depositaries
 from node.swarm.consensus.group_closing import WAITING_CODES, ClosingRule, Gathering, GroupVerdict, judge, left_out
 from node.swarm.consensus.leader_election import leader_of, leader_order, slow_uplinks
-from node.swarm.consensus.quorum import is_quorum, supported
+from node.swarm.consensus.quorum import Electorate
 
 TIME = ClosingRule("time", min_peers=2, quorum_ratio=0.5)
 STEPS = ClosingRule("steps", min_peers=2, quorum_ratio=0.5)
+
+
+def electorate(last: Iterable[str], live: Iterable[str], *, is_overdue: bool = False) -> Electorate:
+    return Electorate(frozenset(last), frozenset(live), frozenset(live), is_overdue)
 
 
 def at(
@@ -45,8 +49,7 @@ def at(
         live=list(live),
         last_weights=last or {},
         joined=ready,
-        all_live=live + elsewhere,
-        is_overdue=is_overdue,
+        electorate=electorate(last or {}, live + elsewhere, is_overdue=is_overdue),
         opened_at_s=0.0,
         quorum_at_s=quorum_at_s,
         round_s=round_s,
@@ -109,10 +112,10 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(STEPS, "abc", "abcd", EQUAL, now_s=61), True, True, "late"),
         (at(STEPS, "abc", "abcd", EQUAL, now_s=31, round_s=None), True, True, "late"),
         (at(STEPS, "ab", "abcd", EQUAL, now_s=1e9), False, False, "waiting_for_peers"),
-        # the first round: equal weights
-        (at(TIME, "ab", "abcd"), False, True, "grace"),
-        (at(TIME, "ab", "abcde"), False, False, "waiting_for_quorum"),
-        (at(TIME, "ab", "abcde", now_s=1e9), False, False, "waiting_for_quorum"),
+        # the first round: more than half of the members
+        (at(TIME, "abc", "abcd"), False, True, "grace"),
+        (at(TIME, "ab", "abcd"), False, False, "waiting_for_peers"),
+        (at(TIME, "ab", "abcd", now_s=1e9), False, False, "waiting_for_peers"),
     ],
 )
 def test_judge_closes_the_group_as_the_table_says(verdict: GroupVerdict, close: bool, quorum: bool, code: str) -> None:
@@ -153,7 +156,7 @@ def test_two_quorums_share_a_member_unless_half_are_believed_dead(
 ) -> None:
     """Independent of which members the two leaders believe to be live."""
     quorums = [
-        is_quorum(members, last, all_live, is_overdue=False)
+        electorate(last, all_live).is_quorum(members)
         for members, all_live in ((one, one_lives), (other, other_lives))
     ]
     most_live = all(2 * len(last & all_live) > len(last) for all_live in (one_lives, other_lives))
@@ -165,9 +168,9 @@ def test_two_quorums_share_a_member_unless_half_are_believed_dead(
 def test_all_live_members_are_a_quorum_that_shares_a_live_member_with_others(
     last: set[str], quorum: set[str], all_live: set[str]
 ) -> None:
-    assert is_quorum(all_live, last, all_live, is_overdue=False)
+    assert electorate(last, all_live).is_quorum(all_live)
     if 2 * len(last & quorum) > len(last) and last & quorum & all_live:
-        assert not is_quorum(all_live - quorum, last, all_live, is_overdue=False)
+        assert not electorate(last, all_live).is_quorum(all_live - quorum)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,9 @@ class Crowd:
         now_s = opened_at_s
         while True:
             ready = {peer: int(1000 * self.speed[peer]) for peer in live if ready_at_s[peer] <= now_s}
-            seen = Gathering(ready, list(live), self.last, ready, live, False, opened_at_s, quorum_at_s, round_s)
+            seen = Gathering(
+                ready, list(live), self.last, ready, electorate(self.last, live), opened_at_s, quorum_at_s, round_s
+            )
             verdict = judge(TIME, seen, now_s)
             if verdict.close:
                 self.last = ready
@@ -319,11 +324,18 @@ def test_measurement_noise_keeps_shares_equal(declared: list[float], chunks: int
         ("x", "abc", "x", "", True),  # all contributors are dead
     ],
 )
-def test_an_outcome_is_supported_unless_most_contributors_contradict_it(
+def test_a_certificate_is_believed_unless_most_contributors_contradict_it(
     votes: str, last: str, here: str, moved: str, expected: bool
 ) -> None:
-    stands = dict.fromkeys(here, True) | dict.fromkeys(moved, False)
-    assert supported(set(votes), set(last), stands) is expected
+    assert electorate(last, here + moved).believes(votes, moved) is expected
+
+
+def test_before_the_first_record_a_quorum_is_more_than_half_of_the_members() -> None:
+    assert electorate("", "abc").is_quorum("ab") and not electorate("", "abc").is_quorum("a")
+
+
+def test_without_living_contributors_a_quorum_is_more_than_half_of_the_members() -> None:
+    assert electorate("xyz", "abc").is_quorum("ab") and not electorate("xyz", "abc").is_quorum("a")
 
 
 ALL, WITHOUT_D = ("a", "b", "c", "d"), ("a", "b", "c")

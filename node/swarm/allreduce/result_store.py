@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,7 +21,7 @@ from node.host.disk_quota import Room, any_room
 from node.host.files import sync_folder
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.membership.peer_table import PeerTable, while_live
-from node.swarm.messages import Proof, RoundOutcome, parse, split_hashes
+from node.swarm.messages import Proof, RoundOutcome, SavedBallot, parse, split_hashes
 from node.swarm.transport.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -32,13 +31,14 @@ MAX_KEPT_ROUNDS = 72
 """Limit while a peer replays from an older state. A slower peer starts over from a newer state."""
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
 MAX_HEAD_BYTES = 32 * 2**20  # More than a proof can have
-_LENGTH = struct.Struct("<Q")
+BALLOT_FILE = "ballot.json"
 
 
 class ResultStore:
-    """The last committed rounds on disk, one file each. Any thread may call the methods; they access the disk.
+    """The last committed rounds on disk. Any thread may call the methods; they access the disk.
 
-    A file is the length of its head (8 bytes, little-endian), the head as JSON (chunk sizes and proof), and the chunks.
+    A round has two files: its chunks, one after the other, and its proof with the chunks' sizes as JSON. The chunks are
+    written before this node votes, the proof when the round is committed. A third file holds the newest vote.
     """
 
     def __init__(
@@ -52,27 +52,97 @@ class ResultStore:
         """Head to chunk hash to (offset, size) in the file."""
         self._stored: list[tuple[str, Proof]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("results-*"), key=lambda path: path.stat().st_mtime_ns):
-            self._load_index(path)
+        for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
+            self._load_proof(path)
+        kept = {self._path(head).name for head in self._rounds}
+        if (ballot := self._read_ballot()) is not None and ballot.accepted is not None:
+            kept.add(self._path(ballot.accepted.outcome.hash).name)
+        for path in folder.glob("results-*"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
 
-    def _load_index(self, path: Path) -> None:
+    def _load_proof(self, path: Path) -> None:
         try:
-            with path.open("rb") as file:
-                (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-                if length > MAX_HEAD_BYTES:
-                    raise ValueError("its head is too long")
-                content = json.loads(file.read(length))
+            if path.stat().st_size > MAX_HEAD_BYTES:
+                raise ValueError("it is too long")
+            content = json.loads(path.read_bytes())
             proof, sizes = parse(Proof, json.dumps(content["proof"])), [int(size) for size in content["sizes"]]
             head, parent = proof.outcome.hash, parse(RoundOutcome, proof.outcome.text).plan.parent
-            index = _index(proof, sizes, _LENGTH.size + length)
-            if path != self._path(head) or path.stat().st_size != _LENGTH.size + length + sum(sizes):
-                raise ValueError("its name or size is wrong")
-        except (OSError, ValueError, KeyError, TypeError, struct.error, SwarmError) as exc:
+            index = _index(proof.hashes, sizes)
+            if path != self._proof_path(head) or self._path(head).stat().st_size != sum(sizes):
+                raise ValueError("its name or the size of its results is wrong")
+        except (OSError, ValueError, KeyError, TypeError, SwarmError) as exc:
             logger.warning("The stored result %s is damaged (%s); it is removed.", path.name, exc)
             path.unlink(missing_ok=True)
             return
         self._rounds[head] = index
         self._stored.append((parent, proof))
+
+    def _read_ballot(self) -> SavedBallot | None:
+        try:
+            return parse(SavedBallot, (self._folder / BALLOT_FILE).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, SwarmError) as exc:
+            logger.warning("The stored vote %s is damaged (%s); it is not used.", BALLOT_FILE, exc)
+            return None
+
+    def load_ballot(self, parent: str) -> SavedBallot | None:
+        """The ballot that an earlier process saved in the round after `parent`; its vote only with all chunks."""
+        ballot = self._read_ballot()
+        if ballot is None or ballot.parent != parent:
+            return None
+        if ballot.accepted is not None:
+            try:
+                data, sizes = self._path(ballot.accepted.outcome.hash).read_bytes(), ballot.sizes
+                index = _index(ballot.accepted.hashes, sizes)
+                if any(chunk_hash(data[start : start + size]) != digest for digest, (start, size) in index.items()):
+                    raise ValueError("a chunk does not have its hash")
+            except (OSError, ValueError) as exc:
+                logger.warning("The results of the stored vote cannot be read: %s", exc)
+                return ballot.model_copy(update={"accepted": None})
+            self._rounds[ballot.accepted.outcome.hash] = index
+        return ballot
+
+    def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
+        """Store the newest promise or vote, with the chunks of a new vote; synced to the disk when this returns.
+
+        Logs a write error and goes on: only a crash within this round makes the node forget its vote.
+        """
+        try:
+            if ballot.accepted is not None and chunks:
+                self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
+            sizes = [len(chunk) for chunk in chunks]
+            if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
+                sizes = before.sizes
+            text = ballot.model_copy(update={"sizes": sizes}).model_dump_json().encode()
+            self._write(self._folder / BALLOT_FILE, [text])
+        except (OSError, QuotaError) as exc:
+            logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
+
+    def _write_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
+        """Write the chunks of an outcome, unless they are there."""
+        sizes = [len(chunk) for chunk in chunks]
+        path = self._path(head)
+        if not path.exists() or path.stat().st_size != sum(sizes):
+            self._write(path, chunks)
+        self._rounds[head] = _index(hashes, sizes)
+
+    def _write(self, path: Path, parts: Sequence[bytes]) -> None:
+        """Replace a file as a whole, synced to the disk. Raises OSError, QuotaError."""
+        temporary = path.with_suffix(".new")
+        try:
+            with self._room(sum(map(len, parts))):
+                with temporary.open("wb") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+                sync_folder(self._folder)
+        except (OSError, QuotaError):
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
     def take_stored(self) -> list[tuple[str, Proof]]:
         """The rounds that an earlier process stored, oldest first: (parent, proof). Frees them: call it once."""
@@ -86,30 +156,24 @@ class ResultStore:
         """
         head, sizes = proof.outcome.hash, [len(chunk) for chunk in chunks]
         text = json.dumps({"sizes": sizes, "proof": proof.model_dump(mode="json")}).encode()
-        head_bytes = _LENGTH.size + len(text)
-        path = self._path(head)
-        temporary = path.with_suffix(".new")
         try:
-            with self._room(head_bytes + sum(sizes)):
-                with temporary.open("wb") as file:
-                    file.writelines((_LENGTH.pack(len(text)), text, *chunks))
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-                sync_folder(self._folder)
+            self._write_chunks(head, proof.hashes, chunks)
+            self._write(self._proof_path(head), [text])
         except (OSError, QuotaError) as exc:
-            with suppress(OSError):
-                temporary.unlink()
-            why = exc.strerror if isinstance(exc, OSError) else exc
+            self._remove(head)
             logger.warning(
                 "The round counts, but its result could not be stored in %s: %s. A crash before the next checkpoint "
-                "loses the round on this node, and late peers cannot fetch it from here.", self._folder, why,
+                "loses the round on this node, and late peers cannot fetch it from here.", self._folder, _reason(exc),
             )  # fmt: skip
             return
-        self._rounds[head] = _index(proof, sizes, head_bytes)
+        self._rounds.move_to_end(head)
         while len(self._rounds) > self._kept_rounds:
-            old, _ = self._rounds.popitem(last=False)
-            self._path(old).unlink(missing_ok=True)
+            self._remove(next(iter(self._rounds)))
+
+    def _remove(self, head: str) -> None:
+        self._rounds.pop(head, None)
+        self._proof_path(head).unlink(missing_ok=True)
+        self._path(head).unlink(missing_ok=True)
 
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
         """Set how many rounds are kept, so that a peer can replay from round `oldest_needed`. Returns that number."""
@@ -128,8 +192,7 @@ class ResultStore:
     def keep_only(self, heads: Collection[str]) -> None:
         """Remove all rounds but these."""
         for head in [head for head in self._rounds if head not in heads]:
-            del self._rounds[head]
-            self._path(head).unlink(missing_ok=True)
+            self._remove(head)
 
     def load(self, proof: Proof) -> list[bytes]:
         """All chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""
@@ -156,17 +219,21 @@ class ResultStore:
     def _path(self, head: str) -> Path:
         return self._folder / f"results-{head[:16]}.bin"
 
+    def _proof_path(self, head: str) -> Path:
+        return self._folder / f"proof-{head[:16]}.json"
 
-def _index(proof: Proof, sizes: Sequence[int], offset: int) -> dict[bytes, tuple[int, int]]:
-    """Position and size of each chunk in the file, by hash. `offset`: position of the first chunk.
 
-    Raises ValueError if proof and sizes do not match.
-    """
-    index = {}
-    for digest, size in zip(split_hashes(proof.hashes), sizes, strict=True):
+def _index(hashes: str, sizes: Sequence[int]) -> dict[bytes, tuple[int, int]]:
+    """Position and size of each chunk in the file, by hash. Raises ValueError if hashes and sizes do not match."""
+    index, offset = {}, 0
+    for digest, size in zip(split_hashes(hashes), sizes, strict=True):
         index[digest] = (offset, size)
         offset += size
     return index
+
+
+def _reason(error: OSError | QuotaError) -> object:
+    return error.strerror if isinstance(error, OSError) else error
 
 
 class ResultCache:

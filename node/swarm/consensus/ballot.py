@@ -17,7 +17,7 @@ from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import Document, Join
+from node.swarm.messages import AcceptedOutcome, Document, Join
 
 MAX_RAISES = 64
 """Attempts of one round that one peer may begin."""
@@ -41,17 +41,6 @@ class LocalContribution:
     """Of the anchor at `parent`."""
     settle_s: float = 0.0
     """Seconds from the commit of `parent` to the first inner step after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedOutcome:
-    """An outcome that a member has accepted and holds all chunks of. It may not be committed."""
-
-    attempt: int
-    outcome: Document
-    hashes: str
-    vote: str = ""
-    """The member's signature; empty for an outcome that its leader has just made."""
 
 
 @dataclass(slots=True)

@@ -91,8 +91,9 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
     if len(seen.ready) < rule.min_peers:
         return GroupVerdict(False, False, f"{count}; the run needs {rule.min_peers}.", "waiting_for_peers")
     if not seen.electorate.is_quorum(seen.joined):
+        whose = "the last round's" if seen.last_weights else "all"
         return GroupVerdict(
-            False, False, f"{count}; more than half of the last round's members are needed.", "waiting_for_peers"
+            False, False, f"{count}; more than half of {whose} members are needed.", "waiting_for_peers"
         )
     if not waited_for:
         return GroupVerdict(True, True, f"{count}.", "complete")

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
-from node.swarm.consensus.ballot import AcceptedOutcome, Attempt, Ballot
+from node.swarm.consensus.ballot import Attempt, Ballot
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
+    AcceptedOutcome,
     HASH_BYTES,
     Plan,
     Proof,
@@ -272,7 +273,8 @@ class Leader:
         outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
-        return AcceptedOutcome(attempt.number, sign(self._ctx.peer_table.identity, outcome), b"".join(ordered).hex())
+        document = sign(self._ctx.peer_table.identity, outcome)
+        return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
         """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""

@@ -35,6 +35,7 @@ from node.swarm.messages import (
     Document,
     Join,
     Proof,
+    SavedBallot,
     joins_of,
     parse,
 )
@@ -81,6 +82,7 @@ class Participant:
             self.ctx, self.ballot, self.stages, self.committer, voter, leader, self.sender, self.depositary
         )
         self._deliver = deliver
+        self._has_restored = False
         self._offered = asyncio.Event()
         wire.serve(handlers.services())
 
@@ -122,6 +124,7 @@ class Participant:
     async def _take_part(self, mine: LocalContribution) -> None:
         ctx, ballot = self.ctx, self.ballot
         self.stages.enter("rendezvous")
+        await self._restore()
         await self.sender.deposit(mine)
         failures = 0
         while ctx.chain.tip.head == mine.parent and ballot.mine is mine:
@@ -136,6 +139,16 @@ class Participant:
                 self._deliver(RoundFailed(str(exc), code=known_code(exc.code)))
                 self.stages.enter("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
+
+    async def _restore(self) -> None:
+        """Continue with the vote and the attempt of an earlier process, if it was in this round."""
+        if self._has_restored:
+            return
+        self._has_restored = True
+        saved = await asyncio.to_thread(self.ctx.chain.store.load_ballot, self.ctx.chain.tip.head)
+        if saved is not None and saved.parent == self.ctx.chain.tip.head and self.ballot.accepted is None:
+            self.ballot.number = max(self.ballot.number, saved.number)
+            self.ballot.accepted = saved.accepted
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
         """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
@@ -156,6 +169,10 @@ class Participant:
             evaluation_loss=mine.evaluation_loss,
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
+        if attempt.number > 0:
+            # A join promises to vote in no lower attempt, also after a crash.
+            promise = SavedBallot(parent=attempt.parent, number=attempt.number, accepted=self.ballot.accepted)
+            await asyncio.to_thread(ctx.chain.store.save_ballot, promise)
         strange, patient_until_s = 0, ctx.clock() + self._patience_s()
         while not attempt.planned.is_set():
             if self._enough_members() and ctx.clock() > patient_until_s:

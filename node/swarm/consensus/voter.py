@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from node.errors import PeerError
-from node.swarm.consensus.ballot import AcceptedOutcome, Attempt, Ballot
+from node.swarm.consensus.ballot import Attempt, Ballot
 from node.swarm.consensus.commit import EVICT_S, Committer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
+    AcceptedOutcome,
     Document,
     Join,
     RoundOutcome,
+    SavedBallot,
     accept,
     accepted_by,
     check_hashes,
@@ -34,7 +37,7 @@ class Voter:
     async def vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
         """Vote for an outcome after fetching and checking its mean. Returns the signed vote; raises PeerError."""
         outcome, joins = self._check_outcome(document, hashes, self.ctx.chain.tip.head, attempt.number)
-        await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
+        chunks, _ = await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
         if attempt.number != self.ballot.number or attempt.parent != self.ctx.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
         before = self.ballot.accepted
@@ -42,14 +45,21 @@ class Voter:
             self.ctx.peer_table.evict(leader, EVICT_S)
             raise PeerError("a leader proposes two outcomes in one attempt", code="equivocation")
         vote = accept(self.ctx.peer_table.identity, document.hash, attempt.number)
-        self.ballot.accepted = AcceptedOutcome(attempt.number, document, hashes, vote)
+        accepted = AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=hashes, vote=vote)
+        self.ballot.accepted = accepted
+        # The vote is on the disk before the leader counts it, so that this node keeps its word after a crash.
+        saved = SavedBallot(parent=attempt.parent, number=attempt.number, accepted=accepted)
+        await asyncio.to_thread(self.ctx.chain.store.save_ballot, saved, chunks)
         return vote
 
     def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
         """A member's claim to have accepted an outcome in an earlier attempt, proved by its vote. Raises PeerError."""
         number, document, hashes, vote = claim
         accepted = AcceptedOutcome(
-            self.ballot.check_number(number), Document.model_validate(document), str(hashes), str(vote)
+            attempt=self.ballot.check_number(number),
+            outcome=Document.model_validate(document),
+            hashes=str(hashes),
+            vote=str(vote),
         )
         if accepted.attempt >= attempt.number:
             raise PeerError("a member claims to have accepted an outcome in a later attempt")
