@@ -152,6 +152,8 @@ class SavedBallot(Content):
     kind_name = "ballot"
     parent: Hex64
     number: int = Field(ge=0)
+    led: int = Field(default=-1, ge=-1)
+    """The last attempt in which it signed an outcome as the leader. It leads no attempt twice."""
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""

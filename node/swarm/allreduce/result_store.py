@@ -112,7 +112,7 @@ class ResultStore:
         try:
             if ballot.accepted is not None and chunks:
                 self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
-            sizes = [len(chunk) for chunk in chunks]
+            sizes = tuple(len(chunk) for chunk in chunks)
             if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
                 sizes = before.sizes
             text = ballot.model_copy(update={"sizes": sizes}).model_dump_json().encode()

@@ -17,7 +17,7 @@ from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import AcceptedOutcome, Document, Join
+from node.swarm.messages import AcceptedOutcome, Document, Join, SavedBallot
 
 MAX_RAISES = 64
 """Attempts of one round that one peer may begin."""
@@ -121,6 +121,8 @@ class Ballot:
         self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
         self.accepted: AcceptedOutcome | None = None
+        self.led = -1
+        """The last attempt in which this node signed an outcome as the leader."""
         self.omitted: set[str] = set()
         """Members that failed an attempt that this node led. Its next plans for this round omit them."""
         self.distrusts_reducers = False
@@ -151,6 +153,15 @@ class Ballot:
         if not isinstance(number, int) or not 0 <= number <= self.number + MAX_AHEAD:
             raise PeerError("a message names no attempt")
         return number
+
+    def to_save(self, attempt: Attempt) -> SavedBallot:
+        """What this node must not forget in a crash before it goes on in this attempt."""
+        return SavedBallot(parent=attempt.parent, number=attempt.number, led=self.led, accepted=self.accepted)
+
+    def restore(self, saved: SavedBallot) -> None:
+        """Continue after a crash. The node goes past an attempt that it led: its outcome may have votes."""
+        self.number = max(self.number, saved.number, saved.led + 1)
+        self.accepted = self.accepted or saved.accepted
 
     def enter(self, parent: str, number: int, caller: str) -> Attempt:
         """The attempt that a peer names, if the peer may enter it. A higher number ends all lower attempts."""
@@ -209,7 +220,7 @@ class Ballot:
     def clear(self) -> list[Attempt]:
         """Start the next round. Returns the attempts of the last one; the caller ends them."""
         attempts = list(self._attempts.values())
-        self._attempts, self.number = {}, 0
+        self._attempts, self.number, self.led = {}, 0, -1
         self.mine, self.accepted = None, None
         self.omitted, self.distrusts_reducers = set(), False
         self._raised.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -159,7 +160,13 @@ class Leader:
         Args:
             doubted: heads of such outcomes; this method adds to it.
         """
-        for claim in sorted(attempt.proposals.values(), key=lambda claim: claim.attempt, reverse=True):
+        votes = Counter((claim.attempt, claim.outcome.hash) for claim in attempt.proposals.values())
+
+        def precedence(claim: AcceptedOutcome) -> tuple[int, int, str]:
+            # Two outcomes of one attempt exist only if its leader signed both.
+            return claim.attempt, votes[claim.attempt, claim.outcome.hash], claim.outcome.hash
+
+        for claim in sorted(attempt.proposals.values(), key=precedence, reverse=True):
             outcome = parse(RoundOutcome, claim.outcome.text)
             joins = joins_of(claim.outcome)
             if claim.outcome.hash not in doubted:
@@ -273,6 +280,8 @@ class Leader:
         outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
+        self._ballot.led = attempt.number
+        await asyncio.to_thread(self._ctx.chain.store.save_ballot, self._ballot.to_save(attempt))
         document = sign(self._ctx.peer_table.identity, outcome)
         return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
 

@@ -35,7 +35,6 @@ from node.swarm.messages import (
     Document,
     Join,
     Proof,
-    SavedBallot,
     joins_of,
     parse,
 )
@@ -146,9 +145,8 @@ class Participant:
             return
         self._has_restored = True
         saved = await asyncio.to_thread(self.ctx.chain.store.load_ballot, self.ctx.chain.tip.head)
-        if saved is not None and saved.parent == self.ctx.chain.tip.head and self.ballot.accepted is None:
-            self.ballot.number = max(self.ballot.number, saved.number)
-            self.ballot.accepted = saved.accepted
+        if saved is not None and saved.parent == self.ctx.chain.tip.head:
+            self.ballot.restore(saved)
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
         """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
@@ -171,8 +169,7 @@ class Participant:
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:
             # A join promises to vote in no lower attempt, also after a crash.
-            promise = SavedBallot(parent=attempt.parent, number=attempt.number, accepted=self.ballot.accepted)
-            await asyncio.to_thread(ctx.chain.store.save_ballot, promise)
+            await asyncio.to_thread(ctx.chain.store.save_ballot, self.ballot.to_save(attempt))
         strange, patient_until_s = 0, ctx.clock() + self._patience_s()
         while not attempt.planned.is_set():
             if self._enough_members() and ctx.clock() > patient_until_s:

@@ -15,7 +15,6 @@ from node.swarm.messages import (
     Document,
     Join,
     RoundOutcome,
-    SavedBallot,
     accept,
     accepted_by,
     check_hashes,
@@ -37,6 +36,8 @@ class Voter:
     async def vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
         """Vote for an outcome after fetching and checking its mean. Returns the signed vote; raises PeerError."""
         outcome, joins = self._check_outcome(document, hashes, self.ctx.chain.tip.head, attempt.number)
+        if not self.committer.check_equivocation(document, outcome):
+            raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
         chunks, _ = await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
         if attempt.number != self.ballot.number or attempt.parent != self.ctx.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
@@ -48,8 +49,7 @@ class Voter:
         accepted = AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=hashes, vote=vote)
         self.ballot.accepted = accepted
         # The vote is on the disk before the leader counts it, so that this node keeps its word after a crash.
-        saved = SavedBallot(parent=attempt.parent, number=attempt.number, accepted=accepted)
-        await asyncio.to_thread(self.ctx.chain.store.save_ballot, saved, chunks)
+        await asyncio.to_thread(self.ctx.chain.store.save_ballot, self.ballot.to_save(attempt), chunks)
         return vote
 
     def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
@@ -65,7 +65,9 @@ class Voter:
             raise PeerError("a member claims to have accepted an outcome in a later attempt")
         if not accepted_by(caller, accepted.outcome.hash, accepted.attempt, accepted.vote):
             raise PeerError("a member has not voted for what it claims to have accepted", code="bad_signature")
-        self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
+        outcome, _ = self._check_outcome(accepted.outcome, accepted.hashes, attempt.parent, accepted.attempt)
+        # The claim of an honest member counts, even if the leader of that attempt signed two outcomes.
+        self.committer.check_equivocation(accepted.outcome, outcome)
         return accepted
 
     def _check_outcome(
@@ -84,6 +86,4 @@ class Voter:
         if outcome.plan.attempt > number:
             raise PeerError("an outcome is of a later attempt than the one that accepts it")
         self.committer.check_round(outcome, joins)
-        if not self.committer.check_equivocation(document, outcome):
-            raise PeerError("a member signed two outcomes for one attempt", code="equivocation")
         return outcome, joins
