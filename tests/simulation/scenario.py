@@ -10,7 +10,7 @@ from tests.simulation.network import Line
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""
-QUIET_S = 45.0
+QUIET_S = 120.0
 """At the end of each run nothing fails for this long, and the swarm must be whole again."""
 FOREVER_S = 10_000.0
 VERBS = ("join ok", "plan", "plan ok", "contribute", "collect", "collect ok", "average", "average ok", "propose", "fetch",

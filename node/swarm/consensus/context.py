@@ -139,9 +139,10 @@ class Context:
 
     def electorate(self) -> Electorate:
         """Who decides about the current round, as this node sees it."""
+        contributors = frozenset(self.chain.tip.last_weights)
         return Electorate(
-            contributors=frozenset(self.chain.tip.last_weights),
-            present=frozenset(self.peer_table.present()),
+            contributors=contributors,
+            present=frozenset(self.peer_table.present(contributors)),
             members=frozenset(self.live_members()),
             is_overdue=self.is_overdue,
         )

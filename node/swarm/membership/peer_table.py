@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,8 +36,9 @@ SHORT_ID = 16
 """Last characters of a peer id that identify it in `wanted_numbers`: 93 bits, so a collision cannot be made."""
 MAX_VIA = 3
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
-GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
 """Phases in which a peer takes part in rounds."""
+GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
+"""Phases in which a peer has ended on purpose, or for good."""
 RELAYING = "relaying"  # Shown for a relay in place of a phase
 PURPOSE = "diloco peer record"
 
@@ -130,6 +131,7 @@ class PeerTable:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._evicted_until_s: dict[str, float] = {}
+        self._started_at_s = clock()
 
     def just_resumed(self) -> bool:
         """Whether this process ran again after a suspension within the last seconds."""
@@ -283,21 +285,26 @@ class PeerTable:
         """The live peers that take part in rounds, by peer id."""
         return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
 
-    def present(self) -> set[str]:
+    def present(self, expected: Collection[str] = ()) -> set[str]:
         """Peers that a quorum counts as living: heard of within `dead_s`, and not gone on purpose.
 
         A failed call does not end this, nor does a restart: a process that returns within seconds knows what it has
         accepted or committed, so the others must not go on without it.
+
+        Args:
+            expected: peers that a node that started less than `dead_s` ago counts as living until it hears of them.
         """
         now_s, away = self._clock(), (Phase.PAUSED, *GONE_PHASES)
-        others = {
-            peer_id
-            for peer_id, entry in self._entries.items()
-            if entry.record.phase not in away
-            and now_s - entry.heard_at_s < self.timings.dead_s
-            and now_s >= self._evicted_until_s.get(peer_id, 0.0)
-        }
-        return others | {self.me.peer_id}
+        found = {self.me.peer_id}
+        if now_s - self._started_at_s < self.timings.dead_s:
+            found.update(expected)
+        for peer_id, entry in self._entries.items():
+            is_away = entry.record.phase in away or now_s < self._evicted_until_s.get(peer_id, 0.0)
+            if not is_away and now_s - entry.heard_at_s < self.timings.dead_s:
+                found.add(peer_id)
+            else:
+                found.discard(peer_id)
+        return found
 
     def is_member(self, peer_id: str) -> bool:
         record = self.find(peer_id)
