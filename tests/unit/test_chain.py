@@ -125,11 +125,11 @@ def test_a_start_finds_the_rounds_before_and_after_its_checkpoint_and_removes_ot
             store.put(proof, [b"chunk"])
     other = committed(tips[2].head, 2, (A,), tokens=1)
     store.put(other, [b"other"])
-    os.utime(store._path(other.outcome.hash), (0, 0))
+    os.utime(store._proof_path(other.outcome.hash), (0, 0))
     chain = Chain(tips[3], ResultStore(tmp_path))
     assert chain.proofs_after(tips[1].head) == [tips[2].proof, tips[3].proof]
     assert chain.proofs_after(RUN) == []
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.glob("proof-*"))) == 4 == len(list(tmp_path.glob("results-*")))
     for following in tips[4:]:
         proof = chain.next_stored()
         assert proof == following.proof and proof is not None

@@ -13,7 +13,7 @@ import pytest
 from node.host.disk_quota import Quota
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, ResultStore
-from node.swarm.messages import Proof
+from node.swarm.messages import AcceptedOutcome, Proof, SavedBallot
 from tests.unit.swarm_data import RUN, A, committed
 
 
@@ -27,6 +27,19 @@ def put(store: ResultStore, number: int) -> list[bytes]:
     return chunks
 
 
+def rounds_in(folder: Path) -> set[str]:
+    """The heads of the rounds whose proof and chunks are both in the folder, and nothing else is."""
+    found = [{path.stem.removeprefix(kind) for path in folder.glob(f"{kind}*")} for kind in ("proof-", "results-")]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def ballot_of(chunks: Sequence[bytes], number: int = 3) -> SavedBallot:
+    proof = proof_of(chunks, 5)
+    accepted = AcceptedOutcome(attempt=2, outcome=proof.outcome, hashes=proof.hashes, vote="ab")
+    return SavedBallot(parent=RUN, number=number, led=1, accepted=accepted)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> ResultStore:
     return ResultStore(tmp_path / "cache")
@@ -37,7 +50,7 @@ def test_the_newest_rounds_are_kept(tmp_path: Path, store: ResultStore) -> None:
     for number, chunks in enumerate([put(store, number) for number in range(KEPT_ROUNDS + 3)]):
         for chunk in (chunks[0], chunks[2]):
             assert store.get(chunk_hash(chunk)) == (chunk if number >= 3 else None)
-    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS == 8
+    assert len(rounds_in(tmp_path / "cache")) == KEPT_ROUNDS == 8
     assert store.get(bytes(32)) is None
 
 
@@ -50,7 +63,7 @@ def test_more_rounds_are_kept_for_a_peer_that_replays_from_an_older_state(tmp_pa
     assert [store.get(chunk_hash(chunks[0])) is not None for chunks in rounds[1:3]] == [False, True]
     newer = ResultStore(tmp_path / "cache")
     put(newer, 14)
-    assert len(list((tmp_path / "cache").iterdir())) == KEPT_ROUNDS
+    assert len(rounds_in(tmp_path / "cache")) == KEPT_ROUNDS
 
 
 def test_rounds_that_a_peer_is_replaying_are_kept(tmp_path: Path) -> None:
@@ -91,18 +104,21 @@ def test_the_next_start_finds_the_rounds_with_their_proofs(tmp_path: Path) -> No
     assert again.get(chunk_hash(b"two")) == b"two"
     again.keep_only({second.outcome.hash})
     assert [proof for _, proof in ResultStore(tmp_path).take_stored()] == [second]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert rounds_in(tmp_path) == {second.outcome.hash[:16]} and (tmp_path / "other.txt").exists()
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "empty": lambda path: os.truncate(path, 0),
-    "cut in its head": lambda path: os.truncate(path, 100),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "of an older version": lambda path: path.write_bytes(b"chunk" * 100),
-    "wrong name": lambda path: path.rename(path.with_name("results-0123456789abcdef.bin")),
-    "invalid JSON": lambda path: path.write_bytes(path.read_bytes().replace(b'"attempt": 0', b'"attempt": x')),
-    "not renamed": lambda path: path.rename(path.with_suffix(".new")),
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "chunks cut by a byte": lambda chunks, proof: os.truncate(chunks, chunks.stat().st_size - 1),
+    "chunks empty": lambda chunks, proof: os.truncate(chunks, 0),
+    "chunks longer": lambda chunks, proof: chunks.write_bytes(chunks.read_bytes() + b"x"),
+    "chunks missing": lambda chunks, proof: chunks.unlink(),
+    "proof cut": lambda chunks, proof: os.truncate(proof, 100),
+    "proof empty": lambda chunks, proof: os.truncate(proof, 0),
+    "proof not JSON": lambda chunks, proof: proof.write_bytes(b"chunk" * 100),
+    "wrong name": lambda chunks, proof: proof.rename(proof.with_name("proof-0123456789abcdef.json")),
+    "invalid proof": lambda chunks, proof: proof.write_bytes(proof.read_bytes().replace(b'"attempt": 0', b'"attempt": x')),
+    "sizes missing": lambda chunks, proof: proof.write_bytes(proof.read_bytes().replace(b'"sizes"', b'"size"')),
+    "not renamed": lambda chunks, proof: proof.rename(proof.with_suffix(".new")),
 }
 
 
@@ -110,9 +126,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_removed_by_the_next_start(tmp_path: Path, damage: str) -> None:
     store = ResultStore(tmp_path)
     kept, damaged = put(store, 1), put(store, 2)
-    DAMAGES[damage](max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns))
+    proof = max(tmp_path.glob("proof-*"), key=lambda path: path.stat().st_mtime_ns)
+    DAMAGES[damage](proof.with_name(proof.name.replace("proof-", "results-")).with_suffix(".bin"), proof)
     again = ResultStore(tmp_path)
-    assert len(again.take_stored()) == 1 == len(list(tmp_path.iterdir()))
+    assert len(again.take_stored()) == 1 == len(list(tmp_path.glob("*.bin"))) == len(list(tmp_path.glob("*.json")))
+    assert not list(tmp_path.glob("*.new"))
     assert again.get(chunk_hash(kept[0])) == kept[0] and again.get(chunk_hash(damaged[0])) is None
 
 
@@ -120,7 +138,7 @@ def test_a_damaged_chunk_is_not_loaded_and_a_missing_file_has_no_chunks(tmp_path
     chunks = [b"x" * 100]
     proof, store = proof_of(chunks, 0), ResultStore(tmp_path)
     store.put(proof, chunks)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("results-*")
     path.write_bytes(path.read_bytes()[:-1] + b"y")
     with pytest.raises(ValueError, match="hash"):
         ResultStore(tmp_path).load(proof)
@@ -147,3 +165,53 @@ def test_a_full_quota_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "The round counts" in caplog.text and "limits.disk_gb allows" in caplog.text
     assert store.get(chunk_hash(large[0])) is None and store.get(chunk_hash(old)) == old
     assert len(ResultStore(tmp_path / "cache").take_stored()) == 1
+
+
+def test_a_vote_and_its_chunks_survive_a_crash(tmp_path: Path) -> None:
+    chunks = [b"one" * 50, b"", b"two"]
+    ballot, store = ballot_of(chunks), ResultStore(tmp_path)
+    store.save_ballot(SavedBallot(parent=RUN, number=1))
+    store.save_ballot(ballot, chunks)
+    again = ResultStore(tmp_path)
+    assert again.take_stored() == [], "an accepted outcome is not a committed one"
+    loaded = again.load_ballot(RUN)
+    assert loaded is not None and loaded == ballot.model_copy(update={"sizes": (150, 0, 3)})
+    assert again.get(chunk_hash(b"two")) == b"two"
+    assert again.load_ballot("cd" * 32) is None, "a ballot of another round is of no use"
+
+
+def test_a_later_promise_keeps_the_vote(tmp_path: Path) -> None:
+    chunks = [b"one"]
+    store = ResultStore(tmp_path)
+    store.save_ballot(ballot_of(chunks), chunks)
+    ResultStore(tmp_path).save_ballot(ballot_of(chunks, number=9))
+    loaded = ResultStore(tmp_path).load_ballot(RUN)
+    assert loaded is not None and loaded.number == 9 and loaded.accepted is not None and loaded.sizes == (3,)
+
+
+@pytest.mark.parametrize("damage", ["chunk", "missing", "cut"])
+def test_a_promise_survives_although_the_chunks_of_the_vote_do_not(tmp_path: Path, damage: str) -> None:
+    chunks = [b"one", b"two"]
+    store = ResultStore(tmp_path)
+    store.save_ballot(ballot_of(chunks), chunks)
+    (path,) = tmp_path.glob("results-*")
+    {"chunk": lambda: path.write_bytes(b"oneTWO"), "missing": path.unlink, "cut": lambda: os.truncate(path, 4)}[damage]()
+    loaded = ResultStore(tmp_path).load_ballot(RUN)
+    assert loaded is not None and (loaded.number, loaded.led, loaded.accepted) == (3, 1, None)
+
+
+def test_a_damaged_ballot_is_logged_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = ResultStore(tmp_path)
+    store.save_ballot(SavedBallot(parent=RUN, number=1))
+    (tmp_path / "ballot.json").write_bytes(b'{"parent"')
+    with caplog.at_level(logging.WARNING):
+        assert store.load_ballot(RUN) is None
+    assert "The stored vote ballot.json is damaged" in caplog.text
+
+
+def test_a_vote_that_cannot_be_stored_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = ResultStore(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    with caplog.at_level(logging.WARNING):
+        store.save_ballot(ballot_of([b"one"]), [b"one"])
+    assert "This node's vote could not be stored" in caplog.text

@@ -57,7 +57,7 @@ class ResultStore:
         kept = {self._path(head).name for head in self._rounds}
         if (ballot := self._read_ballot()) is not None and ballot.accepted is not None:
             kept.add(self._path(ballot.accepted.outcome.hash).name)
-        for path in folder.glob("results-*"):
+        for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
 
