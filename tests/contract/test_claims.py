@@ -89,7 +89,7 @@ def test_only_an_adoptable_claim_is_proposed_again(swarm: Swarm, what: str) -> N
     if what == "chunks that nobody has":
         member.host.loop.call_soon_threadsafe(member.participant.ctx.results.clear)
     number, _, text, vote = claim_of(member, outcome, hashes)
-    member.participant.ballot.accepted = AcceptedOutcome(number, outcome, text, vote)
+    member.participant.ballot.accepted = AcceptedOutcome(attempt=number, outcome=outcome, hashes=text, vote=vote)
     for node in nodes:
         node.participant.ballot.number = 1
     done = round_of(nodes, 0, SOON_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node.swarm.allreduce.result_store import ResultStore
+from node.swarm.allreduce.result_store import BALLOT_FILE, ResultStore
 from node.swarm.messages import Proof
 from tests.contract.harness import Node, Swarm, round_of, start_tip
 
@@ -97,6 +97,8 @@ def test_rounds_of_another_chain_are_removed(swarm: Swarm) -> None:
     node = swarm.node(swarm.rules(PARAMETERS))
     round_of([node], 0)
     own = node.tip
+    node.stop()
+    (node.host.cache / BALLOT_FILE).unlink()  # Otherwise it would keep its vote, and commit the same round.
     again = crash(swarm, node)
     round_of([again], 0, extra_tokens=1)
     assert again.tip.head != own.head

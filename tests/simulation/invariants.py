@@ -122,8 +122,8 @@ class Invariants:
     def ended(self, scenario: Scenario) -> None:
         """After a quiet time, all live nodes are on one chain, and it grows."""
         live = [node for node in self._nodes if node.is_alive]
-        if len(live) < scenario.min_peers or not live or self.is_whole():
-            return
+        if len(live) < scenario.min_peers or self.is_whole() or not any(node.is_training for node in live):
+            return  # Without a training node: joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]
         newest = max((tip.round for tip in tips), default=-1)
         rounds = ", ".join(f"n{node.number} {node.chain.tip.round} {node.chain.tip.head[:6]}" for node in live)

@@ -121,6 +121,8 @@ class Ballot:
         self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
         self.accepted: AcceptedOutcome | None = None
+        self.suspensions_at_vote: int | None = None
+        """How often this process had been suspended when it voted first; None before."""
         self.led = -1
         """The last attempt in which this node signed an outcome as the leader."""
         self.omitted: set[str] = set()
@@ -221,7 +223,7 @@ class Ballot:
         """Start the next round. Returns the attempts of the last one; the caller ends them."""
         attempts = list(self._attempts.values())
         self._attempts, self.number, self.led = {}, 0, -1
-        self.mine, self.accepted = None, None
+        self.mine, self.accepted, self.suspensions_at_vote = None, None, None
         self.omitted, self.distrusts_reducers = set(), False
         self._raised.clear()
         oldest = self._chain.tip.round - LATELY

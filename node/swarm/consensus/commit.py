@@ -238,9 +238,10 @@ class Committer:
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
         ctx.chain.advance(tip, parent, proof)
         self._say_tip(tip)
+        if offered:  # The others may have gone on since this node's vote.
+            at_vote = self._ballot.suspensions_at_vote
+            self._present_since = ctx.peer_table.suspensions if at_vote is None else at_vote
         attempts = self._start_next_round()
-        if offered:
-            self._present_since = ctx.peer_table.suspensions
         stage_s = self._stages.finish()
         # In overlapped runs, `committed_at_s` is when the leader offered its contribution.
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s

@@ -48,6 +48,8 @@ class Voter:
         vote = accept(self.ctx.peer_table.identity, document.hash, attempt.number)
         accepted = AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=hashes, vote=vote)
         self.ballot.accepted = accepted
+        if self.ballot.suspensions_at_vote is None:
+            self.ballot.suspensions_at_vote = self.ctx.peer_table.suspensions
         # The vote is on the disk before the leader counts it, so that this node keeps its word after a crash.
         await asyncio.to_thread(self.ctx.chain.store.save_ballot, self.ballot.to_save(attempt), chunks)
         return vote
