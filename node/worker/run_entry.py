@@ -248,9 +248,7 @@ class RunEntry:
         self._faults.meet("load", -1)
         return self._store.newest(repair=True)
 
-    def download(
-        self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause | None = None
-    ) -> Tip:
+    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause | None = None) -> Tip:
         """Download the state, because of `cause` if this node has one already. Retries until a peer serves one."""
         target = Target(manifest.parameters, manifest.initial_digest)
         if cause is not None:

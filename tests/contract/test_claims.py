@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from node.errors import PeerError
-from node.swarm.consensus.ballot import AcceptedOutcome
-from node.swarm.messages import Document, accept
+from node.swarm.messages import AcceptedOutcome, Document, accept
 from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, round_of
 from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, forged_join, lone_outcome

@@ -14,7 +14,6 @@ from tests.simulation.run import Report, quiet, simulate
 from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
-
 SHOWN = 10
 """Failed seeds that are printed."""
 
@@ -50,7 +49,7 @@ def run_seed(seed: int) -> Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="number of seeds")
+    parser.add_argument("--seeds", type=int, default=2000, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seed", type=int, help="replay one seed and print its messages")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -74,9 +73,10 @@ def show(totals: Totals, took_s: float, jobs: int) -> None:
     cpu_hours = took_s * jobs / 3600
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
     print(
-        f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, {totals.virtual_s / 3600:.1f} virtual "
-        f"hours, {totals.rounds} rounds, {totals.forks} allowed forks, {totals.faults.total()} faults ({kinds}), "
-        f"{totals.faults.total() / cpu_hours:.0f} faults an hour of CPU, {took_s:.1f} s; {len(totals.failed)} failed"
+        f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, "
+        f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, "
+        f"{totals.forks} allowed forks, {totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} faults an "
+        f"hour of CPU, {took_s:.1f} s; {len(totals.failed)} failed"
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from node.diloco.aggregate import clip_scales, weighted_mean
+from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.commit import Committed
-from node.swarm.messages import voters
+from node.swarm.messages import Join, RoundOutcome, joins_of, results_root, voters
 from tests.simulation.node import SimulatedNode
 from tests.simulation.scenario import BOUND_S, FOREVER_S, QUIET_S, Fault, Scenario
 
@@ -35,6 +37,10 @@ class Invariants:
         self._nodes, self._clock, self._violations = nodes, clock, violations
         self._by_parent: defaultdict[str, dict[str, Adoption]] = defaultdict(dict)
         self._digests: dict[str, str] = {}
+        self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
+        """Parent and peer id to the chunks that the node offered."""
+        self._members: dict[str, frozenset[str]] = {}
+        """Head to the contributors of its record: the electorate of the next round."""
         self._newest: dict[int, int] = {}
         self._faults: list[Fault] = []
         self._commits: list[float] = []
@@ -53,6 +59,9 @@ class Invariants:
     def adopted(self, node: SimulatedNode, committed: Committed) -> None:
         """An honest node has a new tip."""
         tip = committed.tip
+        if node.hostility:
+            return
+        self._newest[node.number] = tip.round
         if self._digests.setdefault(tip.head, tip.digest) != tip.digest:
             self._violate(f"n{node.number} has another state than the others at head {tip.head[:8]}")
         assert tip.proof is not None
@@ -63,6 +72,8 @@ class Invariants:
             for other in outcomes.values():
                 self._forked(tip.round, other, made)
             outcomes[tip.head] = made
+            self._members[tip.head] = frozenset(committed.outcome.included)
+            self._check_mean(committed.outcome, joins_of(tip.proof.outcome))
             self._commits.append(self._clock())
         outcomes[tip.head].nodes.append(node.number)
 
@@ -85,11 +96,22 @@ class Invariants:
             and fault.at_s < now_s
         }
         away |= {fault.other for fault in self._faults if fault.kind == "cut" and fault.node in away}
+        away |= {node.number for node in self._nodes if node.hostility}
         by_id = {node.peer_id: node.number for node in self._nodes}
-        here = [peer for peer in first.voters if by_id[peer] not in away]
-        if 2 * len(here) > len(first.voters) and not any(
-            fault.kind == "cut" and fault.seconds > BOUND_S and fault.at_s + fault.seconds > since_s and fault.at_s < now_s
-            for fault in self._faults
+
+        def is_here(peers: Collection[str]) -> bool:
+            return 2 * sum(by_id[peer] not in away for peer in peers) > len(peers)
+
+        if (
+            is_here(first.voters)
+            and is_here(self._members.get(first.parent, first.voters))
+            and not any(
+                fault.kind == "cut"
+                and fault.seconds > BOUND_S
+                and fault.at_s + fault.seconds > since_s
+                and fault.at_s < now_s
+                for fault in self._faults
+            )
         ):
             names = ", ".join(f"n{by_id[peer]}" for peer in sorted(first.voters, key=lambda peer: by_id[peer]))
             others = ", ".join(f"n{by_id[peer]}" for peer in sorted(second.voters, key=lambda peer: by_id[peer]))
@@ -97,13 +119,32 @@ class Invariants:
         else:
             self.forks += 1
 
+    def _check_mean(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
+        """All chunks are the mean of what exactly the included members offered, weighted by their tokens."""
+        hostile = {node.peer_id for node in self._nodes if node.hostility}
+        if hostile.intersection(outcome.plan.members):
+            return  # A reducer is trusted with its own chunks, within the bound of the norm.
+        layout = self._nodes[0].rules.layout_at(outcome.round)
+        weights = [joins[peer].tokens for peer in outcome.included]
+        scales = clip_scales([joins[peer].norm for peer in outcome.included], weights)
+        offered = [self.contributed[outcome.plan.parent, peer] for peer in outcome.included]
+        hashes = []
+        for chunk, parts in enumerate(zip(*offered, strict=True)):
+            vectors = [layout.codec.decode(part, layout.elements(chunk)) for part in parts]
+            hashes.append(chunk_hash(layout.codec.encode(weighted_mean(vectors, weights, scales))))
+        if results_root(hashes) != outcome.results:
+            self._violate(f"round {outcome.round} is not the mean of its {len(weights)} contributions")
+
     def replayed(self, node: SimulatedNode, round_: int) -> None:
         """A node has restarted and read its disk."""
+        if node.hostility:
+            return
         before = self._newest.get(node.number, -1)
         if round_ < before:
             self._violate(f"n{node.number} had committed round {before}, and starts at round {round_}")
 
-    def announced(self, node: SimulatedNode, round_: int) -> None:
+    def downloaded(self, node: SimulatedNode, round_: int) -> None:
+        """A node has given up its own line for a downloaded state."""
         self._newest[node.number] = round_
 
     @property
@@ -116,12 +157,12 @@ class Invariants:
         """Whether all nodes have come back after the last fault, and have committed a round together."""
         if self._clock() < self._over_at_s or not self._commits or self._commits[-1] < self._over_at_s:
             return False
-        live = [node for node in self._nodes if node.is_alive]
+        live = [node for node in self._nodes if node.is_alive and not node.hostility]
         return all(node.is_training for node in live) and len({node.chain.tip.head for node in live}) == 1
 
     def ended(self, scenario: Scenario) -> None:
         """After a quiet time, all live nodes are on one chain, and it grows."""
-        live = [node for node in self._nodes if node.is_alive]
+        live = [node for node in self._nodes if node.is_alive and not node.hostility]
         if len(live) < scenario.min_peers or self.is_whole() or not any(node.is_training for node in live):
             return  # Without a training node: joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]

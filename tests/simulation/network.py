@@ -26,6 +26,7 @@ from node.swarm.transport.wire import (
     timeout_error,
     unpack_header,
 )
+from tests.simulation.adversary import Adversary
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 NOBODYS = Context()
@@ -187,8 +188,7 @@ class SimulatedWire:
         self.services: dict[str, Service] = {}
         self.call_limiter = CallLimiter()
         self.network.attach(self)
-        self.tamper: Callable[[str, Message], Message | None] = lambda _verb, message: message
-        """What a hostile node sends instead of a request; None: nothing."""
+        self.adversary: Adversary | None = None
 
     def serve(self, services: Mapping[str, Service]) -> None:
         self.services.update(services)
@@ -199,7 +199,7 @@ class SimulatedWire:
         if peer_id == self.peer_id:
             async with asyncio.timeout(timeout_s):
                 return await self.answer(self.peer_id, pack_header(verb, message), message.blobs)
-        tampered = self.tamper(verb, message)
+        tampered = message if self.adversary is None else self.adversary.request(peer_id, verb, message)
         if tampered is None:
             await asyncio.sleep(timeout_s)
             raise timeout_error(peer_id, verb, timeout_s)
@@ -239,7 +239,10 @@ class SimulatedWire:
                 return
             call = _Call(self.life, wire.life, reply, network.lines[me].latency_s + network.lines[peer_id].latency_s)
             wire.life.waiting.add(call)
-            start = lambda: network.loop.create_task(wire.handle(call, verb, request, blobs, breaks_reply=fate < breaks))  # noqa: E731
+
+            def start() -> asyncio.Task[None]:
+                return network.loop.create_task(wire.handle(call, verb, request, blobs, breaks_reply=fate < breaks))
+
             network.loop.call_soon(start, context=wire.life.context)
 
         network.loop.call_later(delay_s, arrive, context=NOBODYS)
@@ -256,6 +259,11 @@ class SimulatedWire:
             reply = await self.answer(caller, request, blobs)
         except PeerError as exc:
             error = exc
+        if self.adversary is not None and error is None:
+            sent = self.adversary.reply(caller, verb, reply)
+            if sent is None:
+                return
+            reply = sent
         self.life.waiting.discard(call)
         data = pack_header("", reply)
         text = f"{verb} {error.code}" if error else f"{verb} ok"
@@ -287,5 +295,3 @@ class SimulatedWire:
 
     async def close(self) -> None:
         self.life.is_dead = True
-
-

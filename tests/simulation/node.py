@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from node.diloco.digest import leaf_bounds
-from node.errors import RoundFailed, SwarmError, TransferFailed
+from node.errors import PeerError, RoundFailed, SwarmError, TransferFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
@@ -25,12 +26,15 @@ from node.swarm.identity import Identity
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.membership.timings import MemberTimings
+from node.swarm.messages import Document
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.partial_download import remove_partial_downloads
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
+from node.swarm.transport.wire import Message
+from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
@@ -104,8 +108,14 @@ class SimulatedNode:
         self.clock_ahead_ms = 0
         self.failures: list[str] = []
         self.commits = self.included = self.downloads = 0
-        self.is_hostile = False
+        self.hostility = ""
+        """What it does to the others, a key of `ADVERSARIES`; empty: nothing."""
+        self.signed_join: Document | None = None
+        self._sent: set[asyncio.Future[None]] = set()
+        self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
+        """Parent and peer id to the chunks that the node offered. Shared by all nodes."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
+        self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
     @property
     def is_alive(self) -> bool:
@@ -145,6 +155,8 @@ class SimulatedNode:
         clock = SuspendClock(loop.time)
         self.peer_table = PeerTable(self.identity, record, clock, self.timings)
         wire.routes = self.peer_table
+        if self.hostility:
+            wire.adversary = ADVERSARIES[self.hostility](self, random.Random(f"hostile {self._seed}"))
         self.gossip = Gossip(wire, self.peer_table, rng)
         tasks = [asyncio.ensure_future(self._dial()), asyncio.ensure_future(self.gossip.run())]
         tip = replace(self.disk.checkpoints[-1], anchor_at_s=loop.time())
@@ -165,13 +177,23 @@ class SimulatedNode:
             pass
         self.on_replayed(self, self.chain.tip.round)
         await self._dial_once()
-        while self.number and self.lives == 1 and len(self.peer_table.live()) == 1:
-            await asyncio.sleep(LOOK_S)  # A node with bootstrap peers does not begin alone.
+        while self.number and self.lives == 1 and len(self.peer_table.live()) == 1:  # noqa: ASYNC110 - virtual time; a joiner does not begin alone
+            await asyncio.sleep(LOOK_S)
         await self.catch_up.align()
         self.peer_table.update_own(phase=Phase.TRAINING)
         tasks.append(asyncio.ensure_future(self._train()))
         for task in tasks:
             await task
+
+    def send_later(self, receiver: str, verb: str, message: Message) -> None:
+        """Send a message of one's own, as a hostile node does."""
+
+        async def send() -> None:
+            with suppress(PeerError):
+                await self.wire.call(receiver, verb, message, timeout_s=5.0)
+
+        self._sent.add(task := asyncio.ensure_future(send()))
+        task.add_done_callback(self._sent.discard)
 
     def _say_tip(self) -> None:
         tip = self.chain.tip
@@ -246,6 +268,7 @@ class SimulatedNode:
         vector = torch.randn(layout.bounds[-1][1], generator=generator)
         chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]
         tokens = steps * self.habits.tokens_per_step
+        self.contributed[tip.head, self.peer_id] = chunks
         self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, layout.norm(chunks)))
 
     async def _download(self, cause: ResyncCause) -> None:
@@ -264,6 +287,7 @@ class SimulatedNode:
         self.participant.restart_at(replace(tip, anchor_at_s=asyncio.get_running_loop().time()))
         self.disk.checkpoints = []
         self.disk.save(self.chain.tip)
+        self.on_downloaded(self, self.chain.tip.round)
         self._mail.clear()
         await self.participant.committer.keep_own_line()
         await self.catch_up.align()

@@ -94,7 +94,9 @@ class World:
         self._numbers = {node.peer_id: node.number for node in self.nodes}
         self.invariants = Invariants(self.nodes, self.loop.time, self.report.violations)
         for node in self.nodes:
-            node.on_replayed = self.invariants.replayed
+            node.on_replayed, node.on_downloaded = self.invariants.replayed, self.invariants.downloaded
+            node.contributed = self.invariants.contributed
+        self.nodes[-1].hostility = scenario.hostile
 
     def _on_adopted(self, node: SimulatedNode, committed: Committed) -> None:
         self.invariants.adopted(node, committed)
@@ -108,7 +110,7 @@ class World:
         self.network.watch = self._strike
         await asyncio.sleep(self.scenario.length_s - QUIET_S)
         self._armed.clear()
-        while self.loop.time() < self.scenario.length_s and not self.invariants.is_whole():
+        while self.loop.time() < self.scenario.length_s and not self.invariants.is_whole():  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(1.0)
         self.invariants.ended(self.scenario)
 
@@ -126,7 +128,9 @@ class World:
                 continue
             numbers = [self._numbers[sender], self._numbers[receiver]]
             node, other = numbers if fault.node == 0 else reversed(numbers)
-            struck = replace(fault, at_s=self.loop.time(), node=node, other=other if fault.kind == "cut" else -1, verb="")
+            struck = replace(
+                fault, at_s=self.loop.time(), node=node, other=other if fault.kind == "cut" else -1, verb=""
+            )
             # The fault hits after the message, which is on its way.
             self.loop.call_soon(self._cause, struck, context=NOBODYS)
         return late_s

@@ -1,20 +1,37 @@
-"""What happens in one simulated run: nodes, lines and faults, drawn from a seed. A scenario is data and can be shrunk."""
+"""What happens in one simulated run: nodes, lines and faults, drawn from a seed. A scenario is data that can shrink."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
 
+from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Line
 
+HOSTILE = tuple(name for name in ADVERSARIES if name != "Silence")
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""
 QUIET_S = 120.0
 """At the end of each run nothing fails for this long, and the swarm must be whole again."""
 FOREVER_S = 10_000.0
-VERBS = ("join ok", "plan", "plan ok", "contribute", "collect", "collect ok", "average", "average ok", "propose", "fetch",
-         "fetch ok", "propose ok", "commit", "commit ok", "proofs ok")
+VERBS = (
+    "join ok",
+    "plan",
+    "plan ok",
+    "contribute",
+    "collect",
+    "collect ok",
+    "average",
+    "average ok",
+    "propose",
+    "fetch",
+    "fetch ok",
+    "propose ok",
+    "commit",
+    "commit ok",
+    "proofs ok",
+)
 """Messages at which faults strike; with `ok` the replies."""
 
 
@@ -24,8 +41,8 @@ class Fault:
 
     at_s: float
     kind: str
-    """`delay` (one message), `blackout` (all nodes), `crash`, `stall`, `cut` (one way, from node to other), `clock` (the clock is set back at the next start), `slow`
-    (the disk)."""
+    """`delay` (of one message), `blackout` (all nodes crash), `crash`, `stall`, `cut` (one way, from node to other), or
+    `clock` (the clock is set back at the node's next start)."""
     node: int
     seconds: float
     other: int = -1
@@ -68,9 +85,12 @@ class Scenario:
 
     def describe(self) -> str:
         speeds = ", ".join(f"n{i} {1 / step_s:.1f} steps/s" for i, step_s in enumerate(self.step_s))
-        lines = ", ".join(f"n{i} {1000 * line.latency_s:.0f}+{1000 * line.jitter_s:.0f} ms" for i, line in enumerate(self.lines))
+        lines = ", ".join(
+            f"n{i} {1000 * line.latency_s:.0f}+{1000 * line.jitter_s:.0f} ms" for i, line in enumerate(self.lines)
+        )
         head = f"seed {self.seed}: {self.nodes} nodes, min_peers {self.min_peers}, {self.policy}, {self.length_s:.0f} s"
-        return "\n".join((head, speeds, lines, *map(str, self.faults)))
+        hostile = (f"n{self.nodes - 1} is hostile: {self.hostile}",) if self.hostile else ()
+        return "\n".join((head, speeds, lines, *hostile, *map(str, self.faults)))
 
 
 def draw(seed: int) -> Scenario:
@@ -94,6 +114,7 @@ def draw(seed: int) -> Scenario:
         policy=rng.choice(("time", "time", "steps")),
         disk_s=rng.choice((0.001, 0.02, 0.5)),
         join_at_s=joins,
+        hostile=rng.choice(HOSTILE) if rng.random() < 0.4 else "",
     )
 
 

@@ -105,7 +105,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0]._cancelled:  # type: ignore[attr-defined]
+        while scheduled and scheduled[0]._cancelled:
             heapq.heappop(scheduled)
         if not ready:
             if not scheduled:
@@ -115,7 +115,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(scheduled))
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]
+            if handle._cancelled:
                 continue
             process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
             if process is not None:
@@ -125,7 +125,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     process.held.append(handle)
                     continue
             self.events += 1
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
         if self.events > self._max_events:
             raise TooManyEvents(f"{self.events} events in {self._now_s:.1f} virtual seconds")
 
@@ -152,7 +152,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for task, _ in tasks:
             with suppress(RuntimeError):  # A coroutine may wait in a `finally` block.
                 if not task.done():
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    task.get_coro().close()
         self._ready.clear()
         self._scheduled.clear()
         super().close()

@@ -156,8 +156,7 @@ def test_two_quorums_share_a_member_unless_half_are_believed_dead(
 ) -> None:
     """Independent of which members the two leaders believe to be live."""
     quorums = [
-        electorate(last, all_live).is_quorum(members)
-        for members, all_live in ((one, one_lives), (other, other_lives))
+        electorate(last, all_live).is_quorum(members) for members, all_live in ((one, one_lives), (other, other_lives))
     ]
     most_live = all(2 * len(last & all_live) > len(last) for all_live in (one_lives, other_lives))
     if most_live and all(quorums):

@@ -22,8 +22,8 @@ from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import (
-    AcceptedOutcome,
     HASH_BYTES,
+    AcceptedOutcome,
     Plan,
     Proof,
     RoundOutcome,

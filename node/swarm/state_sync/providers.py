@@ -78,7 +78,7 @@ class Target:
     avoid: frozenset[str] = frozenset()
     """Heads and digests of states on a chain that lost."""
     own_tokens: int = -1
-    """Tokens of the state that this node has; -1 if it has none. Older states are of no use, however many serve them."""
+    """Tokens of the state that this node has; -1 if it has none. Older states are of no use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,214 @@
+"""Hostile nodes: the real code of a node, with a wire that changes what it sends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from node.swarm.messages import (
+    Document,
+    Join,
+    Plan,
+    Proof,
+    RoundOutcome,
+    accept,
+    parse,
+    results_root,
+    sign,
+)
+from node.swarm.transport.wire import Message
+
+if TYPE_CHECKING:
+    from tests.simulation.node import SimulatedNode
+
+FALSE_CHUNK = bytes(range(16))
+
+
+@dataclass
+class Adversary:
+    """Changes the requests and replies of one node. None instead of a message: it is never sent."""
+
+    node: SimulatedNode
+    rng: random.Random
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message | None:
+        """What is sent instead of a request."""
+        return message
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message | None:
+        """What is sent instead of a reply."""
+        return message
+
+
+class FlippedBits(Adversary):
+    """Damages one message in five."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._flip(message)
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._flip(message)
+
+    def _flip(self, message: Message) -> Message:
+        if not message.blobs or self.rng.random() < 0.8:
+            return message
+        data = bytearray(message.blobs[0])
+        if data:
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+        return replace(message, blobs=[bytes(data), *message.blobs[1:]])
+
+
+class FalseChunks(Adversary):
+    """Serves other chunks than those asked for."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return replace(message, blobs=[FALSE_CHUNK] * len(message.blobs)) if verb == "fetch" else message
+
+
+class OnlyMyself(Adversary):
+    """As a reducer: says that nothing but its own contribution arrived."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return Message({"arrived": [self.node.peer_id]}) if verb == "collect" else message
+
+
+class FalseSquares(Adversary):
+    """As a reducer: names sums of squares that do not fit what the others signed."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "average" or not isinstance(squares := message.header.get("squares"), list):
+            return message
+        return Message(dict(message.header) | {"squares": [4.0 * value for value in squares]})
+
+
+class HugeMean(Adversary):
+    """As a reducer: averages to something far too long."""
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "average" or "hashes" not in message.header:
+            return message
+        layout = self.node.rules.layout_at(0)
+        huge = b"\x00\x00\x80\x60" * layout.elements(0)  # fp32: 7.4e19
+        hashes = self.node.participant.ctx.results.add([huge] * len(message.header["hashes"]))
+        return Message(dict(message.header) | {"hashes": hashes})
+
+
+class Silence(Adversary):
+    """Answers some verbs never, although it answers others."""
+
+    def __post_init__(self) -> None:
+        self._verbs = set(self.rng.sample(("join", "plan", "contribute", "collect", "average", "propose", "fetch"), 2))
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message | None:
+        return None if verb in self._verbs else message
+
+
+class FalseNorm(Adversary):
+    """Signs joins with a norm that its contribution does not have."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "join":
+            return message
+        join = parse(Join, message.header["join"]["text"])
+        signed = sign(self.node.identity, join.model_copy(update={"norm": join.norm / 100}))
+        return replace(message, header=dict(message.header) | {"join": signed.model_dump()})
+
+
+class FalseClaim(Adversary):
+    """Claims in each join that it has accepted an outcome that only it contributed to."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        number = message.header.get("attempt")
+        if verb != "join" or not number:
+            return message
+        document, hashes = lone_outcome(self.node, Document.model_validate(message.header["join"]))
+        claim = [0, document.model_dump(), hashes, accept(self.node.identity, document.hash, 0)]
+        return replace(message, header=dict(message.header) | {"accepted": claim})
+
+
+class ForgedCommit(Adversary):
+    """Announces outcomes that only it has voted for."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb not in ("join", "contribute"):
+            return message
+        mine = self.node.participant.ballot.mine
+        join = self.node.signed_join
+        if verb == "join":
+            join = self.node.signed_join = Document.model_validate(message.header["join"])
+        if mine is not None and join is not None and parse(Join, join.text).parent == self.node.chain.tip.head:
+            self.node.send_later(receiver, "commit", Message({"age_s": 0.0}, [forged_proof(self.node, join)]))
+        return message
+
+
+class FarAhead(Adversary):
+    """Claims in its record to be some rounds ahead."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        table, tip = self.node.peer_table, self.node.chain.tip
+        table.update_own(round=tip.round + 3, head="f" * 64, swarm_tokens=tip.state.tokens + 10**6)
+        return message
+
+
+class TwoProposals(Adversary):
+    """As a leader: proposes one outcome to half of the group, and another to the other half."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "propose" or sum(receiver.encode()) % 2:
+            return message
+        outcome = parse(RoundOutcome, parse(Document, message.blobs[0]).text)
+        fewer = tuple(peer for peer in outcome.included if peer != self.node.peer_id)
+        if not fewer:
+            return message
+        other = sign(self.node.identity, outcome.model_copy(update={"included": fewer}))
+        return replace(message, blobs=[other.model_dump_json().encode()])
+
+
+ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
+    kind.__name__: kind
+    for kind in (
+        FlippedBits,
+        FalseChunks,
+        OnlyMyself,
+        FalseSquares,
+        HugeMean,
+        Silence,
+        FalseNorm,
+        FalseClaim,
+        ForgedCommit,
+        FarAhead,
+        TwoProposals,
+    )
+}
+
+
+def lone_outcome(node: SimulatedNode, join: Document) -> tuple[Document, str]:
+    """An outcome of this node alone, with the hashes of its chunks, which it serves."""
+    mine, ctx = node.participant.ballot.mine, node.participant.ctx
+    chunks: Sequence[bytes] = mine.chunks if mine is not None else []
+    hashes = ctx.results.add(chunks)
+    content = parse(Join, join.text)
+    plan = Plan(
+        run=node.rules.run,
+        parent=content.parent,
+        attempt=0,
+        joins=(join,),
+        reducers=(node.peer_id,),
+        owners=(0,) * len(chunks),
+    )
+    number = ctx.next_round
+    outcome = RoundOutcome(round=number, plan=plan, included=(node.peer_id,), results=results_root(hashes))
+    return sign(node.identity, outcome), b"".join(hashes).hex()
+
+
+def forged_proof(node: SimulatedNode, join: Document) -> bytes:
+    """A commit certificate of a group of one."""
+    document, hashes = lone_outcome(node, join)
+    accepts = {node.peer_id: accept(node.identity, document.hash, 0)}
+    return (
+        Proof(outcome=document, attempt=0, group=(node.peer_id,), accepts=accepts, hashes=hashes)
+        .model_dump_json()
+        .encode()
+    )

@@ -1,0 +1,67 @@
+"""Simulated nights: no seed violates an invariant, and a seed gives the same messages each time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.adversary import ADVERSARIES
+from tests.simulation.chart import chart
+from tests.simulation.run import quiet, simulate
+from tests.simulation.scenario import Fault, draw
+from tests.simulation.shrink import shrink
+
+SEEDS, PER_TEST = 240, 30
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    quiet()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
+def test_no_seed_violates_an_invariant(first: int) -> None:
+    reports = [simulate(draw(seed))[0] for seed in range(first, first + PER_TEST)]
+    assert {report.seed: report.violations for report in reports if report.violations} == {}
+    assert sum(report.rounds for report in reports) > 2 * PER_TEST
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(1000, 4000, 500))
+def test_no_seed_of_many_violates_an_invariant(first: int) -> None:
+    failed = [seed for seed in range(first, first + 500) if simulate(draw(seed))[0].violations]
+    assert failed == [], "python -m tests.simulation --seed N shows the messages"
+
+
+@pytest.mark.parametrize("hostile", [name for name in ADVERSARIES if name != "Silence"])
+def test_one_hostile_node_neither_forks_nor_stops_the_others(hostile: str) -> None:
+    reports = [simulate(replace(draw(seed), hostile=hostile))[0] for seed in range(5)]
+    assert {report.seed: report.violations for report in reports if report.violations} == {}
+
+
+@pytest.mark.parametrize("seed", [1, 5, 21])
+def test_a_seed_gives_the_same_messages_byte_for_byte(seed: int) -> None:
+    first, second = simulate(draw(seed))[0], simulate(draw(seed))[0]
+    assert (first.digest, first.messages, first.events) == (second.digest, second.messages, second.events)
+    assert first.messages > 100
+    assert simulate(draw(seed + 1))[0].digest != first.digest
+
+
+def test_a_lost_disk_write_is_found_and_the_scenario_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator sees a defect: without results on the disk, a blackout loses rounds."""
+    monkeypatch.setattr("node.swarm.allreduce.result_store.ResultStore.put", lambda *_: None)
+    calm = replace(draw(3), faults=(), hostile="")
+    faults = (Fault(5.0, "clock", 0, 1.0), Fault(22.0, "blackout", 0, 1.0), Fault(23.0, "clock", 1, 1.0))
+    report, _ = simulate(replace(calm, faults=faults))
+    assert any("had committed round" in violation for violation in report.violations)
+    smaller = shrink(replace(calm, faults=faults))
+    assert [fault.kind for fault in smaller.faults] == ["blackout"]
+    shown, world = simulate(smaller, keep_trace=True)
+    assert shown.violations
+    assert "commit" in chart(world) and "n0" in chart(world)
