@@ -74,10 +74,10 @@ def show(totals: Totals, took_s: float, jobs: int) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
     print(
         f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, "
-        f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, "
-        f"{totals.forks} allowed forks, {totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} faults an "
-        f"hour of CPU, {took_s:.1f} s; {len(totals.failed)} failed"
+        f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, {totals.forks} allowed forks"
     )
+    print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")
+    print(f"{took_s:.1f} s; {len(totals.failed)} failed")
 
 
 def replay(seed: int) -> int:
