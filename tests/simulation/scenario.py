@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Line
 
-HOSTILE = tuple(name for name in ADVERSARIES if name != "Silence")
+HOSTILE = ("FlippedBits", "FalseChunks", "OnlyMyself", "FalseSquares", "HugeMean", "FalseNorm", "FarAhead")
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""

@@ -40,7 +40,7 @@ class ResyncCause:
     avoid: frozenset[str] = frozenset()
     """The digest of this node's state, and the heads of its side of a fork. These states must not be downloaded."""
     own_tokens: int = -1
-    """Tokens of this node's state. A state with fewer must not be downloaded."""
+    """Tokens of this node's state, if it is only behind. A state with fewer must not be downloaded."""
     dropped: tuple[Link, ...] = ()
     """The rounds of this node's side of a fork."""
 
@@ -75,7 +75,8 @@ class CatchUp:
     ) -> None:
         tip = self._ctx.chain.tip
         avoid = {tip.digest, *(link.head for link in dropped)}
-        self._on_lost(ResyncCause(reason, code, frozenset(avoid), tip.state.tokens, dropped))
+        own_tokens = tip.state.tokens if code == "far_behind" else -1  # Otherwise this node's state is of no use.
+        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped))
 
     async def align(self) -> None:
         """Catch up once at the start. A peer at the same head states the age of the round."""
