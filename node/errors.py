@@ -9,7 +9,7 @@
     │   └── QuotaError            limits.disk_gb leaves no room; nothing was written
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
-    ├── ProtocolError         10  the swarm uses a newer protocol, or a newer version wrote this data folder
+    ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
     ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
     ├── TextError            (internal; reading continues elsewhere or later)
     │   ├── Unreachable           the source does not answer; it may later

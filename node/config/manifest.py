@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from node.errors import InviteError, ManifestError, ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"
@@ -348,7 +348,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """Read a manifest. Raises ManifestError, or ProtocolError for a newer protocol, whose fields may be unknown."""
+    """Read a manifest. Raises ManifestError, or ProtocolError for another protocol, whose fields may be unknown."""
     try:
         raw = json.loads(data)
         version = int(raw["protocol_version"])
@@ -357,6 +357,11 @@ def read_manifest(data: bytes) -> Manifest:
     if version > PROTOCOL_VERSION:
         raise ProtocolError(
             f"This run uses protocol {version}, this node {PROTOCOL_VERSION}: upgrade diloco-node and start it again."
+        )
+    if version < PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"This run uses protocol {version}, this node {PROTOCOL_VERSION}: continue it with the version "
+            "of diloco-node that founded it, or found a new run."
         )
     try:
         return Manifest.model_validate(raw)

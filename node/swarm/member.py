@@ -39,6 +39,7 @@ from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
 from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
+from node.swarm.messages import Proof
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.providers import Target
@@ -248,13 +249,12 @@ class SwarmMember:
     async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """Download the state once. Raises TransferFailed, or MachineError if the disk has no space."""
         if self._download is None:
-            room, digest_at = self.options.room, self._digest_at
-            self._download = Downloader(self.wire, self.peer_table, rules, self._cache, self._rng, room, digest_at)
+            self._download = Downloader(self.wire, self.peer_table, rules, self._cache, self._rng, self.options.room)
         return await self._download.run(target, on_progress)
 
     def serve_state(self, source: StateSource) -> None:
         self._oldest_needed_round = source.oldest_needed_round
-        StateServer(self.wire, source, self._digest_at, self._uplink_is_busy, self._inject_faults)
+        StateServer(self.wire, source, self._proof_after, self._uplink_is_busy, self._inject_faults)
 
     async def _inject_faults(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
         if self.participant is not None:
@@ -263,8 +263,8 @@ class SwarmMember:
         await faults.at("serve", number)
         return damage_blobs(faults.damage_kind("serve", number), blobs)
 
-    def _digest_at(self, head: str) -> str | None:
-        return self.participant.ctx.chain.digest_at(head) if self.participant is not None else None
+    def _proof_after(self, head: str) -> Proof | None:
+        return self.participant.ctx.chain.proof_after(head) if self.participant is not None else None
 
     def _uplink_is_busy(self) -> bool:
         return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")

@@ -55,10 +55,12 @@ class Join(Content):
     """A member is ready to contribute to the round after `parent`."""
 
     kind_name = "join"
-    longest: ClassVar[int] = 512
-    """The longest valid join has 438. All joins of a group are in the record and must fit into a header."""
+    longest: ClassVar[int] = 640
+    """The longest valid join has 513. All joins of a group are in the record and must fit into a header."""
     run: Hex64
     parent: Hex64
+    state: Hex64
+    """Digest of the outer state at `parent`. All joins of a plan name the same one."""
     tokens: int = Field(ge=1, lt=2**48)
     step_s: float = Field(ge=LEAST_STEP_S, le=MOST_STEP_S)
     """The member's seconds per inner step."""
@@ -275,7 +277,10 @@ def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str
         raise PeerError("a plan has reducers that are not members, or chunks without an owner")
     if plan.owners and not 0 <= min(plan.owners) <= max(plan.owners) < len(plan.reducers):
         raise PeerError("a plan names a reducer that does not exist")
-    return {document.signer: check_join(document, bounds, parent) for document in plan.joins}
+    joins = {document.signer: check_join(document, bounds, parent) for document in plan.joins}
+    if len({join.state for join in joins.values()}) > 1:
+        raise PeerError("a plan has members with different outer states")
+    return joins
 
 
 def check_proof(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:

@@ -376,6 +376,7 @@ def test_an_outcome_with_another_round_length_is_not_accepted(swarm: Swarm) -> N
 
 def forged_join(node: Node, parent: str, tokens: int = 100) -> Document:
     fields = {"run": node.rules.run, "parent": parent, "tokens": tokens, "round_s": node.tip.round_s}
+    fields |= {"state": node.tip.digest}
     return sign(node.host.identity, Join(**fields, step_s=0.01, norm=1e6))
 
 

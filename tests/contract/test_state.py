@@ -83,8 +83,7 @@ def download(node: Node) -> Tip:
 def new_download(node: Node) -> Downloader:
     folder = node.host.cache
     remove_partial_downloads(folder)
-    rng, digest_at = random.Random(0), node.chain.digest_at
-    return Downloader(node.host.wire, node.peer_table, node.rules, folder, rng, digest_at=digest_at)
+    return Downloader(node.host.wire, node.peer_table, node.rules, folder, random.Random(0))
 
 
 def joiner(swarm: Swarm, others: Sequence[Node]) -> Node:
@@ -143,8 +142,8 @@ def test_a_peer_answers_a_question_about_each_of_many_states(swarm: Swarm, pair:
     serve(asked, Memory(asked.tip, find_delay_s=0.1))
 
     async def ask() -> list[Message]:
-        question = Message({"head": asked.tip.head})
-        calls = [asker.host.wire.call(asked.peer_id, "vouch", question, timeout_s=20) for _ in range(3 * MAX_ASKED)]
+        question = Message({"digest": asked.tip.digest, "brief": True})
+        calls = [asker.host.wire.call(asked.peer_id, "state", question, timeout_s=20) for _ in range(3 * MAX_ASKED)]
         return await asyncio.gather(*calls)
 
     assert [reply.header["digest"] for reply in asker.host.do(ask())] == 3 * MAX_ASKED * [asked.tip.digest]
@@ -200,11 +199,11 @@ def test_a_false_state_loses_the_vote_while_all_honest_peers_are_downloading(swa
         node.peer_table.update_own(phase=Phase.DOWNLOADING)
     late = joiner(swarm, nodes)
     for node in honest:
-        StateServer(node.host.wire, Memory(None), node.chain.digest_at)
+        StateServer(node.host.wire, Memory(None), node.chain.proof_after)
     with pytest.raises(TransferFailed, match="none that the others share"):
         download(late)
     for node in honest:
-        StateServer(node.host.wire, Memory(node.tip), node.chain.digest_at)
+        StateServer(node.host.wire, Memory(node.tip), node.chain.proof_after)
     for node in (late, *honest):
         assert download(node).digest == true.digest
 

@@ -167,10 +167,8 @@ class SimulatedNode:
         self._lost: ResyncCause | None = None
         self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
         self.catch_up = CatchUp(self.participant, self._lose)
-        StateServer(wire, self.disk, self.chain.digest_at)
-        self._downloader = Downloader(
-            wire, self.peer_table, rules, self.disk.folder, rng, digest_at=self.chain.digest_at
-        )
+        StateServer(wire, self.disk, self.chain.proof_after)
+        self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
         self._say_tip()
         tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
         while await self.participant.committer.replay_next():

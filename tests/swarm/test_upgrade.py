@@ -8,12 +8,14 @@ The older checkout needs its dashboard built (`make dashboard`) and no environme
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from node.config.manifest import PROTOCOL_VERSION
 from tests.swarm.harness import START_S, Node, Swarm, common_rounds, tiny, wait_for
 
 OTHER = os.environ.get("DILOCO_TEST_OTHER", "")
@@ -25,6 +27,15 @@ pytestmark = [
 
 
 # PYTHONSAFEPATH keeps the working directory, which is this checkout, out of the search path.
+OTHER_PROTOCOL = (
+    int(re.findall(r"(?m)^PROTOCOL_VERSION = (\d+)", Path(OTHER, "node/config/manifest.py").read_text())[0])
+    if OTHER
+    else 0
+)
+same_protocol = pytest.mark.skipif(OTHER_PROTOCOL != PROTOCOL_VERSION, reason="the older checkout has another protocol")
+other_protocol = pytest.mark.skipif(
+    OTHER_PROTOCOL == PROTOCOL_VERSION, reason="the older checkout has the same protocol"
+)
 OLD_CODE = {"PYTHONPATH": OTHER, "PYTHONSAFEPATH": "1"}
 
 
@@ -56,6 +67,7 @@ def wait_for_common_round(nodes: list[Node], after: int) -> None:
     assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
 
 
+@same_protocol
 @pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
 def test_old_and_new_nodes_share_rounds(tmp_path: Path, founder_is_old: bool) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 60, "min_peers": 2})) as swarm:
@@ -66,6 +78,7 @@ def test_old_and_new_nodes_share_rounds(tmp_path: Path, founder_is_old: bool) ->
         wait_for_common_round([founder, second], founder.status()["run"]["round"])
 
 
+@same_protocol
 def test_a_data_folder_of_the_older_version_is_continued(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
         node = start(swarm.node("founder"), is_old=True)
@@ -80,3 +93,17 @@ def test_a_data_folder_of_the_older_version_is_continued(tmp_path: Path) -> None
         node.until_round(node.status()["run"]["round"] + 2, 3 * START_S)
         assert identity.read_bytes() == before
         assert node.stop() == 0
+
+
+@other_protocol
+@pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
+def test_a_node_of_another_protocol_ends_with_exit_code_10(tmp_path: Path, founder_is_old: bool) -> None:
+    with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
+        founder = start(swarm.node("founder"), is_old=founder_is_old)
+        second = swarm.node("second", join=founder.invite())
+        second.preset = None
+        start(second, is_old=not founder_is_old)
+        assert second.running.wait(3 * START_S) == 10
+        if founder_is_old:
+            assert founder.stop() == 0
+            assert start(founder, is_old=False).running.wait(3 * START_S) == 10, "its data folder is of that run"

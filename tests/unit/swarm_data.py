@@ -10,11 +10,12 @@ from node.swarm.identity import Identity, new_identity
 from node.swarm.messages import Join, Plan, Proof, RoundOutcome, accept, results_root, sign
 
 RUN = "ab" * 32
+STATE = "5a" * 32
 A, B = sorted((new_identity() for _ in range(2)), key=lambda identity: identity.peer_id)
 
 
-def new_join(tokens: int = 100, step_s: float = 0.1, parent: str = RUN) -> Join:
-    return Join(run=RUN, parent=parent, tokens=tokens, step_s=step_s, norm=1.0)
+def new_join(tokens: int = 100, step_s: float = 0.1, parent: str = RUN, state: str = STATE) -> Join:
+    return Join(run=RUN, parent=parent, state=state, tokens=tokens, step_s=step_s, norm=1.0)
 
 
 def committed(
@@ -24,9 +25,10 @@ def committed(
     *,
     tokens: int = 100,
     hashes: Sequence[bytes] = (bytes(32),),
+    state: str = STATE,
 ) -> Proof:
     """A proof in which all members contributed and voted. `tokens`: of each member."""
-    joins = tuple(sign(member, new_join(tokens, parent=parent)) for member in members)
+    joins = tuple(sign(member, new_join(tokens, parent=parent, state=state)) for member in members)
     ids = tuple(member.peer_id for member in members)
     plan = Plan(run=RUN, parent=parent, attempt=0, joins=joins, reducers=ids[:1], owners=(0,) * len(hashes))
     document = sign(members[0], RoundOutcome(round=round_, plan=plan, included=ids, results=results_root(hashes)))

@@ -84,10 +84,10 @@ def test_a_proof_of_another_round_head_or_group_is_refused() -> None:
 
 
 class Source:
-    """A StateSource of one state. `data`: sent in place of every leaf."""
+    """A StateSource of one state. `data`: sent in place of every leaf. `next_proof`: of the round after the state."""
 
-    def __init__(self, tip: Tip, data: bytes | None = None) -> None:
-        self.tip, self.data = tip, data
+    def __init__(self, tip: Tip, data: bytes | None = None, next_proof: Proof | None = None) -> None:
+        self.tip, self.data, self.next_proof = tip, data, next_proof
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         t = self.tip
@@ -96,6 +96,9 @@ class Source:
 
     def oldest_needed_round(self) -> int | None:
         return None
+
+    def proof_after(self, head: str) -> Proof | None:
+        return self.next_proof
 
     def leaf(self, digest: str, index: int) -> bytes:
         if digest != self.tip.digest:
@@ -106,7 +109,7 @@ class Source:
 def description(tip: Tip, **changes: Any) -> Message:
     header = {"round": tip.round, "head": tip.head, "tokens": tip.state.tokens, "digest": tip.digest}
     proof = tip.proof.model_dump_json().encode() if tip.proof else b""
-    return Message(header | changes, [b"".join(tip.leaves), proof])
+    return Message(header | changes, [b"".join(tip.leaves), proof, b""])
 
 
 class HungSource(Source):
@@ -135,7 +138,8 @@ def download(
             if isinstance(served, Message):
                 server.serve({"state": Service(answer_with(served), Channel.STATE)})
             else:
-                StateServer(server, Source(served) if isinstance(served, Tip) else served)
+                source = Source(served) if isinstance(served, Tip) else served
+                StateServer(server, source, source.proof_after)
             if isinstance(served, HungSource):
                 server.serve(dict.fromkeys(("leaf", "line"), Service(hang, Channel.STATE)))
             elif isinstance(served, Tip) and served.proof:
@@ -194,8 +198,8 @@ def test_an_inconsistent_description_is_ignored(changes: dict[str, Any]) -> None
 
 def test_a_description_with_invalid_blobs_is_ignored() -> None:
     good, right = proven_tip(3), description(proven_tip(4))
-    leaves, proof = right.blobs
-    for blobs in ([], [leaves], [leaves[:-32], proof], [leaves, b"{}"], [b"x", b""]):
+    leaves, proof, _ = right.blobs
+    for blobs in ([], [leaves], [leaves, proof], [leaves[:-32], proof, b""], [leaves, b"{}", b""], [b"x", b"", b""]):
         assert download([replace(right, blobs=blobs), good]).digest == good.digest
 
 
@@ -216,6 +220,27 @@ def test_a_state_with_a_wrong_proof_is_not_downloaded() -> None:
         assert download([source, good]).digest == good.digest
         with pytest.raises(TransferFailed, match="No peer serves"):
             download([source])
+
+
+def test_the_certificate_of_the_next_round_proves_a_state_against_two_peers_with_another() -> None:
+    true = proven_tip(4)
+    false = tip_of(random_state(4), true.proof)
+    proof = committed(true.head, 5, state=true.digest)
+    assert download([false, false, Source(true, next_proof=proof)]).digest == true.digest
+
+
+def test_a_state_is_refused_if_the_certificate_of_the_next_round_names_another() -> None:
+    good, bad = proven_tip(3), proven_tip(4)
+    for proof in (committed(bad.head, 5, state=good.digest), committed(good.head, 5, state=bad.digest)):
+        assert download([Source(bad, next_proof=proof), good]).digest == good.digest
+
+
+def test_strangers_prove_no_state_with_a_certificate_of_their_own() -> None:
+    true = proven_tip(4)
+    false = tip_of(random_state(4), true.proof)
+    strangers = (new_identity(), new_identity())
+    proof = committed(true.head, 5, sorted(strangers, key=lambda one: one.peer_id), state=false.digest)
+    assert download([true, true, Source(false, next_proof=proof)]).digest == true.digest
 
 
 def test_a_download_without_servers_fails() -> None:

@@ -25,7 +25,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "36b599ab23b0f838b9a96ac60258bbee335dc61ad2c059ff9a95dae16aee6b9b"
+GOLDEN_HASH = "04430d9d248990638b9c2e211c0eee5331a4f04075086f2618d25d69751fc19c"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
@@ -55,7 +55,7 @@ def test_the_hash_covers_every_field() -> None:
         manifest(RunConfig(inner=InnerConfig(lr=4.1e-4))).hash,
         manifest().model_copy(update={"initial_digest": "2" * 64}).hash,
         manifest().model_copy(update={"parameters": 1001}).hash,
-        manifest().model_copy(update={"protocol_version": 2}).hash,
+        manifest().model_copy(update={"protocol_version": PROTOCOL_VERSION + 1}).hash,
     }
     assert len(hashes) == 7
 
@@ -88,6 +88,11 @@ def test_wrong_fields_are_refused(changes: dict[str, object]) -> None:
 def test_a_newer_protocol_is_reported_before_unknown_fields() -> None:
     with pytest.raises(ProtocolError, match="upgrade"):
         parse_manifest(*offered(protocol_version=PROTOCOL_VERSION + 1, novelty={"a": 1}))
+
+
+def test_a_run_of_an_older_protocol_is_not_continued() -> None:
+    with pytest.raises(ProtocolError, match="found a new run"):
+        parse_manifest(*offered(protocol_version=PROTOCOL_VERSION - 1))
 
 
 def test_rules_between_fields() -> None:

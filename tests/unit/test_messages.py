@@ -35,7 +35,7 @@ from node.swarm.messages import (
     split_hashes,
 )
 
-RUN, PARENT, CHUNKS = "ab" * 32, "cd" * 32, 4
+RUN, PARENT, STATE, CHUNKS = "ab" * 32, "cd" * 32, "5a" * 32, 4
 PEERS = sorted((new_identity() for _ in range(4)), key=lambda identity: identity.peer_id)
 A, B, C, D = PEERS
 OUTSIDER = new_identity()
@@ -45,8 +45,8 @@ HASHES = [bytes([i]) * 32 for i in range(CHUNKS)]
 
 
 def join(identity: Identity, **changes: Any) -> Document:
-    fields: dict[str, Any] = {"run": RUN, "parent": PARENT, "tokens": 100, "step_s": 0.5, "norm": 1.0} | changes
-    return sign(identity, Join(**fields))
+    fields: dict[str, Any] = {"run": RUN, "parent": PARENT, "state": STATE, "tokens": 100, "step_s": 0.5, "norm": 1.0}
+    return sign(identity, Join(**fields | changes))
 
 
 def plan(**changes: Any) -> Plan:
@@ -136,7 +136,7 @@ def test_a_signature_binds_signer_kind_and_text() -> None:
     ],
 )
 def test_a_signed_join_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
-    content = Join(run=RUN, parent=PARENT, tokens=1, step_s=1, norm=1).model_copy(update=fields)
+    content = Join(run=RUN, parent=PARENT, state=STATE, tokens=1, step_s=1, norm=1).model_copy(update=fields)
     text = content.model_dump_json() if "admin" not in fields else content.model_dump_json()[:-1] + ',"admin":true}'
     signature = A.sign("diloco join", text.encode()).hex()
     refused(lambda: read(Document(signer=A.peer_id, text=text, signature=signature), Join), "join is not valid")
@@ -152,12 +152,12 @@ def test_the_longest_join_is_accepted() -> None:
         ("norm", "upload_bytes_s", "transfer_s", "settle_s", "evaluation_loss"), 1.2345678901234567e-305
     )
     fields |= {"step_s": 86_399.99999999999, "round_s": 1.2345678901234567e305}
-    full = Join(run=RUN, parent=PARENT, tokens=2**48 - 1, reduces=False, **fields)
-    assert len(full.model_dump_json()) <= 438 < Join.longest
+    full = Join(run=RUN, parent=PARENT, state=STATE, tokens=2**48 - 1, reduces=False, **fields)
+    assert len(full.model_dump_json()) <= 513 < Join.longest
     assert read(sign(A, full), Join) == full
 
 
-@pytest.mark.parametrize("padding", ["\n" * 600_000, " " * 300])
+@pytest.mark.parametrize("padding", ["\n" * 600_000, " " * 400])
 def test_a_padded_join_is_refused_in_every_document(padding: str) -> None:
     padded = signed(Join, join(A).text + padding)
     assert refused(lambda: read(padded, Join), "too long") == "bad_size"

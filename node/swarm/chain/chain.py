@@ -143,7 +143,6 @@ class Chain:
         """Parent to the proof that follows it, up to the tip."""
         self._stored: dict[str, Proof] = {}
         """The same for rounds after the tip, which an earlier process of this node committed."""
-        self._digests = {tip.head: tip.digest}
         stored = store.take_stored()
         by_head = {proof.outcome.hash: (parent, proof) for parent, proof in stored}
         before, head = [], tip.head
@@ -174,29 +173,23 @@ class Chain:
         assert parent == self.tip.head
         self._proofs[parent] = proof
         self._stored.pop(parent, None)
-        self._digests[tip.head] = tip.digest
         kept_rounds = self.store.set_retention(tip.round, self._oldest_needed_round())
         while len(self._proofs) > kept_rounds:
-            old, _ = self._proofs.popitem(last=False)
-            self._digests.pop(old, None)
+            self._proofs.popitem(last=False)
         self.tip = tip
 
     def replace(self, tip: Tip) -> None:
         """Continue from a downloaded state. Drops all proofs."""
         self._proofs.clear()
         self._stored.clear()
-        self._digests = {tip.head: tip.digest}
         self.tip = tip
 
     def set_anchor(self, at_s: float) -> None:
         """Correct the time at which the current round began."""
         self.tip = replace(self.tip, anchor_at_s=at_s)
 
-    def digest_at(self, head: str) -> str | None:
-        """The digest of the state at a head of this chain; None if it is unknown."""
-        return self._digests.get(head)
-
     def proof_after(self, parent: str) -> Proof | None:
+        """The proof that follows a head of this chain; None if it is not kept, or not committed yet."""
         return self._proofs.get(parent)
 
     def proofs_after(self, parent: str) -> list[Proof]:

@@ -178,14 +178,11 @@ class Committer:
         return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
 
     def check_round(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
-        """The outcome must be of the next round, and its joins must name this round's length. Raises PeerError.
-
-        The length of the next round follows from these joins.
-        """
+        """The outcome must be of the next round, and its joins must fit this node's tip. Raises PeerError."""
         if outcome.round != self._ctx.next_round:
             raise PeerError(f"an outcome calls round {self._ctx.next_round} round {outcome.round}")
-        if any(join.round_s != self._ctx.chain.tip.round_s for join in joins.values()):
-            raise PeerError("a join names another length of the round")
+        for join in joins.values():
+            self._ctx.check_join_fits(join)
 
     def _is_supported(self, proof: Proof) -> bool:
         """Whether this node may adopt the proof (`Electorate.believes`)."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from node.errors import NodeError
+from node.errors import NodeError, PeerError
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.allreduce.uplink_estimator import UplinkEstimator
@@ -19,7 +19,7 @@ from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.consensus.leader_election import leader_of, slow_uplinks
 from node.swarm.consensus.quorum import Electorate
 from node.swarm.membership.peer_table import PeerTable
-from node.swarm.messages import Bounds, joins_of
+from node.swarm.messages import Bounds, Join, joins_of
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,17 @@ class Context:
         slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
         leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members()
         return leader_of(tip.head, leaders, number, slow | (set(leaders) - set(preferred)))
+
+    def check_join_fits(self, join: Join) -> None:
+        """A join at this node's head must name its outer state and the length of the round. Raises PeerError.
+
+        The length of the next round follows from the joins.
+        """
+        tip = self.chain.tip
+        if join.state != tip.digest:
+            raise PeerError("a join names another outer state at the same head")
+        if join.round_s != tip.round_s:
+            raise PeerError("a join names another length of the round")
 
     def stated_age_s(self, header: Mapping[str, Any]) -> float:
         """Seconds since the round of a message began, according to its sender; 0.0 if it does not say.

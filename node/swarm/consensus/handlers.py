@@ -108,8 +108,7 @@ class Handlers:
             if proof.outcome.hash == self.ctx.chain.tip.head:
                 header["age_s"] = self.ctx.age_s
             return Message(header, [proof.model_dump_json().encode()])
-        if join.round_s != self.ctx.chain.tip.round_s:
-            raise PeerError("a join names another length of the round")
+        self.ctx.check_join_fits(join)
         number = self.ballot.check_number(message.header.get("attempt"))
         if number < self.ballot.number:
             return Message({"status": "stale", "attempt": self.ballot.number} | self.ballot.failure_of(number))

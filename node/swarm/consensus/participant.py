@@ -155,6 +155,7 @@ class Participant:
         content = Join(
             run=ctx.rules.run,
             parent=mine.parent,
+            state=ctx.chain.tip.digest,
             tokens=mine.tokens,
             step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
             round_s=ctx.chain.tip.round_s,

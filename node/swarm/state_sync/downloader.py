@@ -53,12 +53,10 @@ class Downloader:
         folder: Path,
         rng: random.Random,
         room: Room = any_room,
-        digest_at: Callable[[str], str | None] = lambda _: None,
     ) -> None:
-        """`digest_at`: this node's own digest at a head; None if it is unknown."""
         self._wire, self._peer_table, self._rules, self._folder, self._rng = wire, peer_table, rules, folder, rng
         self._room = room
-        self._providers = ProviderSearch(wire, peer_table, rules, rng, digest_at)
+        self._providers = ProviderSearch(wire, peer_table, rules, rng)
         self._banned: set[str] = set()
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
@@ -111,7 +109,7 @@ class Downloader:
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """The peers that serve the state now, and those known that are live, as a live one says when it stops."""
-        found = await self._providers.servers(snapshot, self._banned)
+        found = await self._providers.servers(snapshot.digest, self._banned)
         live = {record.peer_id for record in self._peer_table.others()}
         return sorted({*found, *live.intersection(known)})
 

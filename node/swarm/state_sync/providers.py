@@ -1,8 +1,9 @@
 """Which outer state to download, which peers serve it, and the vote that decides between digests.
 
-Signatures prove a head, but not the digest of its state, so peers are asked for their digest at that head. A vote
-weighs the tokens of the peer's signed join, at least one, and never more than all other votes together: neither
-made-up tokens nor self-made keys win a vote.
+The joins of a committed round name the digest of the outer state before it, so the certificate of the next round proves
+the digest of a state. The newest state has no next round yet: there the records of the peers vote. A vote weighs
+the tokens of the peer's signed join, at least one, and never more than all other votes together: neither made-up tokens
+nor self-made keys win a vote.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from node.errors import PeerError
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import Proof, parse
+from node.swarm.messages import Proof, check_proof, parse, voters
 from node.swarm.state_sync.server import SERVING_PHASES, Snapshot, joins_at
 from node.swarm.transport.wire import MALFORMED_ERRORS, MAX_REPLY_BYTES, Message, Wire
 
@@ -89,12 +90,14 @@ class AvailableState:
     tokens: Mapping[str, int]
     """Contributor to tokens, from the joins in the state's proof."""
     servers: set[str] = field(default_factory=set)
-    votes: dict[str, str] = field(default_factory=dict)
-    """Peer id to its digest at this head; empty if it does not know the head."""
+    votes: Mapping[str, str] = field(default_factory=dict)
+    """Peer id to its digest at this head; empty if the peer is at another head."""
+    is_proven: bool = False
+    """Whether the manifest or the certificate of the next round proves the digest."""
 
     @property
     def has_majority(self) -> bool:
-        """Whether this digest has more than half of the weight of all peers that answered."""
+        """Whether this digest has more than half of the weight of all peers."""
         weights = vote_weights(self.tokens, self.votes)
         agreeing = sum(weights[peer] for peer, digest in self.votes.items() if digest == self.snapshot.digest)
         return 2 * agreeing > sum(weights.values())
@@ -106,25 +109,16 @@ class AvailableState:
 
 
 class ProviderSearch:
-    """Asks peers which states they serve, and how they vote."""
+    """Asks peers which states they serve."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        peer_table: PeerTable,
-        rules: Rules,
-        rng: random.Random,
-        digest_at: Callable[[str], str | None],
-    ) -> None:
-        """`digest_at`: this node's own digest at a head; None if it is unknown."""
+    def __init__(self, wire: Wire, peer_table: PeerTable, rules: Rules, rng: random.Random) -> None:
         self._wire, self._peer_table, self._rules, self._rng = wire, peer_table, rules, rng
-        self._digest_at = digest_at
 
     async def find(self, target: Target, begun: Sequence[str], banned: Collection[str]) -> list[AvailableState]:
-        """The available states, best first: majority, begun already, several servers, newest.
+        """The available states, best first: proven or with a majority, begun already, several servers, newest.
 
-        Leaves out states that are outvoted: no state is better than that of one peer against several. A peer that does
-        not know a head does not vote against it, as the chain that won a fork may have one peer left.
+        Leaves out states that are outvoted: no state is better than that of one peer against several. A peer at another
+        head does not vote against a state, as the chain that won a fork may have one peer left.
 
         Args:
             begun: digest prefixes of partial downloads.
@@ -136,29 +130,38 @@ class ProviderSearch:
         for (peer, _), one in zip(requests, found, strict=True):
             if one is not None and _is_wanted(one.snapshot, target):
                 states.setdefault(one.snapshot.digest, one).servers.add(peer)
-        await asyncio.gather(*(self._ask_vote(state, peer) for state in states.values() for peer in peers))
-        for state in states.values():
-            if own := self._digest_at(state.snapshot.head):
-                state.votes[self._wire.peer_id] = own
+        servers = await asyncio.gather(*(self.servers(digest, banned, peers) for digest in states))
+        for state, serving in zip(states.values(), servers, strict=True):
+            state.servers.update(serving)
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
-            digest = state.snapshot.digest
-            is_begun = any(digest.startswith(name) for name in begun)
-            return state.has_majority, is_begun, min(2, len(state.servers)), state.snapshot.round
+            is_begun = any(state.snapshot.digest.startswith(name) for name in begun)
+            return state.is_proven or state.has_majority, is_begun, min(2, len(state.servers)), state.snapshot.round
 
-        # The manifest proves the initial state, so no vote is needed.
-        valid = [s for s in states.values() if s.snapshot.digest == target.initial_digest or not s.is_outvoted]
-        return sorted(valid, key=rank, reverse=True)
+        return sorted((s for s in states.values() if s.is_proven or not s.is_outvoted), key=rank, reverse=True)
 
-    async def servers(self, snapshot: Snapshot, banned: Collection[str]) -> list[str]:
-        """The peers that serve a state now."""
-        state = AvailableState(snapshot, {})
-        await asyncio.gather(*(self._ask_vote(state, peer) for peer in self._peers(banned)))
-        return sorted(state.servers)
+    async def servers(self, digest: str, banned: Collection[str], peers: Sequence[str] = ()) -> list[str]:
+        """Those of these peers, or of all, that serve a state now."""
+
+        async def serves(peer: str) -> bool:
+            request = Message({"digest": digest, "brief": True})
+            try:
+                reply = await self._wire.call(peer, "state", request, timeout_s=CALL_S)
+            except PeerError:
+                return False
+            return bool(reply.header.get("digest") == digest)
+
+        peers = peers or self._peers(banned)
+        found = await asyncio.gather(*map(serves, peers))
+        return [peer for peer, is_server in zip(peers, found, strict=True) if is_server]
+
+    def _votes(self, head: str) -> dict[str, str]:
+        """What the newest record of each live peer, this node included, says about the state at a head."""
+        records = [record for record in self._peer_table.live() if record.state_digest]
+        return {r.peer_id: r.state_digest if r.head == head else "" for r in records}
 
     def _peers(self, banned: Collection[str]) -> list[str]:
-        """Peers to ask. One that is downloading still has its old state and votes, so that an attacker that makes all
-        others download does not become the only voter."""
+        """Peers to ask. One that is downloading may still serve its old state."""
         others = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES or r.state_digest]
         peers = [r.peer_id for r in others if r.peer_id not in banned]
         return self._rng.sample(peers, min(MAX_ASKED, len(peers)))
@@ -175,32 +178,37 @@ class ProviderSearch:
         try:
             snapshot = read_snapshot(reply, target)
             joins = await asyncio.to_thread(joins_at, snapshot.head, snapshot.round, snapshot.proof, self._rules)
+            is_proven = await asyncio.to_thread(is_named_by_next_proof, snapshot, joins, self._rules)
         except (PeerError, *MALFORMED_ERRORS) as exc:
             self._wire.traffic.reject(exc if isinstance(exc, PeerError) else PeerError("a wrong form"))
             logger.warning("Peer %s describes an invalid state: %s.", peer[-6:], exc)
             return None
-        return AvailableState(snapshot, {peer: join.tokens for peer, join in joins.items()})
-
-    async def _ask_vote(self, state: AvailableState, peer: str) -> None:
-        """Ask a peer for its digest at the state's head, and whether it serves the state."""
-        try:
-            reply = await self._wire.call(peer, "vouch", Message({"head": state.snapshot.head}), timeout_s=CALL_S)
-        except PeerError as exc:
-            logger.debug("Peer %s does not vote: %s", peer[-6:], exc)
-            return
-        digest = reply.header.get("digest")
-        state.votes[peer] = digest if isinstance(digest, str) else ""
-        if reply.header.get("serves") == state.snapshot.digest:
-            state.servers.add(peer)
+        tokens = {peer: join.tokens for peer, join in joins.items()}
+        is_proven |= snapshot.digest == target.initial_digest
+        return AvailableState(snapshot, tokens, votes=self._votes(snapshot.head), is_proven=is_proven)
 
 
 def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
     return snapshot.tokens >= target.own_tokens and not {snapshot.head, snapshot.digest} & target.avoid
 
 
+def is_named_by_next_proof(snapshot: Snapshot, contributors: Collection[str], rules: Rules) -> bool:
+    """Whether the certificate of the next round proves the state's digest. Slow. Raises PeerError if it contradicts it.
+
+    It does with the votes of more than half of the contributors to the state's own round. Each of them has checked that
+    the joins of the next round name the digest of its own state. The initial state has no contributors.
+    """
+    if snapshot.next_proof is None:
+        return False
+    outcome, joins = check_proof(snapshot.next_proof, rules.bounds)
+    if outcome.plan.parent != snapshot.head or any(join.state != snapshot.digest for join in joins.values()):
+        raise PeerError("the certificate of the next round is for another state")
+    return 2 * len(voters(snapshot.next_proof).intersection(contributors)) > len(contributors)
+
+
 def read_snapshot(reply: Message, target: Target) -> Snapshot:
     """Parse and check the description of a state. Raises PeerError, or one of `MALFORMED_ERRORS`."""
-    joined, proof = reply.blobs
+    joined, proof, next_proof = reply.blobs
     leaves = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
     fields = {"round": int, "head": str, "tokens": int, "digest": str}
     if not all(type(reply.header.get(name)) is kind for name, kind in fields.items()):
@@ -209,6 +217,7 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         **{name: reply.header[name] for name in fields},
         leaves=leaves,
         proof=parse(Proof, proof) if proof else None,
+        next_proof=parse(Proof, next_proof) if next_proof else None,
     )
     if len(leaves) != 2 * len(leaf_bounds(target.parameters)):
         raise PeerError("a state has the wrong number of leaves", code="bad_size")

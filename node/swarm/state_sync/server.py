@@ -22,7 +22,7 @@ from node.swarm.transport.wire import Message, Service, Wire
 MIN_NAME = 16  # Characters of a head or digest that identify a state
 LEAVES_PER_CALLER = 8
 """Leaves being sent to one caller at a time. They are held in memory."""
-VOTES_PER_CALLER = 64  # A caller asks once for each state that it was offered; a reply is two digests
+STATES_PER_CALLER = 64  # A caller asks once for each state that it was offered; most replies are brief
 YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the uplink
 LOOK_S = 0.1
 PROOFS_BYTES = 2**20
@@ -43,6 +43,8 @@ class Snapshot:
     """Leaf hashes of the hash tree whose root is `digest`."""
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
+    next_proof: Proof | None = None
+    """The certificate of the round after `head`, whose joins name `digest`; None if the server has none."""
 
 
 class StateSource(Protocol):
@@ -90,29 +92,28 @@ class StateServer:
         self,
         wire: Wire,
         source: StateSource,
-        digest_at: Callable[[str], str | None] = lambda _: None,
+        proof_after: Callable[[str], Proof | None] = lambda _: None,
         is_uplink_busy: Callable[[], bool] = lambda: False,
         inject_faults: Callable[[Sequence[bytes]], Awaitable[Sequence[bytes]]] | None = None,
     ) -> None:
         """Register the services.
 
         Args:
-            digest_at: the digest at a head of this node's chain; None if it is not on the chain.
+            proof_after: the proof of the round after a head; None if this node has none.
             is_uplink_busy: whether a round needs the uplink now. Joiners wait for a moment then.
             inject_faults: for tests; replaces the blobs of a reply.
         """
-        self._source, self._digest_at, self._is_uplink_busy = source, digest_at, is_uplink_busy
+        self._source, self._proof_after, self._is_uplink_busy = source, proof_after, is_uplink_busy
         self._inject_faults = inject_faults
         wire.serve(
             {
-                "state": Service(self._on_state, Channel.STATE, per_caller=LEAVES_PER_CALLER),
+                "state": Service(self._on_state, Channel.STATE, per_caller=STATES_PER_CALLER),
                 "leaf": Service(self._on_leaf, Channel.STATE, per_caller=LEAVES_PER_CALLER),
-                "vouch": Service(self._on_vouch, Channel.STATE, per_caller=VOTES_PER_CALLER),
             }
         )
 
     async def _on_state(self, caller: str, message: Message) -> Message:
-        """The newest state, or the one whose digest starts with `digest`."""
+        """The newest state, or the one whose digest starts with `digest`. `brief`: without leaves and proofs."""
         name = message.header.get("digest", "")
         if not isinstance(name, str) or 0 < len(name) < MIN_NAME:
             raise PeerError("a request for a state has the wrong form")
@@ -120,8 +121,13 @@ class StateServer:
         if snapshot is None:
             raise PeerError("this node does not have that state" if name else "this node has no state yet", code="gone")
         header = {"round": snapshot.round, "head": snapshot.head, "tokens": snapshot.tokens, "digest": snapshot.digest}
-        proof = snapshot.proof.model_dump_json().encode() if snapshot.proof else b""
-        return Message(header, [b"".join(snapshot.leaves), proof])
+        if message.header.get("brief") is True:
+            return Message(header)
+        proofs = (snapshot.proof, self._proof_after(snapshot.head))
+        return Message(
+            header,
+            [b"".join(snapshot.leaves), *(proof.model_dump_json().encode() if proof else b"" for proof in proofs)],
+        )
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")
@@ -136,15 +142,6 @@ class StateServer:
         except (LookupError, OSError) as exc:
             raise PeerError("this node does not have that state any more", code="gone") from exc
         return Message(blobs=await self._inject_faults(blobs) if self._inject_faults else blobs)
-
-    async def _on_vouch(self, caller: str, message: Message) -> Message:
-        """This node's digest at a head, and the digest of the state that it serves for it."""
-        head = message.header.get("head")
-        if not isinstance(head, str) or len(head) < MIN_NAME:
-            raise PeerError("a question for a head has the wrong form")
-        served = await asyncio.to_thread(self._source.find, head)
-        digest = self._digest_at(head) or (served.digest if served else "")
-        return Message({"digest": digest, "serves": served.digest if served else ""})
 
 
 class ChainServer:
