@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -115,13 +116,12 @@ def _is_longer(given: list[int], before: int) -> bool:
     return len(given) > before
 
 
-@pytest.mark.parametrize("verb", ["proofs", "line"])
-def test_catching_up_continues(nodes: list[Node], verb: str) -> None:
+@pytest.mark.parametrize("light", [False, True])
+def test_catching_up_continues(nodes: list[Node], light: bool) -> None:
     *honest, bad = nodes
     bad.stop()
-    if verb == "line":
-        reply_with(bad, "proofs", [Message({"status": "unknown"})])
-    given = reply_with(bad, verb, malformed())
+    replies = [replace(reply, header=dict(reply.header) | {"light": light}) for reply in malformed()]
+    given = reply_with(bad, "chain", replies)
     bad.start_gossip()
 
     async def claim(number: int) -> None:

@@ -350,7 +350,7 @@ def test_a_member_informed_late_of_a_commit_starts_its_round_at_the_commit(
             answer = service.handler(caller, message)
             if late.participant.committer._mean is not None:
                 return await answer
-            if verb == "proofs":
+            if verb == "chain":
                 told = await answer
                 await asyncio.sleep(2.0)
                 return told
@@ -361,7 +361,7 @@ def test_a_member_informed_late_of_a_commit_starts_its_round_at_the_commit(
 
     delay(late, "commit")
     for node in others:
-        delay(node, "proofs")
+        delay(node, "chain")
     done = {node.peer_id: one for node, one in zip(nodes, round_of(nodes, 0), strict=True)}
     began_s = [done[node.peer_id].tip.anchor_at_s for node in (late, *others)]
     assert max(began_s) - min(began_s) < 0.3, "all start the round at the same moment of their common clock"

@@ -252,7 +252,7 @@ def test_proofs_that_exceed_one_reply_are_replayed_from_several(swarm: Swarm, mo
     monkeypatch.setattr(server_module, "PROOFS_BYTES", 10_000)
     nodes = after_rounds(swarm, KEPT_ROUNDS, 5000)
     late = joiner(swarm, nodes)
-    ask = late.host.wire.call(nodes[0].peer_id, "proofs", Message({"after": swarm.run}), timeout_s=5)
+    ask = late.host.wire.call(nodes[0].peer_id, "chain", Message({"heads": [swarm.run]}), timeout_s=5)
     reply = late.host.do(ask)
     assert 1 < len(reply.blobs) < KEPT_ROUNDS and reply.blob_bytes <= 10_000
     late.host.do(late.catch_up.align())
@@ -280,9 +280,9 @@ def test_a_node_that_missed_more_rounds_than_are_kept_must_download(swarm: Swarm
 
 def lie_about_proofs(node: Node, head: str, age_s: float) -> None:
     async def lie(caller: str, message: Message) -> Message:
-        return Message({"status": "ok", "head": head, "age_s": age_s})
+        return Message({"light": False, "head": head, "age_s": age_s})
 
-    node.host.wire.serve({"proofs": Service(lie, Channel.STATE)})
+    node.host.wire.serve({"chain": Service(lie, Channel.STATE)})
 
 
 @pytest.mark.parametrize("head", [None, "cd" * 32], ids=["the caller's head", "an unknown head"])
@@ -319,13 +319,13 @@ def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm)
     nodes = after_rounds(swarm, 3)
     asked_after: list[object] = []
     for node in nodes:
-        service = node.host.wire._services["proofs"]  # type: ignore[attr-defined]
+        service = node.host.wire._services["chain"]  # type: ignore[attr-defined]
 
         async def observe(caller: str, message: Message, handler: Any = service.handler) -> Message:
-            asked_after.append(message.header["after"])
+            asked_after.append(message.header["heads"][0])
             return await handler(caller, message)  # type: ignore[no-any-return]
 
-        node.host.wire.serve({"proofs": replace(service, handler=observe)})
+        node.host.wire.serve({"chain": replace(service, handler=observe)})
     late = joiner(swarm, nodes)
     late.participant.stages.stage, late.participant.stages._since_s = "rendezvous", late.participant.ctx.clock() - 5.0
     late.host.do(late.catch_up.align())

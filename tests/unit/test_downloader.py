@@ -141,10 +141,10 @@ def download(
                 source = Source(served) if isinstance(served, Tip) else served
                 StateServer(server, source, source.proof_after)
             if isinstance(served, HungSource):
-                server.serve(dict.fromkeys(("leaf", "line"), Service(hang, Channel.STATE)))
+                server.serve(dict.fromkeys(("leaf", "chain"), Service(hang, Channel.STATE)))
             elif isinstance(served, Tip) and served.proof:
                 links = Message(blobs=[served.proof.model_dump_json().encode()])
-                server.serve({"line": Service(answer_with(links), Channel.STATE)})
+                server.serve({"chain": Service(answer_with(links), Channel.STATE)})
             record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
             peer_table.merge([sign_record(peer, record)])
         downloader = Downloader(wire, peer_table, RULES, folder, random.Random(0))

@@ -155,7 +155,7 @@ class Committer:
         if leader == ctx.me:
             return ctx.clock()
         try:
-            reply = await ctx.wire.call(leader, "proofs", Message({"after": head}), timeout_s=ASK_S)
+            reply = await ctx.wire.call(leader, "chain", Message({"heads": [head]}), timeout_s=ASK_S)
         except PeerError as exc:
             logger.debug("The leader does not say when the round was committed: %s", exc)
             return ctx.clock()

@@ -20,15 +20,13 @@ from typing import Literal
 from node.errors import PeerError, SwarmError
 from node.swarm.chain.fork_choice import Link, heads_of, is_heavier, links_after, overlapping, read_links, weight
 from node.swarm.consensus.participant import Participant
-from node.swarm.membership.peer_table import PeerRecord
+from node.swarm.membership.peer_table import PeerRecord, while_live
 from node.swarm.messages import Proof, parse
 from node.swarm.state_sync.providers import is_outvoted
-from node.swarm.state_sync.server import LINKS_TIMEOUT_S, SERVING_PHASES, ChainServer
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, ChainServer
 from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
-
-CALL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +97,11 @@ class CatchUp:
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt those of the first that has some.
 
-        Stops at a peer that has some, or that is not ahead of this node; returns whether there was one. Peers that do
-        not know the head may be on another chain. If nothing was adopted, the heaviest-chain rule decides between their
+        Stops at a peer that has some, or that is not ahead of this node; returns whether there was one. Peers that send
+        light proofs may be on another chain. If nothing was adopted, the heaviest-chain rule decides between their
         chains and this node's.
         """
-        has_led, unrelated = False, []
+        has_led, unrelated = False, list[tuple[PeerRecord, Message]]()
         old_head = self._ctx.chain.tip.head
         for record in peers:
             tip = self._ctx.chain.tip
@@ -113,8 +111,8 @@ class CatchUp:
                 logger.info("Cannot catch up from peer %s: %s", record.peer_id[-6:], exc)
                 continue
             has_moved = self._ctx.chain.tip is not tip
-            if reply.header.get("status") == "unknown" and not has_moved:
-                unrelated.append(record)  # It may have restarted and keep few proofs.
+            if reply.header.get("light") is True and not has_moved:
+                unrelated.append((record, reply))  # It may have restarted and keep few proofs.
                 continue
             if has_moved:
                 logger.info("Caught up to round %d.", self._ctx.chain.tip.round)
@@ -123,33 +121,32 @@ class CatchUp:
             if has_led := has_moved or record.swarm_tokens <= tip.state.tokens:
                 break
             self._ballot.add_false_claim(record)
-        for record in unrelated:
-            if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record):
+        for record, reply in unrelated:
+            if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record, reply):
                 break
         return has_led
 
     async def _replay_from(self, peer_id: str) -> Message:
         """Adopt one peer's proofs until its head, or as far as they lead. Returns the last reply."""
         while True:
-            before = self._ctx.chain.tip.head
-            reply = await self._wire.call(peer_id, "proofs", Message({"after": before}), timeout_s=CALL_S)
+            tip = self._ctx.chain.tip
+            heads = Message({"heads": heads_of(tip.links, tip.head)})
+            call = self._wire.call(peer_id, "chain", heads, timeout_s=CHAIN_TIMEOUT_S)
+            reply = await while_live(self._peer_table, peer_id, call)
+            if reply.header.get("light") is True:
+                return reply
             newest_at_s = self._ctx.clock() - self._ctx.stated_age_s(reply.header)
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
                 await self._committer.adopt(proof, newest_at_s if is_newest else None)
-            if self._ctx.chain.tip.head in (before, reply.header.get("head")):
+            if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
-    async def _has_lost_to(self, record: PeerRecord) -> bool:
-        """Apply the heaviest-chain rule to a peer on another chain. Calls `on_lost` if this node's chain lost."""
+    async def _has_lost_to(self, record: PeerRecord, reply: Message) -> bool:
+        """Apply the heaviest-chain rule to the light proofs of a peer. Calls `on_lost` if this node's chain lost."""
         tip, peer_id = self._ctx.chain.tip, record.peer_id
         heads = heads_of(tip.links, tip.head)
-        try:
-            reply = await self._wire.call(peer_id, "line", Message({"heads": heads}), timeout_s=LINKS_TIMEOUT_S)
-        except SwarmError as exc:
-            logger.info("Peer %s does not send the links of its chain: %s", peer_id[-6:], exc)
-            return False
         try:
             theirs = await asyncio.to_thread(read_links, reply.blobs, self._ctx.rules.bounds)
         except PeerError as exc:

@@ -25,7 +25,7 @@ from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.state_sync.partial_download import PartialState, partial_downloads, remove_partial_downloads
 from node.swarm.state_sync.providers import AvailableState, ProviderSearch, Target
-from node.swarm.state_sync.server import LINKS_TIMEOUT_S, Snapshot, verified_tip
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, Snapshot, verified_tip
 from node.swarm.transport.wire import Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Downloader:
         """
         for peer in peers[:MAX_TRIES] if tip.proof else ():
             try:
-                reply = await self._wire.call(peer, "line", Message({"heads": []}), timeout_s=LINKS_TIMEOUT_S)
+                reply = await self._wire.call(peer, "chain", Message({"heads": []}), timeout_s=CHAIN_TIMEOUT_S)
                 links = await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
             except PeerError as exc:
                 logger.info("Peer %s does not send the links of its chain: %s", peer[-6:], exc)

@@ -27,7 +27,7 @@ YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the upli
 LOOK_S = 0.1
 PROOFS_BYTES = 2**20
 """Limit of one reply: what 2 Mbit/s transfer within the caller's timeout. The caller asks again for the rest."""
-LINKS_TIMEOUT_S = 20.0  # For a request of all links: 4 MiB at 2 Mbit/s
+CHAIN_TIMEOUT_S = 20.0  # For a request of all links: 4 MiB at 2 Mbit/s
 SERVING_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING, Phase.PAUSED})
 
 
@@ -145,32 +145,41 @@ class StateServer:
 
 
 class ChainServer:
-    """Serves the proofs and the links of this node's chain."""
+    """Serves this node's chain: whole proofs to a peer on the same chain, light ones to a peer on another."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        services = {"proofs": self._on_proofs, "line": self._on_line}
-        ctx.wire.serve({verb: Service(handler, Channel.STATE) for verb, handler in services.items()})
+        ctx.wire.serve({"chain": Service(self._on_chain, Channel.STATE)})
 
-    async def _on_proofs(self, caller: str, message: Message) -> Message:
-        """The next proofs after a head. Status `unknown`: this node cannot lead from there to its own head."""
-        tip, after = self._ctx.chain.tip, str(message.header.get("after"))
-        proofs = self._ctx.chain.proofs_after(after)
-        blobs: list[bytes] = []
-        for proof in proofs:
-            blob = proof.model_dump_json().encode()
-            if blobs and sum(map(len, blobs)) + len(blob) > PROOFS_BYTES:
-                break
-            blobs.append(blob)
-        status = "ok" if proofs or after == tip.head else "unknown"
-        return Message({"status": status, "head": tip.head, "age_s": self._ctx.age_s}, blobs)
+    async def _on_chain(self, caller: str, message: Message) -> Message:
+        """The rounds after the newest of the caller's heads that is on this node's chain.
 
-    async def _on_line(self, caller: str, message: Message) -> Message:
-        """The links after the newest of the caller's heads that is on this node's chain; all links if none is."""
+        The reply has proofs, as many as fit, if that is the caller's newest head and this node keeps those after it.
+        Otherwise it has light proofs (`light`): all links after the common head, or all links if there is none.
+        """
         heads = message.header.get("heads")
-        if not isinstance(heads, list) or len(heads) > MAX_LINKS + 1:
-            raise PeerError("a request for a chain's links has the wrong form")
-        tip = self._ctx.chain.tip
+        if (
+            not isinstance(heads, list)
+            or len(heads) > MAX_LINKS + 1
+            or not all(isinstance(head, str) for head in heads)
+        ):
+            raise PeerError("a request for a chain has the wrong form")
+        tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
+        header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
+        proofs = self._ctx.chain.proofs_after(newest)
+        if proofs or newest == tip.head:
+            return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
-        fork_point = next((head for head in heads if head in known), "")
-        return Message(blobs=[link.text.encode() for link in links_after(tip.links, fork_point)])
+        common = next((head for head in heads if head in known), "")
+        return Message(header | {"light": True}, [link.text.encode() for link in links_after(tip.links, common)])
+
+
+def _first(proofs: Sequence[Proof]) -> list[bytes]:
+    """The first of these proofs, as many as fit into PROOFS_BYTES, and at least one."""
+    blobs: list[bytes] = []
+    for proof in proofs:
+        blob = proof.model_dump_json().encode()
+        if blobs and sum(map(len, blobs)) + len(blob) > PROOFS_BYTES:
+            break
+        blobs.append(blob)
+    return blobs
