@@ -60,7 +60,7 @@ WAIT_S = 30.0
 DHT_RUN = "ab" * 32
 """The run of the DHT's records. Hosts outlive a test's run."""
 OUTER = OuterRule(lr=0.7, momentum=0.9, inner_steps=10)
-QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, rejoin_s=0.25, remind_s=0.25)
+QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0)
 """Shorter than in production, except the time after which a peer is dead."""
 GRACE_S = 0.5
 

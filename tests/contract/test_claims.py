@@ -12,7 +12,7 @@ from node.errors import PeerError
 from node.swarm.messages import AcceptedOutcome, Document, accept
 from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, round_of
-from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, forged_join, lone_outcome
+from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, forged_join, lone_outcome, propose
 
 
 def claim_of(node: Node, outcome: Document, hashes: bytes, number: int = 0) -> list[Any]:
@@ -26,7 +26,7 @@ def test_a_repeated_accepted_claim_is_checked_once(swarm: Swarm) -> None:
     header = {"attempt": 1, "join": forged_join(member, parent).model_dump()}
     header["accepted"] = claim_of(member, outcome, hashes)
     for _ in range(5):
-        assert _call(member, second, "join", Message(header)).header["status"] == "wait"
+        assert _call(member, second, "attend", Message(header)).header["status"] == "wait"
     assert len(second.participant.ballot._attempts[1].proposals) == 1
 
 
@@ -49,11 +49,11 @@ def test_an_accepted_claim_without_a_vote_is_refused(swarm: Swarm, what: str) ->
     claim = BAD_CLAIMS[what](claim_of(member, outcome, hashes))
     join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
     with pytest.raises(PeerError) as caught:
-        _call(member, second, "join", Message(join | {"accepted": claim}))
+        _call(member, second, "attend", Message(join | {"accepted": claim}))
     assert caught.value.code != "internal"
     assert not second.participant.ballot._attempts[2].joins, "a false claim is no valid join"
     good = claim_of(member, outcome, hashes)
-    assert _call(member, second, "join", Message(join | {"accepted": good})).header["status"] == "wait"
+    assert _call(member, second, "attend", Message(join | {"accepted": good})).header["status"] == "wait"
 
 
 def _at_rest(swarm: Swarm) -> list[Node]:
@@ -70,11 +70,10 @@ def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
     join = {"attempt": 2, "join": forged_join(member, member.tip.head).model_dump()}
     for number in (0, 2):
         with pytest.raises(PeerError):
-            _call(member, second, "join", Message(join | {"accepted": claim_of(member, outcome, hashes, number)}))
+            _call(member, second, "attend", Message(join | {"accepted": claim_of(member, outcome, hashes, number)}))
     first.participant.ballot.attempt(0).asked.add(member.peer_id)
-    header = {"parent": member.tip.head, "attempt": 0, "hashes": hashes.hex()}
     with pytest.raises(PeerError, match="later"):
-        _call(member, first, "propose", Message(header, [outcome.model_dump_json().encode()]))
+        propose(member, first, outcome, hashes.hex())
     assert first.participant.ballot.accepted is None
 
 

@@ -19,7 +19,17 @@ from node.swarm.membership.peer_table import sign_record
 from node.swarm.messages import Plan, Proof, accept, sign
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, gradient, in_leader_order, offer_all, round_of
-from tests.contract.test_hostile import PARAMETERS, SOON_S, _call, _ones, forged_join, joined, lone_outcome
+from tests.contract.test_hostile import (
+    PARAMETERS,
+    SOON_S,
+    _call,
+    _ones,
+    forged_join,
+    give_plan,
+    joined,
+    lone_outcome,
+    propose,
+)
 
 
 def test_a_contribution_with_a_hundred_times_the_usual_norm_is_clipped(swarm: Swarm) -> None:
@@ -109,15 +119,14 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     for peer in honest:
         header = {"attempt": 0, "join": forged_join(bad, bad.tip.head, 1001).model_dump()}
         with pytest.raises(PeerError) as caught:
-            _call(bad, peer, "join", Message(header))
+            _call(bad, peer, "attend", Message(header))
         assert caught.value.code == "bad_weight"
     joined(bad, honest[0])
     join = forged_join(honest[1], bad.tip.head, 100)
     more = join.model_copy(update={"text": join.text.replace(":100,", ":900,")})
     plan = Plan(run=rules.run, parent=bad.tip.head, attempt=0, joins=(more,), reducers=(more.signer,), owners=(0,) * 13)
-    document = sign(bad.host.identity, plan).model_dump_json().encode()
     with pytest.raises(PeerError) as caught:
-        _call(bad, honest[0], "plan", Message({"parent": bad.tip.head, "attempt": 0}, [document]))
+        give_plan(bad, honest[0], sign(bad.host.identity, plan))
     assert caught.value.code == "bad_signature"
     bad.leave()
     offer_all(honest[1:], 0)
@@ -153,14 +162,11 @@ def test_a_signer_of_two_outcomes_in_one_attempt_is_evicted(swarm: Swarm) -> Non
     joined(bad, victim)
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(bad, parent, value)
-        message = Message(
-            {"parent": parent, "attempt": 0, "hashes": hashes.hex()}, [outcome.model_dump_json().encode()]
-        )
         if value == 1.0:
-            _call(bad, victim, "propose", message)
+            propose(bad, victim, outcome, hashes.hex())
         else:
             with pytest.raises(PeerError):
-                _call(bad, victim, "propose", message)
+                propose(bad, victim, outcome, hashes.hex())
     assert not victim.host.do(_is_member(victim, bad)), "evicted, although it still gossips its record"
     assert victim.host.do(_is_member(victim, other))
 
@@ -176,13 +182,11 @@ def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
     votes = []
     for leader in (first, second):
         outcome, hashes = lone_outcome(leader, leader.tip.head, 1.0)
-        header = {"parent": leader.tip.head, "attempt": 0, "hashes": hashes.hex()}
-        message = Message(header, [outcome.model_dump_json().encode()])
         if leader is first:
-            votes.append(_call(leader, victim, "propose", message))
+            votes.append(propose(leader, victim, outcome, hashes.hex()))
         else:
             with pytest.raises(PeerError, match="another leader"):
-                _call(leader, victim, "propose", message)
+                propose(leader, victim, outcome, hashes.hex())
     assert len(votes) == 1
 
 

@@ -120,19 +120,16 @@ def joined(first: Node, member: Node) -> None:
 
 
 RUBBISH: dict[str, Sequence[Message]] = {
-    "join": [
+    "attend": [
         Message(),
         Message({"attempt": 0, "join": {}}),
         Message({"attempt": "0", "join": {"signer": "a", "text": "{}", "signature": "00" * 64}}),
         Message({"attempt": 0, "join": {"signer": 5}}),
     ],
-    "plan": [Message({"parent": "head", "attempt": 0}), Message({"parent": "head", "attempt": 0}, [b"{}"])],
     "contribute": [Message(), Message({"parent": "head", "attempt": -1, "chunks": []})],
     "collect": [Message({"parent": None, "attempt": None})],
     "average": [Message({"parent": 7, "attempt": 0, "included": [[]]})],
-    "propose": [Message({"parent": "head", "attempt": 0}), Message({"parent": "head", "attempt": 0}, [b"\xff"])],
-    "commit": [Message(), Message(blobs=[b"[]"])],
-    "failed": [Message()],
+    "chain": [Message(), Message({"heads": "head"}), Message({"heads": [7]}), Message({"heads": ["00"] * 10_000})],
     "fetch": [Message(), Message({"hashes": [1]}), Message({"hashes": ["00"] * 10_000}), Message({"hashes": [[]]})],
     "gossip": [Message(), Message({"signatures": 3}), Message({"signatures": ["x"]}, [b"x"])],
 }
@@ -155,7 +152,7 @@ def test_random_messages_on_every_verb_are_survived(swarm: Swarm) -> None:
 BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "hashes of no bytes": ("average", {"hashes": [10**9] * 5}),
     "arrived are lists": ("collect", {"arrived": [[]]}),
-    "refuses the plan": ("plan", None),
+    "refuses contributions": ("contribute", None),
 }
 
 
@@ -180,8 +177,12 @@ def test_a_member_with_random_answers_cannot_stop_the_round(swarm: Swarm, what: 
 ODD_REPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "sums of squares below nothing": ("average", lambda reply: {"squares": [-1e30] * len(reply["squares"])}),
     "sums of squares beyond all numbers": ("average", lambda reply: {"squares": [math.inf] * len(reply["squares"])}),
-    "a vote in capitals": ("propose", lambda reply: {"accept": reply["accept"].upper()}),
-    "a vote with a gap": ("propose", lambda reply: {"accept": f"{reply['accept']} "}),
+}
+ODD_VOTES: dict[str, Callable[[str], Any]] = {
+    "in capitals": lambda vote: vote.upper(),
+    "with a gap": lambda vote: f"{vote} ",
+    "a number": lambda vote: 7,
+    "a list": lambda vote: [vote],
 }
 
 
@@ -201,6 +202,17 @@ def test_a_member_with_slightly_wrong_answers_cannot_stop_the_round(swarm: Swarm
     assert_same([node.committed(SOON_S) for node in honest])
 
 
+@pytest.mark.parametrize("what", ODD_VOTES)
+def test_a_member_with_a_wrong_vote_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    *honest, bad = nodes
+    bad.participant.ctx.hooks.vote = ODD_VOTES[what]  # type: ignore[assignment]
+    offer_all(nodes, 0)
+    done = [node.committed(SOON_S) for node in honest]
+    assert_same(done)
+    assert done[0].tip.proof is not None and bad.peer_id not in done[0].tip.proof.accepts
+
+
 @pytest.mark.parametrize("said", ["abc", None, math.inf, [], -1, 0, 2**31, 2**63])
 def test_an_impossible_attempt_number_of_a_leader_stops_no_member(swarm: Swarm, said: Any) -> None:
     bad, *honest = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
@@ -208,7 +220,7 @@ def test_an_impossible_attempt_number_of_a_leader_stops_no_member(swarm: Swarm, 
     async def answer_badly(caller: str, message: Message) -> Message:
         return Message({"status": "stale", "attempt": said})
 
-    bad.host.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    bad.host.wire.serve({"attend": Service(answer_badly, Channel.REDUCE, 2**22)})
     offer_all(honest, 0)
     done = [node.committed(2 * SOON_S) for node in honest]
     assert_same(done)
@@ -239,7 +251,7 @@ def test_a_leader_with_an_internal_error_is_replaced(swarm: Swarm, monkeypatch: 
     assert all(node.failures for node in nodes), "all members are told"
 
 
-@pytest.mark.parametrize("verb", ["attempt", "collect", "join"])
+@pytest.mark.parametrize("verb", ["attend", "average", "collect"])
 def test_a_member_that_raises_the_attempt_number_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(2, rules)
@@ -258,8 +270,8 @@ def test_a_member_that_raises_the_attempt_number_does_not_stop_the_round(swarm: 
 # ending attempts
 
 
-def test_only_the_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
-    """All know the attempt's number, but only a member that was asked to lead may plan or end it."""
+def test_only_the_leader_of_an_attempt_gives_orders(swarm: Swarm) -> None:
+    """All know the attempt's number, but members take orders only from a member that they asked to lead."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     first, other, bad = nodes
     for node in (first, other):
@@ -269,11 +281,14 @@ def test_only_the_leader_plans_and_ends_an_attempt(swarm: Swarm) -> None:
     joins = sorted([*joins, forged_join(bad, parent)], key=lambda join: join.signer)
     reducers, owners = (bad.peer_id,), (0,) * len(bad.rules.layouts[0].bounds)
     plan = Plan(run=bad.rules.run, parent=parent, attempt=0, joins=tuple(joins), reducers=reducers, owners=owners)
-    document = sign(bad.host.identity, plan).model_dump_json().encode()
+    document = sign(bad.host.identity, plan)
     for peer in (first, other):
-        for verb, header in (("failed", {"reason": "enough", "code": "rejected"}), ("collect", {}), ("plan", {})):
+        peer.participant.ballot.current.leader = first.peer_id
+        for verb in ("collect", "average"):
             with pytest.raises(PeerError, match="another leader"):
-                _call(bad, peer, verb, Message({"parent": parent, "attempt": 0} | header, [document]))
+                _call(bad, peer, verb, Message({"parent": parent, "attempt": 0, "included": [bad.peer_id]}))
+        with pytest.raises(PeerError, match="another leader"):
+            give_plan(bad, peer, document)
     offer_all([bad], 0)
     done = [node.committed() for node in nodes]
     assert_same(done)
@@ -286,17 +301,18 @@ def test_text_from_a_leader_is_safe_for_log_and_page(swarm: Swarm) -> None:
     bad, victim, other = nodes
     nasty = "one\x1b[2J\ntwo\u2028\u202ethree\x9b" + "x" * 500
 
-    async def answer_badly(caller: str, message: Message) -> Message:
-        return Message({"status": "wait", "reason": nasty, "code": "made up"})
+    answer: dict[str, Any] = {"status": "wait", "reason": nasty, "code": "made up"}
 
-    bad.host.wire.serve({"join": Service(answer_badly, Channel.REDUCE, 2**22)})
+    async def answer_badly(caller: str, message: Message) -> Message:
+        return Message(answer)
+
+    bad.host.wire.serve({"attend": Service(answer_badly, Channel.REDUCE, 2**22)})
     offer_all([victim], 0)
     wait_until(lambda: victim.participant.waiting()[0] != "")
     reason, code = victim.participant.waiting()
     assert reason.startswith("one [2J two  three x") and len(reason) == 200 and reason.isprintable()
     assert code == ""
-    header = {"parent": victim.tip.head, "attempt": 0, "reason": nasty, "code": "made up"}
-    _call(bad, victim, "failed", Message(header))
+    answer |= {"status": "stale", "attempt": 1}
     offer_all([other], 0)
     assert_same([victim.committed(), other.committed()])
     assert victim.failures[0].code == "round_failed" and str(victim.failures[0]) == reason
@@ -362,13 +378,11 @@ def test_an_outcome_with_another_round_length_is_not_accepted(swarm: Swarm) -> N
     for round_s in (1e6, true_s):
         bad.chain.tip = replace(bad.tip, round_s=round_s)
         outcome, hashes = lone_outcome(bad, parent, 1.0, 1)
-        header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
-        message = Message(header, [outcome.model_dump_json().encode()])
         if round_s != true_s:
             with pytest.raises(PeerError, match="another length"):
-                _call(bad, victim, "propose", message)
+                propose(bad, victim, outcome, hashes.hex())
         else:
-            _call(bad, victim, "propose", message)
+            propose(bad, victim, outcome, hashes.hex())
 
 
 # proofs
@@ -380,8 +394,26 @@ def forged_join(node: Node, parent: str, tokens: int = 100) -> Document:
     return sign(node.host.identity, Join(**fields, step_s=0.01, norm=1e6))
 
 
-def send_commit(node: Node, peer: Node, proof: Proof) -> None:
-    _call(node, peer, "commit", Message(blobs=[proof.model_dump_json().encode()]))
+def propose(leader: Node, member: Node, outcome: Document, hashes: str, number: int = 0) -> str:
+    """Let a leader answer a member of an attempt with this outcome. Returns the vote; raises PeerError."""
+    attendance, attempt = member.participant._attendance, member.participant.ballot.attempt(number)
+
+    async def answer() -> str:
+        attendance._lead_by(attempt, leader.peer_id, "proposal")
+        return await attendance._voter.vote(attempt, leader.peer_id, outcome, hashes)
+
+    return member.host.do(answer())
+
+
+def give_plan(leader: Node, member: Node, document: Document) -> None:
+    """Let a leader answer a member of the first attempt with this plan. Raises PeerError."""
+    ballot = member.participant.ballot
+
+    async def answer() -> None:
+        assert ballot.mine is not None
+        member.participant._attendance.take_plan(ballot.attempt(0), leader.peer_id, document, ballot.mine)
+
+    member.host.do(answer())
 
 
 def with_outcome(proof: Proof, node: Node, **changes: Any) -> Proof:
@@ -491,16 +523,14 @@ def test_a_leader_of_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> 
     first, victim, _ = in_leader_order(nodes)
     parent = first.tip.head
     joined(first, victim)
-    votes: list[Message] = []
+    votes: list[str] = []
     for value in (1.0, 2.0):
         outcome, hashes = lone_outcome(first, parent, value)
-        header = {"parent": parent, "attempt": 0, "hashes": hashes.hex()}
-        message = Message(header, [outcome.model_dump_json().encode()])
         if not votes:
-            votes.append(_call(first, victim, "propose", message))
+            votes.append(propose(first, victim, outcome, hashes.hex()))
             continue
         with pytest.raises(PeerError) as caught:
-            _call(first, victim, "propose", message)
+            propose(first, victim, outcome, hashes.hex())
         assert caught.value.code == "equivocation"
 
 
@@ -534,13 +564,12 @@ def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: s
     joined(bad, victim)
     outcome, hashes = lone_outcome(bad, parent, 1.0, round_=7 if what == "another number" else 0)
     text = hashes.hex() if what == "another number" else hashes.hex(" ")
-    proposal = Message({"parent": parent, "attempt": 0, "hashes": text}, [outcome.model_dump_json().encode()])
     with pytest.raises(PeerError):
-        _call(bad, victim, "propose", proposal)
+        propose(bad, victim, outcome, text)
     claim = [0, outcome.model_dump(), text, accept(bad.host.identity, outcome.hash, 0)]
     join = {"attempt": 1, "join": forged_join(bad, parent).model_dump()}
     with pytest.raises(PeerError):
-        _call(bad, victim, "join", Message(join | {"accepted": claim}))
+        _call(bad, victim, "attend", Message(join | {"accepted": claim}))
     done = round_of(nodes, 0)
     assert done[0].tip.round == 0 and done[0].tip.head != outcome.hash
     assert other.peer_id in done[0].outcome.included
@@ -554,7 +583,8 @@ def test_one_member_cannot_commit_alone(swarm: Swarm) -> None:
     vote = accept(bad.host.identity, outcome.hash, 0)
     proof = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes=hashes.hex())
     for peer in honest:
-        send_commit(bad, peer, proof)
+        with pytest.raises(PeerError):
+            peer.host.do(peer.participant.committer.adopt(proof))
     round_of(honest, 0)
     assert all(node.tip.head != outcome.hash for node in honest)
 

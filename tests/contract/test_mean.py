@@ -76,7 +76,7 @@ def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
     sent = [n.host.wire.traffic.sent_bytes[Channel.REDUCE] - b for n, b in zip(nodes, before, strict=True)]
     received = [n.host.wire.traffic.received_bytes[Channel.REDUCE] for n in nodes]
     expected = 2 * (count - 1) / count * rules.layouts[0].encoded_bytes()
-    assert sum(sent) / count == pytest.approx(expected, rel=0.03)
+    assert sum(sent) / count == pytest.approx(expected, rel=0.05)
     assert sum(received) / count == pytest.approx(expected, rel=0.03)
     for node_bytes in sent:
         assert node_bytes == pytest.approx(expected, rel=0.1), "reducers carry equal loads; the leader also sends plans"

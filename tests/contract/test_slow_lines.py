@@ -189,13 +189,13 @@ def test_a_hung_reducer_does_not_discredit_the_depositary(open_lines: Swarm) -> 
     nodes, slow = swarm_of(open_lines, 3)
     holder = deposited(slow)
     hung = next(node for node in nodes if node.peer_id != holder)
-    service = services_of(hung)["contribute_for"]
+    service = services_of(hung)["contribute"]
 
     async def hang(_caller: str, _message: Message) -> Message:
         await asyncio.sleep(20)
         return Message()
 
-    hung.host.wire.serve({"contribute_for": replace(service, handler=hang)})
+    hung.host.wire.serve({"contribute": replace(service, handler=hang)})
     before = slow.host.wire.traffic.sent_bytes[Channel.REDUCE]
     included = commit_rest(nodes, slow)
     assert slow.peer_id in included
@@ -266,7 +266,7 @@ def test_an_empty_deposit_does_not_exclude_its_member(open_lines: Swarm) -> None
         empty = Message({**attempt.key, **document.header, "chunks": []})
         for node in nodes:
             with suppress(PeerError):
-                await rounds.ctx.wire.call(node.peer_id, "contribute_for", empty, timeout_s=WAIT_S)
+                await rounds.ctx.wire.call(node.peer_id, "contribute", empty, timeout_s=WAIT_S)
         await type(rounds.sender).send(rounds.sender, attempt, plan, mine)
 
     bad.participant.sender.send = MethodType(slander, bad.participant)  # type: ignore[method-assign]
@@ -317,17 +317,10 @@ def test_the_number_of_deposits_is_bounded(swarm: Swarm) -> None:
 # the start of the round
 
 
-@pytest.mark.parametrize("misses", [False, True], ids=["fetches for long", "misses the commit"])
-def test_a_member_on_a_slow_link_starts_the_round_at_the_commit(open_lines: Swarm, misses: bool) -> None:
+def test_a_member_on_a_slow_link_starts_the_round_at_the_commit(open_lines: Swarm) -> None:
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     late = nodes[-1]
     late.host.wire.download_limiter.limit(MBIT_S / 2)
-    if misses:
-
-        async def ignore(_caller: str, _message: Message) -> Message:
-            return Message()
-
-        late.host.wire.serve({"commit": Service(ignore, Channel.REDUCE, 2**23)})
     done = round_of(nodes, 0)
     began_s = [one.tip.anchor_at_s for one in done]
     assert late.tip.head == nodes[0].tip.head
@@ -337,31 +330,25 @@ def test_a_member_on_a_slow_link_starts_the_round_at_the_commit(open_lines: Swar
 def test_a_member_informed_late_of_a_commit_starts_its_round_at_the_commit(
     open_lines: Swarm,
 ) -> None:
-    """While the member fetches the mean, all other messages to it are delayed by 2 s."""
+    """While the member fetches the mean, the answers to its questions are delayed by 2 s."""
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     leader = nodes[0].participant.ctx.leader_at(0)
     (late, *others) = sorted(nodes, key=lambda node: node.peer_id == leader)
     late.host.wire.download_limiter.limit(MBIT_S / 2)
 
-    def delay(node: Node, verb: str) -> None:
-        service = services_of(node)[verb]
+    def delay(node: Node) -> None:
+        service = services_of(node)["chain"]
 
         async def later(caller: str, message: Message) -> Message:
-            answer = service.handler(caller, message)
-            if late.participant.committer._mean is not None:
-                return await answer
-            if verb == "chain":
-                told = await answer
+            answer = await service.handler(caller, message)
+            if late.participant.committer._mean is None:
                 await asyncio.sleep(2.0)
-                return told
-            await asyncio.sleep(2.0)
-            return await answer
+            return answer
 
-        node.host.wire.serve({verb: replace(service, handler=later)})
+        node.host.wire.serve({"chain": replace(service, handler=later)})
 
-    delay(late, "commit")
     for node in others:
-        delay(node, "chain")
+        delay(node)
     done = {node.peer_id: one for node, one in zip(nodes, round_of(nodes, 0), strict=True)}
     began_s = [done[node.peer_id].tip.anchor_at_s for node in (late, *others)]
     assert max(began_s) - min(began_s) < 0.3, "all start the round at the same moment of their common clock"

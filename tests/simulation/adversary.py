@@ -33,6 +33,9 @@ class Adversary:
     node: SimulatedNode
     rng: random.Random
 
+    def __post_init__(self) -> None:
+        """A subclass draws here what it does."""
+
     def request(self, receiver: str, verb: str, message: Message) -> Message | None:
         """What is sent instead of a request."""
         return message
@@ -99,7 +102,7 @@ class Silence(Adversary):
     """Answers some verbs never, although it answers others."""
 
     def __post_init__(self) -> None:
-        self._verbs = set(self.rng.sample(("join", "plan", "contribute", "collect", "average", "propose", "fetch"), 2))
+        self._verbs = set(self.rng.sample(("attend", "contribute", "collect", "average", "fetch"), 2))
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message | None:
         return None if verb in self._verbs else message
@@ -109,7 +112,7 @@ class FalseNorm(Adversary):
     """Signs joins with a norm that its contribution does not have."""
 
     def request(self, receiver: str, verb: str, message: Message) -> Message:
-        if verb != "join":
+        if verb != "attend":
             return message
         join = parse(Join, message.header["join"]["text"])
         signed = sign(self.node.identity, join.model_copy(update={"norm": join.norm / 100}))
@@ -121,7 +124,7 @@ class FalseClaim(Adversary):
 
     def request(self, receiver: str, verb: str, message: Message) -> Message:
         number = message.header.get("attempt")
-        if verb != "join" or not number:
+        if verb != "attend" or not number:
             return message
         document, hashes = lone_outcome(self.node, Document.model_validate(message.header["join"]))
         claim = [0, document.model_dump(), hashes, accept(self.node.identity, document.hash, 0)]
@@ -132,15 +135,18 @@ class ForgedCommit(Adversary):
     """Announces outcomes that only it has voted for."""
 
     def request(self, receiver: str, verb: str, message: Message) -> Message:
-        if verb not in ("join", "contribute"):
-            return message
-        mine = self.node.participant.ballot.mine
-        join = self.node.signed_join
-        if verb == "join":
-            join = self.node.signed_join = Document.model_validate(message.header["join"])
-        if mine is not None and join is not None and parse(Join, join.text).parent == self.node.chain.tip.head:
-            self.node.send_later(receiver, "commit", Message({"age_s": 0.0}, [forged_proof(self.node, join)]))
+        if verb == "attend":
+            self.node.signed_join = Document.model_validate(message.header["join"])
         return message
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        mine, join = self.node.participant.ballot.mine, self.node.signed_join
+        if verb not in ("attend", "chain") or mine is None or join is None:
+            return message
+        if parse(Join, join.text).parent != self.node.chain.tip.head:
+            return message
+        header = {"status": "ahead", "light": False, "head": self.node.chain.tip.head, "age_s": 0.0}
+        return Message(header, [forged_proof(self.node, join)])
 
 
 class FarAhead(Adversary):
@@ -155,8 +161,8 @@ class FarAhead(Adversary):
 class TwoProposals(Adversary):
     """As a leader: proposes one outcome to half of the group, and another to the other half."""
 
-    def request(self, receiver: str, verb: str, message: Message) -> Message:
-        if verb != "propose" or sum(receiver.encode()) % 2:
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        if message.header.get("status") != "proposal" or sum(receiver.encode()) % 2:
             return message
         outcome = parse(RoundOutcome, parse(Document, message.blobs[0]).text)
         fewer = tuple(peer for peer in outcome.included if peer != self.node.peer_id)

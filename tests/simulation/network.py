@@ -197,8 +197,11 @@ class SimulatedWire:
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> Message:
         if peer_id == self.peer_id:
-            async with asyncio.timeout(timeout_s):
-                return await self.answer(self.peer_id, pack_header(verb, message), message.blobs)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self.answer(self.peer_id, pack_header(verb, message), message.blobs)
+            except TimeoutError as exc:
+                raise timeout_error(peer_id, verb, timeout_s) from exc
         tampered = message if self.adversary is None else self.adversary.request(peer_id, verb, message)
         if tampered is None:
             await asyncio.sleep(timeout_s)

@@ -7,7 +7,19 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.network import Line
 
-HOSTILE = ("FlippedBits", "FalseChunks", "OnlyMyself", "FalseSquares", "HugeMean", "FalseNorm", "FarAhead")
+HOSTILE = (
+    "FlippedBits",
+    "FalseChunks",
+    "OnlyMyself",
+    "FalseSquares",
+    "HugeMean",
+    "Silence",
+    "FalseNorm",
+    "FalseClaim",
+    "ForgedCommit",
+    "FarAhead",
+    "TwoProposals",
+)
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""
@@ -15,21 +27,16 @@ QUIET_S = 120.0
 """At the end of each run nothing fails for this long, and the swarm must be whole again."""
 FOREVER_S = 10_000.0
 VERBS = (
-    "join ok",
-    "plan",
-    "plan ok",
+    "attend",
+    "attend ok",
     "contribute",
     "collect",
     "collect ok",
     "average",
     "average ok",
-    "propose",
     "fetch",
     "fetch ok",
-    "propose ok",
-    "commit",
-    "commit ok",
-    "proofs ok",
+    "chain ok",
 )
 """Messages at which faults strike; with `ok` the replies."""
 

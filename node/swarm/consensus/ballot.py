@@ -6,10 +6,12 @@ Handlers and leader change it through its methods. All run on one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 from node.errors import NodeError, PeerError, RoundFailed
 from node.status import FAILURE_REASONS
@@ -17,7 +19,7 @@ from node.swarm.allreduce.reducer import Reducer
 from node.swarm.chain.chain import Chain
 from node.swarm.consensus.group_closing import LATELY
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import AcceptedOutcome, Document, Join, SavedBallot
+from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBallot
 
 MAX_RAISES = 64
 """Attempts of one round that one peer may begin."""
@@ -52,6 +54,22 @@ class Attempt:
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
     """Outcomes that members accepted in earlier attempts, by member."""
+    attended_at_s: dict[str, float] = field(default_factory=dict)
+    """When each member that joined this node has last attended."""
+    plan: Document | None = None
+    """As the leader: the plan, for its members."""
+    proposal: AcceptedOutcome | None = None
+    """As the leader: the outcome, for all that have joined."""
+    votes: dict[str, str] = field(default_factory=dict)
+    """As the leader: the vote for `proposal` of each member that has answered; empty if it refuses."""
+    has_vote: asyncio.Event = field(default_factory=asyncio.Event)
+    """As the leader: a member has answered the proposal."""
+    proof: Proof | None = None
+    """As the leader: the certificate, once the outcome is ratified."""
+    committed_at_s: float = 0.0
+    """As the leader: when the next round began."""
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)
+    """As the leader: set, and replaced, when there is more to tell the members."""
     asked: set[str] = field(default_factory=set)
     """Peers that this node asked to lead. One, unless members came or went meanwhile."""
     holder: str = ""
@@ -59,13 +77,26 @@ class Attempt:
     closed: bool = False
     """This node leads the attempt and has closed its group, so joined members cannot go to another leader."""
     leader: str = ""
+    has: Literal["", "plan", "proposal"] = ""
+    """As a member: what the leader has told this node so far."""
+    deadline_s: float = math.inf
+    """As a member: when to give up, once there is a plan."""
+    vote: Any = None
+    """As a member: this node's vote for the leader's outcome; empty if it refuses, None while it checks."""
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    """As a member: the vote is new, and the leader does not know it."""
+    has_broken: bool = False
+    """As a member: the connection to the leader broke in the last call."""
     weights: Mapping[str, Join] = field(default_factory=dict)
     reducer: Reducer | None = None
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: NodeError | None = None
+    suspect: str = ""
+    """As the leader: the reducer that did not answer, which ended the attempt."""
     leading: asyncio.Future[None] | None = None
     sending: asyncio.Future[None] | None = None
+    voting: asyncio.Future[None] | None = None
     waiting_reason: str = ""
     waiting_code: str = ""
     """One of `rules.WAITING_CODES`, or empty."""
@@ -79,16 +110,22 @@ class Attempt:
         """End this attempt. Only the first failure counts."""
         if not self.ended.is_set():
             self.failure = error
-            self.ended.set()
+            self.finish()
 
     def finish(self) -> None:
-        """The round is committed."""
+        """The attempt is over. Without a failure, the round is committed."""
         self.ended.set()
+        self.tell()
+
+    def tell(self) -> None:
+        """Answer the members that wait, because there is more to tell them."""
+        self.has_more.set()
+        self.has_more = asyncio.Event()
 
     def stop(self) -> None:
         """Cancel the attempt's tasks and drop received data. The next attempt receives it again."""
         current = asyncio.current_task()
-        for task in (self.leading, self.sending):
+        for task in (self.leading, self.sending, self.voting):
             if task is not None and task is not current:
                 task.cancel()
         self.joins, self.proposals, self.weights, self.reducer = {}, {}, {}, None
@@ -131,6 +168,8 @@ class Ballot:
         """A result of this round was refused, so each leader reduces alone."""
         self._false_claims: dict[str, str] = {}
         """Peer id to a head that the peer claimed to be ahead with and could not show. Kept over rounds."""
+        self._accusers: dict[str, dict[str, int]] = {}
+        """Reducer to the leaders that accused it, with the round. Kept for LATELY rounds."""
         self.joined_at: dict[str, int] = {}
         """Peer id to the round in which the peer last sent a join. Kept for LATELY rounds."""
 
@@ -182,6 +221,14 @@ class Ballot:
                     old.stop()
         return self.attempt(number)
 
+    def look_up(self) -> None:
+        """Enter a later attempt that the record of a live member in the same state names."""
+        tip = self._chain.tip
+        for record in self._peer_table.members():
+            if record.head == tip.head and record.state_digest == tip.digest and record.attempt > self.number:
+                with suppress(PeerError):
+                    self.enter(tip.head, self.check_number(record.attempt), record.peer_id)
+
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
         """Go to the later attempt that a leader names, at most MAX_AHEAD further. Always raises RoundFailed."""
         if not isinstance(later, int) or later <= attempt.number:
@@ -212,8 +259,20 @@ class Ballot:
 
     def failure_of(self, number: int) -> dict[str, str]:
         """Why this node gave up an attempt, for a peer that still asks for it; empty if unknown."""
-        failure = attempt.failure if (attempt := self._attempts.get(number)) else None
-        return {"reason": str(failure), "code": failure.code} if failure is not None else {}
+        attempt = self._attempts.get(number)
+        if attempt is None or attempt.failure is None:
+            return {}
+        return {"reason": str(attempt.failure), "code": attempt.failure.code, "suspect": attempt.suspect}
+
+    def accuse(self, accuser: str, suspect: object) -> None:
+        """A leader says that this reducer did not answer. One accusation for each attempt is heard."""
+        if isinstance(suspect, str) and self._peer_table.is_member(suspect):
+            self._accusers.setdefault(suspect, {})[accuser] = self._chain.tip.round
+
+    def is_accused(self, peer: str) -> bool:
+        """Whether a leader of this round, or two leaders lately, said that this reducer did not answer."""
+        accusers = self._accusers.get(peer, {})
+        return len(accusers) > 1 or self._chain.tip.round in accusers.values()
 
     def offers(self, parent: str) -> bool:
         """Whether this node has a contribution to the round after `parent`."""
@@ -228,6 +287,8 @@ class Ballot:
         self._raised.clear()
         oldest = self._chain.tip.round - LATELY
         self.joined_at = {peer: round_ for peer, round_ in self.joined_at.items() if round_ >= oldest}
+        lately = {s: {a: r for a, r in accusers.items() if r >= oldest} for s, accusers in self._accusers.items()}
+        self._accusers = {suspect: accusers for suspect, accusers in lately.items() if accusers}
         return attempts
 
 

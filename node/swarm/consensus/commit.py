@@ -208,7 +208,10 @@ class Committer:
         chunks = await self._ctx.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
             layout = self._ctx.rules.layout_at(outcome.round)
-            mean = await asyncio.to_thread(layout.decode, chunks)
+            try:
+                mean = await asyncio.to_thread(layout.decode, chunks)
+            except ValueError as exc:
+                raise PeerError(f"a result cannot be decoded: {exc}", code="bad_size") from exc
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
             if await asyncio.to_thread(exceeds_norm_bound, mean, bound, layout.codec.stretch_ratio):
@@ -266,7 +269,7 @@ class Committer:
     def _say_tip(self, tip: Tip) -> None:
         swarm_tokens = tip.state.tokens
         self._ctx.peer_table.update_own(
-            round=tip.round, head=tip.head, state_digest=tip.digest, swarm_tokens=swarm_tokens
+            round=tip.round, head=tip.head, attempt=0, state_digest=tip.digest, swarm_tokens=swarm_tokens
         )
 
     def anchor_at_s(self, parent: str, committed_at_s: float, *, is_included: bool) -> float:

@@ -296,7 +296,7 @@ class Depositary:
         message = Message(header, blobs)
         async with self._doors[peer]:
             try:
-                call = ctx.wire.call(peer, "contribute_for", message, timeout_s=ctx.rules.bulk_s)
+                call = ctx.wire.call(peer, "contribute", message, timeout_s=ctx.rules.bulk_s)
                 await while_live(ctx.peer_table, peer, call, lambda: ctx.chain.tip.head == attempt.parent)
             except PeerError as exc:
                 logger.info("Reducer %s did not accept the chunks that this node forwards: %s", peer[-6:], exc)

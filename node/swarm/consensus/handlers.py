@@ -11,27 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from node.errors import PeerError, RoundFailed
+from node.errors import PeerError
 from node.status import Channel
-from node.swarm.allreduce.reducer import Reducer
-from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer, known_code
-from node.swarm.consensus.commit import Committer
+from node.swarm.consensus.ballot import Attempt, Ballot, first
 from node.swarm.consensus.context import CALL_S, Context
-from node.swarm.consensus.depositary import Depositary, Sender, check_chunks
+from node.swarm.consensus.depositary import Depositary, check_chunks
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.messages import (
     Document,
     Join,
-    Plan,
-    Proof,
+    accepted_by,
     check_deposit,
     check_join,
-    check_plan,
-    parse,
     read,
 )
-from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service, printable
+from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service
 
 MAX_AT_ONCE = 4
 """Concurrent bodies of one verb from one caller. Those of failed attempts may still be arriving."""
@@ -45,11 +40,8 @@ class Handlers:
 
     ctx: Context
     ballot: Ballot
-    stages: StageTimer
-    committer: Committer
     voter: Voter
     leader: Leader
-    sender: Sender
     depositary: Depositary
 
     def services(self) -> dict[str, Service]:
@@ -57,11 +49,8 @@ class Handlers:
         small = partial(Service, channel=Channel.REDUCE)
         large = partial(small, admits=self.ctx.peer_table.knows, per_caller=MAX_AT_ONCE)
         return {
-            "join": small(self._on_join, max_request_bytes=4 * MAX_HEADER_BYTES),
-            "attempt": small(self._on_attempt),
-            "plan": large(self._on_plan, max_request_bytes=4 * MAX_HEADER_BYTES),
+            "attend": small(self._on_attend, max_request_bytes=4 * MAX_HEADER_BYTES),
             "contribute": large(self._on_contribute, max_request_bytes=bulk),
-            "contribute_for": large(self._on_contribute_for, max_request_bytes=bulk),
             "deposit": large(
                 self._on_deposit,
                 max_request_bytes=bulk,
@@ -72,9 +61,6 @@ class Handlers:
             "forward": small(self._on_forward, admits=self.ctx.peer_table.is_member, per_caller=MAX_AT_ONCE),
             "collect": small(self._on_collect),
             "average": small(self._on_average),
-            "propose": large(self._on_propose, max_request_bytes=8 * MAX_HEADER_BYTES),
-            "commit": large(self._on_commit, max_request_bytes=8 * MAX_HEADER_BYTES),
-            "failed": small(self._on_failed),
             "fetch": small(self._on_fetch, per_caller=MAX_FETCHES),
         }
 
@@ -91,7 +77,8 @@ class Handlers:
             raise PeerError("this attempt has another leader")
         return attempt
 
-    async def _on_join(self, caller: str, message: Message) -> Message:
+    async def _on_attend(self, caller: str, message: Message) -> Message:
+        """A member attends the attempt that this node leads. The call is held until there is more to tell it."""
         document = Document.model_validate(message.header.get("join"))
         join = read(document, Join)
         if document.signer != caller or join.run != self.ctx.rules.run:
@@ -100,18 +87,11 @@ class Handlers:
         if self.ctx.peer_table.is_member(caller):
             self.ballot.joined_at[caller] = self.ctx.chain.tip.round
         if join.parent != self.ctx.chain.tip.head:
-            proof = self.ctx.chain.proof_after(join.parent)
-            if proof is None:
-                self.ctx.behind.set()
-                return Message({"status": "behind"})
-            header: dict[str, Any] = {"status": "ahead"}
-            if proof.outcome.hash == self.ctx.chain.tip.head:
-                header["age_s"] = self.ctx.age_s
-            return Message(header, [proof.model_dump_json().encode()])
+            return self._elsewhere(join.parent)
         self.ctx.check_join_fits(join)
         number = self.ballot.check_number(message.header.get("attempt"))
         if number < self.ballot.number:
-            return Message({"status": "stale", "attempt": self.ballot.number} | self.ballot.failure_of(number))
+            return self._stale(number)
         is_leader = self.ctx.me in self.ctx.peer_table.leaders()
         leads = is_leader and self.ctx.leader_at(number) == self.ctx.me
         if not leads and self.ballot.release(number, caller):
@@ -120,71 +100,73 @@ class Handlers:
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
             attempt.proposals[caller] = self.voter.read_accepted(claim, caller, attempt)
         attempt.joins[caller] = document
+        attempt.attended_at_s[caller] = self.ctx.clock()
+        if attempt.proposal is not None and "vote" in message.header:
+            vote, outcome = message.header["vote"], attempt.proposal.outcome
+            is_valid = isinstance(vote, str) and accepted_by(caller, outcome.hash, number, vote)
+            attempt.votes[caller] = vote if is_valid else attempt.votes.get(caller, "")
+            attempt.has_vote.set()
         if attempt.leading is None:
             attempt.leading = self.ctx.tasks.spawn(self.leader.lead(attempt))
-        return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
+        return await self._held(attempt, caller, str(message.header.get("has", "")))
 
-    async def _on_attempt(self, caller: str, message: Message) -> Message:
-        self._keyed(caller, message)
-        return Message()
+    async def _held(self, attempt: Attempt, caller: str, has: str) -> Message:
+        """What is next for a member that has this much, as soon as there is more; `wait` after `hold_s`."""
+        until_s = self.ctx.clock() + self.ctx.peer_table.timings.hold_s
+        while True:
+            if attempt.parent != self.ctx.chain.tip.head:
+                return self._elsewhere(attempt.parent)
+            if attempt.proof is not None:
+                age_s = float(self.ctx.clock() - attempt.committed_at_s)
+                return Message({"status": "ahead", "age_s": age_s}, [attempt.proof.model_dump_json().encode()])
+            if attempt.ended.is_set() or attempt.number < self.ballot.number:
+                return self._stale(attempt.number)
+            if attempt.proposal is not None and has != "proposal":
+                return self.leader.proposal_of(attempt.proposal)
+            if attempt.plan is not None and not has and caller in attempt.joins:
+                return Message({"status": "plan"}, [attempt.plan.model_dump_json().encode()])
+            left_s = until_s - self.ctx.clock()
+            if left_s <= 0:
+                return Message({"status": "wait", "reason": attempt.waiting_reason, "code": attempt.waiting_code})
+            await first((attempt.has_more,), left_s)
 
-    async def _on_plan(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        document = Document.model_validate_json(message.blobs[0])
-        plan = read(document, Plan)
-        rules = self.ctx.rules
-        joins = check_plan(plan, rules.bounds, attempt.parent, self.ctx.next_round)
-        mine = self.ballot.mine
-        is_member = self.ctx.peer_table.is_member(caller)
-        if document.signer != caller or plan.attempt != attempt.number or not is_member:
-            raise PeerError("a plan is not its leader's")
-        if mine is None or self.ctx.me not in joins or joins[self.ctx.me].tokens != mine.tokens:
-            raise PeerError("a plan does not hold this node's join")
-        if attempt.planned.is_set():
-            return Message()
-        attempt.leader, attempt.weights = caller, joins
-        owned = plan.chunks_of(self.ctx.me)
-        if self.ctx.me in plan.reducers:
-            weights = {peer: join.tokens for peer, join in joins.items()}
-            norms = {peer: join.norm for peer, join in joins.items()}
-            attempt.reducer = Reducer(self.ctx.layout, owned, weights, norms)
-        attempt.planned.set()
-        self.stages.enter("reduce")
-        attempt.sending = self.ctx.tasks.spawn(self.sender.send(attempt, plan, mine))
-        return Message()
+    def _elsewhere(self, parent: str) -> Message:
+        """The answer to a member in another round."""
+        proof = self.ctx.chain.proof_after(parent)
+        if proof is None:
+            self.ctx.behind.set()
+            return Message({"status": "behind"})
+        header: dict[str, Any] = {"status": "ahead"}
+        if proof.outcome.hash == self.ctx.chain.tip.head:
+            header["age_s"] = self.ctx.age_s
+        return Message(header, [proof.model_dump_json().encode()])
+
+    def _stale(self, number: int) -> Message:
+        """The answer to a member in an attempt that is over for this node."""
+        later = max(self.ballot.number, number + 1)
+        return Message({"status": "stale", "attempt": later} | self.ballot.failure_of(number))
 
     async def _on_contribute(self, caller: str, message: Message) -> Message:
-        attempt = self._keyed(caller, message)
-        reducer = await attempt.reducer_ready(CALL_S)
-        try:
-            parts = dict(zip(message.header["chunks"], message.blobs, strict=True))
-            await asyncio.to_thread(reducer.check, caller, parts)
-        except (PeerError, ValueError, TypeError, LookupError):
-            reducer.refuse(caller)
-            raise
-        reducer.take(caller, parts)
-        return Message()
+        """Chunks of the caller's contribution, or of the deposit of another member that the caller forwards.
 
-    async def _on_contribute_for(self, caller: str, message: Message) -> Message:
-        """Chunks of another member's contribution, sent by its depositary.
-
-        Chunks that do not match the member's signature are the depositary's fault, not the member's.
+        Chunks that do not match a deposit's signature are the depositary's fault, not the member's.
         """
         attempt = self._keyed(caller, message)
         reducer = await attempt.reducer_ready(CALL_S)
-        document = Document.model_validate(message.header.get("deposit"))
-        hashes, chunks = message.header.get("hashes"), message.header["chunks"]
-        bounds, number = self.ctx.rules.bounds, self.ctx.next_round
-        named = check_deposit(document, hashes, bounds, attempt.parent, number)
-        parts = await asyncio.to_thread(check_chunks, named, chunks, message.blobs)
-        if sorted(parts) != sorted(reducer.chunks):
-            raise PeerError("chunks of a deposit are not those that this node reduces", code="bad_size")
+        sender, chunks = caller, message.header["chunks"]
+        if (deposit := message.header.get("deposit")) is not None:
+            document, hashes = Document.model_validate(deposit), message.header.get("hashes")
+            named = check_deposit(document, hashes, self.ctx.rules.bounds, attempt.parent, self.ctx.next_round)
+            sender, parts = document.signer, await asyncio.to_thread(check_chunks, named, chunks, message.blobs)
+            if sorted(parts) != sorted(reducer.chunks):
+                raise PeerError("chunks of a deposit are not those that this node reduces", code="bad_size")
         try:
-            await asyncio.to_thread(reducer.check, document.signer, parts)
-        except PeerError:
-            reducer.refuse(document.signer)
+            parts = dict(zip(chunks, message.blobs, strict=True))
+            await asyncio.to_thread(reducer.check, sender, parts)
+        except (PeerError, ValueError, TypeError, LookupError):
+            reducer.refuse(sender)
             raise
-        reducer.take(document.signer, parts)
+        reducer.take(sender, parts)
         return Message()
 
     async def _on_deposit(self, caller: str, message: Message) -> Message:
@@ -222,27 +204,6 @@ class Handlers:
         blobs = self.ctx.hooks.damage("average", [means[chunk] for chunk in reducer.chunks])
         hashes = self.ctx.results.add(blobs)
         return Message({"hashes": hashes, "squares": [squares[peer] for peer in included]})
-
-    async def _on_propose(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        attempt.leader = caller
-        self.stages.enter("commit")
-        await self.ctx.hooks.at("commit")
-        document = Document.model_validate_json(message.blobs[0])
-        vote = await self.voter.vote(attempt, caller, document, str(message.header.get("hashes")))
-        return Message({"accept": self.ctx.hooks.vote(vote)})
-
-    async def _on_commit(self, caller: str, message: Message) -> Message:
-        # Any peer may send the proof, so its age is believed up to the age of this round only.
-        committed_at_s = self.ctx.clock() - min(self.ctx.stated_age_s(message.header), self.ctx.age_s)
-        self.ctx.tasks.spawn(self.committer.adopt_quietly(parse(Proof, message.blobs[0]), committed_at_s))
-        return Message()
-
-    async def _on_failed(self, caller: str, message: Message) -> Message:
-        attempt = self._led(caller, message)
-        reason, code = printable(message.header.get("reason"), 200), known_code(message.header.get("code"))
-        attempt.fail(RoundFailed(reason, code=code))
-        return Message()
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:
         wanted = message.header.get("hashes")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.chunk_assignment import capacities, chunk_owners
 from node.swarm.allreduce.reducer import is_norm_misdeclared
-from node.swarm.consensus.ballot import Attempt, Ballot
+from node.swarm.consensus.ballot import Attempt, Ballot, first
 from node.swarm.consensus.commit import Committer
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.group_closing import Gathering, judge, left_out
@@ -27,7 +27,6 @@ from node.swarm.messages import (
     Plan,
     Proof,
     RoundOutcome,
-    accepted_by,
     included_joins,
     joins_of,
     least_included,
@@ -60,7 +59,7 @@ class Leader:
         self._ctx, self._ballot, self._committer = ctx, ballot, committer
 
     async def lead(self, attempt: Attempt) -> None:
-        """Bring the attempt to commit, or tell the joined members why it failed."""
+        """Bring the attempt to commit, or end it."""
         try:
             await self._gather(attempt)
             doubted: set[str] = set()
@@ -84,7 +83,6 @@ class Leader:
     async def _gather(self, attempt: Attempt) -> None:
         """Wait until `group_closing.judge` closes the group. Without a quorum this ends with the attempt."""
         opened_at_s, quorum_at_s = self._ctx.clock(), None
-        told_at_s = opened_at_s - self._ctx.peer_table.timings.remind_s
         tip = self._ctx.chain.tip
         missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
         while True:
@@ -114,21 +112,8 @@ class Leader:
                 quorum_at_s = now_s
             if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
                 self._ballot.omitted.clear()  # Without the shunned members the group is too small.
-            if now_s - told_at_s >= self._ctx.peer_table.timings.remind_s:
-                told_at_s = now_s
-                self._tell_attempt(attempt, [peer for peer in seen.live if peer not in seen.ready])
+            self._ballot.look_up()
             await asyncio.sleep(LOOK_S)
-
-    def _tell_attempt(self, attempt: Attempt, missing: Sequence[str]) -> None:
-        """Tell members that have not joined this attempt that it exists. They may be waiting in an earlier one."""
-
-        async def tell(peer: str) -> None:
-            with suppress(PeerError):
-                await self._ctx.wire.call(peer, "attempt", Message(attempt.key), timeout_s=CALL_S)
-
-        for peer in missing:
-            if attempt.number > 0 and peer != self._ctx.me:
-                self._ctx.tasks.spawn(tell(peer))
 
     def _tokens(self, attempt: Attempt) -> dict[str, int]:
         joins = {peer: read_join(document) for peer, document in attempt.joins.items()}
@@ -180,12 +165,12 @@ class Leader:
         return None
 
     async def _plan(self, attempt: Attempt) -> Plan:
-        """Fix the group. Every member has the plan before any member sends."""
-        live = {record.peer_id for record in self._ctx.peer_table.members()}
-        joins = [attempt.joins[peer] for peer in sorted(attempt.joins) if peer in live - self._ballot.omitted]
+        """Fix the group. The members get the plan as the answer to the call that they wait in."""
+        joins = [attempt.joins[peer] for peer in sorted(self._here(attempt) - self._ballot.omitted)]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
+        reducers = tuple(peer for peer in reducers if not self._ballot.is_accused(peer)) or reducers
         if self._ballot.distrusts_reducers and self._ctx.me in self._ctx.peer_table.callable_members():
             reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader trusts itself only.
         if not reducers:  # All callable members are on slow lines.
@@ -203,9 +188,8 @@ class Leader:
                 len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
             ),
         )
-        document = sign(self._ctx.peer_table.identity, plan)
-        message = Message(attempt.key, [document.model_dump_json().encode()])
-        await self._ask_all(plan.members, "plan", message, CALL_S, code="leader_lost")
+        attempt.plan = sign(self._ctx.peer_table.identity, plan)
+        attempt.tell()
         return plan
 
     async def _collect(self, attempt: Attempt, plan: Plan) -> list[str]:
@@ -215,7 +199,7 @@ class Leader:
         wrong. The attempt ends as `rejected`, and the next leader reduces alone. A sender that died is left out.
         """
         timeout_s = self._ctx.rules.bulk_s + CALL_S
-        replies = await self._ask_all(plan.reducers, "collect", Message(attempt.key), timeout_s, code="reducer_lost")
+        replies = await self._ask_all(attempt, plan.reducers, "collect", Message(attempt.key), timeout_s)
         included, somewhere = set(plan.members), set[str]()
         for peer, reply in replies.items():
             arrived = reply.header.get("arrived")
@@ -224,30 +208,25 @@ class Leader:
                 raise RoundFailed(f"{peer[-6:]} does not say what arrived", code="reducer_lost")
             included &= set(arrived)
             somewhere |= set(plan.members).intersection(arrived)
-        disputed = await self._answering(attempt, sorted(somewhere - included))
+        disputed = await self._attending(attempt, sorted(somewhere - included))
         if disputed:
             names = ", ".join(peer[-6:] for peer in disputed)
             raise RoundFailed(f"the reducers contradict each other about what {names} sent", code="rejected")
         self._check_enough(plan, included)
         return sorted(included)
 
-    async def _answering(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
-        """The members that answer a call now."""
+    async def _attending(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
+        """The peers that attend again from now on. The others have died."""
+        asked_at_s = self._ctx.clock()
+        until_s = asked_at_s + self._ctx.peer_table.timings.hold_s + CALL_S
 
-        async def answers(peer: str) -> bool:
-            try:
-                call = self._ctx.wire.call(peer, "attempt", Message(attempt.key), timeout_s=CALL_S)
-                await while_live(self._ctx.peer_table, peer, call)
-            except PeerError as exc:
-                if exc.code not in ("unreachable", "timeout"):
-                    return True
-                self._ctx.peer_table.suspect(peer)
-                return False
-            return True
+        def silent() -> list[str]:
+            here = [peer for peer in peers if self._ctx.peer_table.is_member(peer)]
+            return [peer for peer in here if attempt.attended_at_s.get(peer, -math.inf) <= asked_at_s]
 
-        here = [peer for peer in peers if self._ctx.peer_table.is_member(peer)]
-        found = await asyncio.gather(*map(answers, here))
-        return [peer for peer, is_there in zip(here, found, strict=True) if is_there]
+        while silent() and self._ctx.clock() < until_s:
+            await first((attempt.ended,), LOOK_S)
+        return [peer for peer in peers if attempt.attended_at_s.get(peer, -math.inf) > asked_at_s]
 
     def _check_enough(self, plan: Plan, included: Collection[str]) -> None:
         """Raise RoundFailed if members would refuse an outcome with so few contributions.
@@ -289,7 +268,7 @@ class Leader:
         """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""
         message = Message(attempt.key | {"included": included})
         busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
-        replies = await self._ask_all(busy, "average", message, self._ctx.rules.bulk_s, code="reducer_lost")
+        replies = await self._ask_all(attempt, busy, "average", message, self._ctx.rules.bulk_s)
         hashes: dict[int, bytes] = {}
         squares: list[list[float]] = []
         for peer, reply in replies.items():
@@ -314,31 +293,20 @@ class Leader:
         group = set(attempt.joins) & self._ctx.live_members()
         if len(group) < self._ctx.rules.closing.min_peers:
             raise RoundFailed("too few members are left to accept the result", code="too_few_peers")
-        proposal = self._ctx.hooks.damage("commit", [accepted.outcome.model_dump_json().encode()])
-        message = Message(attempt.key | {"hashes": accepted.hashes}, proposal)
-        timeout_s = self._ctx.rules.bulk_s
-        asked: set[str] = set()
-        calls: set[asyncio.Task[tuple[str, str]]] = set()
+        attempt.proposal = accepted
+        attempt.tell()
+        until_s = self._ctx.clock() + self._ctx.rules.bulk_s
         accepts: dict[str, str] = {}
-        until_s = self._ctx.clock() + timeout_s
-        try:
-            while self._ctx.clock() < until_s:
-                for peer in sorted((set(attempt.joins) & self._ctx.live_members()) - asked):
-                    asked.add(peer)
-                    calls.add(asyncio.create_task(self._propose(peer, message, timeout_s)))
-                for peer, vote in await _finished(calls):
-                    if accepted_by(peer, accepted.outcome.hash, attempt.number, vote):
-                        accepts[peer] = vote
-                ratified = self._is_ratified(group, accepts)
-                if ratified:
-                    until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
-                if not calls and (ratified or not _is_majority(accepts, group)):
-                    break
-                if not calls and asked > accepts.keys():
-                    await asyncio.sleep(ASK_AGAIN_S)
-                    asked &= accepts.keys()
-        finally:
-            self._let_go(calls)
+        while self._ctx.clock() < until_s:
+            attempt.has_vote.clear()
+            await first((attempt.has_vote,), LOOK_S)
+            accepts = {peer: vote for peer, vote in attempt.votes.items() if vote}
+            ratified = self._is_ratified(group, accepts)
+            if ratified:
+                until_s = min(until_s, self._ctx.clock() + MORE_VOTES_S)
+            is_waiting = any(peer not in attempt.votes for peer in self._here(attempt))
+            if not is_waiting and (ratified or not _is_majority(accepts, group)):
+                break
         if not _is_majority(accepts, group):
             raise RoundFailed(f"only {len(accepts)} of {len(group)} members accepted the result", code="rejected")
         if not self._is_ratified(group, accepts):
@@ -352,46 +320,36 @@ class Leader:
             hashes=accepted.hashes,
         )
 
-    async def _propose(self, peer: str, message: Message, timeout_s: float) -> tuple[str, str]:
-        try:
-            call = self._ctx.wire.call(peer, "propose", message, timeout_s=timeout_s)
-            reply = await while_live(self._ctx.peer_table, peer, call)
-        except SwarmError as exc:
-            logger.info("Member %s did not accept the result: %s", peer[-6:], exc)
-            return peer, ""
-        return peer, str(reply.header.get("accept"))
+    def proposal_of(self, accepted: AcceptedOutcome) -> Message:
+        """The answer to members that have not seen this outcome."""
+        blobs = self._ctx.hooks.damage("commit", [accepted.outcome.model_dump_json().encode()])
+        return Message({"status": "proposal", "hashes": accepted.hashes}, blobs)
+
+    def _here(self, attempt: Attempt) -> set[str]:
+        """The live members that have joined and attend."""
+        since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - CALL_S
+        attending = {peer for peer in attempt.joins if attempt.attended_at_s.get(peer, -math.inf) >= since_s}
+        return attending & self._ctx.live_members()
 
     def _is_ratified(self, group: Collection[str], accepts: Collection[str]) -> bool:
         """Whether a majority of the group and a quorum of the last contributors, in the group or not, have voted."""
         return _is_majority(accepts, group) and self._ctx.electorate().is_quorum(accepts)
 
-    def _let_go(self, calls: Iterable[asyncio.Task[Any]]) -> None:
-        """Keep the proposals to the slow minority running without waiting for them."""
-        for call in calls:
-            if not call.done():
-                self._ctx.tasks.spawn(call)
-
     async def _commit(self, attempt: Attempt, proof: Proof) -> None:
-        """Tell all members, of the group or not, then take the outer step."""
-        began_at_s = self._committer.anchor_at_s(attempt.parent, self._ctx.clock(), is_included=True)
-        message = Message({"age_s": float(self._ctx.clock() - began_at_s)}, [proof.model_dump_json().encode()])
-        others = [record.peer_id for record in self._ctx.peer_table.members() if record.peer_id != self._ctx.me]
-        for peer in others:
-            self._ctx.tasks.spawn(self._ctx.wire.call(peer, "commit", message, timeout_s=CALL_S))
+        """Give all that attend the certificate, then take the outer step. The other members learn of it by gossip."""
+        attempt.committed_at_s = self._committer.anchor_at_s(attempt.parent, self._ctx.clock(), is_included=True)
+        attempt.proof = proof
+        attempt.tell()
         await self._committer.adopt(proof)
 
     def _give_up(self, attempt: Attempt, error: SwarmError) -> None:
-        """Tell all joined members, and go to the next attempt."""
-        message = Message(attempt.key | {"reason": str(error), "code": error.code})
-        for peer in attempt.joins:
-            if peer != self._ctx.me:
-                self._ctx.tasks.spawn(self._ctx.wire.call(peer, "failed", message, timeout_s=CALL_S))
+        """Go to the next attempt. The members learn the reason when they attend."""
         self._ballot.give_up(attempt, error)
 
     async def _ask_all(
-        self, peers: Sequence[str], verb: str, message: Message, timeout_s: float, *, code: str
+        self, attempt: Attempt, peers: Sequence[str], verb: str, message: Message, timeout_s: float
     ) -> dict[str, Message]:
-        """Ask all peers the same question. A peer that does not answer ends the attempt and is shunned."""
+        """Ask all reducers the same question. One that does not answer ends the attempt and is shunned."""
 
         async def ask(peer: str) -> Message:
             try:
@@ -401,7 +359,8 @@ class Leader:
                 if exc.code in ("unreachable", "timeout"):
                     self._ctx.peer_table.suspect(peer)
                 self._ballot.omitted.add(peer)
-                raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code=code) from exc
+                attempt.suspect = attempt.suspect or peer
+                raise RoundFailed(f"{peer[-6:]} did not answer {verb!r}: {exc}", code="reducer_lost") from exc
 
         replies = await asyncio.gather(*(ask(peer) for peer in peers))
         return dict(zip(peers, replies, strict=True))
@@ -412,16 +371,6 @@ def _values(kind: type[V], said: object, count: int) -> list[V] | None:
     if isinstance(said, list) and len(said) == count and all(isinstance(value, kind) for value in said):
         return said
     return None
-
-
-async def _finished(calls: set[asyncio.Task[V]]) -> list[V]:
-    """Remove the finished calls, waiting at most LOOK_S, and return their results."""
-    if not calls:
-        await asyncio.sleep(LOOK_S)
-        return []
-    done, _ = await asyncio.wait(calls, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-    calls -= done
-    return [call.result() for call in done]
 
 
 def _is_majority(accepts: Collection[str], group: Collection[str]) -> bool:

@@ -1,8 +1,8 @@
 """A node's part in the rounds, from a contribution to a commit.
 
-    offer -> join the leader -> PLAN -> send chunks to their reducers -> collect, average -> PROPOSE -> accept -> COMMIT
+    offer -> attend -> PLAN -> send chunks to their reducers -> collect, average -> PROPOSAL -> vote -> CERTIFICATE
 
-Every step is a short call that can be repeated. A failure ends the attempt, and the next attempt has another leader.
+Every step is a call that can be repeated. A failure ends the attempt, and the next attempt has another leader.
 Contributions do not change until the commit. Calls are keyed (parent, attempt); a node follows the highest attempt that
 it has seen. PROTOCOL.md states the rules.
 """
@@ -12,38 +12,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from node.errors import PeerError, RoundFailed
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.chain.chain import Chain, Tip
-from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first, known_code
+from node.swarm.consensus.attendance import BACK_OFF_S, Attendance
+from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, known_code
 from node.swarm.consensus.commit import Committed, Committer
-from node.swarm.consensus.context import CALL_S, Context, Rules
+from node.swarm.consensus.context import Context, Rules
 from node.swarm.consensus.depositary import Depositary, Sender
 from node.swarm.consensus.fault_hooks import FaultHooks
-from node.swarm.consensus.group_closing import PATIENCE_RATIO, WAITING_CODES
 from node.swarm.consensus.handlers import Handlers
 from node.swarm.consensus.leader import Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.faults import Faults
-from node.swarm.membership.peer_table import PeerTable, while_live
+from node.swarm.membership.peer_table import PeerTable
 from node.swarm.messages import (
     LEAST_STEP_S,
     MOST_SETTLE_S,
     MOST_STEP_S,
-    Document,
     Join,
-    Proof,
     joins_of,
-    parse,
 )
-from node.swarm.transport.wire import Message, Wire, printable
+from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
-
-BACK_OFF_S = 0.3
-LEADER_PATIENCE_S = 45.0
 
 Deliver = Callable[[Committed | RoundFailed], None]
 
@@ -77,9 +70,8 @@ class Participant:
         self.committer = Committer(self.ctx, self.ballot, self.stages, self._on_commit)
         leader = Leader(self.ctx, self.ballot, self.committer)
         voter = Voter(self.ctx, self.ballot, self.committer)
-        handlers = Handlers(
-            self.ctx, self.ballot, self.stages, self.committer, voter, leader, self.sender, self.depositary
-        )
+        self._attendance = Attendance(self.ctx, self.ballot, self.stages, self.committer, voter, self.sender)
+        handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
         self._deliver = deliver
         self._has_restored = False
         self._offered = asyncio.Event()
@@ -149,7 +141,7 @@ class Participant:
             self.ballot.restore(saved)
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
-        """From joining to commit, or RoundFailed. Every wait ends: with an event, a dead leader, or the bulk time."""
+        """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if it fails."""
         ctx = self.ctx
         await ctx.hooks.at("rendezvous")
         content = Join(
@@ -171,62 +163,8 @@ class Participant:
         if attempt.number > 0:
             # A join promises to vote in no lower attempt, also after a crash.
             await asyncio.to_thread(ctx.chain.store.save_ballot, self.ballot.to_save(attempt))
-        strange, patient_until_s = 0, ctx.clock() + self._patience_s()
-        while not attempt.planned.is_set():
-            if self._enough_members() and ctx.clock() > patient_until_s:
-                raise RoundFailed("the leader closes no group", code="leader_lost")
-            target = attempt.holder or ctx.leader_at(attempt.number)
-            attempt.asked.add(target)
-            status = await self._join(attempt, target, join)
-            attempt.holder = target if status == "wait" else ""
-            if status == "ahead" or attempt.ended.is_set():
-                break
-            strange = 0 if status == "wait" else strange + 1
-            if strange > 20:
-                raise RoundFailed("no leader could be agreed on", code="leader_lost")
-            await first(
-                (attempt.planned, attempt.ended), ctx.peer_table.timings.rejoin_s if status == "wait" else BACK_OFF_S
-            )
-        deadline_s = ctx.clock() + 3 * ctx.rules.bulk_s
-        while not attempt.ended.is_set() and ctx.chain.tip.head == mine.parent:
-            if attempt.leader and not ctx.peer_table.is_member(attempt.leader):
-                raise RoundFailed(f"the leader {attempt.leader[-6:]} is gone", code="leader_lost")
-            if ctx.clock() > deadline_s:
-                raise RoundFailed("the attempt took too long", code="timeout")
-            await first((attempt.ended,), 0.5)
-        attempt.raise_failure()
-
-    def _patience_s(self) -> float:
-        """How long to wait for a leader to close the group: longer than any rule keeps a group open."""
-        return LEADER_PATIENCE_S + PATIENCE_RATIO * (self.ctx.chain.tip.round_s or 0.0)
-
-    def _enough_members(self) -> bool:
-        return len(self.ctx.peer_table.members()) >= self.ctx.rules.closing.min_peers
-
-    async def _join(self, attempt: Attempt, target: str, join: Document) -> str:
-        """Tell the leader that this node is ready. Returns the answer's status. Raises RoundFailed if it is gone."""
-        ctx, ballot = self.ctx, self.ballot
-        header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump()}
-        if (known := ballot.accepted) is not None and known.attempt < attempt.number:
-            header["accepted"] = [known.attempt, known.outcome.model_dump(), known.hashes, known.vote]
-        try:
-            call = ctx.wire.call(target, "join", Message(header), timeout_s=CALL_S)
-            reply = await while_live(ctx.peer_table, target, call)
-        except PeerError as exc:
-            if exc.code in ("unreachable", "timeout"):
-                ctx.peer_table.suspect(target)
-            raise RoundFailed(f"the leader {target[-6:]} does not answer", code="leader_lost") from exc
-        status = str(reply.header.get("status"))
-        code = reply.header.get("code")
-        attempt.waiting_reason = printable(reply.header.get("reason"), 200)
-        attempt.waiting_code = code if code in WAITING_CODES else ""
-        if status == "ahead":
-            committed_at_s = ctx.clock() - ctx.stated_age_s(reply.header)
-            await self.committer.adopt(parse(Proof, reply.blobs[0] if reply.blobs else b""), committed_at_s)
-        elif status == "stale":
-            attempt.raise_failure()  # This node's own reason is better than the leader's.
-            ballot.follow(attempt, reply.header.get("attempt"), code)
-        return status
+        ctx.peer_table.update_own(attempt=attempt.number)
+        await self._attendance.attend(attempt, mine, join)
 
     async def close(self) -> None:
         self.ctx.results.close()

@@ -36,7 +36,9 @@ class Voter:
     async def vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
         """Vote for an outcome after fetching and checking its mean. Returns the signed vote; raises PeerError."""
         outcome, joins = self._check_outcome(document, hashes, self.ctx.chain.tip.head, attempt.number)
-        if not self.committer.check_equivocation(document, outcome):
+        is_only_one = self.committer.check_equivocation(document, outcome)
+        # An outcome of an earlier attempt may be committed, even if its leader signed another one, too.
+        if not is_only_one and outcome.plan.attempt == attempt.number:
             raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
         chunks, _ = await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
         if attempt.number != self.ballot.number or attempt.parent != self.ctx.chain.tip.head:

@@ -62,6 +62,8 @@ class PeerRecord(BaseModel):
     round: int = Field(-1, ge=-1, lt=2**63)
     head: Hex64
     state_digest: str = Field("", max_length=64)
+    attempt: int = Field(0, ge=0, lt=2**63)
+    """At the round after `head`."""
     swarm_tokens: int = Field(0, ge=0, lt=2**63)
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
     compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)

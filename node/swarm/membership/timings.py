@@ -14,7 +14,5 @@ class MemberTimings:
     two, and a record needs a few seconds to reach all nodes of a large swarm."""
     look_ahead_s: float = 1.0
     """Time between two checks for peers ahead."""
-    rejoin_s: float = 1.0
-    """Time after which a member that waits for its leader joins again."""
-    remind_s: float = 1.0
-    """Time after which a leader tells missing members of its attempt again."""
+    hold_s: float = 3.0
+    """Time for which a leader holds the call of a member that attends, if there is nothing new."""
