@@ -36,6 +36,7 @@ from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Message
 from node.worker.contribution import ContributionTracker
+from node.worker.contribution import ContributionTracker
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
@@ -83,6 +84,13 @@ class Habits:
     first_round_s: float | None = None
     """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
     the peer table. None: this node makes all of them."""
+    founders: int = 1
+    """The first life of a node trains once it sees so many members."""
+    first_round_s: float | None = None
+    """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
+    the peer table. None: this node makes all of them."""
+    founders: int = 1
+    """The first life of a node trains once it sees so many members."""
 
 
 class SimulatedNode:
@@ -113,6 +121,8 @@ class SimulatedNode:
         self.clock_ahead_ms = 0
         self.failures: list[str] = []
         self.commits = self.included = self.downloads = 0
+        self.trained_tokens = self.merged_tokens = 0
+        """Over all lives, up to the newest commit that this node has adopted."""
         self.trained_tokens = self.merged_tokens = 0
         """Over all lives, up to the newest commit that this node has adopted."""
         self.hostility = ""
@@ -191,6 +201,8 @@ class SimulatedNode:
             await asyncio.sleep(LOOK_S)
         await self.catch_up.align()
         self.peer_table.update_own(phase=Phase.TRAINING)
+        while self.lives == 1 and len(self.peer_table.members()) < self.habits.founders:
+            await asyncio.sleep(LOOK_S)  # noqa: ASYNC110 - virtual time
         tasks.append(asyncio.ensure_future(self._train()))
         for task in tasks:
             await task

@@ -80,6 +80,10 @@ class Scenario:
     """Encoded size of a chunk; 0: as small as possible."""
     first_round_s: float | None = None
     """As in `Habits`."""
+    founders: int = 1
+    """As in `Habits`."""
+    gossip_s: float = 1.0
+    """Time between two heartbeats. A peer is dead after eight of them."""
 
     @property
     def nodes(self) -> int:
