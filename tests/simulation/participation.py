@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
+import gc
 import random
 import statistics
 import sys
@@ -34,7 +34,6 @@ CHUNKS, CHUNK_BYTES = 16, 64 * 1024
 GOSSIP_S = 2.0
 """Slower than in production, because heartbeats take most of the simulation's time."""
 CONTRIBUTION_BYTES = CHUNKS * CHUNK_BYTES
-INNER_STEPS = 50
 NEEDED_RATIO = 1.0
 """The bound: upload, download and one inner step of a member take at most this share of T_r."""
 LONGEST_RATIO = 8.0
@@ -61,8 +60,8 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"participation {seed}")
     nodes = rng.randint(3, 9)
     slowness = [SLOWEST_RATIO ** rng.choice((0.0, 1.0, rng.random(), rng.random())) for _ in range(nodes)]
-    round_s = rng.choice((10.0, 20.0, 40.0))
-    typical_step_s = round_s / INNER_STEPS
+    round_s, inner_steps = rng.choice((5.0, 10.0, 20.0, 40.0)), rng.choice((20, 50, 100))
+    typical_step_s = round_s / inner_steps
     step_s = tuple(typical_step_s * slow / statistics.median_low(slowness) for slow in slowness)
     return Scenario(
         seed=seed,
@@ -75,12 +74,12 @@ def draw(seed: int) -> Scenario:
         policy="time",
         disk_s=rng.choice((0.001, 0.02)),
         join_at_s=tuple(0.5 * rng.random() for _ in range(nodes)),
-        inner_steps=INNER_STEPS,
+        inner_steps=inner_steps,
         chunks=CHUNKS,
         chunk_bytes=CHUNK_BYTES,
         gossip_s=GOSSIP_S,
         founders=nodes,
-        first_round_s=INNER_STEPS * min(step_s),
+        first_round_s=inner_steps * min(step_s),
     )
 
 
@@ -93,7 +92,7 @@ def _line(rng: random.Random, most_s: float) -> Line:
     """A line that transfers a contribution and a mean within `most_s`."""
     latency_s, jitter_s = rng.choice((0.001, 0.01, 0.05, 0.1)), rng.choice((0.0, 0.01, 0.05, 0.3))
     while True:
-        up_bytes_s, down_bytes_s = (BYTES_PER_MBIT * _mbit_s(rng) for _ in range(2))
+        up_bytes_s, down_bytes_s = sorted(BYTES_PER_MBIT * _mbit_s(rng) for _ in range(2))
         line = Line(latency_s, jitter_s, up_bytes_s=up_bytes_s, down_bytes_s=down_bytes_s)
         if transfer_s(line) <= most_s:
             return line
@@ -148,7 +147,9 @@ def check(report: Report, world: World) -> Participation:
 
 
 def run_seed(seed: int) -> Participation:
-    return check(*simulate(draw(seed), run=_run))
+    result = check(*simulate(draw(seed), run=_run))
+    gc.collect()  # Reference cycles hold hundreds of MiB of chunks.
+    return result
 
 
 def main() -> int:
@@ -162,7 +163,7 @@ def main() -> int:
     if options.seed is not None:
         return replay(options.seed)
     began_s, done, failed = time.perf_counter(), [], 0
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=gc.freeze) as pool:
         for result in pool.map(run_seed, range(options.first, options.first + options.seeds), chunksize=8):
             done.append(result)
             failed += bool(result.violations)
