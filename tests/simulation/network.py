@@ -161,18 +161,26 @@ class Network:
         return one.latency_s + other.latency_s + (one.jitter_s + other.jitter_s) * self.rng(sender).random()
 
     def send(
-        self, sender: str, receiver: str, size_bytes: int, delay_s: float, arrive: Handler, reply: asyncio.Future[Message]
+        self,
+        sender: str,
+        receiver: str,
+        size_bytes: int,
+        delay_s: float,
+        arrive: Handler,
+        reply: asyncio.Future[Message],
     ) -> None:
-        """Deliver a message `delay_s` after its bytes are through. A transfer ends early if nobody waits for the reply."""
+        """Deliver a message `delay_s` after its bytes are through. A transfer ends with the wait for its reply."""
         sides = ((sender, "up"), self.lines[sender].up_bytes_s), ((receiver, "down"), self.lines[receiver].down_bytes_s)
         limits = {side: bytes_s for side, bytes_s in sides if bytes_s}
         if size_bytes < SHORT_BYTES or not limits:
             transfer_s = size_bytes / min(limits.values()) if limits else 0.0
             self.loop.call_later(delay_s + transfer_s, arrive.call, context=arrive.context)
             return
-        transfer = self._bandwidth.start(
-            size_bytes, limits, lambda: self.loop.call_later(delay_s, arrive.call, context=arrive.context)
-        )
+
+        def transferred() -> None:
+            self.loop.call_later(delay_s, arrive.call, context=arrive.context)
+
+        transfer = self._bandwidth.start(size_bytes, limits, transferred)
         reply.add_done_callback(lambda _: self._bandwidth.cancel(transfer), context=NOBODYS)
 
     def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> float:

@@ -36,7 +36,6 @@ from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Message
 from node.worker.contribution import ContributionTracker
-from node.worker.contribution import ContributionTracker
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
@@ -81,11 +80,6 @@ class Habits:
     step_s: float
     checkpoint_rounds: int = 4
     tokens_per_step: int = 10
-    first_round_s: float | None = None
-    """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
-    the peer table. None: this node makes all of them."""
-    founders: int = 1
-    """The first life of a node trains once it sees so many members."""
     first_round_s: float | None = None
     """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
     the peer table. None: this node makes all of them."""
@@ -201,8 +195,8 @@ class SimulatedNode:
             await asyncio.sleep(LOOK_S)
         await self.catch_up.align()
         self.peer_table.update_own(phase=Phase.TRAINING)
-        while self.lives == 1 and len(self.peer_table.members()) < self.habits.founders:
-            await asyncio.sleep(LOOK_S)  # noqa: ASYNC110 - virtual time
+        while self.lives == 1 and len(self.peer_table.members()) < self.habits.founders:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(LOOK_S)
         tasks.append(asyncio.ensure_future(self._train()))
         for task in tasks:
             await task
@@ -313,9 +307,7 @@ class SimulatedNode:
         self._tracker.send(0, self._steps, self.network.loop.time(), None)
         self.contributed[tip.head, self.peer_id] = chunks
         norm, settle_s = layout.norm(chunks), self._settle_s
-        self.participant.offer(
-            LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s)
-        )
+        self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
 
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.SYNCING)

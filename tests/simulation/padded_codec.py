@@ -12,7 +12,7 @@ from node.diloco.codec import Data
 
 
 class PaddedFp32:
-    """fp32 [n], followed by zeros up to the least size of a chunk. Plain Python is faster than torch for few numbers."""
+    """fp32 [n], followed by zeros up to the least size of a chunk. Plain Python beats torch for few numbers."""
 
     name, stretch_ratio = "padded", 0.0
 

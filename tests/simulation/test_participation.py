@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from tests.simulation.participation import CONTRIBUTION_BYTES, draw, misses, run_seed, transfer_s
+from tests.simulation.participation import CONTRIBUTION_BYTES, draw, judge, misses, run_seed, transfer_s
 from tests.simulation.run import quiet
 
 
@@ -29,6 +30,14 @@ def test_every_member_is_in_every_second_round() -> None:
 def test_every_member_of_many_is_in_every_second_round(first: int) -> None:
     failed = [seed for seed in range(first, first + 200) if run_seed(seed).violations]
     assert failed == [], "python -m tests.simulation.participation --seed N shows the messages"
+
+
+def test_a_member_on_a_line_below_the_bounds_is_found() -> None:
+    scenario = draw(2)
+    slow = replace(scenario.lines[0], up_bytes_s=25_000.0)
+    result = judge(replace(scenario, lines=(slow, *scenario.lines[1:])))
+    assert any(violation.startswith("n0 is in neither") for violation in result.violations)
+    assert result.worst.startswith("n0")
 
 
 def test_the_check_names_the_second_of_two_missed_rounds() -> None:
