@@ -39,7 +39,8 @@ NEEDED_RATIO = 1.0
 """The bound: upload, download and one inner step of a member take at most this share of T_r."""
 LONGEST_RATIO = 8.0
 """A round that takes longer than this many T_r counts as a stop."""
-SHOWN = 10
+SHOWN, SUMMED_EVERY = 10, 500
+"""Failed seeds that are printed, and seeds after which the sums are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,9 @@ def main() -> int:
             failed += bool(result.violations)
             if result.violations and failed <= SHOWN:
                 print(f"seed {result.seed}: {result.violations[0]}", flush=True)
-    show(done)
-    print(f"{time.perf_counter() - began_s:.1f} s; {failed} failed")
+            if len(done) % SUMMED_EVERY == 0 or len(done) == options.seeds:
+                show(done)
+                print(f"{time.perf_counter() - began_s:.1f} s; {failed} failed", flush=True)
     return 1 if failed else 0
 
 
