@@ -1,4 +1,7 @@
-"""A network in virtual time: latency, bandwidth, broken connections, one-way cuts, and peers that crash or stall."""
+"""A network in virtual time: latency, bandwidth, broken connections, one-way cuts, and peers that crash or stall.
+
+Transfers that cross a line at the same time share it, as TCP connections do. Short messages do not wait for transfers.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,15 @@ from node.swarm.transport.wire import (
     unpack_header,
 )
 from tests.simulation.adversary import Adversary
+from tests.simulation.bandwidth import Bandwidth
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 NOBODYS = Context()
 """For what happens on the network, which outlives any process."""
 DIAL_S = 5.0
 """A dial over a cut path fails after this time."""
+SHORT_BYTES = 16 * 1024
+"""A message below this size does not wait for the transfers on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,14 @@ class _Call:
     delay_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """What happens when a message arrives, and to which process."""
+
+    call: Callable[[], None]
+    context: Context
+
+
 class Network:
     """All lines of a simulation."""
 
@@ -95,7 +109,7 @@ class Network:
         self.lines: dict[str, Line] = {}
         self._wires: dict[str, SimulatedWire] = {}
         self._cuts: set[tuple[str, str]] = set()
-        self._free_at_s: dict[tuple[str, str], float] = {}
+        self._bandwidth = Bandwidth(loop, NOBODYS)
         self.messages = 0
         self._digest = hashlib.blake2b()
         self.trace: deque[Sent] | None = deque(maxlen=200_000) if keep_trace else None
@@ -141,19 +155,33 @@ class Network:
 
         self.loop.call_later(call.delay_s, deliver, context=call.caller.context)
 
-    def delay_s(self, sender: str, receiver: str, size_bytes: int) -> float:
-        """Virtual seconds until a message of this size has arrived, sent now."""
-        now_s, one, other = self.loop.time(), self.lines[sender], self.lines[receiver]
-        rng = self.rng(sender)
-        at_s = now_s
-        if one.up_bytes_s:
-            at_s = max(at_s, self._free_at_s.get((sender, "up"), 0.0)) + size_bytes / one.up_bytes_s
-            self._free_at_s[sender, "up"] = at_s
-        at_s += one.latency_s + other.latency_s + (one.jitter_s + other.jitter_s) * rng.random()
-        if other.down_bytes_s:
-            at_s = max(at_s, self._free_at_s.get((receiver, "down"), 0.0)) + size_bytes / other.down_bytes_s
-            self._free_at_s[receiver, "down"] = at_s
-        return at_s - now_s
+    def delay_s(self, sender: str, receiver: str) -> float:
+        """Virtual seconds that a message is under way, without the time for its bytes."""
+        one, other = self.lines[sender], self.lines[receiver]
+        return one.latency_s + other.latency_s + (one.jitter_s + other.jitter_s) * self.rng(sender).random()
+
+    def send(
+        self,
+        sender: str,
+        receiver: str,
+        size_bytes: int,
+        delay_s: float,
+        arrive: Handler,
+        reply: asyncio.Future[Message],
+    ) -> None:
+        """Deliver a message `delay_s` after its bytes are through. A transfer ends with the wait for its reply."""
+        sides = ((sender, "up"), self.lines[sender].up_bytes_s), ((receiver, "down"), self.lines[receiver].down_bytes_s)
+        limits = {side: bytes_s for side, bytes_s in sides if bytes_s}
+        if size_bytes < SHORT_BYTES or not limits:
+            transfer_s = size_bytes / min(limits.values()) if limits else 0.0
+            self.loop.call_later(delay_s + transfer_s, arrive.call, context=arrive.context)
+            return
+
+        def transferred() -> None:
+            self.loop.call_later(delay_s, arrive.call, context=arrive.context)
+
+        transfer = self._bandwidth.start(size_bytes, limits, transferred)
+        reply.add_done_callback(lambda _: self._bandwidth.cancel(transfer), context=NOBODYS)
 
     def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> float:
         """Add a message to the trace. Returns seconds by which it is late."""
@@ -161,7 +189,7 @@ class Network:
         self._digest.update(f"{self.loop.time():.9f} {sender} {receiver} {text}".encode())
         self._digest.update(data)
         for blob in blobs:
-            self._digest.update(blob)
+            self._digest.update(blob[:SHORT_BYTES])
         if self.trace is not None:
             self.trace.append(Sent(self.loop.time(), sender, receiver, text))
         return self.watch(sender, receiver, text)
@@ -227,8 +255,8 @@ class SimulatedWire:
             raise unreachable
         breaks = max(network.lines[me].break_ratio, network.lines[peer_id].break_ratio)
         fate = network.rng(me).random() if breaks else 1.0
-        size = len(request) + sum(map(len, blobs))
-        delay_s = network.delay_s(me, peer_id, size) + late_s
+        size_bytes = len(request) + sum(map(len, blobs))
+        delay_s = network.delay_s(me, peer_id) + late_s
         if fate < breaks / 2 or network.wire_of(peer_id) is None:
             await asyncio.sleep(delay_s)
             raise unreachable
@@ -248,7 +276,7 @@ class SimulatedWire:
 
             network.loop.call_soon(start, context=wire.life.context)
 
-        network.loop.call_later(delay_s, arrive, context=NOBODYS)
+        network.send(me, peer_id, size_bytes, delay_s, Handler(arrive, NOBODYS), reply)
         return await reply
 
     async def handle(
@@ -273,7 +301,7 @@ class SimulatedWire:
         late_s = network.record(self.peer_id, caller, text, data, reply.blobs)
         if network.is_cut(self.peer_id, caller):
             return
-        delay_s = network.delay_s(self.peer_id, caller, len(data) + reply.blob_bytes) + late_s
+        delay_s = network.delay_s(self.peer_id, caller) + late_s
         if breaks_reply:
             error = PeerError(f"peer {self.peer_id[-6:]} reset the connection", code="unreachable")
 
@@ -285,7 +313,8 @@ class SimulatedWire:
             else:
                 call.reply.set_result(reply)
 
-        network.loop.call_later(delay_s, deliver, context=call.caller.context)
+        size_bytes = len(data) + reply.blob_bytes
+        network.send(self.peer_id, caller, size_bytes, delay_s, Handler(deliver, call.caller.context), call.reply)
 
     async def answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Message
+from node.worker.contribution import ContributionTracker
 from tests.simulation.adversary import ADVERSARIES
 from tests.simulation.network import Life, Network, SimulatedWire
 
@@ -78,6 +80,11 @@ class Habits:
     step_s: float
     checkpoint_rounds: int = 4
     tokens_per_step: int = 10
+    first_round_s: float | None = None
+    """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
+    the peer table. None: this node makes all of them."""
+    founders: int = 1
+    """The first life of a node trains once it sees so many members."""
 
 
 class SimulatedNode:
@@ -108,6 +115,10 @@ class SimulatedNode:
         self.clock_ahead_ms = 0
         self.failures: list[str] = []
         self.commits = self.included = self.downloads = 0
+        self.trained_tokens = self.merged_tokens = 0
+        """Over all lives, up to the newest commit that this node has adopted."""
+        self.trained_tokens = self.merged_tokens = 0
+        """Over all lives, up to the newest commit that this node has adopted."""
         self.hostility = ""
         """What it does to the others, a key of `ADVERSARIES`; empty: nothing."""
         self.signed_join: Document | None = None
@@ -165,6 +176,9 @@ class SimulatedNode:
         self._mail: deque[Committed | RoundFailed] = deque()
         self._news = asyncio.Event()
         self._lost: ResyncCause | None = None
+        self._tracker, self._steps = ContributionTracker(1), 0
+        self._settled, self._settle_s = "", 0.0
+        """The head after which this node's settle time was measured."""
         self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
         self.catch_up = CatchUp(self.participant, self._lose)
         StateServer(wire, self.disk, self.chain.proof_after)
@@ -179,6 +193,8 @@ class SimulatedNode:
             await asyncio.sleep(LOOK_S)
         await self.catch_up.align()
         self.peer_table.update_own(phase=Phase.TRAINING)
+        while self.lives == 1 and len(self.peer_table.members()) < self.habits.founders:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(LOOK_S)
         tasks.append(asyncio.ensure_future(self._train()))
         for task in tasks:
             await task
@@ -224,50 +240,72 @@ class SimulatedNode:
         self._news.set()
 
     async def _train(self) -> None:
-        """Train, offer, wait for the commit, for ever."""
-        loop = asyncio.get_running_loop()
-        offered = ""
+        """Make inner steps, offer, wait for the commit, for ever."""
         while True:
             if self._lost is not None:
                 await self._download(self._lost)
-                offered = ""
+                self._tracker, self._steps = ContributionTracker(1), 0
                 continue
-            tip = self.chain.tip
-            for mail in self._mail:
-                if isinstance(mail, Committed) and mail.tip.round % self.habits.checkpoint_rounds == 0:
-                    self.disk.save(mail.tip)
-            self._mail.clear()
             self._news.clear()
-            if offered != tip.head:
-                length_s = tip.round_s if tip.round_s is not None else tip.inner_steps * self.habits.step_s
-                length_s = length_s if self.rules.closing.policy == "time" else tip.inner_steps * self.habits.step_s
-                left_s = max(self.habits.step_s, tip.anchor_at_s + length_s - loop.time())
-                lead_s = self.participant.sender.lead_s
-                await self._news_or(max(self.habits.step_s, left_s - lead_s))
-                if self.chain.tip.head != tip.head or self._lost is not None:
-                    continue
-                steps = max(1, int((loop.time() - tip.anchor_at_s) / self.habits.step_s))
-                self._offer(tip, steps)
-                offered = tip.head
-            await self._news.wait()
+            self._apply()
+            if self._tracker.in_flight is not None:
+                await self._news.wait()
+            elif steps := self._steps_left():
+                await self._step(steps)
+            else:
+                self._offer(self.chain.tip)
 
-    async def _news_or(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                while self.chain.tip.head == self.chain.tip.head and self._lost is None and not self._mail:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            pass
+    def _apply(self) -> None:
+        """Read the mail: what became of the newest contribution, and of those that were left out before."""
+        commits = [mail for mail in self._mail if isinstance(mail, Committed)]
+        self._mail.clear()
+        for mail in commits:
+            if mail.tip.round % self.habits.checkpoint_rounds == 0:
+                self.disk.save(mail.tip)
+            update = self._tracker.round_over(0, mail.included, 0, is_newest=mail is commits[-1])
+            self.merged_tokens += update.counted_tokens
+            self.trained_tokens += self._steps * self.habits.tokens_per_step
+            self._steps = 0
 
-    def _offer(self, tip: Tip, steps: int) -> None:
+    def _steps_left(self) -> int:
+        """Inner steps until a contribution is due, as in `worker.trainer`; 0: now."""
+        tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules.closing
+        least = 0 if self._tracker.pending_tokens(0) else 1
+        if rule.policy == "time" and tip.round_s is not None:
+            # The number of steps after which `diloco.schedule.is_time_up` says so.
+            slack_s = min(step_s, rule.grace_s(tip.round_s)) / 2
+            due_s = tip.round_s - self.participant.sender.lead_s + slack_s
+            elapsed_s = self.network.loop.time() - tip.anchor_at_s
+            return max(least, math.floor((due_s - elapsed_s) / step_s))
+        needed = tip.inner_steps
+        if rule.policy == "time" and self.habits.first_round_s is not None:
+            needed = min(needed, math.ceil(self.habits.first_round_s / step_s))
+        return max(least, needed - self._steps)
+
+    async def _step(self, steps: int) -> None:
+        """Make some inner steps, fewer if there is news meanwhile. A step that has begun is completed."""
+        loop, step_s = asyncio.get_running_loop(), self.habits.step_s
+        began_at_s = loop.time()
+        if self._settled != (head := self.chain.tip.head):
+            self._settled, self._settle_s = head, max(0.0, began_at_s - self.chain.tip.anchor_at_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(steps * step_s):
+                await self._news.wait()
+            steps = min(steps, max(1, math.ceil((loop.time() - began_at_s) / step_s)))
+            await asyncio.sleep(began_at_s + steps * step_s - loop.time())
+        self._steps += steps
+        self._tracker.add_tokens(steps * self.habits.tokens_per_step)
+
+    def _offer(self, tip: Tip) -> None:
         layout = self.rules.layout_at(tip.round + 1)
         generator = torch.Generator().manual_seed(1000 * (tip.round + 1) + self.number)
         vector = torch.randn(layout.bounds[-1][1], generator=generator)
         chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]
-        tokens = steps * self.habits.tokens_per_step
+        tokens = self._tracker.pending_tokens(0)
+        self._tracker.send(0, self._steps, self.network.loop.time(), None)
         self.contributed[tip.head, self.peer_id] = chunks
-        self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, layout.norm(chunks)))
+        norm, settle_s = layout.norm(chunks), self._settle_s
+        self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
 
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.SYNCING)

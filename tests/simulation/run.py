@@ -9,12 +9,12 @@ import random
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from node.diloco.codec import make_codec
 from node.diloco.outer import genesis
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.chain.chain import OuterRule, make_tip
@@ -26,11 +26,11 @@ from tests.simulation.invariants import Invariants
 from tests.simulation.keys import simulated_identity, simulated_keys
 from tests.simulation.network import NOBODYS, Life, Network, Sent
 from tests.simulation.node import Habits, SimulatedNode
+from tests.simulation.padded_codec import PaddedFp32
 from tests.simulation.scenario import FOREVER_S, QUIET_S, Fault, Scenario
 from tests.simulation.virtual_loop import PROCESS, Deadlock, TooManyEvents, VirtualLoop
 
-PARAMETERS, CHUNKS = 16, 4
-INNER_STEPS = 10
+CHUNK_ELEMENTS = 4
 MEMORY = Path("/dev/shm")
 """Simulated disks are folders in memory."""
 
@@ -60,16 +60,16 @@ class World:
         rng = random.Random(f"disk {scenario.seed}")
         self.loop = VirtualLoop(lambda: scenario.disk_s * rng.random())
         self.network = Network(self.loop, scenario.seed, keep_trace=keep_trace)
-        size = PARAMETERS // CHUNKS
-        bounds = [(chunk * size, (chunk + 1) * size) for chunk in range(CHUNKS)]
+        parameters = scenario.chunks * CHUNK_ELEMENTS
+        bounds = [(start, start + CHUNK_ELEMENTS) for start in range(0, parameters, CHUNK_ELEMENTS)]
         self.rules = Rules(
             run="ab" * 32,
-            layouts=(ChunkLayout(make_codec("fp32"), bounds, ((0, PARAMETERS),)),),
+            layouts=(ChunkLayout(PaddedFp32(scenario.chunk_bytes), bounds, ((0, parameters),)),),
             closing=ClosingRule(scenario.policy, scenario.min_peers, scenario.quorum_ratio),  # type: ignore[arg-type]
-            outer=OuterRule(lr=0.7, momentum=0.9, inner_steps=INNER_STEPS),
+            outer=OuterRule(lr=0.7, momentum=0.9, inner_steps=scenario.inner_steps),
             max_tokens=10**6,
         )
-        start = genesis(torch.linspace(-1, 1, PARAMETERS))
+        start = genesis(torch.linspace(-1, 1, parameters))
         tip = make_tip(start, self.rules.run, None, self.rules.outer, {}, 0.0)
         self.nodes: list[SimulatedNode] = []
         self._armed: list[Fault] = []
@@ -83,8 +83,8 @@ class World:
                 rules=self.rules,
                 genesis=tip,
                 folder=folder / f"n{number}",
-                habits=Habits(step_s),
-                timings=MemberTimings(),
+                habits=Habits(step_s, first_round_s=scenario.first_round_s, founders=scenario.founders),
+                timings=MemberTimings(gossip_s=scenario.gossip_s, dead_s=8 * scenario.gossip_s),
                 on_adopted=self._on_adopted,
                 seed=scenario.seed,
             )
@@ -164,7 +164,9 @@ class World:
         self.invariants.happened(fault)
 
 
-def simulate(scenario: Scenario, *, keep_trace: bool = False) -> tuple[Report, World]:
+def simulate(
+    scenario: Scenario, *, keep_trace: bool = False, run: Callable[[World], Awaitable[None]] = World.run
+) -> tuple[Report, World]:
     """Run a scenario. The world holds the trace."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None))
@@ -180,7 +182,7 @@ def simulate(scenario: Scenario, *, keep_trace: bool = False) -> tuple[Report, W
                 logging.getLogger("node").addHandler(handler)
                 logging.getLogger("node").setLevel(logging.INFO)
             try:
-                world.loop.run_until_complete(world.run())
+                world.loop.run_until_complete(run(world))
             except (Deadlock, TooManyEvents) as exc:
                 world.report.violations.append(str(exc))
             logging.getLogger("node").removeHandler(handler)

@@ -81,6 +81,16 @@ class Scenario:
     join_at_s: tuple[float, ...]
     hostile: str = ""
     """What the last node does to the others; empty: nothing."""
+    inner_steps: int = 10
+    chunks: int = 4
+    chunk_bytes: int = 0
+    """Encoded size of a chunk; 0: as small as possible."""
+    first_round_s: float | None = None
+    """As in `Habits`."""
+    founders: int = 1
+    """As in `Habits`."""
+    gossip_s: float = 1.0
+    """Time between two heartbeats. A peer is dead after eight of them."""
 
     @property
     def nodes(self) -> int:

@@ -1,0 +1,52 @@
+"""A live member within the stated bounds is in at least every second round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.participation import CONTRIBUTION_BYTES, draw, judge, misses, run_seed, transfer_s
+from tests.simulation.run import quiet
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    quiet()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_every_member_is_in_every_second_round() -> None:
+    results = [run_seed(seed) for seed in range(8)]
+    assert {result.seed: result.violations for result in results if result.violations} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(1000, 1800, 200))
+def test_every_member_of_many_is_in_every_second_round(first: int) -> None:
+    failed = [seed for seed in range(first, first + 200) if run_seed(seed).violations]
+    assert failed == [], "python -m tests.simulation.participation --seed N shows the messages"
+
+
+def test_a_member_on_a_line_below_the_bounds_is_found() -> None:
+    scenario = draw(2)
+    slow = replace(scenario.lines[0], up_bytes_s=25_000.0)
+    result = judge(replace(scenario, lines=(slow, *scenario.lines[1:])))
+    assert any(violation.startswith("n0 is in neither") for violation in result.violations)
+    assert result.worst.startswith("n0")
+
+
+def test_the_check_names_the_second_of_two_missed_rounds() -> None:
+    assert misses(["ab", "a", "ab", "a"], "b") == []
+    assert misses(["ab", "a", "a", "a", "b"], "b") == [2, 3]
+
+
+def test_the_drawn_lines_cover_all_speeds() -> None:
+    lines = [line for seed in range(300) for line in draw(seed).lines]
+    uplinks = [line.up_bytes_s for line in lines]
+    assert min(uplinks) == 250_000 and max(uplinks) > 100e6
+    assert max(map(transfer_s, lines)) > 3 * CONTRIBUTION_BYTES / 1e6
