@@ -63,7 +63,7 @@ def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, dir
 
 def test_bytes_per_reducer_follow_from_their_number(ether_swarm: Swarm) -> None:
     """16 members of which 12 are behind NAT: each reducer sends 3/4 of its own, and its quarter to 15: 4.5 payloads."""
-    nodes = ether_swarm.nodes(16, ether_swarm.rules(20 * PARAMETERS, "fp32", min_peers=16))
+    nodes = ether_swarm.nodes(16, ether_swarm.rules(60 * PARAMETERS, "fp32", min_peers=16))
     close_port(ether_swarm, nodes[4:])
     wait_known(nodes, nodes[4:])
     round_of(nodes, 0)
@@ -73,7 +73,7 @@ def test_bytes_per_reducer_follow_from_their_number(ether_swarm: Swarm) -> None:
     for node, already in zip(nodes[:4], before, strict=True):
         sent = (node.host.wire.traffic.sent_bytes[Channel.REDUCE] - already) / payload
         # The leader's plan, proposal and proof are not small compared with this model.
-        assert 4.3 < sent < 5.3, f"{sent:.2f} payloads, control messages included"
+        assert 4.3 < sent < 5.2, f"{sent:.2f} payloads, control messages included"
 
 
 def test_round_without_callable_member_fails_with_a_remedy(swarm: Swarm) -> None:
