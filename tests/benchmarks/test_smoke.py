@@ -27,6 +27,7 @@ SMOKE = {
     "hostile": "--rounds 1 --seeds 1",
     "inner": "--pairs 2 --seconds 0.5 --threads 1",
     "join": "--hidden 64 --layers 2 --inner-steps 50",
+    "kills": "--kills 2",
     "link_drop": "--phase 5 --nodes 2",
     "load": "--seconds 4 --slice 1 --streams 4 --rate 20",
     "memory": "--seconds 1",
