@@ -6,8 +6,8 @@
     python -m tests.benchmarks kills | stops
 
 Those of the second line take about 15 minutes each and run only by name. So do `gpu` and `tab`, which exit with
-code 3 without a GPU or a browser, and `kills` and `stops`, which take half an hour and two hours. Each has its own options: `python -m tests.benchmarks.rounds --help`. Full results
-are in results/*.json.
+code 3 without a GPU or a browser, and `kills` and `stops`, which take half an hour and two hours. Each has its own
+options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """No committed round is lost when all nodes of a swarm die at once.
 
-    python -m tests.benchmarks.kills [--kills 200] [--seed 1]
+    python -m tests.benchmarks.kills [--kills 200] [--seed 1] [--minutes 70]
 
 Three real nodes train a tiny model in rounds of a second or two. At random moments all their processes are killed with
 SIGKILL, supervisors, workers and libp2p's daemons alike, and started again on the same disks. A quarter of the kills
@@ -267,7 +267,7 @@ class Swarms:
         self._watchers.clear()
 
     def check_disks(self, kill: int) -> None:
-        """After a kill: read what the nodes have logged, and check that their disks lead to all that they have shown."""
+        """After a kill: read what the nodes have logged, and check that the disks lead to all that was shown."""
         for node in self.nodes:
             text = node.said()[self._read[node.name] :]
             self._read[node.name] += len(text)
@@ -325,8 +325,8 @@ def _free_address() -> str:
             return f"/ip4/127.0.0.1/tcp/{port}"
 
 
-def play(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kill all nodes so many times. Returns the samples of a series."""
+def play(folder: Path, kills: int, seed: int, minutes: float) -> dict[str, Any]:
+    """Kill all nodes so many times, or until the minutes are over. Returns the samples of a series."""
     rng = random.Random(seed)
     done: list[Kill] = []
     began_s = time.monotonic()
@@ -337,6 +337,8 @@ def play(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         stopped = ""
         try:
             for number in range(1, kills + 1):
+                if time.monotonic() - began_s > 60 * minutes:
+                    break
                 early = number > 1 and rng.random() < EARLY_RATIO
                 if not early:
                     swarms.until_new_round(number - 1)
@@ -349,7 +351,7 @@ def play(folder: Path, kills: int, seed: int) -> dict[str, Any]:
                 what = ", ".join(stages.values())
                 print(f"{time.strftime('%H:%M:%S')} kill {number} after round {done[-1].round}: {what}", flush=True)
                 swarms.start()
-            swarms.until_new_round(kills)
+            swarms.until_new_round(len(done))
         except AssertionError as exc:
             stopped = str(exc)
             print(stopped, flush=True)
@@ -386,8 +388,8 @@ def judge(series: Sequence[Series]) -> Result:
     early = sum(moment["early"] for one in samples for moment in one["moments"])
     notes = [
         *(one.note for one in series),
-        f"{kills} kills of all three nodes, {early} of them within {START_SPAN_S:g} s of a start; {rounds} rounds "
-        f"committed, {lost} lost.",
+        f"{kills} kills of all three nodes, {early} of them within {START_SPAN_S:g} s of a start.",
+        f"{rounds} rounds committed, {lost} lost.",
         "What the killed nodes did: " + ", ".join(f"{stage} {count}" for stage, count in sorted(stages.items())) + ".",
         *(loss for one in samples for loss in one["losses"]),
         *(one["stuck"] for one in samples if one["stuck"]),
@@ -399,11 +401,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1, help="another seed adds to the stored results")
+    parser.add_argument("--minutes", type=float, default=70.0, help="end earlier, after so long")
     parser.add_argument("--folder", type=Path, help="keep data folders and logs here")
     options = parser.parse_args()
     end_all_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as temporary:
-        samples = play((options.folder or Path(temporary)) / "swarm", options.kills, options.seed)
+        samples = play((options.folder or Path(temporary)) / "swarm", options.kills, options.seed, options.minutes)
     return judge(with_earlier("kills", Series(options.seed, samples))).conclude()
 
 

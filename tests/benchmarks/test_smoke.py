@@ -36,6 +36,7 @@ SMOKE = {
     "scaling": "--p2p 2 --local 4 --model 32 --rounds 2 --idle 1",
     "slow_line": "--parts line --rounds 1 --beside 1 --mbit 20 --round-s 2",
     "slow_peer": "--seeds 1 --seconds 5 --inner-steps 20",
+    "stops": "--stops 3 --hidden 64 --layers 2 --span 1",
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",
 }
