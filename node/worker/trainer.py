@@ -383,7 +383,11 @@ class Trainer:
     # checkpoints and the end
 
     def save(self) -> None:
-        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it."""
+        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
+
+        One that is being written is dropped, so that a stop does not take the time of two.
+        """
+        self._checkpointer.cancel()
         self._wait_for_checkpoint()
         self._begin_checkpoint()
         self._wait_for_checkpoint()

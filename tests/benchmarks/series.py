@@ -15,6 +15,9 @@ from typing import Any
 from node.host.revision import revision
 from tests.benchmarks.figures import RESULTS
 
+COMMIT = revision()
+"""Read before the measurement: the checkout may change meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -23,7 +26,7 @@ class Series:
     seed: int
     samples: dict[str, Any]
     command: str = field(default_factory=lambda: f"python -m tests.benchmarks.{shlex.join(_words())}")
-    commit: str = field(default_factory=revision)
+    commit: str = COMMIT
     date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
 
     @property
