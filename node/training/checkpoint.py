@@ -114,8 +114,10 @@ class CheckpointStore:
         self._folder, self._keep, self._clock, self._room = folder, keep, clock, room
         self._pinned_at_s: dict[int, float] = {}
 
-    def save(self, checkpoint: Checkpoint) -> Path:
+    def save(self, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> Path:
         """Write it, then remove all but the newest `keep` and the pinned ones. Returns its folder.
+
+        `check` is called often while it is written. It may raise, which leaves everything as it was.
 
         It replaces a checkpoint of the same round. MachineError if the disk does not take it, QuotaError if it exceeds
         the quota; both leave everything as it was.
@@ -128,7 +130,7 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
             with self._room(checkpoint.tensor_bytes + META_BYTES):
                 temporary.mkdir()
-                _write(checkpoint, temporary)
+                _write(checkpoint, temporary, check)
                 self._put_in_place(temporary, target)
         except OSError as exc:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -278,10 +280,10 @@ def _round_of(path: Path) -> int:
     return int(match["round"])
 
 
-def _write(checkpoint: Checkpoint, folder: Path) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, check: Callable[[], None]) -> None:
     files = {
-        OUTER: write_tensors(folder / OUTER, checkpoint.outer_tensors()),
-        LOCAL: write_tensors(folder / LOCAL, checkpoint.local_tensors()),
+        OUTER: write_tensors(folder / OUTER, checkpoint.outer_tensors(), check),
+        LOCAL: write_tensors(folder / LOCAL, checkpoint.local_tensors(), check),
     }
     body = {name: getattr(checkpoint, name) for name in _META_FIELDS} | {"files": files}
     # Through JSON and back, so that the checksum is over what a reader gets: lists for tuples, strings for keys.

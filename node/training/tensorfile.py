@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -36,8 +36,11 @@ class FileFacts(TypedDict):
     blake2b: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Write and sync a new file. OSError if the disk does not take it."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None] = lambda: None) -> FileFacts:
+    """Write and sync a new file. OSError if the disk does not take it.
+
+    `check` is called between two pieces of _PIECE_BYTES; it may raise to end the writing.
+    """
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -51,6 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     with path.open("xb", buffering=0) as file:
         for data in (memoryview(_LENGTH.pack(len(encoded)) + encoded), *map(_bytes_of, tensors.values())):
             for piece in _pieces(data):
+                check()
                 _write_all(file.fileno(), piece)
                 digest.update(piece)
                 size_bytes += len(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -134,6 +135,10 @@ class CheckpointSchedule:
         return self._due_at is not None and self._clock() >= self._due_at
 
 
+class _Cancelled(Exception):
+    """A checkpoint is no longer wanted."""
+
+
 class Checkpointer:
     """Writes checkpoints on a thread of its own, one at a time. A checkpoint must not change while it is written."""
 
@@ -141,6 +146,7 @@ class Checkpointer:
         self._store, self._source, self._faults = store, source, faults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._running: Future[None] | None = None
+        self._is_cancelled = threading.Event()
 
     @property
     def is_busy(self) -> bool:
@@ -150,7 +156,12 @@ class Checkpointer:
         """Start writing; only while not busy. Raises the previous checkpoint's error, such as MachineError."""
         assert not self.is_busy
         self.wait(0.0)
+        self._is_cancelled.clear()
         self._running = self._thread.submit(self._save, checkpoint, tip)
+
+    def cancel(self) -> None:
+        """End the checkpoint that is being written, if any, as a newer one replaces it. The older ones stay."""
+        self._is_cancelled.set()
 
     def check(self) -> None:
         """Raise the error of the newest checkpoint if it has failed."""
@@ -171,9 +182,16 @@ class Checkpointer:
     def _save(self, checkpoint: Checkpoint, tip: Tip) -> None:
         try:
             self._faults.meet("save", checkpoint.round)
-            self._store.save(checkpoint)
+            self._store.save(checkpoint, self._check_wanted)
+        except _Cancelled:
+            logger.debug("The checkpoint of round %d is replaced by a newer one before it is whole.", checkpoint.round)
+            return
         except QuotaError as exc:
             # The older checkpoint stays on the disk, and the owner sees a notice, so training continues.
             logger.warning("The checkpoint of round %d is left out. %s", checkpoint.round, exc)
             return
         self._source.publish(tip)
+
+    def _check_wanted(self) -> None:
+        if self._is_cancelled.is_set():
+            raise _Cancelled

@@ -96,7 +96,14 @@ class Trainer:
             inner.resume(saved)
             self._progress = Progress(saved.inner_step)
             self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
+        self._resumed_at = self._position if saved is not None else None
+        """The position of the checkpoint that this trainer goes on from; None if it cannot go back to one."""
         self._report_position()
+
+    @property
+    def _position(self) -> tuple[str, int]:
+        """Head, and inner steps ever made: a checkpoint of the same position has nothing to add."""
+        return self.tip.head, self._counters.totals.inner_steps
 
     def align_to(self, tip: Tip, *, is_new: bool) -> None:
         """Start at the same point of the round as the others. `is_new`: this node has no inner steps of its own."""
@@ -252,6 +259,7 @@ class Trainer:
     def _reset_to_anchor(self, why: str) -> None:
         """Discard this node's inner steps, and report that."""
         self._resets += 1
+        self._resumed_at = None
         error = RoundFailed(f"{why}: this node discards them and continues from the anchor.", code="not_finite")
         logger.warning("%s", error)
         self._inner.reset_to(self.tip.state.anchor)
@@ -383,7 +391,14 @@ class Trainer:
     # checkpoints and the end
 
     def save(self) -> None:
-        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it."""
+        """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
+
+        One that is being written is dropped, so that a stop does not take the time of two. Nothing is written if the
+        checkpoint that this trainer resumed from is still up to date.
+        """
+        if self._position == self._resumed_at:
+            return
+        self._checkpointer.cancel()
         self._wait_for_checkpoint()
         self._begin_checkpoint()
         self._wait_for_checkpoint()

@@ -3,10 +3,11 @@
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
     python -m tests.benchmarks gpu | tab
+    python -m tests.benchmarks kills | stops
 
 Those of the second line take about 15 minutes each and run only by name. So do `gpu` and `tab`, which exit with
-code 3 without a GPU or a browser. Each has its own options: `python -m tests.benchmarks.rounds --help`. Full results
-are in results/*.json.
+code 3 without a GPU or a browser, and `kills` and `stops`, which take half an hour and two hours. Each has its own
+options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from tests.benchmarks.figures import RESULTS, Figure, table
 from tests.benchmarks.processes import ROOT
 
 BENCHMARKS = ("first_run", "inner", "data", "rounds", "memory", "codecs", "load", "pause")
-LONG = ("slow_peer", "slow_line", "churn", "scaling", "hostile", "join", "homes", "gpu", "tab")
+LONG = ("slow_peer", "slow_line", "churn", "scaling", "hostile", "join", "homes", "gpu", "tab", "kills", "stops")
 LIMIT_S = 240.0
 LONG_LIMIT_S = 2400.0
+LIMITS_S = {"kills": 4800.0, "stops": 14_400.0}
 NOT_HERE = MachineError.exit_code
 
 
@@ -39,7 +41,7 @@ def run(name: str) -> list[Figure]:
     """Run one benchmark. Returns its figures, also failing ones; none after a crash. Raises NotHere."""
     file = RESULTS / f"{name}.json"
     file.unlink(missing_ok=True)
-    limit_s = LONG_LIMIT_S if name in LONG else LIMIT_S
+    limit_s = LIMITS_S.get(name, LONG_LIMIT_S if name in LONG else LIMIT_S)
     try:
         command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
         done = subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False)

@@ -27,6 +27,7 @@ SMOKE = {
     "hostile": "--rounds 1 --seeds 1",
     "inner": "--pairs 2 --seconds 0.5 --threads 1",
     "join": "--hidden 64 --layers 2 --inner-steps 50",
+    "kills": "--kills 2",
     "link_drop": "--phase 5 --nodes 2",
     "load": "--seconds 4 --slice 1 --streams 4 --rate 20",
     "memory": "--seconds 1",
@@ -35,6 +36,7 @@ SMOKE = {
     "scaling": "--p2p 2 --local 4 --model 32 --rounds 2 --idle 1",
     "slow_line": "--parts line --rounds 1 --beside 1 --mbit 20 --round-s 2",
     "slow_peer": "--seeds 1 --seconds 5 --inner-steps 20",
+    "stops": "--stops 3 --hidden 64 --layers 2 --span 1",
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",
 }

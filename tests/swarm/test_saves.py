@@ -60,6 +60,36 @@ def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Pa
         assert "did not end within" not in node.said()
 
 
+@pytest.mark.timeout(240)
+def test_a_stop_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
+    """The checkpoint that the node has just read holds everything."""
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600")
+        node.until_round(1)
+        assert node.stop() == 0
+        saved = node.checkpoints()[0]
+        before = (saved / "meta.json").stat().st_ino
+        number = checkpoint_round(saved) + 1
+        node.start("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@{number}=stall:4"})
+        wait_for(lambda: f"Injected fault at inner of round {number}" in node.said(), START_S, "it does not train")
+        assert node.act("leave").status_code == 202
+        assert node.wait_end(PATIENCE * 10) == 0
+        assert (saved / "meta.json").stat().st_ino == before and node.checkpoints()[0] == saved
+
+
+@pytest.mark.timeout(240)
+def test_a_stop_drops_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    """A stop must not take the time of two checkpoints, as only the newer one counts."""
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
+        node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": "save@3=stall:8"})
+        wait_for(lambda: "Injected fault at save of round 3" in node.said(), PATIENCE * START_S, "it does not save")
+        node.until_round(4)
+        assert node.act("leave").status_code == 202
+        assert node.wait_end(PATIENCE * 10) == 0
+        newest, *older = map(checkpoint_round, node.checkpoints())
+        assert newest >= 4 and older == [-1]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "number", "saved"), [("blocking", 5, 3), ("streaming", 2, -1)])
 def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, number: int, saved: int) -> None:

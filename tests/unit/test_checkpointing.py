@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,11 @@ class SlowStore(CheckpointStore):
         self.may_write = threading.Event()
         self.is_full = False
 
-    def save(self, checkpoint: Checkpoint) -> Path:
+    def save(self, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> Path:
         assert self.may_write.wait(10)
         if self.is_full:
             raise MachineError("the disk is full", code="disk_full")
-        return super().save(checkpoint)
+        return super().save(checkpoint, check)
 
 
 @pytest.fixture
@@ -91,6 +91,19 @@ def test_a_full_disk_is_raised_once_at_the_next_call(
     with pytest.raises(MachineError):
         checkpointer.begin(CHECKPOINT, TIP)
     assert source.find() is None
+
+
+def test_a_checkpoint_that_a_newer_one_replaces_is_not_finished(
+    checkpointer: Checkpointer, store: SlowStore, source: CheckpointSource
+) -> None:
+    checkpointer.begin(CHECKPOINT, TIP)
+    checkpointer.cancel()
+    store.may_write.set()
+    assert checkpointer.wait(10)
+    assert store.rounds() == [] and source.find() is None
+    checkpointer.begin(CHECKPOINT, TIP)
+    assert checkpointer.wait(10)
+    assert store.rounds() == [-1] and source.find() is not None
 
 
 class Clock:
