@@ -102,6 +102,8 @@ class Network:
         self.names: dict[str, str] = {}
         self.watch: Callable[[str, str, str], float] = lambda _sender, _receiver, _text: 0.0
         """Called for each message before it is sent. Returns seconds by which the message is late."""
+        self.on_request: Callable[[str, Message], None] = lambda _sender, _message: None
+        """Called for each request of a node's own code, also to itself."""
 
     def rng(self, peer_id: str) -> random.Random:
         """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
@@ -196,6 +198,7 @@ class SimulatedWire:
     async def call(
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> Message:
+        self.network.on_request(self.peer_id, message)
         if peer_id == self.peer_id:
             async with asyncio.timeout(timeout_s):
                 return await self.answer(self.peer_id, pack_header(verb, message), message.blobs)

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ class World:
         self.nodes: list[SimulatedNode] = []
         self._armed: list[Fault] = []
         for number, (step_s, line) in enumerate(zip(scenario.step_s, scenario.lines, strict=True)):
-            identity = simulated_identity(number)
+            identity = simulated_identity(number, partial(self._on_signed, number))
             self.network.lines[identity.peer_id], self.network.names[identity.peer_id] = line, f"n{number}"
             node = SimulatedNode(
                 network=self.network,
@@ -93,6 +94,7 @@ class World:
             node.peers = [other.peer_id for other in self.nodes if other is not node]
         self._numbers = {node.peer_id: node.number for node in self.nodes}
         self.invariants = Invariants(self.nodes, self.loop.time, self.report.violations)
+        self.network.on_request = self.invariants.requested
         for node in self.nodes:
             node.on_replayed, node.on_downloaded = self.invariants.replayed, self.invariants.downloaded
             node.contributed = self.invariants.contributed
@@ -100,6 +102,9 @@ class World:
 
     def _on_adopted(self, node: SimulatedNode, committed: Committed) -> None:
         self.invariants.adopted(node, committed)
+
+    def _on_signed(self, number: int, data: bytes) -> None:
+        self.invariants.signed(self.nodes[number], data)
 
     async def run(self) -> None:
         """Start the nodes, cause the faults, and judge the end."""

@@ -7,7 +7,19 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.network import Line
 
-HOSTILE = ("FlippedBits", "FalseChunks", "OnlyMyself", "FalseSquares", "HugeMean", "FalseNorm", "FarAhead")
+HOSTILE = (
+    "FlippedBits",
+    "FalseChunks",
+    "OnlyMyself",
+    "FalseSquares",
+    "HugeMean",
+    "FalseNorm",
+    "FalseClaim",
+    "ForgedCommit",
+    "FarAhead",
+    "TwoProposals",
+    "Excluder",
+)
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
 record needs a few seconds to reach all)."""
