@@ -127,7 +127,7 @@ class Invariants:
             is_here(first.voters)
             and is_here(self._members.get(first.parent, first.voters))
             and not any(
-                fault.kind == "cut"
+                fault.kind in ("cut", "split")
                 and fault.seconds > BOUND_S
                 and fault.at_s + fault.seconds > since_s
                 and fault.at_s < now_s

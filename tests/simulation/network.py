@@ -32,7 +32,7 @@ from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 NOBODYS = Context()
 """For what happens on the network, which outlives any process."""
 DIAL_S = 5.0
-"""A dial over a cut path fails after this time."""
+"""A dial over a cut path fails after this time, unless a router says at once that there is no way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Network:
         self._rngs: dict[str, random.Random] = {}
         self.lines: dict[str, Line] = {}
         self._wires: dict[str, SimulatedWire] = {}
-        self._cuts: set[tuple[str, str]] = set()
+        self._cuts: dict[tuple[str, str], float] = {}
         self._free_at_s: dict[tuple[str, str], float] = {}
         self.messages = 0
         self._digest = hashlib.blake2b()
@@ -114,15 +114,19 @@ class Network:
     def attach(self, wire: SimulatedWire) -> None:
         self._wires[wire.peer_id] = wire
 
-    def cut(self, sender: str, receiver: str) -> None:
-        """Drop everything that one node sends to another."""
-        self._cuts.add((sender, receiver))
+    def cut(self, sender: str, receiver: str, dial_s: float) -> None:
+        """Drop everything that one node sends to another. Calls fail after this time."""
+        self._cuts[sender, receiver] = dial_s
 
     def heal(self, sender: str, receiver: str) -> None:
-        self._cuts.discard((sender, receiver))
+        self._cuts.pop((sender, receiver), None)
 
     def is_cut(self, sender: str, receiver: str) -> bool:
         return (sender, receiver) in self._cuts
+
+    def dial_s(self, caller: str, peer_id: str) -> float:
+        """After this time, a call over a cut path fails."""
+        return max(self._cuts.get(pair, 0.0) for pair in ((caller, peer_id), (peer_id, caller)))
 
     def wire_of(self, peer_id: str) -> SimulatedWire | None:
         wire = self._wires.get(peer_id)
@@ -223,7 +227,7 @@ class SimulatedWire:
             raise unreachable
         late_s = network.record(me, peer_id, verb, request, blobs)
         if network.is_cut(me, peer_id) or network.is_cut(peer_id, me):
-            await asyncio.sleep(DIAL_S)
+            await asyncio.sleep(network.dial_s(me, peer_id))
             raise unreachable
         breaks = max(network.lines[me].break_ratio, network.lines[peer_id].break_ratio)
         fate = network.rng(me).random() if breaks else 1.0

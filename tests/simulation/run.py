@@ -150,11 +150,12 @@ class World:
             for place, one in enumerate(self.nodes):
                 if one.is_alive:
                     one.crash()
-                    self.loop.call_later(fault.seconds * (1 + place % 3), self._start, one)
-        elif fault.kind == "cut":
-            pair = (node.peer_id, self.nodes[fault.other].peer_id)
-            self.network.cut(*pair)
-            self.loop.call_later(fault.seconds, self.network.heal, *pair)
+                    down_s = fault.seconds if one is node else min(fault.seconds, 3.0) * (1 + place % 3) / 3
+                    self.loop.call_later(down_s, self._start, one)
+        elif fault.kind in ("cut", "split"):
+            for sender, receiver in self._pairs(fault):
+                self.network.cut(sender, receiver, fault.dial_s)
+                self.loop.call_later(fault.seconds, self.network.heal, sender, receiver)
         elif not node.is_alive:
             return
         elif fault.kind == "crash":
@@ -167,6 +168,14 @@ class World:
             node.clock_ahead_ms -= round(1000 * 60 * fault.seconds)
         self.report.faults[fault.kind] += 1
         self.invariants.happened(fault)
+
+    def _pairs(self, fault: Fault) -> list[tuple[str, str]]:
+        """Sender and receiver of what a cut or a split drops."""
+        if fault.kind == "cut":
+            return [(self.nodes[fault.node].peer_id, self.nodes[fault.other].peer_id)]
+        side = {self.nodes[number].peer_id for number in fault.side or (fault.node,)}
+        rest = {node.peer_id for node in self.nodes} - side
+        return [pair for one in sorted(side) for other in sorted(rest) for pair in ((one, other), (other, one))]
 
 
 def simulate(scenario: Scenario, *, keep_trace: bool = False) -> tuple[Report, World]:
