@@ -33,7 +33,7 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker test-upgrade simulate coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-all test-docker test-upgrade simulate mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -45,6 +45,7 @@ help:
 	@echo "make test-all                      all tests that need no GPU: what CI runs"
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
+	@echo "make mutants                       check that the simulation finds broken rules"
 	@echo "make lint                          check style, types and import contracts"
 	@echo "make bench                         run the measurements of tests/benchmarks"
 	@echo "make bench-sync                    measure communication (root; over an hour)"
@@ -137,6 +138,10 @@ coverage: $(SET_UP) $(DASHBOARD)
 # A fixed number of seeds. ARGS="--seeds 100000 --first 5000" for a night, ARGS="--seed 57" replays one.
 simulate: $(SET_UP)
 	@$(BIN)/python -m tests.simulation --jobs $(JOBS) $(ARGS)
+
+# Each mutant of the protocol until a seed finds it. ARGS="--only NAME" runs one, ARGS="--seeds 1000" gives up earlier.
+mutants: $(SET_UP)
+	@$(BIN)/python -m tests.simulation.mutants --jobs $(JOBS) $(ARGS)
 
 # OTHER is an older checkout, whose nodes take part in one run with this one's.
 test-upgrade: $(SET_UP) $(DASHBOARD)

@@ -102,9 +102,16 @@ class World:
 
     def _on_adopted(self, node: SimulatedNode, committed: Committed) -> None:
         self.invariants.adopted(node, committed)
+        self._strike(node.peer_id, self._other(node.number), "adopts")
 
     def _on_signed(self, number: int, data: bytes) -> None:
         self.invariants.signed(self.nodes[number], data)
+        if data.startswith(b"diloco accept\0") and not self.nodes[number].hostility:
+            self._strike(self.nodes[number].peer_id, self._other(number), "votes")
+
+    def _other(self, number: int) -> str:
+        """The peer that a fault at a vote or an adoption hits instead of the node: the next one."""
+        return self.nodes[(number + 1) % len(self.nodes)].peer_id
 
     async def run(self) -> None:
         """Start the nodes, cause the faults, and judge the end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tests.simulation.network import DIAL_S, Line
@@ -44,6 +45,8 @@ VERBS = (
     "proofs ok",
 )
 """Messages at which faults strike; with `ok` the replies."""
+END_VERBS = ("propose", "propose ok", "votes", "commit", "commit ok", "adopts")
+"""Those at the end of a round, and the moments at which a node votes or adopts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,9 @@ class Fault:
     dial_s: float = DIAL_S
     """After this time, a call over a cut or split path fails."""
     verb: str = ""
-    """If set, the fault strikes at the first message of this verb after `at_s`, and hits its sender (`node` 0), its
-    receiver (1), or in a cut the way between them. A split separates the hit node from all others."""
+    """If set, the fault strikes at the first message of this verb after `at_s` (`votes`, `adopts`: when an honest node
+    does so), and hits its sender (`node` 0), its receiver (1), or in a cut the way between them. A split separates the
+    hit node from all others."""
 
     def __str__(self) -> str:
         seconds = "for good" if self.seconds >= FOREVER_S else f"for {self.seconds:.2f} s"
@@ -120,7 +124,8 @@ def draw(seed: int) -> Scenario:
     # Few faults strike within one round, unless all strike within a few seconds.
     from_s = rng.uniform(1.0, stormy_s)
     window_s = rng.choice(((1.0, stormy_s), (from_s, min(stormy_s, from_s + 8.0))))
-    faults = [_fault(rng, nodes, window_s) for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 8, 12)))]
+    verbs = rng.choice((VERBS, END_VERBS, (rng.choice(END_VERBS),)))
+    faults = [_fault(rng, nodes, window_s, verbs) for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 8, 12)))]
     late_ratio = rng.choice((0.25, 0.25, 1.0))
     joins = (0.0, *(0.5 + (rng.random() < late_ratio) * rng.uniform(0, stormy_s) for _ in range(nodes - 1)))
     return Scenario(
@@ -143,7 +148,7 @@ def _line(rng: random.Random, break_ratio: float) -> Line:
     return Line(latency_s=rng.choice((0.001, 0.01, 0.05, 0.1)), jitter_s=jitter_s, break_ratio=break_ratio)
 
 
-def _fault(rng: random.Random, nodes: int, window_s: tuple[float, float]) -> Fault:
+def _fault(rng: random.Random, nodes: int, window_s: tuple[float, float], verbs: Sequence[str]) -> Fault:
     kind = rng.choice(
         ("crash", "crash", "crash", "stall", "cut", "split", "split", "blackout", "delay", "delay", "clock")
     )
@@ -151,7 +156,7 @@ def _fault(rng: random.Random, nodes: int, window_s: tuple[float, float]) -> Fau
     seconds = rng.choice((short, short, rng.uniform(BOUND_S, 15.0)))
     dial_s = rng.choice((0.05, DIAL_S))
     if kind == "delay" or (kind != "clock" and rng.random() < 0.6):
-        return Fault(at_s, kind, rng.randint(0, 1), seconds, dial_s=dial_s, verb=rng.choice(VERBS))
+        return Fault(at_s, kind, rng.randint(0, 1), seconds, dial_s=dial_s, verb=rng.choice(verbs))
     if kind == "crash" and rng.random() < 0.2:
         seconds = FOREVER_S
     node, other = rng.sample(range(nodes), 2)
