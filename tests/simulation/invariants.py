@@ -61,6 +61,8 @@ class Invariants:
         """Node, parent and attempt to the outcome that the node voted for."""
         self._joined: dict[tuple[int, str], int] = {}
         """Node and parent to the highest attempt that the node joined."""
+        self._voted: dict[tuple[int, str], int] = {}
+        """Node and parent to the last attempt in which the node voted."""
         self._numbers = {node.peer_id: node.number for node in nodes}
         self._faults: list[Fault] = []
         self._commits: list[float] = []
@@ -153,10 +155,14 @@ class Invariants:
             parent, attempt = self._parents[head], int(number)
             if self._votes.setdefault((node.number, parent, attempt), head) != head:
                 self._violate(f"n{node.number} votes for two outcomes in attempt {attempt}")
+            self._voted[node.number, parent] = attempt
             self._check_promise(node, parent, attempt, "votes in")
 
     def requested(self, sender: str, message: Message) -> None:
-        """A node has called another. With a join it promises to take part in no lower attempt, also after a crash."""
+        """A node has called another.
+
+        With a join it promises to take part in no lower attempt, and tells what it has accepted, also after a crash.
+        """
         join, attempt = message.header.get("join"), message.header.get("attempt")
         if join is None or attempt is None:
             return
@@ -164,6 +170,9 @@ class Invariants:
         if not node.hostility:
             self._check_promise(node, parent, attempt, "joins")
             self._joined[node.number, parent] = attempt
+            voted, claim = self._voted.get((node.number, parent), attempt), message.header.get("accepted")
+            if voted < attempt and (not claim or claim[0] < voted):
+                self._violate(f"n{node.number} joins attempt {attempt} without its vote in attempt {voted}")
 
     def _check_promise(self, node: SimulatedNode, parent: str, attempt: int, what: str) -> None:
         promised = self._joined.get((node.number, parent), 0)
@@ -202,7 +211,9 @@ class Invariants:
     def downloaded(self, node: SimulatedNode, round_: int) -> None:
         """A node has given up its own line for a downloaded state."""
         self._newest[node.number] = round_
-        self._joined = {key: attempt for key, attempt in self._joined.items() if key[0] != node.number}
+        for known in (self._joined, self._voted):
+            for key in [key for key in known if key[0] == node.number]:
+                del known[key]
 
     @property
     def _over_at_s(self) -> float:

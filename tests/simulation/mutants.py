@@ -211,7 +211,7 @@ def _save_without(**forgotten: object) -> Callable[[Any], Any]:
     return make
 
 
-@mutant(TWO_OUTCOMES)
+@mutant("without its vote", TWO_OUTCOMES)
 def vote_is_not_saved(patches: Patches) -> None:
     """A crash makes a member forget the outcome that it has accepted."""
     patches.replace(ResultStore, "save_ballot", _save_without(accepted=None))
