@@ -33,7 +33,7 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker test-upgrade simulate participation coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-docker                   test image, compose and wheel (root; 30 min)"
 	@echo "make simulate                      run the swarm on virtual time: minutes"
 	@echo "make participation                 check on virtual time that every member takes part"
+	@echo "make mutants                       check that the simulation finds broken rules"
 	@echo "make lint                          check style, types and import contracts"
 	@echo "make bench                         run the measurements of tests/benchmarks"
 	@echo "make bench-sync                    measure communication (root; over an hour)"
@@ -142,6 +143,10 @@ simulate: $(SET_UP)
 # Members of all speeds and lines. ARGS as above; a thousand seeds take a quarter of an hour of CPU.
 participation: $(SET_UP)
 	@$(BIN)/python -m tests.simulation.participation --jobs $(JOBS) $(ARGS)
+
+# Each mutant of the protocol until a seed finds it. ARGS="--only NAME" runs one, ARGS="--seeds 1000" gives up earlier.
+mutants: $(SET_UP)
+	@$(BIN)/python -m tests.simulation.mutants --jobs $(JOBS) $(ARGS)
 
 # OTHER is an older checkout, whose nodes take part in one run with this one's.
 test-upgrade: $(SET_UP) $(DASHBOARD)

@@ -159,10 +159,10 @@ class FarAhead(Adversary):
 
 
 class TwoProposals(Adversary):
-    """As a leader: proposes one outcome to half of the group, and another to the other half."""
+    """As a leader: proposes one of two outcomes in each call."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
-        if message.header.get("status") != "proposal" or sum(receiver.encode()) % 2:
+        if message.header.get("status") != "proposal" or self.rng.random() < 0.5:
             return message
         outcome = parse(RoundOutcome, parse(Document, message.blobs[0]).text)
         fewer = tuple(peer for peer in outcome.included if peer != self.node.peer_id)
@@ -170,6 +170,23 @@ class TwoProposals(Adversary):
             return message
         other = sign(self.node.identity, outcome.model_copy(update={"included": fewer}))
         return replace(message, blobs=[other.model_dump_json().encode()])
+
+
+class Excluder(Adversary):
+    """As a leader: proposes an outcome that includes only itself."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._exclude(message)
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        return self._exclude(message)
+
+    def _exclude(self, message: Message) -> Message:
+        if len(message.blobs) != 1 or not isinstance(message.header.get("hashes"), str):
+            return message
+        outcome = parse(RoundOutcome, parse(Document, message.blobs[0]).text)
+        alone = sign(self.node.identity, outcome.model_copy(update={"included": (self.node.peer_id,)}))
+        return replace(message, blobs=[alone.model_dump_json().encode()])
 
 
 ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
@@ -186,6 +203,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         ForgedCommit,
         FarAhead,
         TwoProposals,
+        Excluder,
     )
 }
 

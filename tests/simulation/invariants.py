@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,17 @@ from dataclasses import dataclass, field
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus.commit import Committed
-from node.swarm.messages import Join, RoundOutcome, joins_of, results_root, voters
+from node.swarm.messages import (
+    Document,
+    Join,
+    RoundOutcome,
+    joins_of,
+    parse,
+    read_join,
+    results_root,
+    voters,
+)
+from node.swarm.transport.wire import Message
 from tests.simulation.node import SimulatedNode
 from tests.simulation.scenario import BOUND_S, FOREVER_S, QUIET_S, Fault, Scenario
 
@@ -42,6 +53,17 @@ class Invariants:
         self._members: dict[str, frozenset[str]] = {}
         """Head to the contributors of its record: the electorate of the next round."""
         self._newest: dict[int, int] = {}
+        self._parents: dict[str, str] = {}
+        """Signed outcome to its parent."""
+        self._led: dict[tuple[int, str, int], str] = {}
+        """Node, parent and attempt to the outcome that the node signed as the leader."""
+        self._votes: dict[tuple[int, str, int], str] = {}
+        """Node, parent and attempt to the outcome that the node voted for."""
+        self._joined: dict[tuple[int, str], int] = {}
+        """Node and parent to the highest attempt that the node joined."""
+        self._voted: dict[tuple[int, str], int] = {}
+        """Node and parent to the last attempt in which the node voted."""
+        self._numbers = {node.peer_id: node.number for node in nodes}
         self._faults: list[Fault] = []
         self._commits: list[float] = []
         self.forks = 0
@@ -73,6 +95,7 @@ class Invariants:
                 self._forked(tip.round, other, made)
             outcomes[tip.head] = made
             self._members[tip.head] = frozenset(committed.outcome.included)
+            self._check_included(committed.outcome)
             self._check_mean(committed.outcome, joins_of(tip.proof.outcome))
             self._commits.append(self._clock())
         outcomes[tip.head].nodes.append(node.number)
@@ -106,7 +129,7 @@ class Invariants:
             is_here(first.voters)
             and is_here(self._members.get(first.parent, first.voters))
             and not any(
-                fault.kind == "cut"
+                fault.kind in ("cut", "split")
                 and fault.seconds > BOUND_S
                 and fault.at_s + fault.seconds > since_s
                 and fault.at_s < now_s
@@ -118,6 +141,48 @@ class Invariants:
             self._violate(f"round {round_} has two outcomes: {names} voted for one, then {others} for another")
         else:
             self.forks += 1
+
+    def signed(self, node: SimulatedNode, data: bytes) -> None:
+        """A node has signed something. It signs one outcome in an attempt, and votes for one, also after a crash."""
+        purpose, content = data.split(b"\0", 1)
+        if purpose == b"diloco outcome":
+            plan, head = parse(RoundOutcome, content).plan, hashlib.sha256(content).hexdigest()
+            self._parents[head] = plan.parent
+            if not node.hostility and self._led.setdefault((node.number, plan.parent, plan.attempt), head) != head:
+                self._violate(f"n{node.number} signs two outcomes in attempt {plan.attempt}")
+        elif purpose == b"diloco accept" and not node.hostility:
+            head, number = content.decode().split()
+            parent, attempt = self._parents[head], int(number)
+            if self._votes.setdefault((node.number, parent, attempt), head) != head:
+                self._violate(f"n{node.number} votes for two outcomes in attempt {attempt}")
+            self._voted[node.number, parent] = attempt
+            self._check_promise(node, parent, attempt, "votes in")
+
+    def requested(self, sender: str, message: Message) -> None:
+        """A node has called another.
+
+        With a join it promises to take part in no lower attempt, and tells what it has accepted, also after a crash.
+        """
+        join, attempt = message.header.get("join"), message.header.get("attempt")
+        if join is None or attempt is None:
+            return
+        node, parent = self._nodes[self._numbers[sender]], read_join(Document.model_validate(join)).parent
+        if not node.hostility:
+            self._check_promise(node, parent, attempt, "joins")
+            self._joined[node.number, parent] = attempt
+            voted, claim = self._voted.get((node.number, parent), attempt), message.header.get("accepted")
+            if voted < attempt and (not claim or claim[0] < voted):
+                self._violate(f"n{node.number} joins attempt {attempt} without its vote in attempt {voted}")
+
+    def _check_promise(self, node: SimulatedNode, parent: str, attempt: int, what: str) -> None:
+        promised = self._joined.get((node.number, parent), 0)
+        if attempt < promised:
+            self._violate(f"n{node.number} {what} attempt {attempt} after it joined attempt {promised}")
+
+    def _check_included(self, outcome: RoundOutcome) -> None:
+        members, included = len(outcome.plan.members), len(outcome.included)
+        if 2 * included < members:
+            self._violate(f"round {outcome.round} leaves out more than half of the plan: {included} of {members}")
 
     def _check_mean(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
         """All chunks are the mean of what exactly the included members offered, weighted by their tokens."""
@@ -146,6 +211,9 @@ class Invariants:
     def downloaded(self, node: SimulatedNode, round_: int) -> None:
         """A node has given up its own line for a downloaded state."""
         self._newest[node.number] = round_
+        for known in (self._joined, self._voted):
+            for key in [key for key in known if key[0] == node.number]:
+                del known[key]
 
     @property
     def _over_at_s(self) -> float:

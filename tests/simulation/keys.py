@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,22 +21,28 @@ class SimulatedKey:
     """Stands for both halves of an Ed25519 key. Only the simulation's nodes hold it, so none can forge a signature."""
 
     seed: bytes
+    on_signed: Callable[[bytes], None] = lambda _data: None
+    """Called with everything that the node signs."""
 
     def sign(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, key=self.seed).digest()
+        self.on_signed(data)
+        return self._signature(data)
 
     def verify(self, signature: bytes, data: bytes) -> None:
-        if signature != self.sign(data):
+        if signature != self._signature(data):
             raise InvalidSignature
+
+    def _signature(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self.seed).digest()
 
 
 _keys: dict[str, SimulatedKey] = {}
 
 
-def simulated_identity(number: int) -> Identity:
+def simulated_identity(number: int, on_signed: Callable[[bytes], None] = lambda _data: None) -> Identity:
     """The same key and peer id for the same number."""
     seed = hashlib.sha256(f"node {number}".encode()).digest()
-    made = Identity(cast(Any, SimulatedKey(seed)), peer_id_of_key(_HEADER + seed))
+    made = Identity(cast(Any, SimulatedKey(seed, on_signed)), peer_id_of_key(_HEADER + seed))
     _keys[made.peer_id] = SimulatedKey(seed)
     return made
 

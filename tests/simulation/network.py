@@ -36,7 +36,7 @@ from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 NOBODYS = Context()
 """For what happens on the network, which outlives any process."""
 DIAL_S = 5.0
-"""A dial over a cut path fails after this time."""
+"""A dial over a cut path fails after this time, unless a router says at once that there is no way."""
 SHORT_BYTES = 16 * 1024
 """A message below this size does not wait for the transfers on its line."""
 
@@ -108,7 +108,7 @@ class Network:
         self._rngs: dict[str, random.Random] = {}
         self.lines: dict[str, Line] = {}
         self._wires: dict[str, SimulatedWire] = {}
-        self._cuts: set[tuple[str, str]] = set()
+        self._cuts: dict[tuple[str, str], float] = {}
         self._bandwidth = Bandwidth(loop, NOBODYS)
         self.messages = 0
         self._digest = hashlib.blake2b()
@@ -116,6 +116,8 @@ class Network:
         self.names: dict[str, str] = {}
         self.watch: Callable[[str, str, str], float] = lambda _sender, _receiver, _text: 0.0
         """Called for each message before it is sent. Returns seconds by which the message is late."""
+        self.on_request: Callable[[str, Message], None] = lambda _sender, _message: None
+        """Called for each request of a node's own code, also to itself."""
 
     def rng(self, peer_id: str) -> random.Random:
         """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
@@ -126,15 +128,19 @@ class Network:
     def attach(self, wire: SimulatedWire) -> None:
         self._wires[wire.peer_id] = wire
 
-    def cut(self, sender: str, receiver: str) -> None:
-        """Drop everything that one node sends to another."""
-        self._cuts.add((sender, receiver))
+    def cut(self, sender: str, receiver: str, dial_s: float) -> None:
+        """Drop everything that one node sends to another. Calls fail after this time."""
+        self._cuts[sender, receiver] = dial_s
 
     def heal(self, sender: str, receiver: str) -> None:
-        self._cuts.discard((sender, receiver))
+        self._cuts.pop((sender, receiver), None)
 
     def is_cut(self, sender: str, receiver: str) -> bool:
         return (sender, receiver) in self._cuts
+
+    def dial_s(self, caller: str, peer_id: str) -> float:
+        """After this time, a call over a cut path fails."""
+        return max(self._cuts.get(pair, 0.0) for pair in ((caller, peer_id), (peer_id, caller)))
 
     def wire_of(self, peer_id: str) -> SimulatedWire | None:
         wire = self._wires.get(peer_id)
@@ -224,6 +230,7 @@ class SimulatedWire:
     async def call(
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
     ) -> Message:
+        self.network.on_request(self.peer_id, message)
         if peer_id == self.peer_id:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -251,7 +258,7 @@ class SimulatedWire:
             raise unreachable
         late_s = network.record(me, peer_id, verb, request, blobs)
         if network.is_cut(me, peer_id) or network.is_cut(peer_id, me):
-            await asyncio.sleep(DIAL_S)
+            await asyncio.sleep(network.dial_s(me, peer_id))
             raise unreachable
         breaks = max(network.lines[me].break_ratio, network.lines[peer_id].break_ratio)
         fate = network.rng(me).random() if breaks else 1.0

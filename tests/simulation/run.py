@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ class World:
         self.nodes: list[SimulatedNode] = []
         self._armed: list[Fault] = []
         for number, (step_s, line) in enumerate(zip(scenario.step_s, scenario.lines, strict=True)):
-            identity = simulated_identity(number)
+            identity = simulated_identity(number, partial(self._on_signed, number))
             self.network.lines[identity.peer_id], self.network.names[identity.peer_id] = line, f"n{number}"
             node = SimulatedNode(
                 network=self.network,
@@ -93,6 +94,7 @@ class World:
             node.peers = [other.peer_id for other in self.nodes if other is not node]
         self._numbers = {node.peer_id: node.number for node in self.nodes}
         self.invariants = Invariants(self.nodes, self.loop.time, self.report.violations)
+        self.network.on_request = self.invariants.requested
         for node in self.nodes:
             node.on_replayed, node.on_downloaded = self.invariants.replayed, self.invariants.downloaded
             node.contributed = self.invariants.contributed
@@ -100,6 +102,16 @@ class World:
 
     def _on_adopted(self, node: SimulatedNode, committed: Committed) -> None:
         self.invariants.adopted(node, committed)
+        self._strike(node.peer_id, self._other(node.number), "adopts")
+
+    def _on_signed(self, number: int, data: bytes) -> None:
+        self.invariants.signed(self.nodes[number], data)
+        if data.startswith(b"diloco accept\0") and not self.nodes[number].hostility:
+            self._strike(self.nodes[number].peer_id, self._other(number), "votes")
+
+    def _other(self, number: int) -> str:
+        """The peer that a fault at a vote or an adoption hits instead of the node: the next one."""
+        return self.nodes[(number + 1) % len(self.nodes)].peer_id
 
     async def run(self) -> None:
         """Start the nodes, cause the faults, and judge the end."""
@@ -145,11 +157,12 @@ class World:
             for place, one in enumerate(self.nodes):
                 if one.is_alive:
                     one.crash()
-                    self.loop.call_later(fault.seconds * (1 + place % 3), self._start, one)
-        elif fault.kind == "cut":
-            pair = (node.peer_id, self.nodes[fault.other].peer_id)
-            self.network.cut(*pair)
-            self.loop.call_later(fault.seconds, self.network.heal, *pair)
+                    down_s = fault.seconds if one is node else min(fault.seconds, 3.0) * (1 + place % 3) / 3
+                    self.loop.call_later(down_s, self._start, one)
+        elif fault.kind in ("cut", "split"):
+            for sender, receiver in self._pairs(fault):
+                self.network.cut(sender, receiver, fault.dial_s)
+                self.loop.call_later(fault.seconds, self.network.heal, sender, receiver)
         elif not node.is_alive:
             return
         elif fault.kind == "crash":
@@ -162,6 +175,14 @@ class World:
             node.clock_ahead_ms -= round(1000 * 60 * fault.seconds)
         self.report.faults[fault.kind] += 1
         self.invariants.happened(fault)
+
+    def _pairs(self, fault: Fault) -> list[tuple[str, str]]:
+        """Sender and receiver of what a cut or a split drops."""
+        if fault.kind == "cut":
+            return [(self.nodes[fault.node].peer_id, self.nodes[fault.other].peer_id)]
+        side = {self.nodes[number].peer_id for number in fault.side or (fault.node,)}
+        rest = {node.peer_id for node in self.nodes} - side
+        return [pair for one in sorted(side) for other in sorted(rest) for pair in ((one, other), (other, one))]
 
 
 def simulate(

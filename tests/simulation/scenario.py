@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.simulation.network import Line
+from tests.simulation.network import DIAL_S, Line
 
 HOSTILE = (
     "FlippedBits",
@@ -19,6 +20,7 @@ HOSTILE = (
     "ForgedCommit",
     "FarAhead",
     "TwoProposals",
+    "Excluder",
 )
 BOUND_S = 5.0
 """The failure detector's bound: a node that is away for less never counts as dead (`MemberTimings.dead_s` is 8 s, and a
@@ -39,6 +41,8 @@ VERBS = (
     "chain ok",
 )
 """Messages at which faults strike; with `ok` the replies."""
+END_VERBS = ("attend", "attend ok", "votes", "fetch ok", "adopts")
+"""Those at the end of a round, and the moments at which a node votes or adopts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +51,27 @@ class Fault:
 
     at_s: float
     kind: str
-    """`delay` (of one message), `blackout` (all nodes crash), `crash`, `stall`, `cut` (one way, from node to other), or
-    `clock` (the clock is set back at the node's next start)."""
+    """`delay` (of one message), `blackout` (all nodes crash, and the others start before this one), `crash`, `stall`,
+    `cut` (one way, from node to other), `split` (nobody on this side reaches anyone on the other), or `clock` (the
+    clock is set back at the node's next start)."""
     node: int
     seconds: float
     other: int = -1
+    side: tuple[int, ...] = ()
+    """Nodes on one side of a split. Empty: `node` alone."""
+    dial_s: float = DIAL_S
+    """After this time, a call over a cut or split path fails."""
     verb: str = ""
-    """If set, the fault strikes at the first message of this verb after `at_s`, and hits its sender (`node` 0), its
-    receiver (1), or in a cut the way between them."""
+    """If set, the fault strikes at the first message of this verb after `at_s` (`votes`, `adopts`: when an honest node
+    does so), and hits its sender (`node` 0), its receiver (1), or in a cut the way between them. A split separates the
+    hit node from all others."""
 
     def __str__(self) -> str:
         seconds = "for good" if self.seconds >= FOREVER_S else f"for {self.seconds:.2f} s"
         if self.verb:
             whom = "receiver" if self.node else "sender"
             return f"after {self.at_s:.2f} s, at the first {self.verb!r}: {self.kind} its {whom} {seconds}"
-        towards = f" to n{self.other}" if self.other >= 0 else ""
+        towards = f" to n{self.other}" if self.other >= 0 else "".join(f" n{node}" for node in self.side[1:])
         return f"{self.at_s:6.2f} s: {self.kind} n{self.node}{towards} {seconds}"
 
 
@@ -112,13 +122,18 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(seed)
-    nodes = rng.choice((3, 3, 4, 5, 6, 7, 9))
+    nodes = rng.choice((2, 3, 3, 4, 5, 6, 7, 9))
     stormy_s = rng.choice((10.0, 20.0, 40.0))
     break_ratio = rng.choice((0.0, 0.0, 0.0, 0.002))
     lines = tuple(_line(rng, break_ratio) for _ in range(nodes))
     step_s = tuple(rng.choice((0.1, 0.2, 0.4)) for _ in range(nodes))
-    faults = [_fault(rng, nodes, stormy_s) for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 8, 12)))]
-    joins = (0.0, *(rng.choice((0.5, 0.5, 0.5, 0.5 + rng.uniform(0, stormy_s))) for _ in range(nodes - 1)))
+    # Few faults strike within one round, unless all strike within a few seconds.
+    from_s = rng.uniform(1.0, stormy_s)
+    window_s = rng.choice(((1.0, stormy_s), (from_s, min(stormy_s, from_s + 8.0))))
+    verbs = rng.choice((VERBS, END_VERBS, (rng.choice(END_VERBS),)))
+    faults = [_fault(rng, nodes, window_s, verbs) for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 8, 12)))]
+    late_ratio = rng.choice((0.25, 0.25, 1.0))
+    joins = (0.0, *(0.5 + (rng.random() < late_ratio) * rng.uniform(0, stormy_s) for _ in range(nodes - 1)))
     return Scenario(
         seed=seed,
         step_s=step_s,
@@ -139,15 +154,17 @@ def _line(rng: random.Random, break_ratio: float) -> Line:
     return Line(latency_s=rng.choice((0.001, 0.01, 0.05, 0.1)), jitter_s=jitter_s, break_ratio=break_ratio)
 
 
-def _fault(rng: random.Random, nodes: int, stormy_s: float) -> Fault:
-    kind = rng.choice(("crash", "crash", "crash", "stall", "cut", "delay", "delay", "clock"))
-    short = rng.uniform(0.1, 0.8 * BOUND_S)
+def _fault(rng: random.Random, nodes: int, window_s: tuple[float, float], verbs: Sequence[str]) -> Fault:
+    kind = rng.choice(
+        ("crash", "crash", "crash", "stall", "cut", "split", "split", "blackout", "delay", "delay", "clock")
+    )
+    at_s, short = rng.uniform(*window_s), rng.uniform(0.1, 0.8 * BOUND_S)
     seconds = rng.choice((short, short, rng.uniform(BOUND_S, 15.0)))
-    if kind == "crash" and rng.random() < 0.05:
-        return Fault(rng.uniform(1.0, stormy_s), "blackout", 0, rng.uniform(0.1, 3.0))
+    dial_s = rng.choice((0.05, DIAL_S))
     if kind == "delay" or (kind != "clock" and rng.random() < 0.6):
-        return Fault(rng.uniform(1.0, stormy_s), kind, rng.randint(0, 1), seconds, verb=rng.choice(VERBS))
+        return Fault(at_s, kind, rng.randint(0, 1), seconds, dial_s=dial_s, verb=rng.choice(verbs))
     if kind == "crash" and rng.random() < 0.2:
         seconds = FOREVER_S
     node, other = rng.sample(range(nodes), 2)
-    return Fault(rng.uniform(1.0, stormy_s), kind, node, seconds, other if kind == "cut" else -1)
+    side = tuple(rng.sample(range(nodes), rng.randint(1, nodes - 1))) if kind == "split" else ()
+    return Fault(at_s, kind, side[0] if side else node, seconds, other if kind == "cut" else -1, side, dial_s)

@@ -1,0 +1,47 @@
+"""The simulation finds each mutant of the protocol, and a mutant follows the code that it changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from node.swarm.consensus.commit import Committer
+from node.swarm.consensus.leader import Leader
+from node.swarm.consensus.quorum import Electorate
+from tests.simulation.mutants import MUTANTS, MissingRule, Mutant, Patches, find
+
+SEEDS = 2000
+
+
+@pytest.fixture(autouse=True)
+def _loud_afterwards() -> Iterator[None]:
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_finds_each_mutant(name: str) -> None:
+    found = find(MUTANTS[name], range(SEEDS))
+    assert found.violation, f"no seed below {SEEDS} finds that {found.mutant.rule}"
+
+
+@pytest.mark.parametrize("one", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_changes_code_that_exists_and_puts_it_back(one: Mutant) -> None:
+    before = [dict(vars(owner)) for owner in (Committer, Electorate, Leader)]
+    with one.applied():
+        pass
+    assert [dict(vars(owner)) for owner in (Committer, Electorate, Leader)] == before
+
+
+def test_a_mutant_of_code_that_has_changed_fails() -> None:
+    patches = Patches()
+    with pytest.raises(MissingRule, match="is_majority does not exist"):
+        patches.replace(Electorate, "is_majority", lambda _: lambda self, votes: True)
+    with pytest.raises(MissingRule, match="has the parameters"):
+        patches.replace(Electorate, "is_quorum", lambda _: lambda self: True)
+    with pytest.raises(MissingRule, match="coroutine"):
+        patches.replace(Committer, "replay_next", lambda _: lambda self: False)
