@@ -1,0 +1,40 @@
+"""The exhaustive model of one round: no schedule breaks the rules, and a schedule breaks each mutant."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.model import SIZES, Model, explore
+
+SMALL = (3, 2)
+
+
+@pytest.mark.timeout(120)
+def test_no_schedule_of_three_nodes_commits_two_outcomes() -> None:
+    states, what = explore(Model(*SMALL))
+    assert not what and states > 10_000
+
+
+MUTANTS = {
+    "a majority of the group decides": Model(*SMALL, has_quorum=lambda _, alive, votes, group: _most(votes, group)),
+    "a leader does not propose again": Model(*SMALL, proposes_again=False),
+    "a member breaks its promise": Model(*SMALL, keeps_promises=False),
+}
+
+
+def _most(votes: int, of: int) -> bool:
+    return 2 * (votes & of).bit_count() > of.bit_count()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", MUTANTS)
+def test_a_schedule_breaks_the_model_without_a_rule(what: str) -> None:
+    assert explore(MUTANTS[what])[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("nodes", "attempts"), SIZES[1:])
+def test_no_schedule_of_more_nodes_or_attempts_commits_two_outcomes(nodes: int, attempts: int) -> None:
+    states, what = explore(Model(nodes, attempts))
+    assert not what and states > 100_000
