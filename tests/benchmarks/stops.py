@@ -93,7 +93,7 @@ class Stop:
     saved: Position
     """What the checkpoint holds after it."""
     made: int
-    """Inner steps that the node has ever made, by the counters in the checkpoint."""
+    """Inner steps that the node has ever made, by its counters, less those lost at earlier stops."""
     lost: int
     """Inner steps that were made or shown and are not in the checkpoint."""
     problems: list[str]
@@ -203,6 +203,7 @@ class Stopped:
         with suppress(OSError, ValueError, KeyError):
             totals = json.loads((self.node.folder / "totals.json").read_text())
             made = max(made, totals["counters"]["inner_steps"])
+        made -= sum(stop.lost for stop in self.stops)  # Those were told, and are made again.
         problems = []
         if saved < max(self._shown, self._saved):
             problems.append(f"the checkpoint holds {saved}, and {max(self._shown, self._saved)} was there before")
