@@ -124,7 +124,7 @@ def group_decides(patches: Patches) -> None:
     patches.replace(Electorate, "is_quorum", lambda _: lambda self, votes: True)
 
 
-@mutant(TWO_OUTCOMES)
+@mutant("without the vote of an honest node", TWO_OUTCOMES)
 def anyone_is_believed(patches: Patches) -> None:
     """A member adopts any certificate, however few of the last contributors voted for it."""
     patches.replace(Electorate, "believes", lambda _: lambda self, votes, gone_on: True)
