@@ -95,6 +95,7 @@ class Invariants:
                 self._forked(tip.round, other, made)
             outcomes[tip.head] = made
             self._members[tip.head] = frozenset(committed.outcome.included)
+            self._check_support(made, tip.round)
             self._check_included(committed.outcome)
             self._check_mean(committed.outcome, joins_of(tip.proof.outcome))
             self._commits.append(self._clock())
@@ -109,38 +110,35 @@ class Invariants:
         if round_ == 0:
             self.forks += 1
             return
-        since_s, now_s = first.first_at_s - 3 * BOUND_S, self._clock()
-        away = {
-            fault.node
-            for fault in self._faults
-            if fault.kind in ("crash", "stall", "cut", "blackout")
-            and fault.seconds > BOUND_S
-            and fault.at_s + fault.seconds > since_s
-            and fault.at_s < now_s
-        }
-        away |= {fault.other for fault in self._faults if fault.kind == "cut" and fault.node in away}
-        away |= {node.number for node in self._nodes if node.hostility}
-        by_id = {node.peer_id: node.number for node in self._nodes}
-
-        def is_here(peers: Collection[str]) -> bool:
-            return 2 * sum(by_id[peer] not in away for peer in peers) > len(peers)
-
-        if (
-            is_here(first.voters)
-            and is_here(self._members.get(first.parent, first.voters))
-            and not any(
-                fault.kind in ("cut", "split")
-                and fault.seconds > BOUND_S
-                and fault.at_s + fault.seconds > since_s
-                and fault.at_s < now_s
-                for fault in self._faults
-            )
-        ):
+        by_id = self._numbers
+        electorate = self._members.get(first.parent, first.voters)
+        if self._were_here(first.first_at_s, first.voters, electorate):
             names = ", ".join(f"n{by_id[peer]}" for peer in sorted(first.voters, key=lambda peer: by_id[peer]))
             others = ", ".join(f"n{by_id[peer]}" for peer in sorted(second.voters, key=lambda peer: by_id[peer]))
             self._violate(f"round {round_} has two outcomes: {names} voted for one, then {others} for another")
         else:
             self.forks += 1
+
+    def _were_here(self, since_s: float, *groups: Collection[str]) -> bool:
+        """Whether more than half of each group was honest and within reach of all others since shortly before."""
+        since_s, now_s = since_s - 3 * BOUND_S, self._clock()
+        long = [
+            fault
+            for fault in self._faults
+            if fault.seconds > BOUND_S and fault.at_s + fault.seconds > since_s and fault.at_s < now_s
+        ]
+        if any(fault.kind in ("cut", "split") for fault in long):
+            return False
+        away = {fault.node for fault in long if fault.kind in ("crash", "stall", "blackout")}
+        away |= {node.number for node in self._nodes if node.hostility}
+        return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
+
+    def _check_support(self, made: Adoption, round_: int) -> None:
+        """A certificate has an honest voter, if most of the last round's contributors are honest and here."""
+        honest = {node.peer_id for node in self._nodes if not node.hostility}
+        electorate = self._members.get(made.parent)
+        if electorate and not honest & made.voters and self._were_here(self._clock(), electorate):
+            self._violate(f"round {round_} is committed without the vote of an honest node")
 
     def signed(self, node: SimulatedNode, data: bytes) -> None:
         """A node has signed something. It signs one outcome in an attempt, and votes for one, also after a crash."""
@@ -167,7 +165,7 @@ class Invariants:
         if join is None or attempt is None:
             return
         node, parent = self._nodes[self._numbers[sender]], read_join(Document.model_validate(join)).parent
-        if not node.hostility:
+        if not node.hostility and node.chain.tip.head == parent:  # A late join for an old round is refused.
             self._check_promise(node, parent, attempt, "joins")
             self._joined[node.number, parent] = attempt
             voted, claim = self._voted.get((node.number, parent), attempt), message.header.get("accepted")

@@ -40,7 +40,6 @@ CHUNK = 4
 
 TWO_OUTCOMES = "has two outcomes"
 LOST_ROUND = "had committed round"
-NO_PROGRESS = ("no round in the last", "do not come together")
 
 
 class MissingRule(Exception):
@@ -124,16 +123,10 @@ def group_decides(patches: Patches) -> None:
     patches.replace(Electorate, "is_quorum", lambda _: lambda self, votes: True)
 
 
-@mutant(TWO_OUTCOMES)
+@mutant("without the vote of an honest node", TWO_OUTCOMES)
 def anyone_is_believed(patches: Patches) -> None:
     """A member adopts any certificate, however few of the last contributors voted for it."""
     patches.replace(Electorate, "believes", lambda _: lambda self, votes, gone_on: True)
-
-
-@mutant(*NO_PROGRESS)
-def absence_is_ignored(patches: Patches) -> None:
-    """A node that was away does not count itself among those that have gone on."""
-    patches.replace(Committer, "_was_away", lambda _: lambda self: False)
 
 
 @mutant(TWO_OUTCOMES)
