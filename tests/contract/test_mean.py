@@ -68,7 +68,7 @@ def test_the_record_states_when_the_rendezvous_began(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
-    parameters = 400_000
+    parameters = 1_600_000
     rules = swarm.rules(parameters, "fp16", min_peers=count)
     nodes = swarm.nodes(count, rules)
     before = [node.host.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from node.swarm.membership.peer_table import sign_record
 from node.swarm.transport.wire import Message
 from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_all, round_of, wait_until
 
@@ -147,11 +148,14 @@ def test_a_member_joins_a_second_leader_only_after_release_by_the_first(swarm: S
     offer_all([member], 0)
     wait_until(lambda: member.participant.ballot.attempt(0).holder == first.peer_id)
 
-    async def take_for_dead(node: Node) -> None:
-        node.peer_table.suspect(first.peer_id)
+    me = first.peer_table.me
+    closed = sign_record(first.host.identity, me.model_copy(update={"inbound": False, "number": me.number + 9}))
+
+    async def learn(node: Node) -> None:
+        node.peer_table.merge([closed])
 
     for node in (second, member):
-        node.host.do(take_for_dead(node))
+        node.host.do(learn(node))
     time.sleep(1.0)
     assert not second.participant.ballot.attempt(0).joins
     assert member.peer_id in first.participant.ballot.attempt(0).joins

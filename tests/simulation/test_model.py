@@ -34,7 +34,7 @@ def test_a_schedule_breaks_the_model_without_a_rule(what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("nodes", "attempts"), SIZES[1:])
+@pytest.mark.parametrize(("nodes", "attempts"), SIZES[1:3])
 def test_no_schedule_of_more_nodes_or_attempts_commits_two_outcomes(nodes: int, attempts: int) -> None:
     states, what = explore(Model(nodes, attempts))
     assert not what and states > 100_000
