@@ -74,7 +74,7 @@ class Life:
         self.stalled_until_s = 0.0
         self.held: list[asyncio.Handle] = []
         self.context = self._new_context()
-        self.waiting: set[_Call] = set()
+        self.waiting: dict[_Call, None] = {}
         """Calls of others that this process is answering."""
 
     def _new_context(self) -> Context:
@@ -276,7 +276,7 @@ class SimulatedWire:
                     network.fail(_Call(self.life, self.life, reply, delay_s), unreachable)
                 return
             call = _Call(self.life, wire.life, reply, network.lines[me].latency_s + network.lines[peer_id].latency_s)
-            wire.life.waiting.add(call)
+            wire.life.waiting[call] = None
 
             def start() -> asyncio.Task[None]:
                 return network.loop.create_task(wire.handle(call, verb, request, blobs, breaks_reply=fate < breaks))
@@ -302,7 +302,7 @@ class SimulatedWire:
             if sent is None:
                 return
             reply = sent
-        self.life.waiting.discard(call)
+        self.life.waiting.pop(call, None)
         data = pack_header("", reply)
         text = f"{verb} {error.code}" if error else f"{verb} ok"
         late_s = network.record(self.peer_id, caller, text, data, reply.blobs)

@@ -17,7 +17,6 @@ HOSTILE = (
     "Silence",
     "FalseNorm",
     "FalseClaim",
-    "ForgedCommit",
     "FarAhead",
     "TwoProposals",
     "Excluder",

@@ -23,8 +23,9 @@ def _loud_afterwards() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_simulation_finds_each_mutant(name: str) -> None:
+@pytest.mark.parametrize("name", ["group_decides", "failed_call_means_death"])
+def test_the_simulation_finds_a_mutant(name: str) -> None:
+    """The quick ones. `make mutants` runs all."""
     found = find(MUTANTS[name], range(SEEDS))
     assert found.violation, f"no seed below {SEEDS} finds that {found.mutant.rule}"
 
