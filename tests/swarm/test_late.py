@@ -144,7 +144,8 @@ def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figure
 
         wait_for(apart, 2 * START_S, "checkpoints of different rounds")
         for process in [process for node in swarm.nodes for process in node.processes()]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # A daemon ends with its worker.
+                process.kill()
         for node in swarm.nodes:
             assert node.wait_end(10) == -9
         saved = [newest(node) for node in swarm.nodes]
