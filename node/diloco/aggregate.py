@@ -61,8 +61,13 @@ def square_norm(x: Tensor) -> float:
 
     Squares are added in fp64: the error of an fp32 sum would depend on the thread count and on the values.
     """
-    parts = (x[start : start + SQUARE_ELEMENTS].double() for start in range(0, x.numel(), SQUARE_ELEMENTS))
-    total = math.fsum(torch.dot(part, part).item() for part in parts)
+    scratch = torch.empty(min(x.numel(), SQUARE_ELEMENTS), dtype=torch.float64, device=x.device)
+    sums = []
+    for start in range(0, x.numel(), SQUARE_ELEMENTS):
+        part = x[start : start + SQUARE_ELEMENTS]
+        wide = scratch[: part.numel()].copy_(part)
+        sums.append(torch.dot(wide, wide).item())
+    total = math.fsum(sums)
     return total if total <= FP32_MAX else math.inf
 
 

@@ -7,6 +7,7 @@ and decoded on the cpu. Shape suffixes: B blocks, E elements of a block, K kept 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -97,10 +98,10 @@ class Fp16:
         exponents = _exponents(flat)
         scaled = torch.empty_like(flat)
         _scale(flat, -exponents, out=scaled)
-        if exponents.numel() and exponents.max() == MAX_EXPONENT:
+        if exponents.size and exponents.max() == MAX_EXPONENT:
             # Values just below the end of fp32 would round up to 2^128, which is infinite.
             scaled.clamp_(-(2.0**HEADROOM_BITS) + 16, 2.0**HEADROOM_BITS - 16)
-        return _to_bytes(exponents.to(torch.int8), scaled.to(torch.float16))
+        return _to_bytes(torch.from_numpy(exponents.astype(np.int8)), scaled.to(torch.float16))
 
     def check(self, data: Data, n: int) -> None:
         """Reads the bits: no encoder writes a value above 2^15, so none can overflow its scale."""
@@ -119,7 +120,7 @@ class Fp16:
         halves = np.empty(n, "<f2")
         halves.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=len(exponents)) if n else 0
         x = torch.from_numpy(halves.astype(np.float16, copy=False)).to(torch.float32)
-        _scale(x, torch.from_numpy(exponents.astype(np.int32)), out=x)
+        _scale(x, exponents.astype(np.int32), out=x)
         _require_finite(x, "The encoded vector")
         return x
 
@@ -131,29 +132,29 @@ class Fp16:
         return exponents
 
 
-def _exponents(x: Tensor) -> Tensor:
-    """int32 [B]: e such that the block's largest magnitude, divided by 2^e, is in [2^14, 2^15); clamped."""
+def _exponents(x: Tensor) -> npt.NDArray[np.int32]:
+    """int32 [B]: e such that the block's largest magnitude, divided by 2^e, is in [2^14, 2^15); clamped.
+
+    Computed in numpy, because a torch operation on the few blocks of a chunk costs more than a pass over its elements.
+    """
     whole = x.numel() // BLOCK * BLOCK
-    lows, highs = [], []
-    for part in (x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)):
-        if part.numel():
-            # Two passes: `aminmax` along a dimension is ten times slower.
-            lows.append(torch.amin(part, dim=1))
-            highs.append(torch.amax(part, dim=1))
-    if not lows:
-        return torch.empty(0, dtype=torch.int32, device=x.device)
-    largest = torch.maximum(torch.cat(highs), -torch.cat(lows))
-    _require_finite(largest, "The vector to encode")
-    exponents: Tensor = torch.frexp(largest).exponent - HEADROOM_BITS
-    return torch.where(largest > 0, exponents, MIN_EXPONENT).clamp_(MIN_EXPONENT, MAX_EXPONENT)
+    parts = [part for part in (x[:whole].view(-1, BLOCK), x[whole:].view(1, -1)) if part.numel()]
+    if not parts:
+        return np.empty(0, np.int32)
+    # Two passes: `aminmax` along a dimension is ten times slower.
+    largest = np.concatenate([torch.maximum(torch.amax(p, 1), torch.amin(p, 1).neg_()).cpu().numpy() for p in parts])
+    if not np.isfinite(largest).all():
+        raise ValueError("The vector to encode has a value that is not finite.")
+    exponents = np.frexp(largest)[1].astype(np.int32) - HEADROOM_BITS
+    return np.where(largest > 0, exponents, MIN_EXPONENT).clip(MIN_EXPONENT, MAX_EXPONENT).astype(np.int32)
 
 
-def _scale(x: Tensor, exponents: Tensor, *, out: Tensor) -> None:
+def _scale(x: Tensor, exponents: npt.NDArray[np.int32], *, out: Tensor) -> None:
     """out = x * 2^exponents, one scale a block; `exponents`: int32 [B] in -113..113.
 
     The factors are made from their bits (biased exponent, no mantissa): a library power function may be off by an ulp.
     """
-    factors = ((exponents + 127) << 23).view(torch.float32)
+    factors = torch.from_numpy(((exponents + 127) << 23).view(np.float32)).to(x.device)
     whole = x.numel() // BLOCK * BLOCK
     torch.mul(x[:whole].view(-1, BLOCK), factors[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
     if whole < x.numel():
@@ -506,7 +507,7 @@ def _require_finite(x: Tensor, what: str) -> None:
     """One pass without a temporary: minimum and maximum propagate a NaN."""
     if x.numel():
         low, high = torch.aminmax(x)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             raise ValueError(f"{what} has a value that is not finite.")
 
 

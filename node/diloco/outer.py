@@ -17,6 +17,8 @@ from torch import Tensor
 
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal number of fp32; half of it is denormal."""
+STEP_ELEMENTS = 2**18
+"""Elements that `outer_step` processes at a time, so that its six passes stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,16 @@ def outer_step(state: OuterState, mean: Tensor, *, lr: float, momentum: float, t
         raise ValueError(f"A round cannot have {tokens} tokens.")
     lr_scalar = torch.tensor(lr, dtype=torch.float32)
     mu_scalar = torch.tensor(momentum, dtype=torch.float32)
-    buffer = torch.mul(state.momentum, mu_scalar)
-    buffer.add_(mean)
-    anchor = torch.mul(buffer, mu_scalar)
-    anchor.add_(mean)
-    anchor.mul_(lr_scalar)
-    torch.sub(state.anchor, anchor, out=anchor)
+    buffer, anchor = torch.empty_like(state.momentum), torch.empty_like(state.anchor)
+    for start in range(0, mean.numel(), STEP_ELEMENTS):
+        part = slice(start, start + STEP_ELEMENTS)
+        g, m, new = mean[part], buffer[part], anchor[part]
+        torch.mul(state.momentum[part], mu_scalar, out=m)
+        m.add_(g)
+        torch.mul(m, mu_scalar, out=new)
+        new.add_(g)
+        new.mul_(lr_scalar)
+        torch.sub(state.anchor[part], new, out=new)
     return OuterState(anchor=anchor, momentum=buffer, round=state.round + 1, tokens=state.tokens + tokens)
 
 

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from node.daemon.worker_process import WORKER_ENVIRONMENT
 from tests.benchmarks.figures import Figure, Result, median, spread
 from tests.benchmarks.processes import ROOT, Helper, processor_s
 
@@ -33,8 +34,8 @@ QUIET_S = 1.0
 """Time after a round for data in transit, before the counters are read."""
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net", "--")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-"""Processor time of all peers, which share the cores."""
+ENVIRONMENT = {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+"""Both swarms get what the supervisor gives each worker. All peers share the cores, so each has one thread."""
 STAGES = ("rendezvous", "reduce", "commit", "apply")
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,6 +47,8 @@ class ResultStore:
     ) -> None:
         """Index the files of an earlier process and remove damaged ones. Keeps `fragments` times as many rounds."""
         self._room, self._clock, self._fragments, self._folder = room, clock, fragments, folder
+        self._writing = threading.Lock()
+        """A vote and the commit that overtakes it write the same file."""
         self._read_at_s: dict[str, float] = {}
         self._kept_rounds = KEPT_ROUNDS * fragments
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
@@ -120,12 +123,23 @@ class ResultStore:
         except (OSError, QuotaError) as exc:
             logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
 
+    def save_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
+        """Write the chunks of an outcome before the vote for it. After a write error, `save_ballot` tries again."""
+        with suppress(OSError, QuotaError):
+            self._write_chunks(head, hashes, chunks)
+
+    def discard(self, head: str) -> None:
+        """Remove the chunks of an outcome that this node does not vote for, unless the round was committed with it."""
+        if not self._proof_path(head).exists():
+            self._remove(head)
+
     def _write_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
         """Write the chunks of an outcome, unless they are there."""
         sizes = [len(chunk) for chunk in chunks]
         path = self._path(head)
-        if not path.exists() or path.stat().st_size != sum(sizes):
-            self._write(path, chunks)
+        with self._writing:
+            if not path.exists() or path.stat().st_size != sum(sizes):
+                self._write(path, chunks)
         self._rounds[head] = _index(hashes, sizes)
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
@@ -325,11 +339,16 @@ class ResultCache:
         try:
             call = self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s, max_reply_bytes=max_bytes)
             reply = await while_live(self._peer_table, peer, call)
-            for chunk, data in zip(chunks, reply.blobs, strict=False):
-                if chunk_hash(data) != hashes[chunk]:
-                    raise PeerError(f"chunk {chunk} has a wrong hash")
-                layout.check(chunk, data)
-                self._chunks[hashes[chunk]] = data
+            named = list(zip(chunks, reply.blobs, strict=False))
+            await asyncio.to_thread(self._keep_valid, named, hashes, layout)
         except PeerError as exc:
             self._wire.traffic.reject(exc)
             logger.info("Peer %s did not send %d result chunks: %s", peer[-6:], len(chunks), exc)
+
+    def _keep_valid(self, named: Sequence[tuple[int, bytes]], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
+        """Keep numbered chunks up to the first invalid one, for which PeerError is raised. Slow."""
+        for chunk, data in named:
+            if chunk_hash(data) != hashes[chunk]:
+                raise PeerError(f"chunk {chunk} has a wrong hash")
+            layout.check(chunk, data)
+            self._chunks[hashes[chunk]] = data

@@ -202,7 +202,7 @@ class Handlers:
         await self.ctx.hooks.at("average")
         means, squares = await asyncio.to_thread(reducer.average, included)
         blobs = self.ctx.hooks.damage("average", [means[chunk] for chunk in reducer.chunks])
-        hashes = self.ctx.results.add(blobs)
+        hashes = await asyncio.to_thread(self.ctx.results.add, blobs)
         return Message({"hashes": hashes, "squares": [squares[peer] for peer in included]})
 
     async def _on_fetch(self, caller: str, message: Message) -> Message:

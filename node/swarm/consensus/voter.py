@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from node.errors import PeerError
+from node.errors import PeerError, SwarmError
 from node.swarm.consensus.ballot import Attempt, Ballot
 from node.swarm.consensus.commit import EVICT_S, Committer
 from node.swarm.consensus.context import Context
@@ -40,7 +40,16 @@ class Voter:
         # An outcome of an earlier attempt may be committed, even if its leader signed another one, too.
         if not is_only_one and outcome.plan.attempt == attempt.number:
             raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
-        chunks, _ = await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
+        chunks = await self.ctx.results.complete(outcome, split_hashes(hashes))
+        store = self.ctx.chain.store
+        saving = asyncio.ensure_future(asyncio.to_thread(store.save_chunks, document.hash, hashes, chunks))
+        try:
+            await self.committer.mean_of(outcome, included_joins(outcome, joins), split_hashes(hashes))
+        except SwarmError:
+            await saving
+            await asyncio.to_thread(store.discard, document.hash)
+            raise
+        await saving
         if attempt.number != self.ballot.number or attempt.parent != self.ctx.chain.tip.head:
             raise PeerError("that attempt is over", code="round_failed")
         before = self.ballot.accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 from node.errors import PeerError
@@ -47,20 +48,38 @@ class Writer(Protocol):
 
 
 class _StallTimer:
-    """Bounds the total time spent waiting for the other end during one message; waits for the own limit are free."""
+    """Bounds the time spent waiting for the other end during one message; waits for the own limit are free.
+
+    Use it as a context manager. One timeout serves the whole message: a new one for each piece costs more than the piece.
+    """
 
     def __init__(self, size: int) -> None:
         self._clock = asyncio.get_running_loop().time
         self._left_s = STALL_S + size / MIN_BYTES_S
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> _StallTimer:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._timeout.__aexit__(kind, error, traceback)
 
     async def wait(self, step: Awaitable[T]) -> T:
         """Wait for one transfer. Raises TimeoutError if nothing moves for STALL_S or the whole message is too slow."""
         began_s = self._clock()
-        try:
-            async with asyncio.timeout(min(STALL_S, self._left_s)):
-                return await step
-        finally:
-            self._left_s -= self._clock() - began_s
+        self._timeout.reschedule(began_s + min(STALL_S, self._left_s))
+        result = await step
+        self._left_s -= self._clock() - began_s
+        return result
+
+    async def pass_limit(self, limiter: RateLimiter, size: int) -> None:
+        """Wait for this node's own rate limit."""
+        if limiter.bytes_s:
+            self._timeout.reschedule(None)
+            await limiter.acquire(size)
 
 
 async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter) -> int:
@@ -75,15 +94,15 @@ async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], l
         writer.write(length)
         bulk = [header, *blobs]
     step = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
-    timer = _StallTimer(sum(map(len, bulk)))
-    for blob in bulk:
-        view = memoryview(blob)
-        for start in range(0, len(view), step):
-            piece = view[start : start + step]
-            await limiter.acquire(len(piece))
-            writer.write(piece)
-            await timer.wait(writer.drain())
-    await timer.wait(writer.drain())
+    async with _StallTimer(sum(map(len, bulk))) as timer:
+        for blob in bulk:
+            view = memoryview(blob)
+            for start in range(0, len(view), step):
+                piece = view[start : start + step]
+                await timer.pass_limit(limiter, len(piece))
+                writer.write(piece)
+                await timer.wait(writer.drain())
+        await timer.wait(writer.drain())
     return 4 + len(header) + blob_bytes
 
 
@@ -99,27 +118,33 @@ async def read_message(
     if length > MAX_HEADER_BYTES:
         raise PeerError("a header is longer than allowed", code="bad_size")
     if length <= SMALL_HEADER_BYTES:
-        packed = await _StallTimer(length).wait(reader.readexactly(length))
+        async with _StallTimer(length) as timer:
+            packed = await timer.wait(reader.readexactly(length))
         # Headers beyond the priority share do not count, or strangers could stop this node's bulk.
         limiter.try_acquire_priority(length)
     else:
-        packed = await _read_blob(reader, length, limiter)
+        (packed,) = await _read_blobs(reader, [length], limiter)
     verb, header, sizes = unpack_header(packed, limit)
-    blobs = [await _read_blob(reader, size, limiter) for size in sizes]
+    blobs = await _read_blobs(reader, sizes, limiter) if sizes else []
     return verb, Message(header, blobs), 4 + length + sum(sizes)
 
 
-async def _read_blob(reader: Reader, size: int, limiter: RateLimiter) -> bytes:
+async def _read_blobs(reader: Reader, sizes: Sequence[int], limiter: RateLimiter) -> list[bytes]:
     """Reading no faster than the limit slows the sender down."""
-    pieces, left, timer = [], size, _StallTimer(size)
-    while left:
-        piece = await timer.wait(reader.read(min(left, LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES)))
-        if not piece:
-            raise asyncio.IncompleteReadError(b"", size)
-        pieces.append(piece)
-        left -= len(piece)
-        await limiter.acquire(len(piece))
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    blobs = []
+    async with _StallTimer(sum(sizes)) as timer:
+        for size in sizes:
+            pieces, left = [], size
+            while left:
+                most = LIMITED_PIECE_BYTES if limiter.bytes_s else PIECE_BYTES
+                piece = await timer.wait(reader.read(min(left, most)))
+                if not piece:
+                    raise asyncio.IncompleteReadError(b"", size)
+                pieces.append(piece)
+                left -= len(piece)
+                await timer.pass_limit(limiter, len(piece))
+            blobs.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+    return blobs
 
 
 async def linger(reader: Reader) -> None:
