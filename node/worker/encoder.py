@@ -67,10 +67,11 @@ class Encoder:
                 layout.codec.encode(pseudo_gradient(old[start:end].to(local.device), local[start:end]))
                 for start, end in layout.bounds
             ]
-        decoded = layout.decode(chunks)
         if self._feedback:
+            decoded, norm = layout.decode_and_measure(chunks)
             self._feedback[fragment].record_error(target, decoded)
-        norm = layout.length(decoded)
+        else:
+            norm = layout.norm(chunks)
         self.last_encoding_s = time.monotonic() - began_at
         on_encoded(chunks, norm)
 

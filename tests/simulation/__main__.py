@@ -10,12 +10,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.simulation.chart import chart
-from tests.simulation.run import Report, quiet, simulate
+from tests.simulation.run import Report, quiet, simulate, start_process
 from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
 SHOWN = 10
 """Failed seeds that are printed."""
+SUMMED_EVERY = 5000
+"""Seeds between two prints of the sums."""
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Totals:
     rounds: int = 0
     forks: int = 0
     virtual_s: float = 0.0
+    cpu_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     failed: list[Report] = field(default_factory=list)
 
@@ -38,6 +41,7 @@ class Totals:
         self.rounds += report.rounds
         self.forks += report.forks
         self.virtual_s += report.virtual_s
+        self.cpu_s += report.cpu_s
         self.faults += report.faults
         if report.violations:
             self.failed.append(report)
@@ -59,25 +63,25 @@ def main() -> int:
         return replay(options.seed)
     began_s, totals = time.perf_counter(), Totals()
     seeds = range(options.first, options.first + options.seeds)
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=start_process) as pool:
         for report in pool.map(run_seed, seeds, chunksize=8):
             totals.add(report)
             if report.violations and len(totals.failed) <= SHOWN:
                 print(f"seed {report.seed}: {report.violations[0]}", flush=True)
-    took_s = time.perf_counter() - began_s
-    show(totals, took_s, options.jobs)
+            if totals.seeds % SUMMED_EVERY == 0 or totals.seeds == options.seeds:
+                show(totals, time.perf_counter() - began_s)
     return 1 if totals.failed else 0
 
 
-def show(totals: Totals, took_s: float, jobs: int) -> None:
-    cpu_hours = took_s * jobs / 3600
+def show(totals: Totals, took_s: float) -> None:
+    cpu_hours = totals.cpu_s / 3600
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
     print(
         f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, "
         f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, {totals.forks} allowed forks"
     )
     print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")
-    print(f"{took_s:.1f} s; {len(totals.failed)} failed")
+    print(f"{took_s:.1f} s, {totals.cpu_s:.1f} s of CPU; {len(totals.failed)} failed", flush=True)
 
 
 def replay(seed: int) -> int:

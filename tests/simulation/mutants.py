@@ -30,7 +30,7 @@ from node.swarm.consensus.quorum import Electorate
 from node.swarm.consensus.voter import Voter
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.messages import Document, Proof, SavedBallot
-from tests.simulation.run import quiet, simulate
+from tests.simulation.run import quiet, simulate, start_process
 from tests.simulation.scenario import draw
 
 SEEDS = 10_000
@@ -345,7 +345,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = 0
     print(f"{'mutant':32} {'seed':>6} {'CPU s':>8}  violated invariant")
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=start_process) as pool:
         for name in [options.only] if options.only else MUTANTS:
             found = find(MUTANTS[name], range(options.first, options.first + options.seeds), pool)
             failed += not found.violation

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from tests.simulation.chart import chart
 from tests.simulation.network import Line
-from tests.simulation.run import Report, World, quiet, simulate
+from tests.simulation.run import Report, World, quiet, simulate, start_process
 from tests.simulation.scenario import Scenario
 
 WARM_UP_ROUNDS, ROUNDS = 2, 10
@@ -171,7 +171,7 @@ def main() -> int:
     if options.seed is not None:
         return replay(options.seed)
     began_s, done, failed = time.perf_counter(), [], 0
-    with ProcessPoolExecutor(options.jobs, initializer=gc.freeze) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=start_process) as pool:
         for result in pool.map(run_seed, range(options.first, options.first + options.seeds), chunksize=8):
             done.append(result)
             failed += bool(result.violations)

@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,8 @@ class Report:
     seed: int
     violations: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    """Processor time of the run itself."""
     events: int = 0
     messages: int = 0
     rounds: int = 0
@@ -190,6 +193,7 @@ def simulate(
 ) -> tuple[Report, World]:
     """Run a scenario. The world holds the trace."""
     torch.set_num_threads(1)
+    began_s = time.process_time()
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None))
     collects = gc.isenabled()
     gc.disable()  # A collection would run at a moment that depends on the process.
@@ -222,6 +226,7 @@ def simulate(
         if collects:
             gc.enable()
             gc.collect(0)
+    report.cpu_s = time.process_time() - began_s
     return report, world
 
 
@@ -242,3 +247,11 @@ class TraceHandler(logging.Handler):
 def quiet() -> None:
     """Silence the logs of the nodes."""
     logging.disable(logging.CRITICAL)
+
+
+def start_process() -> None:
+    """Prepare a process that simulates many seeds: collections skip what the imports made, and are rare."""
+    quiet()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)

@@ -48,18 +48,21 @@ class ChunkLayout:
 
     def decode(self, chunks: Sequence[bytes]) -> Tensor:
         """The round's vector, fp32 [P_f], from all of its chunks."""
-        vector = torch.empty(self.bounds[-1][1] if self.bounds else 0)
-        for data, (start, end) in zip(chunks, self.bounds, strict=True):
-            vector[start:end] = self.codec.decode(data, end - start)
-        return vector
+        return self.decode_and_measure(chunks)[0]
 
     def norm(self, chunks: Sequence[bytes]) -> float:
-        """L2 norm of an encoded vector, as every decoder computes it."""
-        return self.length(self.decode(chunks))
+        """L2 norm of an encoded vector, as every decoder computes it. Holds one decoded chunk at a time."""
+        sized = zip(chunks, self.bounds, strict=True)
+        return math.sqrt(sum(square_norm(self.codec.decode(data, end - start)) for data, (start, end) in sized))
 
-    def length(self, vector: Tensor) -> float:
-        """L2 norm of the round's vector, fp32 [P_f], summed chunk by chunk, as reducers do."""
-        return math.sqrt(sum(square_norm(vector[start:end]) for start, end in self.bounds))
+    def decode_and_measure(self, chunks: Sequence[bytes]) -> tuple[Tensor, float]:
+        """The round's vector, fp32 [P_f], and its L2 norm, summed chunk by chunk, as reducers do."""
+        vector, squares = torch.empty(self.bounds[-1][1] if self.bounds else 0), 0.0
+        for data, (start, end) in zip(chunks, self.bounds, strict=True):
+            part = self.codec.decode(data, end - start)
+            squares += square_norm(part)
+            vector[start:end] = part
+        return vector, math.sqrt(squares)
 
     def check(self, chunk: int, data: bytes) -> None:
         """Raise PeerError unless `data` has the right size and finite values for this chunk."""
@@ -150,9 +153,9 @@ def is_norm_misdeclared(norm: float, squares: Sequence[float]) -> bool:
     return not 0 <= total < math.inf or abs(math.sqrt(total) - norm) > NORM_TOLERANCE * norm + TINY_NORM
 
 
-def exceeds_norm_bound(mean: Tensor, bound: float, stretch_ratio: float) -> bool:
-    """Whether a mean, fp32 [P_f], is longer than its contributions and its encoding allow."""
-    return not math.sqrt(square_norm(mean)) <= bound * (1 + NORM_TOLERANCE + stretch_ratio) + TINY_NORM
+def exceeds_norm_bound(norm: float, bound: float, stretch_ratio: float) -> bool:
+    """Whether a mean of this L2 norm is longer than its contributions and its encoding allow."""
+    return not norm <= bound * (1 + NORM_TOLERANCE + stretch_ratio) + TINY_NORM
 
 
 def chunk_hash(data: bytes) -> bytes:

@@ -209,12 +209,12 @@ class Committer:
         if self._mean is None or self._mean[0] != outcome.results:
             layout = self._ctx.rules.layout_at(outcome.round)
             try:
-                mean = await asyncio.to_thread(layout.decode, chunks)
+                mean, norm = await asyncio.to_thread(layout.decode_and_measure, chunks)
             except ValueError as exc:
                 raise PeerError(f"a result cannot be decoded: {exc}", code="bad_size") from exc
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            if await asyncio.to_thread(exceeds_norm_bound, mean, bound, layout.codec.stretch_ratio):
+            if exceeds_norm_bound(norm, bound, layout.codec.stretch_ratio):
                 raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
             self._mean = (outcome.results, mean)
         return chunks, self._mean[1]

@@ -50,7 +50,7 @@ class Writer(Protocol):
 class _StallTimer:
     """Bounds the time spent waiting for the other end during one message; waits for the own limit are free.
 
-    Use it as a context manager. One timeout serves the whole message: a new one for each piece costs more than the piece.
+    Use it as a context manager. One timeout serves the whole message, because one for each piece costs too much.
     """
 
     def __init__(self, size: int) -> None:
