@@ -59,7 +59,7 @@ LISTEN_TRIES = 3
 SURROUNDINGS_S = 5.0
 """Seconds between two reads of this machine's interfaces and of the observed addresses of peers."""
 MAX_ADDRESSES = 16
-"""Addresses in a peer record."""
+"""Limit on the addresses in a peer record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class AcceptedOutcome(Content):
     attempt: int = Field(ge=0, lt=2**31)
     outcome: Document
     hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
-    """As in `Proof`."""
+    """The chunk hashes of the outcome, as in `Proof`."""
     vote: str = ""
     """The member's signature; empty for an outcome that the leader has just made."""
 

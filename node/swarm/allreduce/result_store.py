@@ -159,7 +159,7 @@ class ResultStore:
             raise
 
     def take_stored(self) -> list[tuple[str, Proof]]:
-        """Return (parent, proof) of the rounds that an earlier process stored, oldest first. A second call has none."""
+        """Return the (parent, proof) pairs of an earlier process, oldest first. A second call returns none."""
         stored, self._stored = self._stored, []
         return stored
 

@@ -70,7 +70,7 @@ class Tip:
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
     links: tuple[Link, ...]
-    """The rounds that led here, oldest first, as far as this node knows them."""
+    """The rounds that led to this tip, oldest first, as far as this node knows them."""
 
     @property
     def round(self) -> int:

@@ -51,7 +51,7 @@ class AddressObserver:
         )
 
     async def run(self) -> None:
-        """Stop the daemon whenever it is idle. Runs forever."""
+        """Stop the daemon whenever it is idle. Runs for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
             async with self._lock:

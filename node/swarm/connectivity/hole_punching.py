@@ -68,7 +68,7 @@ class HolePunching:
         wire.serve({"punch": service})
 
     async def run(self) -> None:
-        """Make attempts forever."""
+        """Make attempts, for ever."""
         try:
             while True:
                 for record in self._candidates():

@@ -29,7 +29,7 @@ LEADER_PATIENCE_S = 45.0
 MOST_STRANGE = 20
 """After this many answers in a row from peers that do not lead, the attempt is given up."""
 VOTE_AGAIN_S = 1.0
-"""Pause before a member fetches a mean again that it could not fetch."""
+"""Pause before a member tries again to fetch a mean."""
 
 
 class Attendance:

@@ -63,7 +63,7 @@ class Attempt:
     votes: dict[str, str] = field(default_factory=dict)
     """As the leader: the vote for `proposal` of each member that has answered; empty if it refuses."""
     has_vote: asyncio.Event = field(default_factory=asyncio.Event)
-    """As the leader: a member has answered the proposal."""
+    """As the leader: set when a member has answered the proposal."""
     proof: Proof | None = None
     """As the leader: the commit certificate; None until the outcome is ratified."""
     committed_at_s: float = 0.0
@@ -75,7 +75,7 @@ class Attempt:
     holder: str = ""
     """The leader that holds this node's join. Until it is released, the node joins no other leader in this attempt."""
     closed: bool = False
-    """As the leader: the group is closed, so joined members cannot go to another leader."""
+    """As the leader: whether the group is closed. Then joined members cannot go to another leader."""
     leader: str = ""
     has: Literal["", "plan", "proposal"] = ""
     """As a member: what the leader has told this node so far."""
@@ -84,9 +84,9 @@ class Attempt:
     vote: Any = None
     """As a member: this node's vote for the leader's outcome; empty if it refuses, None while it checks."""
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    """As a member: there is a vote that the leader does not know yet."""
+    """As a member: set when there is a vote that the leader does not know yet."""
     has_broken: bool = False
-    """As a member: the connection to the leader broke in the last call."""
+    """As a member: whether the connection to the leader broke in the last call."""
     weights: Mapping[str, Join] = field(default_factory=dict)
     reducer: Reducer | None = None
     planned: asyncio.Event = field(default_factory=asyncio.Event)

@@ -110,7 +110,7 @@ class Committer:
         try:
             await self.adopt(proof, committed_at_s)
         except SwarmError as exc:
-            logger.info("Could not adopt a committed round yet: %s", exc)
+            logger.info("This node could not adopt a committed round yet: %s", exc)
             self._ctx.behind.set()
 
     async def replay_next(self) -> bool:

@@ -29,7 +29,7 @@ CALL_S = 5.0
 SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
 FIXED_S = 15.0
-"""Added to the time of every bulk transfer."""
+"""The constant part of the timeout of a bulk transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Context:
     hooks: FaultHooks
     results: ResultCache
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Returns monotonic seconds."""
     uplink: UplinkEstimator = field(default_factory=UplinkEstimator)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     behind: asyncio.Event = field(default_factory=asyncio.Event)

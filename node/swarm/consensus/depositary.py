@@ -37,7 +37,7 @@ LEAST_PLACES, MOST_PLACES = 2, 64
 ANSWER_S = 1.0
 """A depositary answers a request to forward this long before the member's timeout."""
 SIDE_BY_SIDE = 2
-"""Concurrent transfers of deposits to one reducer."""
+"""Limit on concurrent transfers of deposits to one reducer."""
 
 
 def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapping[str, float]) -> list[str]:
@@ -55,12 +55,12 @@ def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapp
 
 
 def places_for(round_bytes: int) -> int:
-    """How many deposits a member holds at a time: as many as fit into MEMORY_BYTES, from LEAST_ to MOST_PLACES."""
+    """Limit on the deposits that a member holds: as many as fit into MEMORY_BYTES, from LEAST_PLACES to MOST_PLACES."""
     return min(MOST_PLACES, max(LEAST_PLACES, MEMORY_BYTES // max(1, round_bytes)))
 
 
 def check_chunks(hashes: Sequence[bytes], chunks: Sequence[int], blobs: Sequence[bytes]) -> dict[int, bytes]:
-    """Check each chunk against its signed hash, and return the chunks by number. Raises PeerError. Slow: hashes all."""
+    """Check each chunk against its signed hash, and return the chunks by number. Slow. Raises PeerError."""
     if len(chunks) != len(blobs) or len(set(chunks)) != len(chunks):
         raise PeerError("a deposit has the wrong chunks", code="bad_size")
     for chunk, blob in zip(chunks, blobs, strict=True):

@@ -128,7 +128,7 @@ def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[
 
 
 def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
-    """Whether the ready members hold `quorum_ratio` of the live weight. A new member counts as the known mean."""
+    """Whether the ready members hold `quorum_ratio` of the live weight. A new member weighs as much as the mean."""
     known = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
     mean = sum(known) / len(known) if known else 1.0
     weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in seen.live}

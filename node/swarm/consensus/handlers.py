@@ -29,9 +29,9 @@ from node.swarm.messages import (
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service
 
 MAX_AT_ONCE = 4
-"""Concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
+"""Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
 MAX_FETCHES = 2
-"""Concurrent fetches of one caller. Each holds a round's chunks in memory until they are sent."""
+"""Limit on concurrent fetches of one caller. Each fetch holds a round's chunks in memory until they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Handlers:
         return self.ballot.enter(parent, self.ballot.check_number(number), caller)
 
     def _led(self, caller: str, message: Message) -> Attempt:
-        """Return the attempt if its leader calls: the author of the plan or, before a plan, a peer asked to lead."""
+        """Return the attempt if its leader calls: the author of the plan or, before it, a peer asked to lead."""
         attempt = self._keyed(caller, message)
         if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")

@@ -126,7 +126,7 @@ class Participant:
                 ballot.give_up(attempt, exc)
                 failures += 1
                 ballot.distrusts_reducers |= exc.code in ("rejected", "bad_norm")
-                logger.info("Round %d, attempt %d failed: %s", ctx.next_round, attempt.number, exc)
+                logger.info("Attempt %d of round %d failed: %s", attempt.number, ctx.next_round, exc)
                 self._deliver(RoundFailed(str(exc), code=known_code(exc.code)))
                 self.stages.enter("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))

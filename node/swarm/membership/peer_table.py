@@ -54,7 +54,7 @@ class PeerRecord(BaseModel):
 
     peer_id: str = Field(max_length=64)
     number: int = Field(ge=0, lt=2**63)
-    """Sequence number."""
+    """The sequence number of this record, which grows with each new record of the peer."""
     run: Hex64
     name: str = Field("", max_length=64)
     version: str = Field("", max_length=40)
