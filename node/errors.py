@@ -1,32 +1,32 @@
-"""The exception tree of diloco-node, with the exit code of the process for each error.
+"""The exception tree of diloco-node. The numbers are the exit codes of the process.
 
     NodeError                 70  a bug, unless a subclass has another code
-    ├── UsageError             2  wrong flags, configuration, invite, data folder, host name of the API
+    ├── UsageError             2  wrong flags, configuration, invite, data folder or host name of the API
     │   ├── ConfigError
     │   ├── InviteError
     │   └── DataFolderError
     ├── MachineError           3  this machine lacks something: memory, GPU, disk, a free port
-    │   └── QuotaError            limits.disk_gb leaves no room; nothing was written
+    │   └── QuotaError            limits.disk_gb leaves no room, so nothing was written
     ├── RefusedError           4  the swarm refused this node
     │   └── ManifestError         the manifest does not have the hash of the invite, or is not valid
     ├── ProtocolError         10  the run uses another protocol, or a newer version wrote this data folder
     ├── TrainingError         70  loss or gradient is not finite; the parameters are unchanged
-    ├── TextError            (internal; reading continues elsewhere or later)
-    │   ├── Unreachable           the source does not answer; it may later
+    ├── TextError            (internal; reading continues at another place or later)
+    │   ├── Unreachable           the source does not answer now, but may answer later
     │   └── Damaged               this part of the source cannot be read
     └── SwarmError            (internal; always handled, never ends the process)
         ├── RoundFailed           no complete result for this round; the inputs are unchanged
         ├── PeerError             one peer broke a rule or did not answer
-        └── TransferFailed        a state download ended early; verified parts are kept
+        └── TransferFailed        the download of a state ended early; verified parts are kept
 
-A message is one sentence for a person and names the remedy. `code` is one word for a program.
+The message of an error is one sentence for a person and names the remedy. `code` is one word for programs.
 """
 
 from __future__ import annotations
 
 
 class NodeError(Exception):
-    """Root of the tree. The command line prints `str(error)` without a traceback."""
+    """The root of the tree. The command line prints `str(error)` without a traceback."""
 
     exit_code = 70
     code = "internal"

@@ -1,6 +1,6 @@
-"""libp2p multiaddresses in the forms that a node uses: /HOST_TYPE/HOST/tcp|udp/PORT[/quic-v1][/p2p/PEER_ID].
+"""libp2p multiaddresses in the form that a node uses: /HOST_TYPE/HOST/tcp|udp/PORT[/quic-v1][/p2p/PEER_ID].
 
-Anything else raises a ValueError whose text names the remedy.
+Parsing any other text raises a ValueError, whose message names the remedy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _PORT = re.compile(r"[0-9]{1,5}")
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _PEER_ID_PREFIXES = ((34, bytes([0x12, 32])), (38, bytes([0, 36])))
-"""Length and first bytes of a peer id's multihash: SHA-256 of an RSA key, or an Ed25519 key itself."""
+"""Length and first bytes of a peer id's multihash. It is the SHA-256 of an RSA key, or contains an Ed25519 key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiaddress:
-    """A validated address."""
+    """A validated multiaddress."""
 
     host_type: HostType
     host: str
     """An IP address in its shortest form, or a DNS name."""
     port: int
-    """0 to 65535. The caller defines the meaning of 0."""
+    """From 0 to 65535. The caller defines the meaning of 0."""
     transport: Literal["tcp", "udp"] = "tcp"
     quic: bool = False
     peer_id: str = ""
@@ -41,7 +41,7 @@ class Multiaddress:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for all addresses of the machine: 0.0.0.0 or ::."""
+        """Whether the host is 0.0.0.0 or ::, which stand for all addresses of the machine."""
         return self.host in ("0.0.0.0", "::")
 
     @property
@@ -49,7 +49,7 @@ class Multiaddress:
         return self.host_type.startswith("dns")
 
     def as_tcp(self) -> Multiaddress:
-        """The same host and port over TCP."""
+        """The address of the same host and port over TCP."""
         return replace(self, transport="tcp", quic=False)
 
     def at_port(self, port: int) -> Multiaddress:
@@ -75,7 +75,7 @@ def parse(text: str) -> Multiaddress:
 
 
 def parse_plain(text: str, *, bare_port: int | None = None) -> Multiaddress:
-    """Like `parse`, and HOST:PORT or [IPv6]:PORT; with `bare_port` also HOST alone, which gets that port."""
+    """Parse a multiaddress, HOST:PORT or [IPv6]:PORT. With `bare_port`, HOST alone is valid and gets that port."""
     if text.startswith("/"):
         return parse(text)
     bare = _bare_host(text)
@@ -92,7 +92,7 @@ def parse_plain(text: str, *, bare_port: int | None = None) -> Multiaddress:
 
 
 def _bare_host(text: str) -> tuple[HostType, str] | None:
-    """An IP address or a DNS name with a dot (a single word is more often a typo); None for anything else."""
+    """Parse an IP address, or a DNS name with a dot (a single word is more often a typo). Returns None for the rest."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The data model of a node's status: immutable values. Moments are UTC in RFC 3339.
+"""The data model of a node's status, as immutable values. Moments are UTC in RFC 3339.
 
-The worker sends a `Report`; the supervisor adds its own part and serves the result as `Status`.
+The worker sends a `Report`. The supervisor adds its own fields and serves the result as `Status`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 
 
 class Value(BaseModel):
-    """Base class: frozen; unknown fields are an error."""
+    """Base class of all values. Values are frozen, and unknown fields are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,7 +66,7 @@ class Channel(StrEnum):
     REDUCE = "reduce"
     STATE = "state"
     RELAY = "relay"
-    """Relayed between two other peers."""
+    """Traffic that this node relays between two other peers."""
 
 
 FAILURE_REASONS = (
@@ -78,17 +78,17 @@ TRANSPORTS = ("direct", "relay")
 
 
 def rfc3339(moment: datetime, timespec: Literal["seconds", "milliseconds"] = "seconds") -> str:
-    """The moment in UTC."""
+    """Format a moment as UTC in RFC 3339."""
     return moment.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def utc_now(ago_s: float = 0.0) -> str:
-    """The wall clock as RFC 3339, for display only."""
+    """The wall-clock time `ago_s` seconds ago in RFC 3339, for display only."""
     return rfc3339(datetime.now(UTC) - timedelta(seconds=ago_s), "milliseconds")
 
 
 def _check_calendar(moment: datetime) -> datetime:
-    """Convert to UTC. Moments that some time zone cannot represent are refused."""
+    """Convert a moment to UTC. Raises ValueError if some time zone cannot represent the moment."""
     try:
         moment = moment.astimezone(UTC)
     except OverflowError as exc:
@@ -106,7 +106,7 @@ class PauseInfo(Value):
     by: PausedBy = ""
     """Who or what paused the node; empty while it is not paused."""
     until: str | None = None
-    """RFC 3339; None: until `resume`, or until the cause has ended."""
+    """When the pause ends, in RFC 3339; None if it lasts until `resume`, or until the cause has ended."""
     after_round: int | None = None
     """The owner requested a pause at the end of this round."""
 
@@ -128,7 +128,7 @@ class NodeInfo(Value):
     mode: Literal["train", "relay"] = "train"
     """A relay does not train."""
     started_at: str = ""
-    """Start of the supervisor."""
+    """When the supervisor started."""
 
 
 class Notice(Value):
@@ -143,20 +143,20 @@ class Notice(Value):
 
 class RunInfo(Value):
     name: str = ""
-    """From the manifest; empty until the manifest is known."""
+    """The run's name from the manifest; empty until the manifest is known."""
     manifest_hash: str = ""
     invite: str = ""
     invite_note: str = ""
-    """One sentence with the remedy if the invite works on this machine or network only; else empty."""
+    """Where the invite may not work, and the remedy; empty if the invite works everywhere."""
     round: int = -1
-    """Last committed round; -1 before the first."""
+    """The last committed round; -1 before the first."""
     swarm_round: int = -1
-    """Highest committed round that any live peer claims."""
+    """The highest committed round that any live peer claims."""
     swarm_tokens: int = 0
     total_tokens: int = 0
-    """The run is complete at this many swarm tokens; 0 until the manifest is known."""
+    """The number of swarm tokens at which the run is complete; 0 until the manifest is known."""
     head: str = ""
-    """Hash of the newest record in the chain of committed rounds, hex; the manifest's hash before the first round."""
+    """The hash of the newest record in the chain of committed rounds, in hex; at first, the hash of the manifest."""
     state_digest: str = ""
     """Hex digest of the outer state after `round`."""
 
@@ -170,7 +170,7 @@ class TrainingInfo(Value):
     inner_step: int = 0
     inner_steps: int = 0
     tokens_total: int = 0
-    """Tokens that this node has trained on since its data folder was made."""
+    """Tokens on which this node has trained since its data folder was made."""
     tokens_per_second: float = 0.0
 
 
@@ -178,7 +178,7 @@ class Member(Value):
     peer_id: str
     name: str
     weight: int
-    """Tokens of the contribution."""
+    """The tokens of the member's contribution."""
     included: bool
 
 
@@ -188,11 +188,11 @@ class Seconds(Value):
     commit: float = 0.0
     apply: float = 0.0
     blocked: float = 0.0
-    """Time for which the trainer was blocked."""
+    """Seconds for which the trainer was blocked."""
 
 
 class RoundRecord(Value):
-    """One round as this node saw it. The signed part, equal on all nodes, is the preimage of `head`."""
+    """One round as this node saw it. `head` is the hash of the part that the members signed, equal on all nodes."""
 
     round: int
     outcome: Outcome
@@ -215,9 +215,9 @@ class RoundRecord(Value):
 class SyncInfo(Value):
     stage: str = "idle"
     progress_ratio: float = 0.0
-    """Share of the current round's inner steps, 0 to 1."""
+    """The share of the current round's inner steps that are done, from 0 to 1."""
     eta_s: float | None = None
-    """Time until this node's next sync."""
+    """Seconds until this node's next sync; None if unknown."""
     last: RoundRecord | None = None
 
 
@@ -234,7 +234,7 @@ class PeerRow(Value):
     short_id: str
     name: str
     phase: str
-    """As in `Phase`; `relaying` for a peer that never trains."""
+    """One of `Phase`, or `relaying` for a peer that never trains."""
     round: int
     tokens_per_second: float
     transport: str
@@ -244,9 +244,9 @@ class PeerRow(Value):
     """Seconds since this node last heard of the peer."""
     this_node: bool = False
     compute_utilization_ratio: float | None = None
-    """Of the peer's last complete round, self-reported; None if it reports none."""
+    """Compute seconds / wall seconds of the peer's last complete round, as it reports; None if it reports none."""
     digest_agrees: bool | None = None
-    """Whether its state equals this node's after the same round, bit for bit; None if unknown."""
+    """Whether the peer's state equals this node's state after the same round, bit for bit; None if unknown."""
 
 
 class DeviceInfo(Value):
@@ -259,7 +259,7 @@ class DeviceInfo(Value):
     temperature_celsius: float | None = None
     energy_joules: float | None = None
     power_watts: float | None = None
-    """Current draw."""
+    """The power that the device draws now."""
 
 
 class ContributionInfo(Value):
@@ -267,21 +267,21 @@ class ContributionInfo(Value):
     rounds_attempted: int = 0
     tokens_total: int = 0
     tokens_merged: int = 0
-    """Tokens in the records of committed rounds. Tokens in flight are neither merged nor discarded."""
+    """Tokens of this node that committed rounds include. Tokens in flight are neither merged nor discarded."""
     tokens_discarded: int = 0
-    """Tokens that were left out of too many rounds or damaged, and never will be in a record."""
+    """Tokens that no round will include, because they were left out of too many rounds or damaged."""
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_relayed: int = 0
-    """Relayed between peers that cannot reach each other, counted once; also in `bytes_sent` and `bytes_received`."""
+    """Bytes relayed between other peers, counted once here, and once each in `bytes_sent` and `bytes_received`."""
     bytes_forwarded: int = 0
-    """Contributions sent on behalf of members with slow uplinks; part of `bytes_sent`."""
+    """Bytes of contributions that this node forwarded for members with slow uplinks; `bytes_sent` includes them."""
     training_s: float = 0.0
-    """Seconds of computation."""
+    """Seconds that this node spent computing."""
 
 
 class Counters(Value, frozen=False):
-    """Totals since the data folder was made; they only grow. The worker counts in one; elsewhere it is a value."""
+    """Totals since the data folder was made. They only grow. Only the worker changes them, by counting."""
 
     activity_seconds: dict[Activity, float] = Field(default_factory=dict)
     tokens_processed: int = 0
@@ -309,7 +309,7 @@ class SavedCounters(Value):
     rounds_joined: int
     rounds_attempted: int
     last_round: int = -1
-    """Newest round that is counted. A round that is replayed after a crash is not counted again."""
+    """The newest round that is counted. A round that is replayed after a crash is not counted again."""
 
 
 class Report(Value):
@@ -329,16 +329,16 @@ class Report(Value):
     reachability: str = "none"
     """How other peers reach this node: `direct`, `relay` or `none`; `none` until a peer has tried."""
     reachability_code: str = "not_tested"
-    """`reached`, `not_reached`, `not_tested`, `disputed` (the peers that tried disagree) or `no_port`."""
+    """One of `reached`, `not_reached`, `not_tested`, `disputed` (the peers that tried disagree) and `no_port`."""
     reachability_reason: str = ""
-    """One sentence that includes the remedy."""
+    """What `reachability_code` means, in sentences with the remedy."""
     devices: tuple[DeviceInfo, ...] = ()
     contribution: ContributionInfo = ContributionInfo()
     counters: Counters = Counters()
 
 
 class Status(Value):
-    """Body of `GET /api/v1/status` and of each full event."""
+    """The body of `GET /api/v1/status` and of each full event."""
 
     schema_version: int = SCHEMA_VERSION
     node: NodeInfo

@@ -1,1 +1,1 @@
-"""Peers, rounds and state transfer. The only room that knows hivemind; knows no model, no data, no training."""
+"""Peers, rounds and state transfer. Only this package imports hivemind. It knows no model, no data and no training."""

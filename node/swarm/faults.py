@@ -1,25 +1,25 @@
 """Fault injection for tests: a plan of named faults, each at a stage of a round.
 
-A plan is text such as `reduce@3=stall:20, commit@5!leader=die`: stall for 20 s at the stage `reduce` of round 3; kill
-the process with SIGKILL at `commit` of round 5 if this node leads that round. `@*` means every round. `DILOCO_FAULTS`
-holds the plan, or names a file as `file:PATH` that may appear, change and disappear while the node runs. The default is
-no faults.
+A plan is text such as `reduce@3=stall:20, commit@5!leader=die`. Here the node stalls for 20 s at the stage `reduce` of
+round 3, and kills itself with SIGKILL at the stage `commit` of round 5 if it leads that round. `@*` means every round.
+The variable `DILOCO_FAULTS` holds the plan, or the name of a file as `file:PATH`, which may appear, change and
+disappear while the node runs. By default there are no faults.
 
-Roles follow from the record before the round, so all nodes agree on them: `leader` would lead attempt 0 and `other`
-attempt 1. A plan with a role that all nodes get thus hits one of them.
+Roles follow from the record before the round, so all nodes agree on them: `leader` is the leader of attempt 0, and
+`other` the leader of attempt 1. If all nodes get the same plan, a fault with a role hits one of them.
 
 Stages: `inner` (between inner steps), `rendezvous` (sending the join), `reduce` (sending chunks), `forward` (sending a
 deposit's chunks), `average` (a reducer averages), `commit` (the leader proposes, a member votes), `apply` (the outer
-step), `serve` (serving result chunks and state), `save` (writing a checkpoint), `load` (reading it, round -1).
+step), `serve` (serving result chunks and state), `save` (writing a checkpoint), `load` (reading one, in round -1).
 
 Kinds:
-- `stall:S` delays this task, `hang:S` the whole event loop, for S seconds.
-- `die` is SIGKILL, `stop` is SIGSTOP, `fail` raises an unexpected error.
-- `corrupt` changes local data (the anchor at `apply`).
+- `stall:S` delays the current task for S seconds, and `hang:S` the whole event loop.
+- `die` sends this process SIGKILL, `stop` sends SIGSTOP, and `fail` raises an unexpected error.
+- `corrupt` changes local data: the anchor at the stage `apply`.
 - `garbage`, `shape` and `nan` damage the sent bytes: random bytes, a wrong length, or NaN values. In messages without
   bulk data they damage fields (`consensus.fault_hooks`).
-- `inner@*=slow:F` makes each inner step F times as long; `inner@*=memory:N` leaves device memory for N sequences;
-  `inner@R=overflow:N` makes N losses of round R infinite; `inner@*=rest:S` replaces each inner step by a sleep of S
+- `inner@*=slow:F` makes each inner step F times as long. `inner@*=memory:N` leaves device memory for N sequences.
+  `inner@R=overflow:N` makes N losses of round R infinite. `inner@*=rest:S` replaces each inner step by a sleep of S
   seconds, and every eighth step changes the parameters slightly.
 """
 
@@ -47,7 +47,7 @@ KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *DAMAGES, "slow", "r
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
-"""One NaN of fp32 or two of fp16."""
+"""Bytes that are one NaN in fp32, or two in fp16."""
 StageName = Literal["inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save"]
 Role = Callable[[], str]
 """Returns this node's role in the current round. Called only if a fault names a role."""
@@ -61,11 +61,11 @@ class InjectedFault(Exception):
 class PlannedFault:
     stage: str
     round: int | None
-    """None: every round."""
+    """The fault's round; None means every round."""
     kind: str
     amount: float = 0.0
     role: str = ""
-    """Empty: any role."""
+    """The node's role in the round; empty means any role."""
 
 
 def no_role() -> str:
@@ -80,7 +80,7 @@ class Faults:
     plan: tuple[PlannedFault, ...] = ()
     _times: Counter[PlannedFault] = field(default_factory=Counter, compare=False)
     _spent: set[PlannedFault] = field(default_factory=set, compare=False)
-    """A fault of a single round happens once, even if the node repeats the round."""
+    """Faults of a single round that have happened. Such a fault happens once, even if the node repeats the round."""
 
     def planned(self) -> tuple[PlannedFault, ...]:
         return self.plan
@@ -94,7 +94,7 @@ class Faults:
                 self.apply(fault)
 
     def meet(self, stage: StageName, round: int, role: Role = no_role) -> None:
-        """Cause the planned fault of a stage, like `at`, but outside of an event loop."""
+        """Apply the faults of this stage like `at`, but outside of an event loop."""
         for fault in self._due(stage, round, role, KINDS[:5]):
             self.apply(fault)
 
@@ -103,25 +103,25 @@ class Faults:
         return bool(self._due(stage, round, role, ("corrupt",)))
 
     def damage_kind(self, stage: StageName, round: int, role: Role = no_role) -> str:
-        """How the caller must damage what it sends at this stage: one of DAMAGES, or empty."""
+        """How the caller must damage the data that it sends at this stage: one of DAMAGES, or empty."""
         due = self._due(stage, round, role, DAMAGES)
         return due[0].kind if due else ""
 
     def slowness(self) -> float:
-        """Factor by which each inner step takes longer."""
+        """The factor by which each inner step must take longer."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "slow")), default=1.0)
 
     def rest_s(self) -> float:
-        """Seconds that an inner step sleeps instead of computing; 0: it computes."""
+        """Seconds for which an inner step sleeps instead of computing; 0 if it computes."""
         return max((f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "rest")), default=0.0)
 
     def has_room_for(self, rows: int, round: int) -> bool:
-        """Whether this many sequences fit into the device's memory at once."""
+        """Whether the plan leaves device memory for this many sequences at once."""
         room = (f.amount for f in self.plan if (f.stage, f.kind) == ("inner", "memory") and f.round in (None, round))
         return rows <= min(room, default=rows)
 
     def overflows_loss(self, round: int) -> bool:
-        """Whether the loss of this inner step is infinite."""
+        """Whether the plan makes the loss of this inner step infinite."""
         for fault in self.plan:
             if (fault.stage, fault.kind) == ("inner", "overflow") and fault.round in (None, round):
                 self._times[fault] += 1
@@ -152,7 +152,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class FaultsInFile(Faults):
-    """A plan that is read from a file each time. Empty while the file does not exist."""
+    """A plan that is read from its file at each use. It is empty while the file does not exist."""
 
     path: Path = Path()
 
@@ -164,7 +164,7 @@ class FaultsInFile(Faults):
 
 
 def damage_blobs(kind: str, blobs: Sequence[bytes]) -> Sequence[bytes]:
-    """Damaged blobs: `garbage` is random bytes, `shape` cuts or adds an element, `nan` ends each blob with NaN."""
+    """Damage blobs: `garbage` gives random bytes, `shape` cuts or adds an element, `nan` ends each blob with NaN."""
     if kind == "garbage":
         rng = random.Random(len(blobs))  # noqa: S311 - the same bytes every time
         return [rng.randbytes(len(blob)) for blob in blobs]

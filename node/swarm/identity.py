@@ -1,7 +1,7 @@
 """A node's identity: an Ed25519 key and the libp2p peer id that contains its public key.
 
-A peer id is the identity multihash of the public key, so the peer id alone verifies a signature. Source: libp2p specs,
-peer-ids.
+A peer id is the identity multihash of the public key, so a signature can be verified with the peer id alone. Source:
+libp2p specs, peer-ids.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from node.errors import DataFolderError
 
 _PRIVATE_HEADER = b"\x08\x01\x12\x40"
-"""libp2p's PrivateKey protobuf: type Ed25519, followed by 64 bytes (seed, public key)."""
+"""Start of libp2p's PrivateKey protobuf of type Ed25519. 64 bytes follow: seed and public key."""
 _PUBLIC_HEADER = b"\x08\x01\x12\x20"
 _ID_HEADER = b"\x00\x24" + _PUBLIC_HEADER
-"""Identity multihash of the 36 bytes of a protobuf PublicKey."""
+"""Start of the identity multihash of a PublicKey protobuf, which has 36 bytes."""
 SIGNATURE_BYTES = 64
 
 
@@ -34,7 +34,7 @@ class Identity:
     peer_id: str
 
     def sign(self, purpose: str, data: bytes) -> bytes:
-        """64 bytes. `purpose` keeps a signature for one kind of message from being valid for another."""
+        """Return the signature, 64 bytes. Because of `purpose`, it is not valid for another kind of message."""
         return self.key.sign(purpose.encode() + b"\0" + data)
 
     def to_libp2p(self) -> bytes:
@@ -49,7 +49,7 @@ def new_identity() -> Identity:
 
 
 def load_identity(path: Path) -> Identity:
-    """Read the key file, or create it (mode 0600). Raises DataFolderError if it is damaged."""
+    """Read the key file, or create it with mode 0600. Raises DataFolderError if the file is damaged."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def load_identity(path: Path) -> Identity:
             os.fsync(file.fileno())
         return identity
     if len(data) != 68 or not data.startswith(_PRIVATE_HEADER):
-        raise DataFolderError(f"{path} is not an identity of this node: move it away, and the node makes a new one.")
+        raise DataFolderError(f"{path} is not an identity file: move it away, and the node makes a new identity.")
     return _from_key(Ed25519PrivateKey.from_private_bytes(data[4:36]))
 
 
@@ -71,12 +71,12 @@ def _from_key(key: Ed25519PrivateKey) -> Identity:
 
 
 def peer_id_of_key(public_key: bytes) -> str:
-    """The peer id (base58) of an Ed25519 public key in libp2p's protobuf, 36 bytes."""
+    """The peer id, in base58, of an Ed25519 public key. The key is a libp2p protobuf of 36 bytes."""
     return base58.b58encode(_ID_HEADER.removesuffix(_PUBLIC_HEADER) + public_key).decode()
 
 
 def read_public_key(public_key: bytes) -> bytes:
-    """The 32 bytes of an Ed25519 public key in libp2p's protobuf. Raises ValueError for anything else."""
+    """Read the 32 bytes of an Ed25519 public key from libp2p's protobuf. Raises ValueError for anything else."""
     if len(public_key) != 36 or not public_key.startswith(_PUBLIC_HEADER):
         raise ValueError("no Ed25519 public key")
     return public_key[len(_PUBLIC_HEADER) :]

@@ -1,4 +1,4 @@
-"""A member of a swarm: the composition root of the package. Lives on one event loop; `member_thread` runs it."""
+"""A member of a swarm, and the composition root of this package. It lives on one event loop, run by `member_thread`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 VIEW_S = 0.5
 CALL_S = 5.0
 LISTEN_TRIES = 3
-"""Another program may take a port after it was found free and before p2pd binds it."""
+"""How often to try to listen. Another program may take a port after it was found free and before p2pd binds it."""
 SURROUNDINGS_S = 5.0
 """Seconds between two reads of this machine's interfaces and of the observed addresses of peers."""
 MAX_ADDRESSES = 16
-"""Addresses in a peer record."""
+"""Limit on the addresses in a peer record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ class MemberOptions:
     bootstrap: Sequence[str] = ()
     faults: Faults = field(default_factory=Faults)
     upload_mbit_s: float = 0.0
-    """The volunteer's limits; 0: none."""
+    """The volunteer's limits on traffic; 0 means no limit."""
     download_mbit_s: float = 0.0
     may_move_port: bool = False
-    """The port is a default, so another free port may replace it if it is taken."""
+    """Whether another free port may replace the listen port if it is taken, because it is a default."""
     held_addresses: tuple[str, ...] = ()
-    """Listen addresses that the supervisor keeps from other nodes."""
+    """Listen addresses that the supervisor reserves for this node."""
     lan_discovery: bool = True
-    """Announce this node on private networks."""
+    """Whether to announce this node on private networks."""
     is_relay: bool = False
-    """This node only relays and never trains."""
+    """Whether this node only relays and never trains."""
     relays: bool = False
-    """Relay calls between peers that cannot reach each other, once this node is reachable."""
+    """Whether this node relays calls between peers that cannot reach each other, while it is reachable itself."""
     relay_mbit_s: float = 0.0
-    """Limit of the relayed traffic in each direction; 0: only the other limits apply."""
+    """Limit of the relayed traffic in each direction; 0 means that only the other limits apply."""
     room: Room = any_room
     """Disk space for results and downloads."""
 
@@ -108,7 +108,7 @@ class MemberSnapshot:
     reachability_code: str = "not_tested"
     reachability_reason: str = ""
     invite_note: str = ""
-    """From where the invite does not work, and the remedy; empty if it works everywhere."""
+    """Where the invite may not work, and the remedy; empty if the invite works everywhere."""
     stage: str = "idle"
     waiting_reason: str = ""
     waiting_code: str = ""
@@ -116,15 +116,15 @@ class MemberSnapshot:
     received_bytes: Mapping[Channel, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
     upload_bytes_s: float = 0.0
-    """This node's uplink, measured and within the volunteer's limit; 0: unknown."""
+    """This node's uplink rate: as measured, but at most the volunteer's limit; 0 if unknown."""
     lead_s: float = 0.0
-    """How long before the end of a round to deposit the contribution (`Sender.lead_s`); 0: no deposit."""
+    """Seconds before the end of a round at which to deposit the contribution (`Sender.lead_s`); 0 for no deposit."""
     upload_s: float = 0.0
-    """Seconds to upload a whole contribution; 0: unknown."""
+    """Seconds to upload a whole contribution; 0 if unknown."""
     forwarded_bytes: int = 0
-    """Bytes forwarded as a depositary."""
+    """Bytes that this node has forwarded as a depositary."""
     problem: str = ""
-    """Why no peer is reached; empty otherwise."""
+    """Why this node reaches no peer; empty if it reaches one."""
 
 
 class SwarmMember:
@@ -132,7 +132,7 @@ class SwarmMember:
 
     def __init__(self, options: MemberOptions, wire: Libp2pWire, peer_table: PeerTable) -> None:
         self.listening = Reservation()
-        """The addresses that this node listens on."""
+        """The addresses on which this node listens."""
         self.options, self.wire, self.peer_table = options, wire, peer_table
         self.view = MemberSnapshot(peer_id=wire.peer_id)
         self._rng = random.Random(wire.peer_id)  # noqa: S311 - not a secret
@@ -196,7 +196,7 @@ class SwarmMember:
         self._tasks += [asyncio.create_task(one) for one in work]
 
     async def watch(self) -> None:
-        """Raise when a background task ends or libp2p's daemon dies."""
+        """Wait until a background task ends or libp2p's daemon dies, and raise the error."""
         died = asyncio.create_task(self.wire.daemon.died.wait())
         try:
             while True:
@@ -210,7 +210,7 @@ class SwarmMember:
             died.cancel()
 
     def adjust(self, name: str, upload_mbit_s: float, download_mbit_s: float, relay_mbit_s: float) -> None:
-        """Apply settings that the volunteer changed. Peers learn the name by gossip."""
+        """Apply settings that the volunteer changed. Other peers learn the new name by gossip."""
         self.peer_table.update_own(name=name or self.wire.peer_id[-6:])
         for limiter, mbit_s, before in (
             (self.wire.upload_limiter, upload_mbit_s, self.options.upload_mbit_s),
@@ -222,13 +222,13 @@ class SwarmMember:
         self.options = replace(
             self.options, upload_mbit_s=upload_mbit_s, download_mbit_s=download_mbit_s, relay_mbit_s=relay_mbit_s
         )
-        # A thread reads torch's number of threads when it starts, so the pool is replaced.
+        # A thread reads torch's number of threads when it starts, so a changed number needs a new pool.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="swarm"))
 
     async def fetch_manifest(self) -> bytes | None:
-        """The run's manifest from the first peer that has it; None if no peer answers. The caller checks the hash.
+        """Fetch the run's manifest from the first peer that has it. The caller checks the hash.
 
-        A manifest of another run is returned only if all known peers answer and none has the right one.
+        Returns the manifest of another run if all known peers answer and none has the right one. Else returns None.
         """
         await self.discovery.bootstrap()
         other_run: bytes | None = None
@@ -247,7 +247,7 @@ class SwarmMember:
         self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
 
     async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
-        """Download the state once. Raises TransferFailed, or MachineError if the disk has no space."""
+        """Try once to download the state. Raises TransferFailed, or MachineError if the disk has no space."""
         if self._download is None:
             self._download = Downloader(self.wire, self.peer_table, rules, self._cache, self._rng, self.options.room)
         return await self._download.run(target, on_progress)
@@ -270,7 +270,7 @@ class SwarmMember:
         return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")
 
     async def take_part(self, rules: Rules, tip: Tip, deliver: Deliver, on_lost: Callable[[ResyncCause], None]) -> None:
-        """Take part in rounds from this tip on. `on_lost` is called when only a download leads back to the others."""
+        """Take part in the rounds after this tip. `on_lost` is called if this node must download a state to go on."""
 
         def open_on_disk() -> Chain:
             store = ResultStore(self._cache, len(rules.layouts), room=self.options.room)
@@ -283,12 +283,12 @@ class SwarmMember:
         self.run(self.participant.run(), self._catch_up.run())
 
     async def replay_next(self) -> bool:
-        """Replay one stored round that this node committed before a restart; False if there is none."""
+        """Replay one stored round that this node committed before a restart. Returns False if there is none."""
         assert self.participant is not None
         return await self.participant.committer.replay_next()
 
     async def align(self) -> Tip:
-        """Find other members, if any are reachable, and catch up to their head and the age of their round."""
+        """Search for other members, and catch up with the head and the round's age of those that are reachable."""
         assert self.participant is not None and self._catch_up is not None
         await self.discovery.dial_missing()
         await self._catch_up.align()
@@ -301,7 +301,7 @@ class SwarmMember:
         )
 
     async def say(self, phase: Phase, *, at_once: bool = False) -> None:
-        """Announce a phase. A node that takes no part in rounds, such as a relay, announces `paused` while it runs."""
+        """Announce a phase. A node that takes no part in rounds, such as a relay, announces `paused` instead."""
         is_idle = self.participant is None and phase in MEMBER_PHASES
         self.peer_table.update_own(phase=Phase.PAUSED if is_idle else phase)
         if at_once:
@@ -356,12 +356,12 @@ class SwarmMember:
         )
 
     def _row(self, row: PeerRow) -> PeerRow:
-        """A row for the view. A hole-punched connection between two nodes without inbound port counts as direct."""
+        """A peer's row in the view. A hole-punched connection between two nodes without inbound ports is `direct`."""
         is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
         return row.model_copy(update={"transport": "direct"}) if is_punched else row
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
-        """A sentence for the volunteer: why peers do not reach this node directly, the remedy, and its relays."""
+        """Tell the volunteer why peers do not reach this node directly, the remedy, and which relays carry calls."""
         names = {row.peer_id: row.name for row in self.peer_table.rows()}
         told = ", ".join(names.get(relay, relay[-6:]) for relay in relays)
         over = "a relay" if len(relays) == 1 else "relays"
@@ -384,9 +384,9 @@ class SwarmMember:
             self._seen = await self.wire.seen()
 
     def _record_addresses(self) -> tuple[str, ...]:
-        """Addresses for this node's record: confirmed by peers, announced by the volunteer, and of interfaces.
+        """The addresses for this node's record: those that peers confirmed, those of `announce`, those of interfaces.
 
-        If the node is reachable over one IP version only, interface addresses of the other version are omitted.
+        If the node is reachable over one IP version only, the interface addresses of the other version are omitted.
         """
         known = self.reachability
         closed = [version for version in self._ports if known.is_closed(version) and known.is_inbound]
@@ -395,7 +395,7 @@ class SwarmMember:
         return tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
     def _invited(self, own: Sequence[str]) -> tuple[str, ...]:
-        """Addresses for an invite: this node's if it is reachable, and those of other reachable peers."""
+        """The addresses for an invite: `own`, and those of other reachable peers."""
         others = sorted((r for r in self.peer_table.live()[1:] if r.inbound), key=lambda r: r.peer_id)
         told = [r.model_copy(update={"addresses": addresses_of(r.peer_id, r.addresses)}) for r in others]
         addresses = choose_invite_addresses(own, told, self._seen)
@@ -408,7 +408,7 @@ class SwarmMember:
         return () if waits else addresses
 
     def _note(self, invite: Sequence[str]) -> str:
-        """From where the invite does not work. Changes are logged."""
+        """Return where the invite may not work, and log the note when it changes."""
         port, remembered = next(iter(self._ports.values()), 0), self.reachability.remembered
         note = invite_note(
             invite, self.wire.local_addresses, port, in_container=self._in_container, remembered=remembered
@@ -434,7 +434,7 @@ class SwarmMember:
 
 
 async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
-    """The wire, and the addresses it listens on. Raises MachineError if no port is free, or SwarmError."""
+    """Open the wire. Returns it with the addresses on which it listens. Raises MachineError if no port is free."""
     listen = [parse(address) for address in options.daemon.listen]
     file = PortFile(options.data_dir / "cache" / LISTEN_PORT_FILE)
     for tries_left in reversed(range(LISTEN_TRIES)):
@@ -458,7 +458,7 @@ async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
 
 
 def _announced(addresses: Sequence[str], ports: Mapping[int, int]) -> tuple[str, ...]:
-    """Replace port 0 by the listen port."""
+    """Replace port 0 in the announced addresses by the listen port."""
     filled = []
     for address in map(parse, addresses):
         version = 6 if address.host_type in ("ip6", "dns6") else 4

@@ -1,4 +1,4 @@
-"""Runs a member on its own thread. Trainer and member share an immutable view and a mailbox only."""
+"""Runs a member on its own thread. Trainer and member only share an immutable view and a mailbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from node.swarm.state_sync.server import StateSource
 
 T = TypeVar("T")
 START_S = 60.0
-"""Three starts of libp2p's daemon, each of which may take 20 s."""
+"""Timeout of a start: libp2p's daemon may be started three times, and each start may take 20 s."""
 CLOSE_S = 6.0
 Mail = Committed | RoundFailed | SwarmError
 """Events of the swarm, in order. A SwarmError other than RoundFailed and Lost means that the thread has ended."""
@@ -108,7 +108,7 @@ class SwarmThread:
         await self._member.close(self._goodbye)
 
     def check(self) -> None:
-        """Raise SwarmError if the thread has ended by itself. For callers that wait without reading the mailbox."""
+        """Raise SwarmError if the thread has ended by itself. Callers that do not read the mailbox must call this."""
         if self._failure is not None:
             raise self._failure
 
@@ -145,7 +145,7 @@ class SwarmThread:
         async def restart(member: SwarmMember) -> None:
             assert member.participant is not None
             member.participant.restart_at(tip)
-            with suppress(queue.Empty):  # The mail so far is about the branch that this node has left.
+            with suppress(queue.Empty):  # Drop the mail so far: it is about the branch that this node has left.
                 while True:
                     self.mailbox.get_nowait()
             member.participant.ctx.tasks.spawn(member.participant.committer.keep_own_line())
@@ -163,7 +163,7 @@ class SwarmThread:
         self.start_call(tell)
 
     def close(self, goodbye: Phase) -> None:
-        """Leave the swarm. Returns within CLOSE_S. The kernel ends libp2p's daemon when this process ends."""
+        """Leave the swarm. Returns within CLOSE_S. The kernel ends libp2p's daemon together with this process."""
         self._goodbye = goodbye
         if self._closing is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)

@@ -1,7 +1,7 @@
 """Signed messages of a round: joins, deposits, plans, outcomes, and the proof (commit certificate) of an outcome.
 
 A document keeps the JSON text that was signed, so its hash is the same on every node. The hash of a committed outcome
-is the new *head* of the chain of rounds; its `parent` is the head before it.
+is the new *head* of the chain of rounds, and `parent` is the head before it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MAX_MEMBERS = 1024
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
 MOST_SETTLE_S = 86_400.0
 MOST_PADDING = 2.0
-"""A signed text may be this many times as long as this node's own serialisation of its content."""
+"""A signed text may be up to this many times as long as this node's own serialisation of the same content."""
 
 
 class Content(BaseModel):
-    """Base of models that come from peers: frozen, without extra fields or infinite numbers."""
+    """Base class of models that come from peers. They are frozen, and have no extra fields or infinite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     longest: ClassVar[int] = 4 * 2**20
-    """Most characters of the signed text."""
+    """Limit on the characters of the signed text."""
     kind_name: ClassVar[str]
-    """The kind's name in signatures and error messages. Part of the protocol."""
+    """The name of this kind of document in signatures and error messages. It is part of the protocol."""
 
 
 class Document(Content):
@@ -52,11 +52,11 @@ class Document(Content):
 
 
 class Join(Content):
-    """A member is ready to contribute to the round after `parent`."""
+    """A member's statement that it is ready to contribute to the round after `parent`."""
 
     kind_name = "join"
     longest: ClassVar[int] = 640
-    """The longest valid join has 513. All joins of a group are in the record and must fit into a header."""
+    """The longest valid join has 513 characters. The joins of a whole group must fit into a header."""
     run: Hex64
     parent: Hex64
     state: Hex64
@@ -65,17 +65,17 @@ class Join(Content):
     step_s: float = Field(ge=LEAST_STEP_S, le=MOST_STEP_S)
     """The member's seconds per inner step."""
     round_s: float | None = Field(None, ge=LEAST_STEP_S)
-    """T_r of the current round, which all members know; None in the first. The next T_r follows from it."""
+    """T_r of the current round, which all members know; None in the first round. The next T_r is computed from it."""
     norm: float = Field(ge=0, lt=1e19)
-    """L2 norm of the decoded contribution. Every reducer clips by these norms, so all means agree."""
+    """L2 norm of the decoded contribution. All reducers clip by these norms, so they all scale it alike."""
     reduces: bool = True
     """Whether the member may reduce: others can call it, and its uplink is not slow."""
     upload_bytes_s: float = Field(0.0, ge=0, lt=1e12)
-    """Uplink rate, measured and within the volunteer's limit; 0: unknown. Decides the member's share of the chunks."""
+    """Uplink rate: measured, but at most the volunteer's limit; 0 if unknown. Decides the member's share of chunks."""
     transfer_s: float = Field(0.0, ge=0, lt=1e6)
-    """Seconds from the closed group to the commit, in the last round that included the member; 0: none yet."""
+    """Seconds from the plan to the commit, in the last round that included the member; 0 before the first."""
     settle_s: float = Field(0.0, ge=0, le=MOST_SETTLE_S)
-    """Seconds from the last commit to the first inner step after it; 0 if training continued meanwhile."""
+    """Seconds from the last commit to the first inner step after the commit; 0 if training continued meanwhile."""
     evaluation_loss: float | None = Field(None, ge=0, lt=1e6)
     """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
 
@@ -88,7 +88,7 @@ class Deposit(Content):
     run: Hex64
     parent: Hex64
     root: Hex64
-    """SHA-256 over the concatenated BLAKE3 hashes of all its chunks."""
+    """SHA-256 over the concatenated BLAKE3 hashes of all chunks of the contribution."""
 
 
 class Plan(Content):
@@ -124,38 +124,38 @@ class RoundOutcome(Content):
 
 
 class Proof(Content):
-    """Commit certificate of an outcome: the votes of more than half of a group."""
+    """The commit certificate of an outcome: the votes of more than half of a group."""
 
     kind_name = "proof"
     outcome: Document
     attempt: int = Field(ge=0, lt=2**31)
-    """The attempt that ratified the outcome. Later than the outcome's own if a leader died in between."""
+    """The attempt that ratified the outcome. It is later than the outcome's own attempt if a leader has died."""
     group: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_MEMBERS)
     accepts: dict[PeerId, Signature] = Field(max_length=MAX_MEMBERS)
     hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
-    """The chunk hashes behind `results`, hex, concatenated."""
+    """The chunk hashes over which `results` is computed, in hex, concatenated."""
 
 
 class AcceptedOutcome(Content):
-    """An outcome that a member has accepted and holds all chunks of. It may not be committed."""
+    """An outcome that a member has accepted. The member holds all chunks. The outcome may or may not be committed."""
 
     kind_name = "accepted outcome"
     attempt: int = Field(ge=0, lt=2**31)
     outcome: Document
     hashes: str = Field(max_length=2 * HASH_BYTES * 4096)
-    """As in `Proof`."""
+    """The chunk hashes of the outcome, as in `Proof`."""
     vote: str = ""
-    """The member's signature; empty for an outcome that its leader has just made."""
+    """The member's signature; empty for an outcome that the leader has just made."""
 
 
 class SavedBallot(Content):
-    """What a member must not forget in a crash: its highest attempt at the round after `parent`, and its vote."""
+    """What a member must still know after a crash: its highest attempt at the round after `parent`, and its vote."""
 
     kind_name = "ballot"
     parent: Hex64
     number: int = Field(ge=0)
     led: int = Field(default=-1, ge=-1)
-    """The last attempt in which it signed an outcome as the leader. It leads no attempt twice."""
+    """The last attempt in which the member signed an outcome as the leader. A member leads no attempt twice."""
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""
@@ -170,7 +170,7 @@ class Bounds:
     """Chunks of each fragment. The rounds take the fragments in turn."""
     min_peers: int
     max_tokens: int
-    """Most tokens of one contribution, because tokens are self-declared."""
+    """Limit on the tokens of one contribution. It is needed because members declare their tokens themselves."""
 
     def chunks_at(self, round_: int) -> int:
         return self.chunks[round_ % len(self.chunks)]
@@ -186,10 +186,10 @@ def sign(identity: Identity, content: Content) -> Document:
 
 
 def read(document: Document, kind: type[Model]) -> Model:
-    """Check length, signature, then form. Raises PeerError.
+    """Check length, signature and form of a document, and return its content. Raises PeerError.
 
-    JSON can pad the same content to any length (white space, repeated keys, digits). Padded documents are refused,
-    because nodes store and forward them.
+    JSON can pad the same content to any length with white space, repeated keys or digits. Padded documents are refused,
+    because nodes store and forward documents.
     """
     name = kind.kind_name
     if len(document.text) > kind.longest:
@@ -211,7 +211,7 @@ def parse(kind: type[Model], text: str | bytes) -> Model:
 
 @lru_cache(maxsize=4 * MAX_MEMBERS)
 def read_join(document: Document) -> Join:
-    """The content of a signed join, parsed once. The signature is not checked here."""
+    """The content of a signed join. Each join is parsed once. The signature is not checked."""
     return parse(Join, document.text)
 
 
@@ -221,7 +221,7 @@ def _outcome_joins(text: str) -> Mapping[str, Join]:
 
 
 def joins_of(outcome: Document) -> Mapping[str, Join]:
-    """The joins of an outcome's plan, by member, parsed once. No signature is checked here."""
+    """The joins of an outcome's plan, by member. Each outcome is parsed once. No signature is checked."""
     return _outcome_joins(outcome.text)
 
 
@@ -230,7 +230,7 @@ def _purpose(kind: type[Content]) -> str:
 
 
 def accept(identity: Identity, head: str, attempt: int) -> str:
-    """A member's vote for an outcome in one attempt."""
+    """Sign a member's vote for an outcome in one attempt. Returns the signature in hex."""
     return identity.sign("diloco accept", f"{head} {attempt}".encode()).hex()
 
 
@@ -240,12 +240,12 @@ def accepted_by(peer_id: str, head: str, attempt: int, signature: str) -> bool:
     except ValueError:
         return False
     if raw.hex() != signature:
-        return False  # Only one spelling is valid, so that a proof has one text.
+        return False  # Only lower-case hex is valid, so that a proof has only one text.
     return verify(peer_id, "diloco accept", f"{head} {attempt}".encode(), raw)
 
 
 def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
-    """The join, if it is signed, for this round, and within the allowed weight. Raises PeerError."""
+    """Return a join if it is signed, for this round, and within the allowed weight. Raises PeerError."""
     join = read(document, Join)
     if join.run != bounds.run or join.parent != parent:
         raise PeerError("a join is for another round or run")
@@ -255,7 +255,7 @@ def check_join(document: Document, bounds: Bounds, parent: str) -> Join:
 
 
 def check_deposit(document: Document, hashes: object, bounds: Bounds, parent: str, round_: int) -> list[bytes]:
-    """The chunk hashes that a member has signed for this round, in order. Raises PeerError."""
+    """Return the chunk hashes of a deposit in order, if the member has signed them for this round. Raises PeerError."""
     deposit = read(document, Deposit)
     if deposit.run != bounds.run or deposit.parent != parent:
         raise PeerError("a deposit is for another round or run")
@@ -268,7 +268,7 @@ def check_deposit(document: Document, hashes: object, bounds: Bounds, parent: st
 
 
 def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str, Join]:
-    """The joins of a plan, if each is signed and for this round, and a member owns each chunk. Raises PeerError."""
+    """Return the joins of a plan if all are signed and for this round, and the owners are valid. Raises PeerError."""
     if plan.run != bounds.run or plan.parent != parent:
         raise PeerError("a plan is for another round")
     if list(plan.members) != sorted(set(plan.members)):
@@ -284,14 +284,14 @@ def check_plan(plan: Plan, bounds: Bounds, parent: str, round_: int) -> dict[str
 
 
 def check_proof(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
-    """The outcome and its joins, if it is committed. Does not check the parent. Raises PeerError. Heavy."""
+    """Return the outcome of a valid proof, and its joins. Does not check the parent. Raises PeerError. Slow."""
     outcome, joins = check_light(proof, bounds)
     check_hashes(outcome, split_hashes(proof.hashes), bounds)
     return outcome, joins
 
 
 def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, Join]]:
-    """Check a light proof like `check_proof`, but without chunk hashes."""
+    """Check a light proof like `check_proof`, but without its chunk hashes."""
     outcome = read(proof.outcome, RoundOutcome)
     joins = check_outcome(outcome, bounds)
     if len(set(proof.group)) < bounds.min_peers:
@@ -302,13 +302,13 @@ def check_light(proof: Proof, bounds: Bounds) -> tuple[RoundOutcome, dict[str, J
 
 
 def voters(proof: Proof) -> set[str]:
-    """Members of the group whose vote for the outcome is valid."""
+    """The members of the group whose vote for the outcome is valid."""
     head = proof.outcome.hash
     return {p for p in proof.group if accepted_by(p, head, proof.attempt, proof.accepts.get(p, ""))}
 
 
 def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
-    """The joins of an outcome that includes only joined members, and at least half of the plan. Raises PeerError."""
+    """Return the joins of an outcome that includes only joined members, at least half of them. Raises PeerError."""
     joins = check_plan(outcome.plan, bounds, outcome.plan.parent, outcome.round)
     if list(outcome.included) != sorted(set(outcome.included)) or not set(outcome.included) <= set(joins):
         raise PeerError("an outcome includes peers that did not join")
@@ -322,8 +322,8 @@ def check_outcome(outcome: RoundOutcome, bounds: Bounds) -> dict[str, Join]:
 def least_included(plan: Plan) -> int:
     """The fewest members that an outcome of this plan may include: half of them, rounded up.
 
-    A leader or a single reducer cannot exclude more. With two members, one can still go on if the other is too slow to
-    send. Members that die are not in the next attempt's plan.
+    So a leader or a single reducer cannot exclude the others. Of two members, one can go on if the other is too slow to
+    send. Members that die are not in the plan of the next attempt.
     """
     return (len(plan.members) + 1) // 2
 

@@ -1,7 +1,7 @@
 """A monotonic clock that stops while this process is suspended.
 
-A process that was stopped or starved received nothing meanwhile, which says nothing about its peers. With a plain clock
-it would resume, take all peers for dead, and continue alone.
+A process that was stopped or starved has received no messages meanwhile, but that does not mean that its peers are
+dead. With a plain clock it would take all peers for dead when it resumes, and continue alone.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 SUSPENDED_S = 3.0
-"""A longer gap between two readings means that the process did not run: it reads the clock about once a second."""
+"""A longer gap between two readings means that the process did not run, because it reads the clock every second."""
 JUST_RESUMED_S = 3.0
 
 
 class SuspendClock:
-    """Seconds, without the gaps longer than SUSPENDED_S between two readings."""
+    """Counts seconds, except for gaps longer than SUSPENDED_S between two readings."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,6 +35,6 @@ class SuspendClock:
         return now_s - self._suspended_s
 
     def just_resumed(self) -> bool:
-        """Whether the process resumed within JUST_RESUMED_S. Peers may have closed its connections meanwhile."""
+        """Whether the process resumed within the last JUST_RESUMED_S. Peers may have closed connections before that."""
         self()
         return self._resumed_at_s is not None and self._read_at_s - self._resumed_at_s < JUST_RESUMED_S

@@ -195,7 +195,7 @@ def test_invalid_addresses_are_not_saved_and_do_not_end_the_search(swarm: Swarm,
     cache.write_text(json.dumps({"addresses": bad}))
     finder = Finder(host, cache, bootstrap=[f"/garbage/p2p/{new_identity().peer_id}"])
     assert not finder.bootstrap()
-    assert "is no address of a peer" in finder.discovery.last_problem
+    assert "is no peer's address" in finder.discovery.last_problem
     finder.hear(other, 2, bad)
     assert json.loads(cache.read_text())["addresses"] == bad
     finder.hear(other, 3, [*bad, *other.addresses()])

@@ -1,6 +1,6 @@
-"""Which member reduces which chunk.
+"""Assigns chunks to reducers.
 
-All functions depend on their arguments only, so every node computes the same result.
+The result of each function depends only on its arguments, so every node computes the same result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SLOWEST_HALVINGS = 10
 
 
 def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
-    """The index of each chunk's reducer. Each reducer gets a contiguous run of chunks in proportion to its capacity."""
+    """The index of each chunk's reducer. A reducer gets a contiguous run of chunks in proportion to its capacity."""
     total = sum(capacities)
     if not capacities or total <= 0:
         raise ValueError("Chunks need at least one reducer with capacity above 0.")
@@ -30,10 +30,10 @@ def chunk_owners(chunks: int, capacities: Sequence[float]) -> tuple[int, ...]:
 
 
 def capacities(declared_bytes_s: Sequence[float]) -> list[float]:
-    """Each reducer's share, relative to 1.0 for the fastest, from the declared uplink rates (0: unknown).
+    """Compute each reducer's share from the declared uplink rates. The share of the fastest reducer is 1.0.
 
-    An unknown rate counts as the median of the known ones. Shares are powers of two, so equal machines get equal shares
-    although their measurements differ a little.
+    A rate of 0 is unknown and counts as the median of the known rates. Shares are powers of two, so that equal machines
+    get equal shares although their measured rates differ a little.
     """
     known = [min(rate, FASTEST_BYTES_S) for rate in declared_bytes_s if rate > 0]
     if not known:

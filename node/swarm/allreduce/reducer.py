@@ -1,6 +1,6 @@
-"""A reducer of the butterfly all-reduce: collects contributions to its chunks and averages them. No network.
+"""A reducer of the butterfly all-reduce collects contributions to its chunks and averages them. It does no networking.
 
-A contribution counts once it has arrived whole and every chunk decodes to finite numbers. The encoded inputs stay
+A contribution counts only if it arrives whole and every chunk decodes to finite numbers. The encoded inputs stay
 unchanged until the round is committed.
 """
 
@@ -22,8 +22,8 @@ from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
 
 NORM_TOLERANCE = 1e-3
-"""Relative. `square_norm` is exact to 1e-12, but a peer whose version sums in fp32 is off by up to 5e-4. The codec's
-`stretch_ratio` adds what the encoding of a mean changes."""
+"""Relative tolerance of a norm. `square_norm` is exact to 1e-12, but a peer whose version sums in fp32 is off by up to
+5e-4. The norm of an encoded mean may exceed its bound by the codec's `stretch_ratio` in addition."""
 TINY_NORM = 1e-12
 
 
@@ -42,7 +42,7 @@ class ChunkLayout:
         return end - start
 
     def encoded_bytes(self, chunks: Collection[int] | None = None) -> int:
-        """Encoded size of these chunks; of all by default."""
+        """Encoded size of these chunks, or of all chunks by default."""
         selected = range(len(self.bounds)) if chunks is None else chunks
         return sum(self.codec.encoded_bytes(self.elements(chunk)) for chunk in selected)
 
@@ -85,7 +85,7 @@ class Reducer:
     def __init__(
         self, layout: ChunkLayout, chunks: Sequence[int], weights: Mapping[str, int], norms: Mapping[str, float]
     ) -> None:
-        """`weights`, `norms`: tokens and L2 norm of each member's whole contribution, as its join states them."""
+        """`weights` and `norms` are the tokens and the L2 norm of each member's whole contribution, from its join."""
         self.chunks = tuple(chunks)
         self._layout = layout
         self._weights, self._norms = dict(weights), dict(norms)
@@ -94,7 +94,7 @@ class Reducer:
         self._changed = asyncio.Event()
 
     def check(self, sender: str, parts: Mapping[int, bytes]) -> None:
-        """Raise PeerError unless these are all chunks that this reducer needs from the sender, and valid. Slow."""
+        """Raise PeerError unless these are the chunks that this reducer needs from the sender, and are valid. Slow."""
         if sender not in self._weights:
             raise PeerError("a contribution from outside the group")
         if sorted(parts) != sorted(self.chunks):
@@ -113,9 +113,9 @@ class Reducer:
         self._changed.set()
 
     async def collect(self, awaited: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
-        """Wait for the contributions of `awaited()`, which is called again as peers die. Returns the senders.
+        """Wait for the contributions of the peers in `awaited()`. Returns the senders of those that have arrived.
 
-        A member that is late is left out by all members alike.
+        `awaited` is called repeatedly, because peers may die. If a contribution is late here, no chunk includes it.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -127,14 +127,14 @@ class Reducer:
         return sorted(self._parts)
 
     def average(self, included: Sequence[str]) -> tuple[dict[int, bytes], dict[str, float]]:
-        """The encoded, clipped, weighted mean of each chunk, and each sender's sum of squares over these chunks.
+        """Return the encoded, clipped, weighted mean of each chunk, and each sender's sum of squares over these chunks.
 
-        Adds up in the given order, so that the mean is the same everywhere. The sums of squares of all reducers must
-        equal the squared norm that the sender signed.
+        Contributions are added in the given order, so that the mean is reproducible. The sums of squares of all
+        reducers together must equal the squared norm that the sender signed.
         """
         missing = [peer for peer in included if peer not in self._parts]
         if missing:
-            raise PeerError(f"asked to include {len(missing)} contributions that have not arrived")
+            raise PeerError(f"the leader includes {len(missing)} contributions that have not arrived")
         weights = [self._weights[peer] for peer in included]
         scales = clip_scales([self._norms[peer] for peer in included], weights)
         means, squares = {}, dict.fromkeys(included, 0.0)
@@ -159,5 +159,5 @@ def exceeds_norm_bound(norm: float, bound: float, stretch_ratio: float) -> bool:
 
 
 def chunk_hash(data: bytes) -> bytes:
-    """BLAKE3, 32 bytes."""
+    """The BLAKE3 hash of a chunk, 32 bytes."""
     return blake3(data).digest()

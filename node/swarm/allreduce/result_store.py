@@ -1,7 +1,7 @@
 """Encoded means of rounds, addressed by chunk hash: the current round in memory, the last rounds on disk.
 
-Any peer may serve a chunk, as its hash proves it. The disk keeps each mean with its proof, so that a node replays its
-own rounds after a crash.
+Any peer may serve a chunk, because the hash proves its content. The disk keeps each mean with its proof, so that a node
+can replay its own rounds after a crash.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 8
 MAX_KEPT_ROUNDS = 72
-"""Limit while a peer replays from an older state. A slower peer starts over from a newer state."""
+"""Limit on the kept rounds while a peer replays from an older state. A slower peer starts over from a newer state."""
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
-MAX_HEAD_BYTES = 32 * 2**20  # More than a proof can have
+MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
 BALLOT_FILE = "ballot.json"
 
 
@@ -45,14 +45,14 @@ class ResultStore:
     def __init__(
         self, folder: Path, fragments: int = 1, clock: Callable[[], float] = time.monotonic, *, room: Room = any_room
     ) -> None:
-        """Index the files of an earlier process and remove damaged ones. Keeps `fragments` times as many rounds."""
+        """Index the files of an earlier process and remove damaged ones. Keeps KEPT_ROUNDS rounds of each fragment."""
         self._room, self._clock, self._fragments, self._folder = room, clock, fragments, folder
         self._writing = threading.Lock()
-        """A vote and the commit that overtakes it write the same file."""
+        """Held while chunks are written, because a vote and a commit that overtakes it write the same file."""
         self._read_at_s: dict[str, float] = {}
         self._kept_rounds = KEPT_ROUNDS * fragments
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
-        """Head to chunk hash to (offset, size) in the file."""
+        """For each head, where each chunk is in the file of results: chunk hash to (offset, size)."""
         self._stored: list[tuple[str, Proof]] = []
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -75,7 +75,7 @@ class ResultStore:
             if path != self._proof_path(head) or self._path(head).stat().st_size != sum(sizes):
                 raise ValueError("its name or the size of its results is wrong")
         except (OSError, ValueError, KeyError, TypeError, SwarmError) as exc:
-            logger.warning("The stored result %s is damaged (%s); it is removed.", path.name, exc)
+            logger.warning("The stored round %s is damaged and is removed: %s", path.name, exc)
             path.unlink(missing_ok=True)
             return
         self._rounds[head] = index
@@ -87,11 +87,11 @@ class ResultStore:
         except FileNotFoundError:
             return None
         except (OSError, SwarmError) as exc:
-            logger.warning("The stored vote %s is damaged (%s); it is not used.", BALLOT_FILE, exc)
+            logger.warning("The stored vote %s is damaged and is not used: %s", BALLOT_FILE, exc)
             return None
 
     def load_ballot(self, parent: str) -> SavedBallot | None:
-        """The ballot that an earlier process saved in the round after `parent`; its vote only with all chunks."""
+        """The ballot that an earlier process saved in the round after `parent`, without a vote that lacks chunks."""
         ballot = self._read_ballot()
         if ballot is None or ballot.parent != parent:
             return None
@@ -102,15 +102,15 @@ class ResultStore:
                 if any(chunk_hash(data[start : start + size]) != digest for digest, (start, size) in index.items()):
                     raise ValueError("a chunk does not have its hash")
             except (OSError, ValueError) as exc:
-                logger.warning("The results of the stored vote cannot be read: %s", exc)
+                logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
                 return ballot.model_copy(update={"accepted": None})
             self._rounds[ballot.accepted.outcome.hash] = index
         return ballot
 
     def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
-        """Store the newest promise or vote, with the chunks of a new vote; synced to the disk when this returns.
+        """Write the newest promise or vote, with the chunks of a new vote, and sync it to the disk.
 
-        Logs a write error and goes on: only a crash within this round makes the node forget its vote.
+        A write error is only logged: the node forgets its vote only if it crashes within this round.
         """
         try:
             if ballot.accepted is not None and chunks:
@@ -134,7 +134,7 @@ class ResultStore:
             self._remove(head)
 
     def _write_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
-        """Write the chunks of an outcome, unless they are there."""
+        """Write the chunks of an outcome, unless they are on the disk already."""
         sizes = [len(chunk) for chunk in chunks]
         path = self._path(head)
         with self._writing:
@@ -143,7 +143,7 @@ class ResultStore:
         self._rounds[head] = _index(hashes, sizes)
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
-        """Replace a file as a whole, synced to the disk. Raises OSError, QuotaError."""
+        """Replace a file atomically and sync it to the disk. Raises OSError, QuotaError."""
         temporary = path.with_suffix(".new")
         try:
             with self._room(sum(map(len, parts))):
@@ -159,14 +159,14 @@ class ResultStore:
             raise
 
     def take_stored(self) -> list[tuple[str, Proof]]:
-        """The rounds that an earlier process stored, oldest first: (parent, proof). Frees them: call it once."""
+        """Return the (parent, proof) pairs of an earlier process, oldest first. A second call returns none."""
         stored, self._stored = self._stored, []
         return stored
 
     def put(self, proof: Proof, chunks: Sequence[bytes]) -> None:
-        """Store a committed round; it is synced to the disk when this returns.
+        """Write a committed round and sync it to the disk.
 
-        Logs a write error and goes on: the round still counts, but no peer can replay it from here.
+        A write error is only logged: the round still counts, but no peer can replay it from this node.
         """
         head, sizes = proof.outcome.hash, [len(chunk) for chunk in chunks]
         text = json.dumps({"sizes": sizes, "proof": proof.model_dump(mode="json")}).encode()
@@ -177,7 +177,7 @@ class ResultStore:
             self._remove(head)
             logger.warning(
                 "The round counts, but its result could not be stored in %s: %s. A crash before the next checkpoint "
-                "loses the round on this node, and late peers cannot fetch it from here.", self._folder, _reason(exc),
+                "loses the round on this node, and late peers cannot fetch it there.", self._folder, _reason(exc),
             )  # fmt: skip
             return
         self._rounds.move_to_end(head)
@@ -190,26 +190,26 @@ class ResultStore:
         self._path(head).unlink(missing_ok=True)
 
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
-        """Set how many rounds are kept, so that a peer can replay from round `oldest_needed`. Returns that number."""
+        """Keep enough rounds for a peer to replay from round `oldest_needed`. Returns the number of rounds kept."""
         needed = newest - oldest_needed + 1 if oldest_needed is not None else 0
         kept_rounds = max(KEPT_ROUNDS * self._fragments, needed, self._in_use() + 1)
         self._kept_rounds = min(MAX_KEPT_ROUNDS * self._fragments, kept_rounds)
         return self._kept_rounds
 
     def _in_use(self) -> int:
-        """The number of newest rounds, back to the oldest that was read within IN_USE_S: a peer is replaying them."""
+        """How many of the newest rounds a peer is replaying: all back to the oldest that was read within IN_USE_S."""
         since_s = self._clock() - IN_USE_S
         heads = list(self._rounds)
         self._read_at_s = {h: at for h, at in dict(self._read_at_s).items() if at > since_s and h in self._rounds}
         return next((len(heads) - i for i, head in enumerate(heads) if head in self._read_at_s), 0)
 
     def keep_only(self, heads: Collection[str]) -> None:
-        """Remove all rounds but these."""
+        """Remove all rounds except those with these heads."""
         for head in [head for head in self._rounds if head not in heads]:
             self._remove(head)
 
     def load(self, proof: Proof) -> list[bytes]:
-        """All chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""
+        """Read all chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""
         index, chunks = self._rounds.get(proof.outcome.hash, {}), []
         with self._path(proof.outcome.hash).open("rb") as file:
             for digest in split_hashes(proof.hashes):
@@ -238,7 +238,7 @@ class ResultStore:
 
 
 def _index(hashes: str, sizes: Sequence[int]) -> dict[bytes, tuple[int, int]]:
-    """Position and size of each chunk in the file, by hash. Raises ValueError if hashes and sizes do not match."""
+    """Offset and size of each chunk in the file, by hash. Raises ValueError if the counts of both lists differ."""
     index, offset = {}, 0
     for digest, size in zip(split_hashes(hashes), sizes, strict=True):
         index[digest] = (offset, size)
@@ -251,7 +251,7 @@ def _reason(error: OSError | QuotaError) -> object:
 
 
 class ResultCache:
-    """Chunks of the current round in memory. Fetches missing ones from peers."""
+    """Keeps the chunks of the current round in memory, and fetches missing chunks from peers."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class ResultCache:
         timeout_s: float,
         others: Callable[[], Iterable[str]],
     ) -> None:
-        """`layout_at`: the chunk layout of a round. `others`: peers to ask after the group's members, in this order."""
+        """`layout_at` gives the chunk layout of a round, `others` the peers to ask after the members of the group."""
         self._wire, self._peer_table, self._layout_at = wire, peer_table, layout_at
         self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
@@ -281,7 +281,7 @@ class ResultCache:
         self._chunks.update(zip(hashes, chunks, strict=True))
 
     def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
-        """These chunks, in order; None if one is missing. Accesses the disk; any thread may call it."""
+        """Return these chunks, in order, or None if one is missing. Reads the disk. Any thread may call it."""
         found = []
         for digest in hashes:
             data = self._chunks.get(digest) or self._store.get(digest)
@@ -295,9 +295,9 @@ class ResultCache:
         self._chunks = {}
 
     async def complete(self, outcome: RoundOutcome, hashes: Sequence[bytes]) -> list[bytes]:
-        """All chunks of a result, in order, fetched from their reducers or any other peer. Raises RoundFailed.
+        """Fetch all chunks of a result, in order, from their reducers or any other peer. Raises RoundFailed.
 
-        A proposal and the commit that overtakes it share one fetch.
+        If a commit arrives while its proposal is being fetched, both share one fetch.
         """
         fetch = self._fetches.get(outcome.results)
         if fetch is None:
@@ -343,10 +343,10 @@ class ResultCache:
             await asyncio.to_thread(self._keep_valid, named, hashes, layout)
         except PeerError as exc:
             self._wire.traffic.reject(exc)
-            logger.info("Peer %s did not send %d result chunks: %s", peer[-6:], len(chunks), exc)
+            logger.info("Peer %s did not send %d chunks of the result: %s", peer[-6:], len(chunks), exc)
 
     def _keep_valid(self, named: Sequence[tuple[int, bytes]], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
-        """Keep numbered chunks up to the first invalid one, for which PeerError is raised. Slow."""
+        """Keep these numbered chunks. Raises PeerError at the first invalid chunk, after those before it. Slow."""
         for chunk, data in named:
             if chunk_hash(data) != hashes[chunk]:
                 raise PeerError(f"chunk {chunk} has a wrong hash")

@@ -1,6 +1,6 @@
 """The chain of committed rounds: its tip with the outer state, and the proofs that a late peer replays.
 
-Only the swarm's event loop writes to a chain. Outer states are immutable, so any thread may keep one.
+Only the swarm's event loop writes to a chain. Outer states are immutable, so any thread may hold one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class OuterRule:
     inner_steps: int
     """Inner steps of a typical node between two rounds."""
     fragments: int = 1
-    """Rounds after which every parameter has been averaged once. A contribution counts the tokens since its fragment's
-    last round."""
+    """The number of rounds in which every parameter is averaged once. A contribution counts the tokens since the last
+    round of its fragment."""
     most_inner_steps: int = 0
-    """Upper limit of the inner steps that adapt to the transfer time; 0: they do not adapt."""
+    """Upper limit of the inner steps if their number adapts to the transfer time; 0 if it does not adapt."""
     follows_peers: bool = False
-    """Use the published learning rate for the number of contributors in place of `lr`."""
+    """Whether to use the published learning rate for the number of contributors in place of `lr`."""
 
     def lr_for(self, contributors: Sequence[int]) -> float:
-        """Learning rate for the mean of the newest records' contributor counts, so that it changes gradually."""
+        """Learning rate for the mean contributor count of the newest records, so that it changes gradually."""
         return published_outer_lr(fmean(contributors)) if self.follows_peers else self.lr
 
     def steps_after(self, joins: Sequence[Join]) -> int:
-        """Inner steps of the round after a record with these joins."""
+        """The number of inner steps in the round after a record with these joins."""
         if not self.most_inner_steps or not joins:
             return self.inner_steps
         steps, transfers = [j.step_s for j in joins], [j.transfer_s for j in joins]
@@ -64,13 +64,13 @@ class Tip:
     """H of the next round."""
     last_round_tokens: int | None
     anchor_at_s: float
-    """Monotonic time of the commit, when the next round began. A late peer is told the age."""
+    """Monotonic time of the commit, at which the next round began. Late peers are told how long ago that was."""
     leaves: Sequence[bytes]
-    """Leaf hashes of the state's hash tree."""
+    """The leaf hashes of the state's Merkle tree."""
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
     links: tuple[Link, ...]
-    """The rounds that led here, oldest first, as far as this node knows them."""
+    """The rounds that led to this tip, oldest first, as far as this node knows them."""
 
     @property
     def round(self) -> int:
@@ -86,7 +86,7 @@ def make_tip(
     now_s: float,
     links: tuple[Link, ...] = (),
 ) -> Tip:
-    """The tip with this state. Slow: hashes the state. `included`: joins that the newest record counts, by peer id."""
+    """Make the tip of this state. Slow: hashes the state. `included` are the newest record's joins, by peer id."""
     leaves = leaf_hashes(state)
     joins = list(included.values())
     inner_steps, round_s = outer.steps_after(joins), None
@@ -118,7 +118,7 @@ def next_tip(
     now_s: float,
     ranges: Ranges,
 ) -> Tip:
-    """The tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
+    """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
     tokens = sum(join.tokens for join in included.values())
     lr = outer.lr_for([len(tip.last_weights or included), len(included)])
     state = step(tip.state, ranges, mean, lr=lr, momentum=outer.momentum, tokens=tokens // outer.fragments)
@@ -130,7 +130,7 @@ class Chain:
     """The tip, and the proofs that led to it."""
 
     def __init__(self, tip: Tip, store: ResultStore, oldest_needed_round: Callable[[], int | None] = lambda: None):
-        """Accesses the disk: removes the results of other chains from the store.
+        """Take over the store's rounds on this chain, and remove the others from the disk.
 
         Args:
             tip: the tip at a checkpoint.
@@ -140,9 +140,9 @@ class Chain:
         self.store = store
         self._oldest_needed_round = oldest_needed_round
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
-        """Parent to the proof that follows it, up to the tip."""
+        """Parent to the proof of the round after it, up to the tip."""
         self._stored: dict[str, Proof] = {}
-        """The same for rounds after the tip, which an earlier process of this node committed."""
+        """Parent to proof for the rounds after the tip, which an earlier process of this node committed."""
         stored = store.take_stored()
         by_head = {proof.outcome.hash: (parent, proof) for parent, proof in stored}
         before, head = [], tip.head
@@ -161,7 +161,7 @@ class Chain:
         return self._stored.get(self.tip.head)
 
     def forget_stored(self) -> None:
-        """Drop the stored rounds after the tip, once it is known that they cannot be replayed."""
+        """Drop the stored rounds after the tip, because they cannot be replayed."""
         self._stored.clear()
 
     def heads(self) -> set[str]:
@@ -189,11 +189,11 @@ class Chain:
         self.tip = replace(self.tip, anchor_at_s=at_s)
 
     def proof_after(self, parent: str) -> Proof | None:
-        """The proof that follows a head of this chain; None if it is not kept, or not committed yet."""
+        """The proof of the round after `parent`; None if it is no longer kept, or not committed yet."""
         return self._proofs.get(parent)
 
     def proofs_after(self, parent: str) -> list[Proof]:
-        """The proofs from `parent` to the tip, in order; empty if one is missing."""
+        """The proofs of the rounds from `parent` to the tip, in order; empty if one of them is missing."""
         found = []
         while (proof := self._proofs.get(parent)) is not None:
             found.append(proof)

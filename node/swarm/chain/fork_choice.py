@@ -1,8 +1,8 @@
-"""The chain of committed rounds as light proofs, and the heaviest-chain rule. Pure rules over signed proofs.
+"""The chain of committed rounds as light proofs, and the heaviest-chain rule. All functions are pure.
 
-After a network split both sides commit rounds after the same fork point. The chain with more tokens since the fork
-point wins; of equals, the one with the smaller head. Only tokens that members have signed count, so both sides reach
-the same verdict whatever a peer claims.
+During a network split, both sides commit rounds after the same fork point. The chain with more tokens since the fork
+point wins; with equal tokens, the chain with the smaller head wins. Only tokens that members have signed count, so both
+sides reach the same verdict whatever a peer claims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from node.errors import PeerError
 from node.swarm.messages import Bounds, Proof, RoundOutcome, check_light, included_joins, parse
 
 MAX_LINKS = 256
-"""Committed rounds that a node keeps as links. A longer split is judged by these."""
+"""Committed rounds that a node keeps as links. A longer split is judged by these links alone."""
 MAX_LINKS_BYTES = 4 * 2**20  # Limit on the text of all links, so that they fit into one reply
 
 
@@ -26,9 +26,9 @@ class Link:
     head: str
     round: int
     tokens: int
-    """Signed by the members whose contributions are included."""
+    """Tokens of the included contributions, as signed by their members."""
     members: tuple[str, ...]
-    """Peer ids of those members."""
+    """Peer ids of the members whose contributions are included."""
     text: str
     """The proof as JSON, without the chunk hashes."""
 
@@ -39,7 +39,7 @@ def link_of(proof: Proof, outcome: RoundOutcome, tokens: int) -> Link:
 
 
 def append_link(links: Sequence[Link], link: Link) -> tuple[Link, ...]:
-    """The links with one more at the end. Drops the oldest ones beyond the limits."""
+    """Append a link, and drop the oldest links beyond MAX_LINKS and MAX_LINKS_BYTES."""
     longer = (*links, link)[-MAX_LINKS:]
     size_bytes = sum(len(one.text) for one in longer)
     while size_bytes > MAX_LINKS_BYTES and len(longer) > 1:
@@ -49,7 +49,7 @@ def append_link(links: Sequence[Link], link: Link) -> tuple[Link, ...]:
 
 
 def read_links(texts: Sequence[str | bytes], bounds: Bounds) -> tuple[Link, ...]:
-    """Verify the links that a peer sent: each is committed and follows the one before. Raises PeerError.
+    """Read the links that a peer sent, and check that each is committed and follows the one before. Raises PeerError.
 
     Slow: verifies every signature.
     """
@@ -64,7 +64,7 @@ def read_links(texts: Sequence[str | bytes], bounds: Bounds) -> tuple[Link, ...]
 
 
 def heads_of(links: Sequence[Link], head: str) -> list[str]:
-    """Every head on the chain that ends at `head`, newest first."""
+    """All known heads of the chain that ends at `head`, newest first."""
     return [head, *(link.parent for link in reversed(links))]
 
 
@@ -77,19 +77,19 @@ def links_after(links: Sequence[Link], head: str) -> tuple[Link, ...]:
 
 
 def overlapping(theirs: Sequence[Link], mine: Sequence[Link]) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-    """Cut two chains without a known fork point, so that both begin with the same round number."""
+    """Cut two chains whose fork point is unknown, so that both begin with the same round number."""
     first = max((links[0].round for links in (theirs, mine) if links), default=0)
     cut_theirs, cut_mine = (tuple(link for link in links if link.round >= first) for links in (theirs, mine))
     return cut_theirs, cut_mine
 
 
 def weight(links: Sequence[Link]) -> int:
-    """Tokens of all links."""
+    """The sum of the tokens of all links."""
     return sum(link.tokens for link in links)
 
 
 def is_heavier(theirs: Sequence[Link], mine: Sequence[Link]) -> bool:
-    """Whether their chain wins over this node's. Both start at the fork point."""
+    """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point."""
     if not theirs or not mine:
         return bool(theirs)
     return (-weight(theirs), theirs[-1].head) < (-weight(mine), mine[-1].head)

@@ -1,7 +1,8 @@
 """A relay's second libp2p daemon, which tells members behind NAT the UDP address at which it sees them.
 
-It only listens with QUIC, at the number of this node's TCP port. It is a separate daemon because libp2p opens no QUIC
-connection to a peer that is connected over TCP, and relayed calls stay on TCP. It starts on demand and stops when idle.
+The daemon only listens with QUIC, on the UDP port with the number of this node's TCP port. It is separate because
+libp2p opens no QUIC connection to a peer that is connected over TCP, and relayed calls stay on TCP. The daemon starts
+on demand and stops when it is idle.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from node.swarm.transport.wire import Message, Service, Wire, printable
 logger = logging.getLogger(__name__)
 
 RETRY_S = 600.0
-"""Between starts of a daemon that failed to start, for example because its UDP port is taken."""
+"""Pause before a daemon that failed to start is started again. Its UDP port may be taken, for example."""
 IDLE_S = 300.0
-"""The daemon takes 60 MB, so it is stopped when nobody has asked for it for this long."""
+"""The daemon takes 60 MB of memory, so it is stopped when nobody has asked for it for this time."""
 LOOK_S = 5.0
 
 
 class AddressObserver:
-    """Serves `observer` (the daemon's peer id) and `outer` (where the daemon sees a peer)."""
+    """Serves the verbs `observer` (the daemon's peer id) and `outer` (the address at which the daemon sees a peer)."""
 
     def __init__(self, wire: Wire, peer_table: PeerTable, folder: Path, listen: Sequence[str]) -> None:
-        """`folder` keeps the daemon's key. `listen` are the TCP multiaddresses of this node."""
+        """`folder` holds the daemon's key. `listen` are the TCP multiaddresses on which this node listens."""
         self._peer_table, self._folder = peer_table, folder
         self._listen = tuple(f"{address.replace('/tcp/', '/udp/')}/quic-v1" for address in listen)
         self._lock = asyncio.Lock()
@@ -50,7 +51,7 @@ class AddressObserver:
         )
 
     async def run(self) -> None:
-        """Stop the daemon whenever it is idle. Runs forever."""
+        """Stop the daemon whenever it is idle. Runs for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
             async with self._lock:
@@ -79,19 +80,19 @@ class AddressObserver:
             self._client = await ControlClient.open(self._daemon)
         except (MachineError, SwarmError, *DAEMON_ERRORS) as exc:
             await self.close()
-            logger.info("This node relays, but cannot help others to connect directly: %s", exc)
+            logger.info("This relay cannot help other peers to connect directly, because it cannot use UDP: %s", exc)
             raise PeerError("this relay does not listen on UDP", code="no_relay") from exc
         self._retry_at_s = 0.0
 
     async def _on_outer(self, caller: str, message: Message) -> Message:
-        """Where the daemon sees a peer, for callers that it sees too."""
+        """Return the address at which the daemon sees a peer, if it sees both the peer and the caller."""
         seen, peer_id = await self._seen(), printable(message.header.get("of"), 64)
         if caller not in seen or peer_id not in seen:
             raise PeerError("this relay does not see both over UDP", code="not_seen")
         return Message({"outer": list(seen[peer_id])})
 
     async def _seen(self) -> dict[str, tuple[str, int]]:
-        """IP address and UDP port by peer id."""
+        """The IP address and UDP port of each peer that is connected to the daemon."""
         if self._client is None:
             return {}
         try:
@@ -102,7 +103,7 @@ class AddressObserver:
         return {peer_id: (address.host, address.port) for peer_id, address in last.items()}
 
     async def close(self) -> None:
-        """Stop the daemon. Bounded by the daemon's own limit."""
+        """Stop the daemon. Takes at most as long as `Daemon.stop`."""
         daemon, client, self._daemon, self._client = self._daemon, self._client, None, None
         if client is not None:
             client.close()

@@ -1,13 +1,13 @@
 """Direct UDP connections between two members behind NAT, by simultaneous open.
 
-Both connect over UDP to the observer of a relay that they share. An observer is a helper of the relay, with a peer id
-of its own, that says where it sees a peer. Each member asks it for the other's address, and both dial at the same time:
-each NAT takes the other's packets for answers. This works if both NATs keep one public port for all destinations;
-otherwise calls stay on relays.
+Both members connect over UDP to the observer of a relay that they share. An observer is a daemon of the relay with its
+own peer id, and tells at which address it sees a peer (`address_observer`). Each member asks the relay for the other's
+address, and both dial at the same time, so that each NAT takes the other's packets for answers. This works if both NATs
+keep one public port for all destinations. Otherwise calls stay on relays.
 
-A member never dials an address that the other member names, so a member cannot make others dial strangers. It dials
-only what a relay of its own choice has seen: one wide address at an unprivileged port per attempt, and one attempt per
-peer within PAUSE_S.
+A member never dials an address that the other member names, so no member can make another dial a stranger. It only
+dials an address that a relay of its own choice has seen: one wide address at an unprivileged port per attempt, and one
+attempt per peer within PAUSE_S.
 """
 
 from __future__ import annotations
@@ -30,44 +30,45 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 CALLED_S = 30.0
-"""Only peers that were called over a relay within this time are worth an attempt."""
+"""An attempt is made only with a peer that was called over a relay within this time."""
 PAUSE_S = 120.0
-"""After an attempt with a peer. Doubles with each failure, up to MAX_PAUSE_S."""
+"""Pause after an attempt with a peer. It doubles with each failure, up to MAX_PAUSE_S."""
 MAX_PAUSE_S = 3600.0
 SPACING_S = 60.0
-"""Between two attempts of one caller that this node answers."""
+"""Least time between two attempts of one caller that this node answers."""
 MAX_ANSWERED = 8
-"""Callers answered within SPACING_S."""
+"""Limit on the callers that are answered within SPACING_S."""
 BLIND_S = 1800.0
-"""Before a relay that did not answer over UDP is asked again: libp2p gives UDP up after 100 mostly failing dials."""
+"""Pause before a relay that did not answer over UDP is dialed again: after 100 mostly failing dials, libp2p gives up
+UDP."""
 IDLE_S = 30.0
-"""Before the unused connection to an observer is closed."""
+"""The connection to an observer is closed when it has not been used for this time."""
 ASK_S = 10.0
 PUNCH_S = 2 * ASK_S
 MIN_PORT = 1024
 
 
 class HolePunching:
-    """Makes attempts for this member and answers those of others."""
+    """Makes attempts at direct connections for this member, and answers the attempts of others."""
 
     def __init__(self, wire: Libp2pWire, peer_table: PeerTable) -> None:
         self._wire, self._peer_table = wire, peer_table
         self._clock = asyncio.get_running_loop().time
         self._failures: dict[str, int] = {}
-        """Failed attempts by peer since the last success."""
+        """For each peer, the failed attempts since the last success."""
         self._due_at_s: dict[str, float] = {}
         self._answered_at_s: dict[str, float] = {}
         self._observers: dict[str, float] = {}
-        """When the connection to each observer was last needed, by its peer id."""
+        """Peer id of an observer to the time at which the connection to it was last needed."""
         self._blind_until_s: dict[str, float] = {}
-        """Relays that did not answer over UDP."""
+        """For each relay that did not answer over UDP, when it may be dialed again."""
         self._dials: set[asyncio.Task[None]] = set()
         """Dials for the attempts of others."""
         service = Service(self._on_punch, Channel.DHT, per_caller=1, admits=peer_table.is_member)
         wire.serve({"punch": service})
 
     async def run(self) -> None:
-        """Make attempts forever."""
+        """Make attempts, for ever."""
         try:
             while True:
                 for record in self._candidates():
@@ -79,7 +80,7 @@ class HolePunching:
                 task.cancel()
 
     def _candidates(self) -> list[PeerRecord]:
-        """Members that this node only calls over relays. Of two members, the one with the smaller peer id tries."""
+        """Members that this node calls only over relays. Of two members, the one with the smaller peer id tries."""
         me, now_s, called_at_s = self._peer_table.me, self._clock(), self._wire.relayed_at_s
         if not self._peer_table.is_member(me.peer_id):
             return []
@@ -107,7 +108,7 @@ class HolePunching:
             await self._dial(peer_id, await self._ask_observed(relay, peer_id, version))
         except PeerError as exc:
             self._failures[peer_id] = self._failures.get(peer_id, 0) + (exc.code != "too_soon")
-            logger.debug("No direct connection to %s: %s", peer_id[-6:], exc)
+            logger.debug("The attempt at a direct connection to %s failed: %s", peer_id[-6:], exc)
         else:
             self._failures.pop(peer_id, None)
         pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(max(0, self._failures.get(peer_id, 0) - 1), 16))
@@ -119,17 +120,17 @@ class HolePunching:
             try:
                 return relay, await self._connect_observer(relay, None)
             except PeerError as exc:
-                logger.debug("%s does not see this node over UDP: %s", relay[-6:], exc)
+                logger.debug("Relay %s does not see this node over UDP: %s", relay[-6:], exc)
         raise PeerError("no relay sees this node over UDP", code="no_relay")
 
     async def _dial(self, peer_id: str, address: tuple[str, int]) -> None:
-        """Dial the address. Raises PeerError if there is no connection afterwards."""
+        """Dial the peer at this address. Raises PeerError if there is no connection to the peer afterwards."""
         try:
             await self._wire.connect_quic(peer_id, *address)
         except PeerError:
             if peer_id not in await self._wire.seen():  # The other member's dial may have succeeded.
                 raise
-        logger.info("There is a direct connection to %s now: it is not called over relays any more.", peer_id[-6:])
+        logger.info("Peer %s is now called over a direct connection, and no longer over relays.", peer_id[-6:])
 
     async def _on_punch(self, caller: str, message: Message) -> Message:
         relay, version = printable(message.header.get("relay"), 64), message.header.get("version")
@@ -150,10 +151,10 @@ class HolePunching:
         try:
             await self._dial(caller, address)
         except PeerError as exc:
-            logger.debug("No direct connection to %s: %s", caller[-6:], exc)
+            logger.debug("The direct connection that %s asked for failed: %s", caller[-6:], exc)
 
     async def _connect_observer(self, relay: str, version: int | None) -> int:
-        """Connect to a relay's observer over this IP version, or any. Returns the version; raises PeerError."""
+        """Connect to a relay's observer over this IP version, or any if None. Returns the version. Raises PeerError."""
         record, seen = self._peer_table.find(relay), await self._wire.seen()
         endpoint = observer_endpoint(record.addresses if record else (), seen.get(relay, ()), version)
         if self._clock() < self._blind_until_s.get(relay, 0.0):
@@ -188,9 +189,9 @@ class HolePunching:
 
 
 def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: int | None) -> Endpoint:
-    """The UDP endpoint of a relay's observer: the number of a wide TCP endpoint of the relay.
+    """The UDP endpoint of a relay's observer: the address and port number of a wide TCP endpoint of the relay.
 
-    IP addresses in `seen`, at which this node sees the relay, are preferred. Raises PeerError if there is none.
+    Prefers an IP address in `seen`, at which this node sees the relay. Raises PeerError if no endpoint fits.
     """
     fitting = [
         endpoint
@@ -208,7 +209,7 @@ def observer_endpoint(addresses: Sequence[str], seen: Collection[str], version: 
 def read_observed(header: Mapping[str, Any], version: int) -> tuple[str, int]:
     """Read the IP address and UDP port that a relay names. Raises PeerError or one of MALFORMED_ERRORS.
 
-    Only a global unicast address and an unprivileged port can belong to a member behind NAT.
+    Refuses all but global unicast addresses and unprivileged ports, because a member behind NAT has no others.
     """
     host, port = header["outer"]
     ip = ipaddress.ip_address(printable(host, 64))

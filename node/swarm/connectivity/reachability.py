@@ -1,8 +1,8 @@
-"""Reachability: whether others can open a connection to this node, and at which addresses. Peers are asked to try.
+"""Finds out whether, and at which addresses, other peers can open a connection to this node, by asking peers to try.
 
 The asked peer dials the IP address at which it sees the caller, at the port that the caller names, and checks by a
-libp2p handshake that the caller answers. It dials an announced address only if that leads to the same IP address, so
-nobody can make it probe a stranger.
+libp2p handshake that the caller answers. The peer dials an announced address only if that address resolves to the same
+IP address, so nobody can make the peer probe a stranger.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from node.swarm.transport.wire import Message, Service, Wire
 logger = logging.getLogger(__name__)
 
 PROBE_S = 4.0
-"""For one dial with its handshake."""
+"""Timeout of one dial with its handshake."""
 RESOLVE_S = 2.0
 CALL_S = RESOLVE_S + PROBE_S + 2.0
 SPACING_S = 10.0
-"""Between two probes for one caller, and between two times that this node asks."""
+"""Least time between two probes for one caller, and between two requests of this node for probes."""
 RENEW_S = 180.0
 LOOK_S = 1.0
 SEEN_S = 15.0
-"""Between two `seen` calls: a change of this node's address is noticed within this time."""
+"""Time between two `seen` calls, within which this node notices a change of its address."""
 MAX_ASKED = 3
-"""Peers that are asked to dial, per IP version."""
+"""Limit on the peers that are asked to dial, per IP version."""
 NEEDED_FAILURES = 2
-"""Failures needed for a negative verdict, if there are that many peers: one peer may have no way out itself."""
+"""Failures needed for a negative verdict, if there are that many peers. A single peer may have no way out itself."""
 MAX_PROBES = 8
-"""Concurrent probes for all callers."""
+"""Limit on concurrent probes for all callers together."""
 MAX_ANNOUNCED = 4
 MAX_CONFIRMED = 4
-"""Addresses of one IP version and scope."""
+"""Limit on the confirmed addresses of one IP version and scope."""
 MAX_SEEN = 16
 VERSIONS = (4, 6)
 FAILURES = {
@@ -55,12 +55,12 @@ FAILURES = {
     "other_peer": "another node answers",
     "not_libp2p": "another program answers",
 }
-"""Why a dial did not reach the caller: the code in a reply, and the text for people."""
+"""Why a dial did not reach the caller: the code that replies carry, and the text for people."""
 
 Dial = Callable[[str, int, float], Awaitable[str]]
-"""The peer id that listens at an IP address and TCP port, within seconds. Raises PeerError with a code of FAILURES."""
+"""Maps IP address, TCP port and timeout to the peer id that listens there. Raises PeerError with a code of FAILURES."""
 Seen = Callable[[], Awaitable[Mapping[str, Sequence[str]]]]
-"""The IP addresses at which this node sees each directly connected peer."""
+"""Returns the IP addresses at which this node sees each directly connected peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class ReachabilityFinding:
     """What one peer found at one IP address of this node."""
 
     seen: str
-    """The IP address at which it sees this node."""
+    """The IP address at which the peer sees this node."""
     tried: tuple[str, ...] = ()
-    """Multiaddresses without a peer id."""
+    """The multiaddresses, without a peer id, that the peer dialed."""
     reached: tuple[str, ...] = ()
-    """The tried ones at which this node answered."""
+    """The tried addresses at which this node answered."""
     failure: str = ""
-    """A key of FAILURES if it reached none."""
+    """A key of FAILURES if the peer reached none; else empty."""
     max_scope: Scope = Scope.WIDE
-    """The scope of the address at which this node sees the peer: a neighbour does not test a wider address."""
+    """The scope of the address at which this node sees the peer. A neighbour cannot test an address of wider scope."""
 
     @property
     def scope(self) -> Scope:
@@ -86,8 +86,8 @@ class ReachabilityFinding:
 def judge(findings: Sequence[ReachabilityFinding], askable: int) -> bool | None:
     """Whether this node can be reached; None if the findings do not decide. There is one finding per asked peer.
 
-    `askable` is the number of peers that could be asked. Findings of the widest scope decide, because a neighbour
-    reaches what others do not. Two peers outvote one that lies.
+    `askable` is the number of peers that could be asked. The findings of the widest scope decide, because a neighbour
+    reaches addresses that others do not reach. Two honest peers outvote one that lies.
     """
     widest = max((finding.scope for finding in findings), default=Scope.HOST)
     witnesses = [finding for finding in findings if finding.scope is widest]
@@ -101,23 +101,23 @@ def judge(findings: Sequence[ReachabilityFinding], askable: int) -> bool | None:
 
 @dataclass(slots=True)
 class _Family:
-    """What is known for one IP version."""
+    """What this node knows about its reachability over one IP version."""
 
     port: int
-    """TCP port that this node listens on; 0 for none."""
+    """The TCP port on which this node listens; 0 if there is none."""
     verdict: bool | None = None
-    """Whether others can connect; None if nobody has tried or the findings disagree."""
+    """Whether others can connect; None if no peer has tried, or the findings disagree."""
     confirmed: dict[Scope, tuple[str, ...]] = field(default_factory=dict)
     """Addresses at which others have reached this node. Kept until others find something else."""
     findings: tuple[ReachabilityFinding, ...] = ()
-    """Of the peers that were asked last."""
+    """The findings of the peers that were asked last."""
     remembered: frozenset[str] = frozenset()
     """The confirmed addresses from before this node's start that no peer has reached since."""
     in_doubt: bool = False
-    """The node was reachable, and the last findings were negative."""
+    """Whether the last findings were negative although the node was reachable before."""
 
     def update(self, findings: Sequence[ReachabilityFinding], askable: int) -> None:
-        """Apply new findings. A failure after a success counts the second time."""
+        """Apply new findings. After a success, a negative verdict only counts if it is repeated."""
         verdict = judge(findings, askable)
         self.findings = tuple(findings)
         if verdict is False and self.verdict and not self.in_doubt:
@@ -151,9 +151,9 @@ class _Family:
 
 
 class Reachability:
-    """Asks peers to dial this node, and dials those that ask.
+    """Asks peers to dial this node, and dials the peers that ask this node.
 
-    `on_change` is called with whether this node takes itself for callable when that changes.
+    `on_change` is called when this node finds that it is callable, with True, or no longer callable, with False.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class Reachability:
         dial: Dial = peer_at,
         is_relay: bool = False,
     ) -> None:
-        """`ports` maps an IP version to the TCP port that this node listens on; no entry means none.
+        """`ports` maps an IP version to the TCP port on which this node listens, without an entry if it does not.
 
-        `announced` are the user's multiaddresses. `cache` is a file that keeps confirmed addresses.
+        `announced` are the user's multiaddresses. `cache` is the file that keeps confirmed addresses over restarts.
         """
         self._wire, self._peer_table, self._seen, self._dial = wire, peer_table, seen, dial
         self._on_change, self._rng, self._cache, self._is_relay = on_change, rng, cache, is_relay
@@ -181,7 +181,7 @@ class Reachability:
         self._families = {version: _Family(ports.get(version, 0)) for version in VERSIONS}
         self._listens = any(ports.values())
         self._blind_at_s: dict[str, float] = {}
-        """Peers that see this node through a relay only, and when they said so."""
+        """For each peer that sees this node only through a relay, when the peer said so."""
         self._refuted: frozenset[str] = frozenset()
         """Announced addresses that peers have dialed in vain."""
         self._untested: frozenset[str] = frozenset()
@@ -192,7 +192,7 @@ class Reachability:
         self._asked_for: set[str] = set()
         self._seen_at_s = 0.0
         self._observed_at_s: dict[str, float] = {}
-        """IP addresses at which peers see this node, and when one said so last."""
+        """For each IP address at which peers see this node, when a peer last said so."""
         self._ask_soon = True
         """Whether to ask again as soon as SPACING_S allows."""
         wire.serve({"probe": Service(self._on_probe, Channel.DHT), "seen": Service(self._on_seen, Channel.DHT)})
@@ -201,7 +201,7 @@ class Reachability:
 
     @property
     def is_inbound(self) -> bool | None:
-        """Whether others can call this node. None (counts as yes) before a test or if findings disagree."""
+        """Whether others can call this node; None before a test or if findings disagree, which counts as yes."""
         verdicts = [family.verdict for family in self._families.values()]
         if True in verdicts or not self._listens:
             return self._listens
@@ -214,22 +214,22 @@ class Reachability:
 
     @property
     def remembered(self) -> frozenset[str]:
-        """The confirmed addresses that are not announced and that nobody has reached since this node's start."""
+        """The confirmed addresses that are not announced and that no peer has reached since this node's start."""
         known = frozenset[str]().union(*(family.remembered for family in self._families.values()))
         return known.intersection(self.confirmed).difference(self._announced)
 
     @property
     def announced(self) -> tuple[str, ...]:
-        """The user's addresses without those that peers have dialed in vain."""
+        """The user's addresses, except those that peers have dialed in vain."""
         return tuple(address for address in self._announced if address not in self._refuted)
 
     @property
     def observed(self) -> frozenset[str]:
-        """IP addresses at which others see this node."""
+        """The IP addresses at which peers see this node."""
         return frozenset(self._observed_at_s)
 
     def is_closed(self, version: int) -> bool:
-        """Whether others have found that this node cannot be reached over an IP version."""
+        """Whether peers have found that they cannot reach this node over this IP version."""
         return self._families[version].verdict is False
 
     @property
@@ -243,7 +243,7 @@ class Reachability:
 
     @property
     def reason(self) -> str:
-        """What the code means, for a person, with the remedy."""
+        """What `code` means, in sentences for a person, with the remedy."""
         port = next((family.port for family in self._families.values() if family.port), 0)
         text = ""
         match self.code:
@@ -289,7 +289,7 @@ class Reachability:
     # asking
 
     async def run(self) -> None:
-        """Ask forever: when peers come, when this node's address changes, and every RENEW_S."""
+        """Ask peers, for ever: when new peers come, when this node's address changes, and every RENEW_S."""
         await asyncio.to_thread(self._load)
         self._asked_at_s = self._clock() - RENEW_S
         if not self._listens:
@@ -307,10 +307,10 @@ class Reachability:
             await asyncio.sleep(LOOK_S)
 
     async def _find_askable(self) -> set[str]:
-        """Peers that see this node at its address, or will when it calls them.
+        """Peers that see this node at its address, or will see it when it calls them.
 
-        A peer without an inbound port can dial too, and a relay may know no others. A peer that is called over a relay
-        does not see this node and says so; until somebody has tried to dial it, it takes itself for callable.
+        A peer without an inbound port can dial as well, and a relay may know no other peers. A peer that is called over
+        a relay does not see this node and says so. Such a peer may claim an inbound port until it has been tested.
         """
         seen, now_s = await self._seen_or_empty(), self._clock()
         self._blind_at_s = {p: at_s for p, at_s in self._blind_at_s.items() if now_s - at_s < RENEW_S and p not in seen}
@@ -325,7 +325,7 @@ class Reachability:
         return since_s >= SPACING_S and (is_unsure or (wants_others and askable != self._asked_for))
 
     async def ask(self, askable: Sequence[str]) -> None:
-        """Ask some of these peers, and apply their findings."""
+        """Ask some of these peers to dial this node, and apply their findings."""
         seen = await self._seen_or_empty()
         by_version = {
             version: _connected_over(version, askable, seen) for version in VERSIONS if self._families[version].port
@@ -350,13 +350,13 @@ class Reachability:
             self._on_change(self.is_inbound is not False)
 
     async def _ask(self, peer_id: str, max_scope: Scope) -> dict[int, ReachabilityFinding]:
-        """What one peer found, by IP version. `max_scope`: of the address at which this node sees it."""
+        """Ask one peer. Returns its findings by IP version. `max_scope` limits their scope (`ReachabilityFinding`)."""
         ports = {str(version): family.port for version, family in self._families.items() if family.port}
         question = Message({"ports": ports, "announced": list(self._announced)})
         try:
             reply = await self._wire.call(peer_id, "probe", question, timeout_s=CALL_S)
         except PeerError as exc:
-            logger.debug("%s does not say whether it reaches this node: %s", peer_id[-6:], exc)
+            logger.debug("Peer %s did not say whether it reaches this node: %s", peer_id[-6:], exc)
             if exc.code == "not_seen":
                 self._blind_at_s[peer_id] = self._clock()
             return {}
@@ -392,15 +392,15 @@ class Reachability:
         self._untested = frozenset(self._announced if findings else ()) - {a for one in findings for a in one.tried}
 
     async def _ask_seen(self, peer_id: str) -> None:
-        """Ask a peer at which address it sees this node. A new address is tested soon."""
+        """Ask a peer at which addresses it sees this node. A new address is tested soon."""
         try:
             reply = await self._wire.call(peer_id, "seen", Message(), timeout_s=CALL_S)
         except PeerError as exc:
-            logger.debug("%s does not say where it sees this node: %s", peer_id[-6:], exc)
+            logger.debug("Peer %s did not say at which address it sees this node: %s", peer_id[-6:], exc)
             return
         ips = {str(ip) for ip in map(_parse_ip, _items(reply.header.get("seen"))) if ip is not None}
         if self._asked_for and self._note_observed(ips):
-            logger.debug("%s sees this node at a new address", peer_id[-6:])
+            logger.debug("Peer %s sees this node at a new address.", peer_id[-6:])
             self._ask_soon = True
 
     def _note_observed(self, ips: Iterable[str]) -> bool:
@@ -417,7 +417,7 @@ class Reachability:
         try:
             return await self._seen()
         except PeerError as exc:
-            logger.debug("The connected peers are unknown: %s", exc)
+            logger.debug("The list of connected peers could not be read: %s", exc)
             return {}
 
     # answering
@@ -426,7 +426,7 @@ class Reachability:
         return Message({"seen": list((await self._caller_ips(caller)).values())})
 
     async def _caller_ips(self, caller: str) -> dict[int, str]:
-        """The address of the widest scope at which this node sees a peer, for each IP version. Raises PeerError."""
+        """For each IP version, the address of widest scope at which this node sees a peer. Raises PeerError."""
         ips = sorted(map(ipaddress.ip_address, (await self._seen()).get(caller, ())), key=scope_of)
         if not ips:
             raise PeerError("this node sees the caller only through a relay", code="not_seen")
@@ -447,12 +447,12 @@ class Reachability:
                 tried = {direct_address(ip, ports[version]): ports[version]}
                 tried |= {address: port for address, port in announced.items() if ip in resolved[address]}
                 probes.append(self._probe_ip(caller, ip, tried))
-            # Concurrently: one after the other, two closed ports take longer than the caller waits.
+            # Probes run concurrently, because two closed ports in sequence take longer than the caller waits.
             found = await asyncio.gather(*probes)
         return Message({"found": list(found)})
 
     async def _probe_ip(self, caller: str, ip: str, tried: Mapping[str, int]) -> dict[str, object]:
-        """Dial the ports of these addresses at one IP address. Several addresses may have the same port."""
+        """Dial one IP address at the ports of these addresses, several of which may have the same port."""
         ports = sorted(set(tried.values()))
         results = await asyncio.gather(*(self._probe_port(caller, ip, port) for port in ports))
         failures = dict(zip(ports, results, strict=True))
@@ -461,7 +461,7 @@ class Reachability:
         return {"seen": ip, "tried": list(tried), "reached": reached, "why": "" if reached else failures[first_port]}
 
     async def _probe_port(self, caller: str, ip: str, port: int) -> str:
-        """Empty if the caller answers there, else a key of FAILURES."""
+        """Dial one port. Returns an empty text if the caller answers there, else a key of FAILURES."""
         try:
             return "" if await self._dial(ip, port, PROBE_S) == caller else "other_peer"
         except PeerError as exc:
@@ -470,7 +470,7 @@ class Reachability:
     # over restarts
 
     def _load(self) -> None:
-        """Take over the confirmed addresses from before the last start whose port still leads to this node."""
+        """Read the addresses that were confirmed before the last start, and keep those whose port is still in use."""
         if self._cache is None:
             return
         try:
@@ -478,7 +478,7 @@ class Reachability:
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError) as exc:
-            logger.warning("%s is not readable and is ignored: %s", self._cache, exc)
+            logger.warning("The file of confirmed addresses, %s, cannot be read and is ignored: %s", self._cache, exc)
             return
         for address in known[: 2 * len(Scope) * MAX_CONFIRMED]:
             endpoint = parse_endpoint(address) if isinstance(address, str) else None
@@ -496,11 +496,11 @@ class Reachability:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._cache, json.dumps({"confirmed": list(self.confirmed)}, indent=1), forced=False)
         except OSError as exc:
-            logger.warning("Confirmed addresses could not be saved to %s: %s", self._cache, exc)
+            logger.warning("The confirmed addresses could not be saved to %s: %s", self._cache, exc)
 
 
 def listen_ports(addresses: Collection[str]) -> dict[int, int]:
-    """TCP port by IP version, of the first direct address of each."""
+    """For each IP version, the TCP port of its first direct address."""
     ports: dict[int, int] = {}
     for endpoint in filter(None, map(parse_endpoint, addresses)):
         if endpoint.ip is not None:
@@ -509,7 +509,7 @@ def listen_ports(addresses: Collection[str]) -> dict[int, int]:
 
 
 def _connected_over(version: int, askable: Sequence[str], seen: Mapping[str, Sequence[str]]) -> list[str]:
-    """The peers connected over an IP version; for IPv4, if these are few, the unconnected peers too."""
+    """The askable peers that are connected over an IP version. If IPv4 has few, the unconnected peers are added."""
     versions = {peer: {ipaddress.ip_address(ip).version for ip in ips} for peer, ips in seen.items()}
     connected = [peer for peer in askable if version in versions.get(peer, ())]
     if version == 4 and len(connected) < MAX_ASKED:
@@ -518,7 +518,7 @@ def _connected_over(version: int, askable: Sequence[str], seen: Mapping[str, Seq
 
 
 def _read_question(message: Message) -> tuple[dict[int, int], dict[str, int]]:
-    """Port by IP version, and port by announced address. Raises PeerError."""
+    """Read a probe request: port by IP version, and port by announced address. Raises PeerError."""
     ports, announced = message.header.get("ports"), message.header.get("announced")
     if not isinstance(ports, dict) or not isinstance(announced, list) or len(announced) > MAX_ANNOUNCED:
         raise PeerError("a probe has the wrong form")
@@ -532,12 +532,12 @@ def _read_question(message: Message) -> tuple[dict[int, int], dict[str, int]]:
 
 
 def _widest_scope(ips: Sequence[str]) -> Scope:
-    """WIDE if there is none."""
+    """The widest scope of these IP addresses; WIDE if there are none."""
     return max((scope_of(ipaddress.ip_address(ip)) for ip in ips), default=Scope.WIDE)
 
 
 async def _resolve_all(addresses: Collection[str]) -> dict[str, frozenset[str]]:
-    """The IP addresses of each address."""
+    """Resolve each multiaddress to its IP addresses."""
     endpoints = filter(None, map(parse_endpoint, addresses))
     found = await asyncio.gather(*(resolve(endpoint, RESOLVE_S) for endpoint in endpoints))
     return dict(zip(addresses, found, strict=True))
@@ -548,7 +548,7 @@ def _join_endpoints(addresses: Collection[str]) -> str:
 
 
 def _items(value: object) -> list[object]:
-    """The items of a list in a reply, at most one per IP version; none if it is no list."""
+    """The first items of a list from a peer, at most one per IP version; none if the value is no list."""
     return value[: len(VERSIONS)] if isinstance(value, list) else []
 
 

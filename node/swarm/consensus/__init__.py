@@ -1,1 +1,1 @@
-"""The round: attempts, votes, leader, commit. PROTOCOL.md states its rules."""
+"""How members agree on a round: attempts, leader, votes, commit. PROTOCOL.md states the rules."""

@@ -1,7 +1,7 @@
-"""The member's side of one attempt: it attends until the round is committed or the attempt has failed.
+"""The member's side of one attempt: the member attends until the round is committed or the attempt has failed.
 
-`attend` is a long poll. A request says what the member has already, and its vote. The leader answers as soon as there
-is more: the plan, an outcome to vote on, the certificate, or the reason why the attempt is over.
+`attend` is a long poll. The request states what the member already has, and its vote. The leader answers as soon as it
+has more: the plan, an outcome to vote on, the certificate, or the reason why the attempt is over.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 BACK_OFF_S = 0.3
 LEADER_PATIENCE_S = 45.0
 MOST_STRANGE = 20
-"""Answers in a row from peers that do not lead, after which the attempt is given up."""
+"""After this many answers in a row from peers that do not lead, the attempt is given up."""
 VOTE_AGAIN_S = 1.0
-"""A mean that could not be fetched is tried again after this time."""
+"""Pause before a member tries again to fetch a mean."""
 
 
 class Attendance:
-    """One attempt of this node as a member."""
+    """Takes this node through an attempt as a member."""
 
     def __init__(
         self, ctx: Context, ballot: Ballot, stages: StageTimer, committer: Committer, voter: Voter, sender: Sender
@@ -42,7 +42,7 @@ class Attendance:
         self._committer, self._voter, self._sender = committer, voter, sender
 
     async def attend(self, attempt: Attempt, mine: LocalContribution, join: Document) -> None:
-        """From joining to commit, or RoundFailed. Every wait ends: with an answer, a dead leader, or the time."""
+        """Attend from the join to the commit. Every wait has a timeout. Raises RoundFailed, PeerError."""
         ctx = self._ctx
         patient_until_s, strange = ctx.clock() + self._patience_s(), 0
         while not attempt.ended.is_set() and ctx.chain.tip.head == mine.parent:
@@ -52,7 +52,7 @@ class Attendance:
             else:
                 self._ballot.look_up()
                 if ctx.clock() > patient_until_s and self._enough_members():
-                    raise RoundFailed("the leader closes no group", code="leader_lost")
+                    raise RoundFailed("the leader did not close its group in time", code="leader_lost")
             target = attempt.holder or ctx.leader_at(attempt.number)
             attempt.asked.add(target)
             asked_at_s = ctx.clock()
@@ -63,22 +63,22 @@ class Attendance:
             attempt.holder = target if is_holder else ""
             strange = 0 if is_holder else strange + 1
             if strange > MOST_STRANGE:
-                raise RoundFailed("no leader could be agreed on", code="leader_lost")
+                raise RoundFailed("the members do not agree on a leader", code="leader_lost")
             if status not in ("plan", "proposal") and ctx.clock() - asked_at_s < BACK_OFF_S:
                 await first((attempt.ended, attempt.has_news), BACK_OFF_S)
         attempt.raise_failure()
 
     def _patience_s(self) -> float:
-        """How long to wait for a leader to close the group: longer than any rule keeps a group open."""
+        """Seconds to wait until the leader closes the group: longer than any rule keeps a group open."""
         return LEADER_PATIENCE_S + PATIENCE_RATIO * (self._ctx.chain.tip.round_s or 0.0)
 
     def _enough_members(self) -> bool:
         return len(self._ctx.peer_table.members()) >= self._ctx.rules.closing.min_peers
 
     async def _ask(self, attempt: Attempt, target: str, mine: LocalContribution, join: Document) -> str:
-        """Attend once. Returns the status of the answer, `again` if there was none. Raises RoundFailed.
+        """Attend once. Returns the status of the answer, or `again` without an answer. Raises RoundFailed, PeerError.
 
-        The request is repeated when this node has voted meanwhile, and once after a connection that broke.
+        The caller repeats the request if this node has voted meanwhile, and once if the connection broke.
         """
         reply = await self._call(attempt, target, join)
         if reply is None:
@@ -112,7 +112,7 @@ class Attendance:
         return status
 
     async def _call(self, attempt: Attempt, target: str, join: Document) -> Message | None:
-        """One long poll. None if this node has news for the leader meanwhile, or the connection broke once."""
+        """Make one long poll. Returns None if this node has news for the leader, or if the connection broke once."""
         ctx = self._ctx
         header: dict[str, Any] = {"attempt": attempt.number, "join": join.model_dump(), "has": attempt.has}
         if (known := self._ballot.accepted) is not None and known.attempt < attempt.number:
@@ -145,13 +145,13 @@ class Attendance:
         return reply
 
     def take_plan(self, attempt: Attempt, leader: str, document: Document, mine: LocalContribution) -> None:
-        """Check the leader's plan, prepare to reduce, and start to send. Raises PeerError."""
+        """Check the leader's plan, prepare to reduce, and start to send this node's chunks. Raises PeerError."""
         ctx, plan = self._ctx, read(document, Plan)
         joins = check_plan(plan, ctx.rules.bounds, attempt.parent, ctx.next_round)
         if document.signer != leader or plan.attempt != attempt.number or not ctx.peer_table.is_member(leader):
-            raise PeerError("a plan is not its leader's")
+            raise PeerError("a plan does not come from the leader of this attempt")
         if ctx.me not in joins or joins[ctx.me].tokens != mine.tokens:
-            raise PeerError("a plan does not hold this node's join")
+            raise PeerError("a plan does not contain this node's join")
         if attempt.planned.is_set():
             return
         self._lead_by(attempt, leader, "plan")
@@ -176,13 +176,13 @@ class Attendance:
         attempt.voting = self._ctx.tasks.spawn(self._vote(attempt, leader, document, hashes))
 
     async def _vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> None:
-        """Vote, or refuse. The next request tells the leader. A mean that cannot be fetched is tried again."""
+        """Vote or refuse; the next request tells the leader. If the mean cannot be fetched, refuse and try again."""
         await self._ctx.hooks.at("commit")
         while not attempt.ended.is_set():
             try:
                 vote = await self._voter.vote(attempt, leader, document, hashes)
             except SwarmError as exc:
-                logger.info("This node does not vote for the outcome of %s: %s", leader[-6:], exc)
+                logger.info("This node does not vote for the outcome of leader %s: %s", leader[-6:], exc)
                 attempt.vote = ""
                 attempt.has_news.set()
                 if exc.code not in ("unreachable", "timeout"):

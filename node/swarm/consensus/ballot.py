@@ -1,6 +1,6 @@
-"""One node's state of the current round: attempts, vote, contribution. `Participant` owns the ballot.
+"""One node's state of the current round: its attempts, its vote, its contribution. `Participant` owns the ballot.
 
-Handlers and leader change it through its methods. All run on one event loop.
+Handlers and the leader change the ballot through its methods. All of them run on one event loop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.messages import AcceptedOutcome, Document, Join, Proof, SavedBallot
 
 MAX_RAISES = 64
-"""Attempts of one round that one peer may begin."""
+"""Limit on the attempts of one round that one peer may begin."""
 MAX_AHEAD = 1000
-"""Attempts that a peer may be ahead, so that no peer can exhaust the numbers."""
+"""Limit on how many attempts a peer may be ahead, so that no peer can use up the attempt numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalContribution:
-    """What this node's trainer contributes to the round after `parent`. It stays the same until that is committed."""
+    """What this node's trainer contributes to the round after `parent`. It stays the same until the round is over."""
 
     parent: str
     chunks: Sequence[bytes]
@@ -40,7 +40,7 @@ class LocalContribution:
     norm: float
     """L2 norm of the whole vector, as decoded (`ChunkLayout.norm`)."""
     evaluation_loss: float | None = None
-    """Of the anchor at `parent`."""
+    """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
     settle_s: float = 0.0
     """Seconds from the commit of `parent` to the first inner step after it."""
 
@@ -53,57 +53,57 @@ class Attempt:
     number: int
     joins: dict[str, Document] = field(default_factory=dict)
     proposals: dict[str, AcceptedOutcome] = field(default_factory=dict)
-    """Outcomes that members accepted in earlier attempts, by member."""
+    """The outcome that each member has accepted in an earlier attempt."""
     attended_at_s: dict[str, float] = field(default_factory=dict)
-    """When each member that joined this node has last attended."""
+    """When each member that has joined at this node last attended."""
     plan: Document | None = None
     """As the leader: the plan, for its members."""
     proposal: AcceptedOutcome | None = None
-    """As the leader: the outcome, for all that have joined."""
+    """As the leader: the outcome that is proposed to all joined members."""
     votes: dict[str, str] = field(default_factory=dict)
     """As the leader: the vote for `proposal` of each member that has answered; empty if it refuses."""
     has_vote: asyncio.Event = field(default_factory=asyncio.Event)
-    """As the leader: a member has answered the proposal."""
+    """As the leader: set when a member has answered the proposal."""
     proof: Proof | None = None
-    """As the leader: the certificate, once the outcome is ratified."""
+    """As the leader: the commit certificate; None until the outcome is ratified."""
     committed_at_s: float = 0.0
     """As the leader: when the next round began."""
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
     """As the leader: set, and replaced, when there is more to tell the members."""
     asked: set[str] = field(default_factory=set)
-    """Peers that this node asked to lead. One, unless members came or went meanwhile."""
+    """Peers that this node has asked to lead: more than one only if members came or went meanwhile."""
     holder: str = ""
-    """The leader that holds this node's join. The node joins no other leader in this attempt until it is released."""
+    """The leader that holds this node's join. Until it is released, the node joins no other leader in this attempt."""
     closed: bool = False
-    """This node leads the attempt and has closed its group, so joined members cannot go to another leader."""
+    """As the leader: whether the group is closed. Then joined members cannot go to another leader."""
     leader: str = ""
     has: Literal["", "plan", "proposal"] = ""
     """As a member: what the leader has told this node so far."""
     deadline_s: float = math.inf
-    """As a member: when to give up, once there is a plan."""
+    """As a member: when to give up; infinite until the plan arrives."""
     vote: Any = None
     """As a member: this node's vote for the leader's outcome; empty if it refuses, None while it checks."""
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    """As a member: the vote is new, and the leader does not know it."""
+    """As a member: set when there is a vote that the leader does not know yet."""
     has_broken: bool = False
-    """As a member: the connection to the leader broke in the last call."""
+    """As a member: whether the connection to the leader broke in the last call."""
     weights: Mapping[str, Join] = field(default_factory=dict)
     reducer: Reducer | None = None
     planned: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: NodeError | None = None
     suspect: str = ""
-    """As the leader: the reducer that did not answer, which ended the attempt."""
+    """As the leader: the reducer whose missing answer ended the attempt; empty if there is none."""
     leading: asyncio.Future[None] | None = None
     sending: asyncio.Future[None] | None = None
     voting: asyncio.Future[None] | None = None
     waiting_reason: str = ""
     waiting_code: str = ""
-    """One of `rules.WAITING_CODES`, or empty."""
+    """One of `group_closing.WAITING_CODES`, or empty."""
 
     @property
     def key(self) -> dict[str, str | int]:
-        """Names the attempt in a message."""
+        """The header fields that name the attempt in a message."""
         return {"parent": self.parent, "attempt": self.number}
 
     def fail(self, error: NodeError) -> None:
@@ -113,17 +113,17 @@ class Attempt:
             self.finish()
 
     def finish(self) -> None:
-        """The attempt is over. Without a failure, the round is committed."""
+        """Mark the attempt as over. If there is no failure, the round is committed."""
         self.ended.set()
         self.tell()
 
     def tell(self) -> None:
-        """Answer the members that wait, because there is more to tell them."""
+        """Wake the calls of waiting members, because there is more to tell them."""
         self.has_more.set()
         self.has_more = asyncio.Event()
 
     def stop(self) -> None:
-        """Cancel the attempt's tasks and drop received data. The next attempt receives it again."""
+        """Cancel the attempt's tasks and drop its data. The members send the data again in the next attempt."""
         current = asyncio.current_task()
         for task in (self.leading, self.sending, self.voting):
             if task is not None and task is not current:
@@ -135,7 +135,7 @@ class Attempt:
             raise RoundFailed(str(self.failure), code=self.failure.code) from self.failure
 
     async def reducer_ready(self, timeout_s: float) -> Reducer:
-        """The reducer. Contributions may arrive before the plan does."""
+        """Wait for the plan, because contributions may arrive before it, and return the reducer. Raises PeerError."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.planned.wait()
@@ -154,27 +154,27 @@ class Ballot:
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
         self.number = 0
-        """The highest attempt seen. Lower attempts are ignored."""
+        """The highest attempt that this node has seen. Lower attempts are ignored."""
         self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
         self.accepted: AcceptedOutcome | None = None
         self.suspensions_at_vote: int | None = None
-        """How often this process had been suspended when it voted first; None before."""
+        """The count of this process's suspensions at its first vote in this round; None before that vote."""
         self.led = -1
-        """The last attempt in which this node signed an outcome as the leader."""
+        """The last attempt in which this node signed an outcome as the leader; -1 if there is none."""
         self.omitted: set[str] = set()
-        """Members that failed an attempt that this node led. Its next plans for this round omit them."""
+        """Members because of which an attempt led by this node failed. Its next plans for this round omit them."""
         self.distrusts_reducers = False
-        """A result of this round was refused, so each leader reduces alone."""
+        """Whether a result of this round was refused. Then this node reduces alone when it leads."""
         self._false_claims: dict[str, str] = {}
-        """Peer id to a head that the peer claimed to be ahead with and could not show. Kept over rounds."""
+        """Peer id to a head with which the peer claimed to be ahead, without proof. Kept over rounds."""
         self._accusers: dict[str, dict[str, int]] = {}
-        """Reducer to the leaders that accused it, with the round. Kept for LATELY rounds."""
+        """For each reducer, the leaders that accused it and the round in which they did. Kept for LATELY rounds."""
         self.joined_at: dict[str, int] = {}
         """Peer id to the round in which the peer last sent a join. Kept for LATELY rounds."""
 
     def has_false_claim(self, record: PeerRecord) -> bool:
-        """Whether the peer could not show the head that it claims."""
+        """Whether the peer has failed to prove the head that it claims."""
         return self._false_claims.get(record.peer_id) == record.head
 
     def add_false_claim(self, record: PeerRecord) -> None:
@@ -190,24 +190,24 @@ class Ballot:
         return self.attempt(self.number)
 
     def check_number(self, number: object) -> int:
-        """An attempt number from a peer. Raises PeerError."""
+        """Return an attempt number from a peer if it is valid. Raises PeerError."""
         if not isinstance(number, int) or not 0 <= number <= self.number + MAX_AHEAD:
-            raise PeerError("a message names no attempt")
+            raise PeerError("a message has no valid attempt number")
         return number
 
     def to_save(self, attempt: Attempt) -> SavedBallot:
-        """What this node must not forget in a crash before it goes on in this attempt."""
+        """What must be on the disk before this node goes on in this attempt, so that a crash does not lose it."""
         return SavedBallot(parent=attempt.parent, number=attempt.number, led=self.led, accepted=self.accepted)
 
     def restore(self, saved: SavedBallot) -> None:
-        """Continue after a crash. The node goes past an attempt that it led: its outcome may have votes."""
+        """Continue after a crash. The node leads no attempt twice, because the first outcome may have votes."""
         self.number = max(self.number, saved.number, saved.led + 1)
         self.accepted = self.accepted or saved.accepted
 
     def enter(self, parent: str, number: int, caller: str) -> Attempt:
-        """The attempt that a peer names, if the peer may enter it. A higher number ends all lower attempts."""
+        """Return the attempt that a peer names. A higher number ends all lower attempts. Raises PeerError."""
         if parent != self._chain.tip.head:
-            raise PeerError("that is not the round this node is in", code="round_failed")
+            raise PeerError("this node is in another round", code="round_failed")
         if number < self.number:
             raise PeerError("a later attempt is under way", code="round_failed")
         if number > self.number:
@@ -222,7 +222,7 @@ class Ballot:
         return self.attempt(number)
 
     def look_up(self) -> None:
-        """Enter a later attempt that the record of a live member in the same state names."""
+        """Enter a later attempt if the record of a live member with the same state names one."""
         tip = self._chain.tip
         for record in self._peer_table.members():
             if record.head == tip.head and record.state_digest == tip.digest and record.attempt > self.number:
@@ -230,7 +230,7 @@ class Ballot:
                     self.enter(tip.head, self.check_number(record.attempt), record.peer_id)
 
     def follow(self, attempt: Attempt, later: object, code: object) -> NoReturn:
-        """Go to the later attempt that a leader names, at most MAX_AHEAD further. Always raises RoundFailed."""
+        """Go to the later attempt that a leader names, at most MAX_AHEAD ahead. Always raises RoundFailed."""
         if not isinstance(later, int) or later <= attempt.number:
             raise RoundFailed("the leader names no later attempt", code="leader_lost")
         self.number = max(self.number, min(later, attempt.number + MAX_AHEAD))
@@ -238,9 +238,9 @@ class Ballot:
         raise RoundFailed(reason, code=known_code(code))
 
     def release(self, number: int, peer: str) -> bool:
-        """Let a member that joined this node's attempt join another leader; False once the group is closed.
+        """Let a member that joined this node's attempt join another leader. Returns False if the group is closed.
 
-        A member joins one leader in an attempt, so only one leader has the majority that a proposal needs.
+        In one attempt a member joins one leader, so only one leader has the majority that a proposal needs.
         """
         attempt = self._attempts.get(number)
         if attempt is None or peer not in attempt.joins:
@@ -258,19 +258,19 @@ class Ballot:
             self.number = max(self.number, attempt.number + 1)
 
     def failure_of(self, number: int) -> dict[str, str]:
-        """Why this node gave up an attempt, for a peer that still asks for it; empty if unknown."""
+        """Why this node gave up an attempt, as header fields for a peer that still asks for it; empty if unknown."""
         attempt = self._attempts.get(number)
         if attempt is None or attempt.failure is None:
             return {}
         return {"reason": str(attempt.failure), "code": attempt.failure.code, "suspect": attempt.suspect}
 
     def accuse(self, accuser: str, suspect: object) -> None:
-        """A leader says that this reducer did not answer. One accusation for each attempt is heard."""
+        """Record that a leader says that this reducer did not answer."""
         if isinstance(suspect, str) and self._peer_table.is_member(suspect):
             self._accusers.setdefault(suspect, {})[accuser] = self._chain.tip.round
 
     def is_accused(self, peer: str) -> bool:
-        """Whether a leader of this round, or two leaders lately, said that this reducer did not answer."""
+        """Whether a leader of this round, or two leaders of the last LATELY rounds, accused this reducer."""
         accusers = self._accusers.get(peer, {})
         return len(accusers) > 1 or self._chain.tip.round in accusers.values()
 
@@ -279,7 +279,7 @@ class Ballot:
         return self.mine is not None and self.mine.parent == parent
 
     def clear(self) -> list[Attempt]:
-        """Start the next round. Returns the attempts of the last one; the caller ends them."""
+        """Start the next round. Returns the attempts of the last round, which the caller must end."""
         attempts = list(self._attempts.values())
         self._attempts, self.number, self.led = {}, 0, -1
         self.mine, self.accepted, self.suspensions_at_vote = None, None, None
@@ -311,14 +311,14 @@ class StageTimer:
         self.stage, self._since_s = stage, self._clock()
 
     def finish(self) -> dict[str, float]:
-        """Go idle. Returns the seconds by stage since the last call."""
+        """Go to the stage `idle`. Returns the seconds spent in each stage since the last call."""
         self.enter("idle")
         spent_s, self._spent_s = self._spent_s, {}
         return spent_s
 
 
 def known_code(code: object) -> str:
-    """A reason from a peer as one of the counted codes; `round_failed` for anything else."""
+    """Return a peer's reason if it is one of FAILURE_REASONS, else `round_failed`."""
     return str(code) if code in FAILURE_REASONS else RoundFailed.code
 
 

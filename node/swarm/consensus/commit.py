@@ -1,6 +1,6 @@
-"""Adopts committed rounds: checks the proof, fetches the mean, takes the outer step.
+"""The committer adopts committed rounds: it checks the proof, fetches the mean, and takes the outer step.
 
-Nothing else changes the outer state.
+No other code changes the outer state.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from node.swarm.transport.wire import Message
 logger = logging.getLogger(__name__)
 
 SLOW_FETCH_S = 1.0
-"""A member that fetched the mean for longer asks the leader when the round was committed."""
+"""A member that fetched the mean for longer than this asks the leader when the round was committed."""
 ASK_S = 2.0
-"""Timeout of that question."""
+"""Timeout of the call that asks the leader when the round was committed."""
 EVICT_S = 600.0
-"""A member that signs two outcomes in one attempt is evicted for this time. It may have lost its memory in a crash."""
+"""A peer that signs two outcomes in one attempt is evicted for this time only: it may have lost its data in a crash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A round is over for this node: the new tip, and what became of its contribution."""
+    """A committed round: the new tip, and whether this node's contribution is included."""
 
     tip: Tip
     outcome: RoundOutcome
     included: bool
     offered: bool
-    """Whether this node had joined with a contribution."""
+    """Whether this node had offered a contribution to the round."""
     stage_s: dict[str, float]
     fetch_s: float = 0.0
     """Seconds from the commit until this node had adopted it."""
@@ -58,25 +58,25 @@ class Committer:
         self._transfer_s = 0.0
         self._adopting = asyncio.Lock()
         self._signed: dict[tuple[str, int], str] = {}
-        """(signer, attempt) to the outcome that it signed for this round. A second outcome evicts the signer."""
+        """The outcome of this round that each (signer, attempt) has signed. A second outcome evicts the signer."""
         self._mean: tuple[str, Tensor] | None = None
-        """The newest mean that was decoded and found within its bound, by the root of its hashes."""
+        """Root of the chunk hashes, and mean, of the newest result whose norm was found within its bound."""
         self._present_since: int | None = None
-        """Suspensions of this process at its last round; None before it has offered a contribution to a whole round."""
+        """The count of this process's suspensions at the last round that it took part in; None before the first."""
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from the closed group to the commit, in the last round that included this node; 0.0 before."""
+        """Seconds from the plan to the commit, in the last round that included this node; 0.0 before the first."""
         return self._transfer_s
 
     async def adopt(self, proof: Proof, committed_at_s: float | None = None) -> bool:
-        """Take the outer step that a proof stands for. False if the proof is not about this node's next round.
+        """Check a proof and take its outer step. Returns False if the proof is not for this node's next round.
 
-        Raises PeerError for a proof that does not hold.
+        Raises PeerError if the proof is not valid.
 
         Args:
-            committed_at_s: when the round was committed, on this node's clock; None: now. The next round counts from
-                there, however long it takes to fetch and to apply the mean.
+            committed_at_s: when the round was committed, on this node's clock; None means now. The next round begins
+                at this time, however long it takes to fetch and apply the mean.
         """
         ctx = self._ctx
         committed_at_s = ctx.clock() if committed_at_s is None else committed_at_s
@@ -88,7 +88,7 @@ class Committer:
                 return False
             self.check_round(outcome, joins)
             if not self._is_supported(proof):
-                raise PeerError("most members of the last round know nothing of a result", code="unsupported")
+                raise PeerError("too few contributors to the last round support a result", code="unsupported")
             self.check_equivocation(proof.outcome, outcome)
             hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
             chunks, mean = await self.mean_of(outcome, included, hashes)
@@ -106,18 +106,18 @@ class Committer:
             return True
 
     async def adopt_quietly(self, proof: Proof, committed_at_s: float) -> None:
-        """Adopt a proof; after a failure the node catches up."""
+        """Adopt a proof. If that fails, log the reason and make the node catch up."""
         try:
             await self.adopt(proof, committed_at_s)
         except SwarmError as exc:
-            logger.info("Could not adopt a committed round yet: %s", exc)
+            logger.info("This node could not adopt a committed round yet: %s", exc)
             self._ctx.behind.set()
 
     async def replay_next(self) -> bool:
-        """Take the round after the tip from the disk, if an earlier process of this node committed it.
+        """Replay the round after the tip from the disk, if an earlier process of this node committed it.
 
-        All checks are those of `adopt`, except whether others support the round: the earlier process checked that.
-        False if the disk has no such round.
+        The checks are those of `adopt`, except for the support of other peers, which the earlier process has checked.
+        Returns False if the disk has no such round, or a damaged one.
         """
         ctx = self._ctx
         proof = ctx.chain.next_stored()
@@ -139,14 +139,14 @@ class Committer:
                     self._commit(tip, outcome, proof, now_s, is_replayed=True)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
-            logger.warning("Round %d is on the disk, but cannot be read: %s", ctx.next_round, exc)
+            logger.warning("Round %d is on the disk, but cannot be replayed: %s", ctx.next_round, exc)
             ctx.chain.forget_stored()
-            if not isinstance(exc, OSError):  # The next start may be able to read it.
+            if not isinstance(exc, OSError):  # After an OSError, the next start may be able to read the round.
                 await asyncio.to_thread(ctx.chain.store.keep_only, ctx.chain.heads())
             return False
 
     async def _ask_commit_time(self, proof: Proof) -> float:
-        """Ask the leader when the round was committed, on this node's clock; now if it does not answer.
+        """Ask the leader when the round was committed. Returns that time on this node's clock; now without an answer.
 
         On a slow link the commit message waits behind the chunks of the mean. After the fetch the link is free, and
         the leader's answer arrives at once.
@@ -157,13 +157,13 @@ class Committer:
         try:
             reply = await ctx.wire.call(leader, "chain", Message({"heads": [head]}), timeout_s=ASK_S)
         except PeerError as exc:
-            logger.debug("The leader does not say when the round was committed: %s", exc)
+            logger.debug("The leader did not say when the round was committed: %s", exc)
             return ctx.clock()
         age_s = ctx.stated_age_s(reply.header) if reply.header.get("head") == head else 0.0
         return ctx.clock() - min(age_s, ctx.age_s)
 
     async def keep_own_line(self) -> None:
-        """Remove the stored rounds of other branches. No round is committed meanwhile."""
+        """Remove the stored rounds of other branches. No round can be committed while this runs."""
         chain = self._ctx.chain
         async with self._adopting:
             await asyncio.to_thread(chain.store.keep_only, chain.heads())
@@ -178,14 +178,14 @@ class Committer:
         return await asyncio.to_thread(next_tip, tip, outer, mean, proof, outcome, included, at_s, ranges)
 
     def check_round(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
-        """The outcome must be of the next round, and its joins must fit this node's tip. Raises PeerError."""
+        """Raise PeerError unless the outcome is of the next round and its joins fit this node's tip."""
         if outcome.round != self._ctx.next_round:
-            raise PeerError(f"an outcome calls round {self._ctx.next_round} round {outcome.round}")
+            raise PeerError(f"an outcome has the number {outcome.round} where round {self._ctx.next_round} is next")
         for join in joins.values():
             self._ctx.check_join_fits(join)
 
     def _is_supported(self, proof: Proof) -> bool:
-        """Whether this node may adopt the proof (`Electorate.believes`)."""
+        """Whether this node may adopt the proof, by its own vote or by those of others (`Electorate.believes`)."""
         accepted = self._ballot.accepted
         if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
             return True
@@ -198,13 +198,13 @@ class Committer:
 
     @property
     def _was_away(self) -> bool:
-        """Whether this process has started or stood still since its last round, so that others may have gone on."""
+        """Whether this process has started or was suspended since its last round. Then the others may have gone on."""
         return self._present_since != self._ctx.peer_table.suspensions
 
     async def mean_of(
         self, outcome: RoundOutcome, included: Mapping[str, Join], hashes: Sequence[bytes]
     ) -> tuple[list[bytes], Tensor]:
-        """All chunks of a result and the mean, fp32 [P_f]. Raises PeerError if its norm exceeds the bound."""
+        """Fetch and decode a result. Returns its chunks and its mean, fp32 [P_f]. Raises PeerError, RoundFailed."""
         chunks = await self._ctx.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
             layout = self._ctx.rules.layout_at(outcome.round)
@@ -220,13 +220,13 @@ class Committer:
         return chunks, self._mean[1]
 
     def check_equivocation(self, document: Document, outcome: RoundOutcome) -> bool:
-        """Record the signer of an outcome of this round. Evicts a signer of two outcomes and returns False."""
+        """Record the signer of an outcome. Evicts it and returns False if it signed two outcomes in one attempt."""
         if outcome.plan.parent != self._ctx.chain.tip.head:
             return True
         known = self._signed.setdefault((document.signer, outcome.plan.attempt), document.hash)
         if known == document.hash:
             return True
-        logger.warning("Peer %s signed two outcomes for one attempt: it is evicted.", document.signer[-6:])
+        logger.warning("Peer %s is evicted because it signed two outcomes for one attempt.", document.signer[-6:])
         self._ctx.peer_table.evict(document.signer, EVICT_S)
         self._ctx.wire.traffic.reject(PeerError("two outcomes", code="equivocation"))
         return False
@@ -273,10 +273,10 @@ class Committer:
         )
 
     def anchor_at_s(self, parent: str, committed_at_s: float, *, is_included: bool) -> float:
-        """The start of the round that follows the commit, on this node's clock.
+        """When the round after this commit begins, on this node's clock.
 
-        In overlapped runs it is the moment when this node's contribution was ready, so that averaging does not lengthen
-        the round. Otherwise it is the commit, but not before a contribution that the commit includes.
+        In overlapped runs, the round begins when this node's contribution was ready, so averaging does not lengthen the
+        round. In other runs it begins at the commit, but not before this node's own contribution, if included.
         """
         ballot = self._ballot
         is_mine = is_included and ballot.offers(parent)
@@ -286,7 +286,7 @@ class Committer:
 
 
 def _load(store: ResultStore, proof: Proof, layout: ChunkLayout) -> list[bytes]:
-    """The chunks of a stored result, each checked. Raises OSError, ValueError, PeerError."""
+    """Load the chunks of a stored result and check each one. Raises OSError, ValueError, PeerError."""
     chunks = store.load(proof)
     for chunk, data in enumerate(chunks):
         layout.check(chunk, data)

@@ -1,4 +1,4 @@
-"""Shared by all parts of one node's consensus: transport, peer table, rules, chain. No field changes after start."""
+"""What all parts of one node's consensus share: transport, peer table, rules, chain. No field changes after start."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CALL_S = 5.0
 SLOWEST_BYTES_PER_S = 200_000.0
 """The slowest uplink that a run supports: 2 Mbit/s, less headers (`rate_limiter.OVERHEAD_RATIO`) and other traffic."""
 FIXED_S = 15.0
-"""Added to the time of every bulk transfer."""
+"""The constant part of the timeout of a bulk transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The manifest's settings for rounds."""
+    """The settings of the manifest that concern rounds."""
 
     run: str
     layouts: tuple[ChunkLayout, ...]
@@ -42,9 +42,9 @@ class Rules:
     closing: ClosingRule
     outer: OuterRule
     max_tokens: int
-    """Most tokens that one contribution may weigh."""
+    """Upper limit on the tokens of one contribution, which are its weight."""
     overlapped: bool = False
-    """Training continues while a round is averaged."""
+    """Whether training continues while a round is averaged."""
 
     @property
     def bounds(self) -> Bounds:
@@ -66,13 +66,13 @@ class Rules:
 
 
 class BackgroundTasks:
-    """Background tasks. The owner ends them with `close`."""
+    """A set of background tasks, which its owner ends with `close`."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Run concurrently. An unexpected error is logged with its traceback."""
+        """Run work in a background task. An unexpected error is logged with its traceback."""
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._reap)
@@ -82,7 +82,7 @@ class BackgroundTasks:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, NodeError) else logging.ERROR
-            logger.log(level, "A task of the round ended: %s", error, exc_info=level == logging.ERROR and error)
+            logger.log(level, "A task of the round failed: %s", error, exc_info=level == logging.ERROR and error)
 
     async def close(self) -> None:
         for task in list(self._running):
@@ -92,7 +92,7 @@ class BackgroundTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Shared by participant, leader, handlers, committer and sender of one node. Lives on one event loop."""
+    """What participant, leader, handlers, committer and sender of one node share. Lives on one event loop."""
 
     wire: Wire
     peer_table: PeerTable
@@ -101,7 +101,7 @@ class Context:
     hooks: FaultHooks
     results: ResultCache
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Returns monotonic seconds."""
     uplink: UplinkEstimator = field(default_factory=UplinkEstimator)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     behind: asyncio.Event = field(default_factory=asyncio.Event)
@@ -131,14 +131,14 @@ class Context:
 
     @property
     def upload_bytes_s(self) -> float:
-        """This node's uplink: the measured rate, within the volunteer's limit; 0 while neither is known."""
+        """This node's uplink rate: as measured, but at most the volunteer's limit; 0 while neither is known."""
         return min((rate for rate in (self.uplink.bytes_s, self.wire.upload_limiter.bytes_s) if rate > 0), default=0.0)
 
     def live_members(self) -> set[str]:
         return {record.peer_id for record in self.peer_table.members()}
 
     def electorate(self) -> Electorate:
-        """Who decides about the current round, as this node sees it."""
+        """The peers that decide about the current round, as this node sees them."""
         contributors = frozenset(self.chain.tip.last_weights)
         return Electorate(
             contributors=contributors,
@@ -148,7 +148,7 @@ class Context:
         )
 
     def leader_at(self, number: int) -> str:
-        """The leader of this attempt at the next round. All members with the same tip compute the same leader."""
+        """The leader of this attempt at the next round. Members with the same tip and the same peers agree on it."""
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
         slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
@@ -156,9 +156,9 @@ class Context:
         return leader_of(tip.head, leaders, number, slow | (set(leaders) - set(preferred)))
 
     def check_join_fits(self, join: Join) -> None:
-        """A join at this node's head must name its outer state and the length of the round. Raises PeerError.
+        """Raise PeerError unless a join at this node's head names the node's outer state and length of the round.
 
-        The length of the next round follows from the joins.
+        The length of the next round is computed from the joins.
         """
         tip = self.chain.tip
         if join.state != tip.digest:
@@ -167,9 +167,9 @@ class Context:
             raise PeerError("a join names another length of the round")
 
     def stated_age_s(self, header: Mapping[str, Any]) -> float:
-        """Seconds since the round of a message began, according to its sender; 0.0 if it does not say.
+        """Seconds since the round of a message began, according to its sender; 0.0 if the message does not say.
 
-        At most `patience_s` above the length of a round, so that a false age does not make the round overdue.
+        The result exceeds the length of a round by at most `patience_s`, so a false age cannot make a round overdue.
         """
         age_s, round_s = header.get("age_s"), self.chain.tip.round_s
         if not isinstance(age_s, float) or not 0 <= age_s < math.inf:

@@ -1,8 +1,8 @@
-"""Sends a contribution to the reducers, on a slow uplink through a *depositary*.
+"""Sends a contribution to the reducers: directly, or from a slow uplink through a *depositary*.
 
-A member on a slow line gives its whole signed contribution to a member on a fast line, before the round has a plan.
-When the plan arrives, the depositary sends each reducer its chunks. A reducer checks every chunk against the member's
-signature, so a depositary can withhold chunks but not change them. The member then sends them itself.
+A member on a slow uplink uploads its whole signed contribution to a depositary, a member on a fast uplink, before the
+round has a plan. When the plan arrives, the depositary sends each reducer its chunks. A reducer checks each chunk
+against the member's signature: a depositary can only withhold chunks, and then the member sends them itself.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from node.swarm.transport.wire import Message
 logger = logging.getLogger(__name__)
 
 FIXED_S = 1.0
-"""Seconds of a deposit in addition to the transfer of its bytes."""
+"""Seconds that a deposit takes in addition to the transfer of its bytes."""
 MARGIN_RATIO = 0.1
-"""How much slower an uplink may be than in the round before."""
+"""A deposit allows for an uplink that is slower than in the round before by this share."""
 MEMORY_BYTES = 256 * 2**20
-"""Memory for the deposits of others. Large contributions may exceed it, up to LEAST_PLACES of them."""
+"""Memory for the deposits of others. LEAST_PLACES deposits are held even if they need more."""
 LEAST_PLACES, MOST_PLACES = 2, 64
 ANSWER_S = 1.0
-"""A depositary answers this long before the member's timeout."""
+"""A depositary answers a request to forward this long before the member's timeout."""
 SIDE_BY_SIDE = 2
-"""Concurrent transfers of deposits to one reducer."""
+"""Limit on concurrent transfers of deposits to one reducer."""
 
 
 def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapping[str, float]) -> list[str]:
     """Members with which this node may deposit its contribution, in the order to try them.
 
-    A depositary's uplink is at least FASTER times as fast as this node's, so that it crosses only one slow link. The
-    list is empty unless this node's uplink is slow relative to the lower median of the others, so a minority
-    that claims fast uplinks does not attract all deposits. Each member has its own order, which spreads the load.
+    The uplink of a depositary is at least FASTER times as fast as this node's. The list is empty unless the lower
+    median of the others' uplinks is that fast too, so that a minority that claims fast uplinks does not attract all
+    deposits. Each member has its own order, which spreads the load.
     """
     others = [rate for peer, rate in uplinks_bytes_s.items() if peer != me]
     if not others or FASTER * own_bytes_s > statistics.median_low(others):
@@ -55,12 +55,12 @@ def depositaries(me: str, parent: str, own_bytes_s: float, uplinks_bytes_s: Mapp
 
 
 def places_for(round_bytes: int) -> int:
-    """How many deposits a member holds at a time: as many as fit into MEMORY_BYTES, within bounds."""
+    """Limit on the deposits that a member holds: as many as fit into MEMORY_BYTES, from LEAST_PLACES to MOST_PLACES."""
     return min(MOST_PLACES, max(LEAST_PLACES, MEMORY_BYTES // max(1, round_bytes)))
 
 
 def check_chunks(hashes: Sequence[bytes], chunks: Sequence[int], blobs: Sequence[bytes]) -> dict[int, bytes]:
-    """The chunks by number, each checked against its signed hash. Raises PeerError. Heavy: hashes all bytes."""
+    """Check each chunk against its signed hash, and return the chunks by number. Slow. Raises PeerError."""
     if len(chunks) != len(blobs) or len(set(chunks)) != len(chunks):
         raise PeerError("a deposit has the wrong chunks", code="bad_size")
     for chunk, blob in zip(chunks, blobs, strict=True):
@@ -75,7 +75,7 @@ class Sender:
     def __init__(self, ctx: Context, ballot: Ballot) -> None:
         self._ctx, self._ballot = ctx, ballot
         self._uplinks_bytes_s: dict[str, float] = {}
-        """The rate that each member signed last. Members that have not measured theirs are missing."""
+        """The uplink rate that each member signed last. Members that have not measured a rate are missing."""
         self._distrusted: set[str] = set()
         """Members that did not take this node's deposit in time, or did not forward it to the reducers."""
         self._given: tuple[LocalContribution, str] | None = None
@@ -83,7 +83,7 @@ class Sender:
         self.is_depositing = False
 
     def round_over(self, plan: Plan, uplinks_bytes_s: Mapping[str, float], included: Sequence[str]) -> None:
-        """A round is committed. `uplinks_bytes_s`: the rate that each member of its plan signed; 0: unknown."""
+        """Prepare for the next round. `uplinks_bytes_s` are the rates that the plan's members signed; 0 if unknown."""
         ctx, given = self._ctx, self._given
         if given is not None and given[0].parent == plan.parent and ctx.me not in included:
             self._distrusted.add(given[1])
@@ -101,14 +101,14 @@ class Sender:
 
     @property
     def lead_s(self) -> float:
-        """How long before the end of a round to deposit the contribution; 0 if no deposit is needed."""
+        """Seconds before the end of a round at which to deposit the contribution; 0 if no deposit is needed."""
         ctx = self._ctx
         rate, size_bytes = ctx.upload_bytes_s, ctx.layout.encoded_bytes()
         is_slow = rate > 0 and size_bytes / rate > ctx.rules.closing.grace_s(ctx.chain.tip.round_s) / 2
         return (1 + MARGIN_RATIO) * self.upload_s + FIXED_S if is_slow and self._candidates() else 0.0
 
     def _candidates(self) -> list[str]:
-        """Depositaries to try, best first. Empty in overlapped runs, because no member waits for transfers there."""
+        """Depositaries to try, in order. Overlapped runs have none, because there no member waits for transfers."""
         ctx = self._ctx
         if ctx.rules.overlapped:
             return []
@@ -117,11 +117,11 @@ class Sender:
         return [peer for peer in found if peer in callable_now and peer not in self._distrusted]
 
     async def deposit(self, mine: LocalContribution) -> None:
-        """Deposit this contribution if the uplink is slow and a member accepts it. Ends early if the round does."""
+        """Deposit this contribution if the uplink is slow and a member accepts it. Stops if the round ends first."""
         ctx = self._ctx
         if not self.lead_s:
             if not self._candidates():
-                self._distrusted.clear()  # They get another chance.
+                self._distrusted.clear()  # The distrusted members get another chance.
             return
         hashes = await asyncio.to_thread(lambda: [chunk_hash(chunk) for chunk in mine.chunks])
         deposit = Deposit(run=ctx.rules.run, parent=mine.parent, root=results_root(hashes))
@@ -150,7 +150,7 @@ class Sender:
             await while_live(ctx.peer_table, peer, call, is_wanted)
         except PeerError as exc:
             logger.info("Peer %s did not accept this node's contribution for forwarding: %s", peer[-6:], exc)
-            # A refusal because of memory is no fault, nor is a round that ends before the upload could.
+            # A refusal for lack of memory is not the peer's fault, nor is a round that ends before the upload could.
             excused_s = FIXED_S if exc.code == "busy" else 0.0 if is_wanted() else upload_s
             elapsed_s = ctx.clock() - began_s
             if elapsed_s > excused_s:
@@ -160,7 +160,7 @@ class Sender:
             return False
         ctx.uplink.record_send(f"{mine.parent} deposit to {peer}", message.blob_bytes, ctx.clock() - began_s)
         self._given = (mine, peer)
-        logger.debug("Peer %s has this node's contribution.", peer[-6:])
+        logger.debug("Peer %s holds this node's contribution for forwarding.", peer[-6:])
         return True
 
     async def send(self, attempt: Attempt, plan: Plan, mine: LocalContribution) -> None:
@@ -181,17 +181,17 @@ class Sender:
                 batch = f"{attempt.parent} {attempt.number}"
                 ctx.uplink.record_send(batch, message.blob_bytes, ctx.clock() - began_s)
         except PeerError as exc:
-            # The reducer decides what arrived, and tells the leader.
+            # The reducer tells the leader which contributions have arrived.
             logger.info("Reducer %s did not accept this node's chunks: %s", peer[-6:], exc)
 
     async def _forward(self, attempt: Attempt, plan: Plan, mine: LocalContribution) -> list[str]:
-        """Have the depositary send the chunks. Returns the reducers to which this node must send itself."""
+        """Ask the depositary to send the chunks. Returns the reducers to which this node must send them itself."""
         ctx = self._ctx
         if self._given is None or self._given[0] is not mine:
             return list(plan.reducers)
         peer = self._given[1]
         wanted = {one: chunks for one in plan.reducers if one != ctx.me and (chunks := plan.chunks_of(one))}
-        # A depositary is several times as fast as this node. After this time the node sends by itself.
+        # A depositary is several times as fast as this node. After this time, the node sends the chunks itself.
         timeout_s = min(ctx.rules.bulk_s, max(CALL_S, self.upload_s))
         taken: Any = None
         try:
@@ -199,7 +199,7 @@ class Sender:
             call = ctx.wire.call(peer, "forward", message, timeout_s=timeout_s)
             taken = (await while_live(ctx.peer_table, peer, call)).header.get("taken")
         except PeerError as exc:
-            logger.info("Peer %s does not forward this node's contribution: %s", peer[-6:], exc)
+            logger.info("Peer %s did not forward this node's contribution: %s", peer[-6:], exc)
         taken = [one for one in taken if one in wanted] if isinstance(taken, list) else []
         if wanted and not taken:
             self._distrusted.add(peer)
@@ -215,11 +215,11 @@ class Held:
     hashes: bytes
     chunks: Sequence[bytes]
     attempts: set[int] = field(default_factory=set)
-    """Attempts in which the deposit was forwarded. It is forwarded once in each."""
+    """Attempts in which the deposit was forwarded. In each attempt it is forwarded at most once."""
 
 
 class Depositary:
-    """The depositary's side: holds deposits of members on slow uplinks for one round, and forwards them to reducers."""
+    """The depositary's side: holds the deposits of members on slow uplinks, and forwards them to the reducers."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -229,13 +229,13 @@ class Depositary:
         self._doors: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(SIDE_BY_SIDE))
 
     def clear(self) -> None:
-        """The round is over."""
+        """Drop all deposits, because the round is over."""
         self._held.clear()
         self._doors.clear()
 
     @contextmanager
     def place(self, caller: str) -> Iterator[None]:
-        """Reserve memory for one deposit of this member. Raises PeerError if there is none."""
+        """Reserve memory for one deposit of this member. Raises PeerError if no memory is left."""
         taken = self._held.keys() | self._coming
         if caller not in taken and len(taken) >= self._places:
             raise PeerError("this node has no memory for another deposit", code="busy")
@@ -246,7 +246,7 @@ class Depositary:
             self._coming.discard(caller)
 
     async def take(self, caller: str, message: Message) -> None:
-        """Hold a member's contribution to the round that this node is in. Raises PeerError."""
+        """Check and hold a member's contribution to the current round. Raises PeerError."""
         ctx = self._ctx
         parent, layout = ctx.chain.tip.head, ctx.layout
         document = Document.model_validate(message.header.get("deposit"))
@@ -266,9 +266,9 @@ class Depositary:
     async def forward(
         self, attempt: Attempt, caller: str, wanted: Mapping[str, Sequence[int]], wait_s: float
     ) -> list[str]:
-        """Send these chunks of the caller's deposit to each reducer. Returns those that took them within `wait_s`.
+        """Send the caller's chunks to each reducer. Returns the reducers that accepted theirs within `wait_s`.
 
-        The other transfers go on, so that one slow reducer does not delay the answer.
+        The other transfers go on after that, so that one slow reducer does not delay the answer.
         """
         held = self._held.get(caller)
         if held is None:
@@ -278,7 +278,7 @@ class Depositary:
             raise PeerError("a request to forward names a chunk twice, or one that does not exist")
         await self._ctx.hooks.at("forward")
         if attempt.number in held.attempts:
-            raise PeerError("that contribution was forwarded in this attempt already", code="busy")
+            raise PeerError("that contribution has already been forwarded in this attempt", code="busy")
         held.attempts.add(attempt.number)
         sends = {
             peer: self._ctx.tasks.spawn(self._send(peer, attempt, held, chunks)) for peer, chunks in wanted.items()

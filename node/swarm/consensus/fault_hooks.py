@@ -1,7 +1,7 @@
-"""Injected faults at the stages of a round. Without a fault plan, every hook returns its input.
+"""Hooks that inject faults at the stages of a round. Without a fault plan, every hook returns its input.
 
-Messages without bulk data are damaged in their fields: `garbage` is a signature of random bytes, `shape` omits a field
-or cuts a signature short, `nan` is a number that is not finite, under a valid signature.
+Messages without bulk data are damaged in their fields: `garbage` replaces the signature by random bytes, `shape` omits
+a field or cuts a signature short, and `nan` signs a number that is not finite.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class FaultHooks:
         await self._faults.at(stage, self._chain.tip.round + 1, self.role)
 
     def damage(self, stage: StageName, blobs: Sequence[bytes]) -> Sequence[bytes]:
-        """The blobs that are sent instead of these."""
+        """Return the blobs to send in place of these."""
         return damage_blobs(self._kind(stage), blobs)
 
     async def serve(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
-        """The blobs that are served instead of these."""
+        """Return the blobs to serve in place of these, after a planned delay or crash."""
         await self.at("serve")
         return self.damage("serve", blobs)
 
     def join(self, identity: Identity, join: Join) -> Document:
-        """The signed join, or what is sent instead."""
+        """Return the signed join, or the damaged document to send in its place."""
         document, kind = sign(identity, join), self._kind("rendezvous")
         if kind == "garbage":
             return document.model_copy(update={"signature": _random_hex(document.signature)})
@@ -49,17 +49,17 @@ class FaultHooks:
         return document
 
     def vote(self, vote: str) -> Any:
-        """The signature of the vote, or what is sent instead."""
+        """Return the signature of the vote, or the damaged value to send in its place."""
         kind = self._kind("commit")
         return {"garbage": _random_hex(vote), "shape": vote[:-2], "nan": float("nan")}.get(kind, vote)
 
     def corrupt_anchor(self, round_: int) -> None:
-        """Change the new tip's anchor if the plan says so."""
+        """Corrupt the anchor of the new tip if the fault plan says so."""
         if self._faults.corrupts("apply", round_, self.role):
             self._chain.tip.state.anchor[0] += 1.0
 
     def role(self) -> str:
-        """This node's role by the last record, or by the live peers before the first record."""
+        """This node's role among the contributors to the last record, or among the live peers before the first."""
         tip = self._chain.tip
         return role_of(self._peer_table.me.peer_id, tip.head, list(tip.last_weights) or self._peer_table.leaders())
 

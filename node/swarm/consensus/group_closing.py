@@ -1,6 +1,6 @@
-"""When a leader closes its group, and how long it waits for late members.
+"""Decides when a leader closes its group, and how long the leader waits for late members.
 
-All functions depend on their arguments only.
+The result of each function depends only on its arguments.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ GRACE_RATIO = 0.1
 PATIENCE_RATIO = 3.0
 
 WAITED_RATIO, WAITED_EVERY = 0.25, 3
-"""Every third round waits up to a quarter of T_r for members that were left out recently. This costs the others at most
-a twelfth of their time."""
+"""Every third round waits up to a quarter of T_r for members that were left out recently. The other members lose at
+most a twelfth of their time."""
 LATELY = 12
-"""Rounds. A member that contributed or joined within so many rounds, but is not in the last two records, was left out
-recently."""
+"""A member was left out recently if it contributed or joined within this many rounds, but is not in the last two
+records."""
 
 WAITING_CODES = ("waiting_for_peers", "waiting_for_quorum", "waiting_for_slow", "grace", "late", "complete", "behind")
-"""Why a leader keeps its group open."""
+"""The reasons why a leader keeps its group open, or closes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosingRule:
-    """When a group closes, as the manifest says."""
+    """The manifest's settings for when a group closes."""
 
     policy: Literal["time", "steps"]
     min_peers: int
@@ -36,18 +36,18 @@ class ClosingRule:
     patience_s: float = 30.0
 
     def grace_s(self, round_s: float | None) -> float:
-        """How long the group stays open for late members once the quorum is ready, in a round of length T_r."""
+        """Seconds for which the group stays open for late members after the quorum is ready. `round_s` is T_r."""
         return max(self.least_grace_s, GRACE_RATIO * (round_s or 0.0))
 
     def longest_wait_s(self, round_s: float | None) -> float:
-        """How long a round waits at most: under `steps` for slow live members, under `time` for the quorum.
+        """Longest wait of a round in seconds: for slow live members with policy `steps`, for the quorum with `time`.
 
-        This does not apply before the first record, when only the quorum prevents two groups.
+        Before the first record the wait for the quorum has no limit, because only the quorum prevents two groups.
         """
         return PATIENCE_RATIO * (round_s or 0.0) + self.patience_s
 
     def is_overdue(self, age_s: float, round_s: float | None) -> bool:
-        """Whether a round of this age has made the others wait for too long."""
+        """Whether a round of this age has exceeded T_r and the longest wait."""
         return age_s > (round_s or 0.0) + self.longest_wait_s(round_s)
 
 
@@ -68,7 +68,7 @@ class Gathering:
     opened_at_s: float
     """When the first member became ready."""
     quorum_at_s: float | None
-    """When the quorum was first seen; None before."""
+    """When the leader first saw the quorum; None before."""
     round_s: float | None
     """T_r; None while unknown."""
     left_out: Collection[str] = ()
@@ -84,7 +84,7 @@ class GroupVerdict:
 
 
 def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
-    """Whether to close the group now, and if not, why (one sentence and one of WAITING_CODES)."""
+    """Decide whether to close the group now. The verdict has a reason: one sentence and one of WAITING_CODES."""
     waited_for = [peer for peer in seen.live if peer not in seen.ready]
     ready, live = len(seen.ready), len(seen.live)
     count = f"{ready} of {live} member{'' if live == 1 else 's'} {'is' if ready == 1 else 'are'} ready"
@@ -112,10 +112,10 @@ def judge(rule: ClosingRule, seen: Gathering, now_s: float) -> GroupVerdict:
 
 
 def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[str]) -> frozenset[str]:
-    """Members that this round waits for longer, up to WAITED_RATIO x T_r, if they are live.
+    """Members for which this round waits longer, up to WAITED_RATIO x T_r, if they are live.
 
-    These are members that are in neither of the last two records, but in one of the last LATELY, or that sent a join
-    within LATELY rounds, perhaps too late.
+    These members are in neither of the last two records. Within LATELY rounds, they have contributed or have sent a
+    join, perhaps too late.
 
     Args:
         recent: contributors to each of the last records, newest last.
@@ -128,7 +128,7 @@ def left_out(round_: int, recent: Sequence[Collection[str]], joined: Collection[
 
 
 def _holds_quorum(rule: ClosingRule, seen: Gathering) -> bool:
-    """Whether the ready members hold `quorum_ratio` of the live weight. A new member counts as the known mean."""
+    """Whether the ready members hold `quorum_ratio` of the live weight. A new member weighs as much as the mean."""
     known = [seen.last_weights[peer] for peer in seen.live if peer in seen.last_weights]
     mean = sum(known) / len(known) if known else 1.0
     weight = {peer: float(seen.last_weights.get(peer, mean)) for peer in seen.live}

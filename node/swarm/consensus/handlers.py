@@ -1,7 +1,7 @@
-"""Handlers of the round's calls.
+"""Handlers of the calls of a round.
 
-The wire authenticates callers. Handlers check everything else in a message before it touches state. The wire turns an
-exception that malformed input raises into a refusal (`wire.answer`).
+The wire authenticates callers. Handlers check everything else in a message before they change state. The wire turns an
+exception that malformed input raises into a refusal (`wire.run_handler`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from node.swarm.messages import (
 from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service
 
 MAX_AT_ONCE = 4
-"""Concurrent bodies of one verb from one caller. Those of failed attempts may still be arriving."""
+"""Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
 MAX_FETCHES = 2
-"""Concurrent fetches of one caller. Each holds a round's chunks in memory until they are sent."""
+"""Limit on concurrent fetches of one caller. Each fetch holds a round's chunks in memory until they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """The handlers of one node. `services` are served by the wire."""
+    """The handlers of one node. The wire serves `services`."""
 
     ctx: Context
     ballot: Ballot
@@ -71,14 +71,14 @@ class Handlers:
         return self.ballot.enter(parent, self.ballot.check_number(number), caller)
 
     def _led(self, caller: str, message: Message) -> Attempt:
-        """The attempt, if the caller leads it: the leader whose plan this node has, or a peer that it asked to lead."""
+        """Return the attempt if its leader calls: the author of the plan or, before it, a peer asked to lead."""
         attempt = self._keyed(caller, message)
         if caller not in ({attempt.leader} if attempt.leader else attempt.asked):
             raise PeerError("this attempt has another leader")
         return attempt
 
     async def _on_attend(self, caller: str, message: Message) -> Message:
-        """A member attends the attempt that this node leads. The call is held until there is more to tell it."""
+        """Let a member attend an attempt that this node leads. Holds the call until there is news for the member."""
         document = Document.model_validate(message.header.get("join"))
         join = read(document, Join)
         if document.signer != caller or join.run != self.ctx.rules.run:
@@ -111,7 +111,7 @@ class Handlers:
         return await self._held(attempt, caller, str(message.header.get("has", "")))
 
     async def _held(self, attempt: Attempt, caller: str, has: str) -> Message:
-        """What is next for a member that has this much, as soon as there is more; `wait` after `hold_s`."""
+        """Wait until there is more than the member has, and return it. Returns `wait` after `hold_s`."""
         until_s = self.ctx.clock() + self.ctx.peer_table.timings.hold_s
         while True:
             if attempt.parent != self.ctx.chain.tip.head:
@@ -147,7 +147,7 @@ class Handlers:
         return Message({"status": "stale", "attempt": later} | self.ballot.failure_of(number))
 
     async def _on_contribute(self, caller: str, message: Message) -> Message:
-        """Chunks of the caller's contribution, or of the deposit of another member that the caller forwards.
+        """Take chunks of the caller's contribution, or of another member's deposit that the caller forwards.
 
         Chunks that do not match a deposit's signature are the depositary's fault, not the member's.
         """
@@ -159,7 +159,7 @@ class Handlers:
             named = check_deposit(document, hashes, self.ctx.rules.bounds, attempt.parent, self.ctx.next_round)
             sender, parts = document.signer, await asyncio.to_thread(check_chunks, named, chunks, message.blobs)
             if sorted(parts) != sorted(reducer.chunks):
-                raise PeerError("chunks of a deposit are not those that this node reduces", code="bad_size")
+                raise PeerError("a depositary sends other chunks than those that this node reduces", code="bad_size")
         try:
             parts = dict(zip(chunks, message.blobs, strict=True))
             await asyncio.to_thread(reducer.check, sender, parts)
@@ -198,7 +198,7 @@ class Handlers:
         reducer = await attempt.reducer_ready(CALL_S)
         included = message.header.get("included")
         if not isinstance(included, list) or included != sorted(set(included)) or not included:
-            raise PeerError("the list of the included has the wrong form")
+            raise PeerError("the list of included members has the wrong form")
         await self.ctx.hooks.at("average")
         means, squares = await asyncio.to_thread(reducer.average, included)
         blobs = self.ctx.hooks.damage("average", [means[chunk] for chunk in reducer.chunks])

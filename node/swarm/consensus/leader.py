@@ -1,7 +1,7 @@
 """The leader's side of one attempt: gather, plan, collect, average, ratify, commit.
 
-`Leader.lead` is the whole protocol in order. A leader holds no state that the others need. After it dies, the next
-leader starts over, and must propose again what any member has accepted already.
+`Leader.lead` is the whole protocol in order. A leader holds no state that the others need. If it dies, the next leader
+starts over, and must propose an outcome that any member has already accepted.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ LOOK_S = 0.1
 ASK_AGAIN_S = 1.0
 """A member whose answer to a proposal was lost is asked again after this time."""
 MORE_VOTES_S = 0.5
-"""Wait for further votes once a result is ratified. More votes convince more members that did not vote."""
+"""Time to wait for further votes after a result is ratified. More votes convince more members that did not vote."""
 BEHIND_GRACE_S = 3.0
-"""Wait for a member whose record names an older round. Its newer record may be on its way."""
+"""Time to wait for a member whose record names an older round, because a newer record may be on its way."""
 AHEAD_GRACE_S = 5.0
-"""Time to fetch the rounds of a member that claims to be ahead. After it, the claim counts as false."""
+"""Time to fetch the rounds of a member that claims to be ahead. After this time, the claim counts as false."""
 
 
 class Leader:
-    """Leads attempts of this node. Holds no state of its own."""
+    """Leads those attempts whose leader is this node. Holds no state of its own."""
 
     def __init__(self, ctx: Context, ballot: Ballot, committer: Committer) -> None:
         self._ctx, self._ballot, self._committer = ctx, ballot, committer
 
     async def lead(self, attempt: Attempt) -> None:
-        """Bring the attempt to commit, or end it."""
+        """Lead the attempt to a commit, or end it with the reason of its failure."""
         try:
             await self._gather(attempt)
             doubted: set[str] = set()
@@ -74,14 +74,14 @@ class Leader:
         except SwarmError as exc:
             self._give_up(attempt, exc)
             return
-        except Exception as exc:  # The root of the task: without this, the others would wait for ever.
-            logger.exception("Leading an attempt failed.")
+        except Exception as exc:  # This is the root of the task. Without it, the others would wait for ever.
+            logger.exception("This node failed to lead attempt %d of a round.", attempt.number)
             self._give_up(attempt, RoundFailed(f"the leader failed ({type(exc).__name__})"))
             return
         await self._commit(attempt, proof)
 
     async def _gather(self, attempt: Attempt) -> None:
-        """Wait until `group_closing.judge` closes the group. Without a quorum this ends with the attempt."""
+        """Wait until `group_closing.judge` closes the group. Without a quorum, wait until the attempt ends."""
         opened_at_s, quorum_at_s = self._ctx.clock(), None
         tip = self._ctx.chain.tip
         missing = left_out(self._ctx.next_round, [link.members for link in tip.links], self._ballot.joined_at)
@@ -103,7 +103,7 @@ class Leader:
             overtaken = self._overtaken() and now_s - opened_at_s < AHEAD_GRACE_S
             if overtaken:
                 self._ctx.behind.set()
-                attempt.waiting_reason = "Another member is ahead: fetching its rounds."
+                attempt.waiting_reason = "Another member is ahead, so the leader is fetching its rounds."
                 attempt.waiting_code = "behind"
             if verdict.close and not overtaken:
                 attempt.closed = True
@@ -111,7 +111,7 @@ class Leader:
             if quorum_at_s is None and verdict.has_quorum:
                 quorum_at_s = now_s
             if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
-                self._ballot.omitted.clear()  # Without the shunned members the group is too small.
+                self._ballot.omitted.clear()  # Without the omitted members, the group is too small.
             self._ballot.look_up()
             await asyncio.sleep(LOOK_S)
 
@@ -120,7 +120,7 @@ class Leader:
         return {peer: join.tokens for peer, join in joins.items() if peer not in self._ballot.omitted}
 
     def _waitable(self, attempt: Attempt, now_s: float) -> list[str]:
-        """Live members in this round, without those that joined and are shunned. Others return by themselves."""
+        """Live members in this round, except those that have joined but are omitted from this leader's plans."""
         tip = self._ctx.chain.tip
         # After a suspend, this node's records of the others are old.
         settled = now_s - tip.anchor_at_s > BEHIND_GRACE_S and not self._ctx.peer_table.just_resumed()
@@ -129,7 +129,7 @@ class Leader:
         return [peer for peer in here if peer not in self._ballot.omitted or peer not in attempt.joins]
 
     def _overtaken(self) -> bool:
-        """Whether a member is in a later round. This round is over then; closing it again would fork the chain."""
+        """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""
         tip = self._ctx.chain.tip
         return any(
             r.round > tip.round and r.swarm_tokens > tip.state.tokens and not self._ballot.has_false_claim(r)
@@ -137,18 +137,18 @@ class Leader:
         )
 
     async def _claimed(self, attempt: Attempt, doubted: set[str]) -> AcceptedOutcome | None:
-        """The newest outcome that a member has accepted. It may be committed without this node's knowledge.
+        """Return the newest outcome that a member has accepted. The outcome may be committed already.
 
-        A member that accepted an outcome holds its chunks and checked the bound of their mean. An outcome whose chunks
-        cannot be fetched or exceed the bound is skipped, because every proposal of it would fail.
+        A member that accepted an outcome holds its chunks and has checked the bound of their mean. An outcome whose
+        chunks cannot be fetched or exceed the bound is skipped, because every proposal of it would fail.
 
         Args:
-            doubted: heads of such outcomes; this method adds to it.
+            doubted: heads of the skipped outcomes; this method adds to it.
         """
         votes = Counter((claim.attempt, claim.outcome.hash) for claim in attempt.proposals.values())
 
         def precedence(claim: AcceptedOutcome) -> tuple[int, int, str]:
-            # Two outcomes of one attempt exist only if its leader signed both.
+            # Two outcomes of one attempt exist only if the leader of that attempt signed both.
             return claim.attempt, votes[claim.attempt, claim.outcome.hash], claim.outcome.hash
 
         for claim in sorted(attempt.proposals.values(), key=precedence, reverse=True):
@@ -165,14 +165,14 @@ class Leader:
         return None
 
     async def _plan(self, attempt: Attempt) -> Plan:
-        """Fix the group. The members get the plan as the answer to the call that they wait in."""
+        """Fix the group and make its plan. Each member gets the plan as the answer to its pending `attend` call."""
         joins = [attempt.joins[peer] for peer in sorted(self._here(attempt) - self._ballot.omitted)]
         declared = {join.signer: read_join(join) for join in joins}
         alone = list(declared) == [self._ctx.me]
         reducers = tuple(peer for peer, join in declared.items() if join.reduces or alone)
         reducers = tuple(peer for peer in reducers if not self._ballot.is_accused(peer)) or reducers
         if self._ballot.distrusts_reducers and self._ctx.me in self._ctx.peer_table.callable_members():
-            reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader trusts itself only.
+            reducers = (self._ctx.me,)  # Any reducer may have been wrong, so this leader only trusts itself.
         if not reducers:  # All callable members are on slow lines.
             reducers = tuple(peer for peer in self._ctx.peer_table.callable_members() if peer in declared)
         if not reducers:
@@ -193,10 +193,10 @@ class Leader:
         return plan
 
     async def _collect(self, attempt: Attempt, plan: Plan) -> list[str]:
-        """Freeze the senders that arrived whole at every reducer, so that every chunk has the same contributors.
+        """Return the members whose contribution arrived whole at every reducer: every chunk has the same contributors.
 
-        Reducers that contradict each other about a live sender exclude nobody, because the sender or a reducer may be
-        wrong. The attempt ends as `rejected`, and the next leader reduces alone. A sender that died is left out.
+        If the reducers contradict each other about a live sender, nobody is excluded, because the sender or a reducer
+        may be at fault. The attempt ends as `rejected`, and the next leader reduces alone. A dead sender is left out.
         """
         timeout_s = self._ctx.rules.bulk_s + CALL_S
         replies = await self._ask_all(attempt, plan.reducers, "collect", Message(attempt.key), timeout_s)
@@ -216,7 +216,7 @@ class Leader:
         return sorted(included)
 
     async def _attending(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
-        """The peers that attend again from now on. The others have died."""
+        """Wait for these peers to attend again, and return those that do. The others have died."""
         asked_at_s = self._ctx.clock()
         until_s = asked_at_s + self._ctx.peer_table.timings.hold_s + CALL_S
 
@@ -239,19 +239,19 @@ class Leader:
         raise RoundFailed("too few contributions arrived whole at every reducer", code="left_out")
 
     async def _average(self, attempt: Attempt, plan: Plan, included: list[str]) -> AcceptedOutcome:
-        """Every reducer averages its chunks. The outcome names the hashes of all means.
+        """Make every reducer average its chunks. Returns the signed outcome, which names the hashes of all means.
 
-        A sum of squares that does not match the norm that a sender signed is the fault of the sender or of a reducer.
-        With several reducers it ends the attempt. A single reducer is believed: it averages again without the sender.
+        If the sums of squares do not match the norm that a sender signed, the sender or a reducer is at fault. With
+        several reducers, the attempt ends. A single reducer is believed, and averages again without the sender.
         """
         hashes, liars = await self._averages(attempt, plan, included)
         while liars:
             if len(plan.reducers) > 1 or 2 * len(liars) >= len(included):
-                raise RoundFailed("the reducers' sums do not fit what members have signed", code="rejected")
+                raise RoundFailed("the reducers' sums do not match the norms that members signed", code="rejected")
             for peer in liars if plan.reducers == (self._ctx.me,) else ():
                 self._ballot.omitted.add(peer)
                 self._ctx.wire.traffic.reject(PeerError("a wrong norm", code="bad_norm"))
-                logger.warning("Peer %s sent a vector that does not have the norm it signed: left out.", peer[-6:])
+                logger.warning("Peer %s is left out because its vector does not have the norm it signed.", peer[-6:])
             included = [peer for peer in included if peer not in liars]
             self._check_enough(plan, included)
             hashes, liars = await self._averages(attempt, plan, included)
@@ -265,7 +265,7 @@ class Leader:
         return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
-        """The hash of each chunk's mean, and the members whose parts do not add up to the norm that they signed."""
+        """Return the hash of each chunk's mean, and the members whose sums of squares contradict their signed norm."""
         message = Message(attempt.key | {"included": included})
         busy = [peer for peer in plan.reducers if plan.chunks_of(peer)]
         replies = await self._ask_all(attempt, busy, "average", message, self._ctx.rules.bulk_s)
@@ -285,10 +285,10 @@ class Leader:
         return hashes, [peer for peer, parts in by_sender if is_norm_misdeclared(norms[peer], parts)]
 
     async def _ratify(self, attempt: Attempt, accepted: AcceptedOutcome) -> Proof:
-        """Propose to all joined members until a quorum of them holds the whole result. Returns the commit certificate.
+        """Propose the outcome to all joined members until a quorum accepts it. Returns the commit certificate.
 
-        A member that joins after the group was closed belongs to the group once it has accepted, so its vote counts and
-        its silence does not.
+        A member that joins after the group was closed belongs to the group only if it accepts: its vote counts, and its
+        silence does not.
         """
         group = set(attempt.joins) & self._ctx.live_members()
         if len(group) < self._ctx.rules.closing.min_peers:
@@ -326,7 +326,7 @@ class Leader:
         return Message({"status": "proposal", "hashes": accepted.hashes}, blobs)
 
     def _here(self, attempt: Attempt) -> set[str]:
-        """The live members that have joined and attend."""
+        """The live members that have joined and still attend."""
         since_s = self._ctx.clock() - self._ctx.peer_table.timings.hold_s - CALL_S
         attending = {peer for peer in attempt.joins if attempt.attended_at_s.get(peer, -math.inf) >= since_s}
         return attending & self._ctx.live_members()
@@ -336,7 +336,7 @@ class Leader:
         return _is_majority(accepts, group) and self._ctx.electorate().is_quorum(accepts)
 
     async def _commit(self, attempt: Attempt, proof: Proof) -> None:
-        """Give all that attend the certificate, then take the outer step. The other members learn of it by gossip."""
+        """Send all attending members the certificate, then take the outer step. Other members learn of it by gossip."""
         attempt.committed_at_s = self._committer.anchor_at_s(attempt.parent, self._ctx.clock(), is_included=True)
         attempt.proof = proof
         attempt.tell()
@@ -349,7 +349,7 @@ class Leader:
     async def _ask_all(
         self, attempt: Attempt, peers: Sequence[str], verb: str, message: Message, timeout_s: float
     ) -> dict[str, Message]:
-        """Ask all reducers the same question. One that does not answer ends the attempt and is shunned."""
+        """Ask all reducers the same question. If one does not answer, the attempt ends and later plans omit it."""
 
         async def ask(peer: str) -> Message:
             try:
@@ -367,12 +367,12 @@ class Leader:
 
 
 def _values(kind: type[V], said: object, count: int) -> list[V] | None:
-    """A value from a peer, if it is a list of `count` values of this type."""
+    """Return a value from a peer if it is a list of `count` items of this type, else None."""
     if isinstance(said, list) and len(said) == count and all(isinstance(value, kind) for value in said):
         return said
     return None
 
 
 def _is_majority(accepts: Collection[str], group: Collection[str]) -> bool:
-    """More than half of the group, to which later members belong once they have accepted."""
+    """Whether more than half of the group has accepted. A late member belongs to the group only if it has accepted."""
     return 2 * len(accepts) > len(set(group).union(accepts))

@@ -1,6 +1,6 @@
-"""Which member leads an attempt.
+"""Chooses the member that leads an attempt.
 
-All functions depend on their arguments only, so every node computes the same result.
+The result of each function depends only on its arguments, so every node computes the same result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 FASTER = 4.0
-"""An uplink is slow if the usual uplink is this many times as fast. A depositary's uplink must be as much faster."""
+"""An uplink is slow if the usual uplink is this many times as fast. A depositary must be faster by the same factor."""
 
 
 def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
@@ -19,15 +19,15 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
 
 
 def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
-    """The leader of an attempt. Members in `slow` come last, because all members wait for the leader's messages."""
+    """The leader of an attempt. Members in `slow` lead last, because all members wait for the leader's messages."""
     order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
     return order[attempt % len(order)]
 
 
 def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:
-    """Members whose signed uplink rate is FASTER times below the usual one (0: unknown).
+    """Members on slow uplinks, by the signed rates; 0 is an unknown rate, which does not count.
 
-    The usual rate is the lower median of the known ones, so a minority that claims fast uplinks makes nobody slow.
+    The usual rate is the lower median of the known rates, so a minority that claims fast uplinks makes nobody slow.
     """
     known = {peer: rate for peer, rate in uplinks_bytes_s.items() if rate > 0}
     if not known:

@@ -3,8 +3,8 @@
     offer -> attend -> PLAN -> send chunks to their reducers -> collect, average -> PROPOSAL -> vote -> CERTIFICATE
 
 Every step is a call that can be repeated. A failure ends the attempt, and the next attempt has another leader.
-Contributions do not change until the commit. Calls are keyed (parent, attempt); a node follows the highest attempt that
-it has seen. PROTOCOL.md states the rules.
+Contributions do not change until the commit. The key of a call is (parent, attempt). A node follows the highest attempt
+that it has seen. PROTOCOL.md states the rules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Deliver = Callable[[Committed | RoundFailed], None]
 
 
 class Participant:
-    """All of a node's rounds, one after the other. Lives on one event loop; `deliver` is called on it.
+    """Takes a node through its rounds, one after the other. Lives on one event loop, and calls `deliver` there.
 
     Builds the parts of the consensus and owns the ballot.
     """
@@ -78,12 +78,12 @@ class Participant:
         wire.serve(handlers.services())
 
     def offer(self, contribution: LocalContribution) -> None:
-        """Take part with this contribution in the round after its parent. The newest offer counts."""
+        """Take part in the round after the contribution's parent. A newer offer replaces an older one."""
         self.ballot.mine, self.ballot.offered_at_s = contribution, self.ctx.clock()
         self._offered.set()
 
     def waiting(self) -> tuple[str, str]:
-        """What the current attempt waits for: one sentence and one of WAITING_CODES, both empty if nothing."""
+        """What the current attempt waits for: one sentence and one of WAITING_CODES, each of which may be empty."""
         if self.sender.is_depositing:
             return "Uploading this node's contribution before the round, because its uplink is slow.", ""
         attempt = self.ballot.current
@@ -126,13 +126,13 @@ class Participant:
                 ballot.give_up(attempt, exc)
                 failures += 1
                 ballot.distrusts_reducers |= exc.code in ("rejected", "bad_norm")
-                logger.info("Round %d, attempt %d failed: %s", ctx.next_round, attempt.number, exc)
+                logger.info("Attempt %d of round %d failed: %s", attempt.number, ctx.next_round, exc)
                 self._deliver(RoundFailed(str(exc), code=known_code(exc.code)))
                 self.stages.enter("rendezvous")
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
     async def _restore(self) -> None:
-        """Continue with the vote and the attempt of an earlier process, if it was in this round."""
+        """Continue with the vote and the attempt of an earlier process, if that process was in this round."""
         if self._has_restored:
             return
         self._has_restored = True
@@ -141,7 +141,7 @@ class Participant:
             self.ballot.restore(saved)
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
-        """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if it fails."""
+        """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if the attempt fails."""
         ctx = self.ctx
         await ctx.hooks.at("rendezvous")
         content = Join(
@@ -152,7 +152,7 @@ class Participant:
             step_s=min(max(mine.step_s, LEAST_STEP_S), MOST_STEP_S),
             round_s=ctx.chain.tip.round_s,
             norm=mine.norm,
-            # All members would wait for a reducer on a slow uplink.
+            # A member on a slow uplink does not reduce, because all members would wait for it.
             reduces=ctx.me in ctx.peer_table.callable_members() and not self.sender.lead_s,
             upload_bytes_s=ctx.upload_bytes_s,
             transfer_s=self.committer.transfer_s,
@@ -161,7 +161,7 @@ class Participant:
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:
-            # A join promises to vote in no lower attempt, also after a crash.
+            # By its join, the member promises not to vote in a lower attempt, even after a crash.
             await asyncio.to_thread(ctx.chain.store.save_ballot, self.ballot.to_save(attempt))
         ctx.peer_table.update_own(attempt=attempt.number)
         await self._attendance.attend(attempt, mine, join)

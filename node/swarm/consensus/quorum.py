@@ -1,6 +1,6 @@
-"""The quorum of a round: the one rule by which a group closes, an outcome is committed, and a certificate is believed.
+"""The quorum of a round: the one rule for closing a group, committing an outcome, and believing a certificate.
 
-See PROTOCOL.md, Quorum.
+PROTOCOL.md explains it in the section Quorum.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Electorate:
     present: frozenset[str]
     """Peers that count as living (`PeerTable.present`)."""
     members: frozenset[str]
-    """Live members. They decide where no contributor is left."""
+    """Live members. They decide if no contributor is living."""
     is_overdue: bool = False
-    """Whether the round has lasted so long that a living contributor that takes no part no longer counts."""
+    """Whether the round has lasted so long that living contributors that take no part are no longer needed."""
 
     @property
     def living(self) -> frozenset[str]:
@@ -30,13 +30,13 @@ class Electorate:
     def is_quorum(self, votes: Collection[str]) -> bool:
         """Whether these peers are a quorum.
 
-        A quorum is more than half of all contributors, dead or alive, or else all living ones. Any two quorums share a
-        living member, which knows what it has accepted (Lamport, "Paxos Made Simple", 2001). This holds as long as no
-        node believes that a contributor is dead while it lives.
+        A quorum is more than half of all contributors, dead or alive, or else all living contributors. Any two quorums
+        share a living member, which knows what it has accepted (Lamport, "Paxos Made Simple", 2001). This holds as long
+        as no node takes a living contributor for dead.
 
-        Without contributors, a quorum is more than half of the members. Once the round is overdue, more than half of
-        the living ones are enough: otherwise one living contributor that takes no part would stop the others after
-        half of them have left.
+        Without living contributors, a quorum is more than half of the members. If the round is overdue, more than half
+        of the living contributors are enough. Otherwise, after half of the contributors have left, one living
+        contributor that takes no part would stop the others.
         """
         agreeing = self.living.intersection(votes)
         if 2 * len(self.contributors.intersection(votes)) > len(self.contributors) or agreeing == self.living:
@@ -46,9 +46,9 @@ class Electorate:
     def believes(self, votes: Collection[str], gone_on: Collection[str]) -> bool:
         """Whether a node that did not vote may adopt a certificate with these votes.
 
-        A forged one has the votes of a few. The others would still be at this node's head then. So the votes of more
-        than half of all contributors are enough, or of the living ones; or half of the living ones must have gone on.
-        Without living contributors any votes are enough.
+        A forged certificate has few votes, and most other contributors are still at this node's head. So a certificate
+        is believed with the votes of more than half of all contributors, or of the living ones, or if half of the
+        living contributors have gone on. Without living contributors, any votes are enough.
 
         Args:
             gone_on: living peers that are no longer at this node's head. A node that was away counts itself.

@@ -1,4 +1,4 @@
-"""Checks an outcome before this node votes for it."""
+"""The voter checks an outcome before this node votes for it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from node.swarm.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Voter:
-    """This node's votes, and its checks of the votes that others claim to have cast."""
+    """Casts this node's votes, and checks the votes that other members claim to have cast."""
 
     ctx: Context
     ballot: Ballot
     committer: Committer
 
     async def vote(self, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
-        """Vote for an outcome after fetching and checking its mean. Returns the signed vote; raises PeerError."""
+        """Fetch and check the mean of an outcome, then vote for it. Returns the signed vote. Raises SwarmError."""
         outcome, joins = self._check_outcome(document, hashes, self.ctx.chain.tip.head, attempt.number)
         is_only_one = self.committer.check_equivocation(document, outcome)
-        # An outcome of an earlier attempt may be committed, even if its leader signed another one, too.
+        # An outcome of an earlier attempt may be committed, even if its leader has signed two.
         if not is_only_one and outcome.plan.attempt == attempt.number:
             raise PeerError("a leader signed two outcomes for one attempt", code="equivocation")
         chunks = await self.ctx.results.complete(outcome, split_hashes(hashes))
@@ -61,12 +61,12 @@ class Voter:
         self.ballot.accepted = accepted
         if self.ballot.suspensions_at_vote is None:
             self.ballot.suspensions_at_vote = self.ctx.peer_table.suspensions
-        # The vote is on the disk before the leader counts it, so that this node keeps its word after a crash.
+        # The vote is on the disk before the leader counts it, so that this node still knows it after a crash.
         await asyncio.to_thread(self.ctx.chain.store.save_ballot, self.ballot.to_save(attempt), chunks)
         return vote
 
     def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
-        """A member's claim to have accepted an outcome in an earlier attempt, proved by its vote. Raises PeerError."""
+        """Read a member's claim to have accepted an outcome earlier, and check its vote for it. Raises PeerError."""
         number, document, hashes, vote = claim
         accepted = AcceptedOutcome(
             attempt=self.ballot.check_number(number),
@@ -86,9 +86,9 @@ class Voter:
     def _check_outcome(
         self, document: Document, hashes: str, parent: str, number: int
     ) -> tuple[RoundOutcome, dict[str, Join]]:
-        """Check all that adoption checks except the mean, because later attempts must propose an accepted outcome.
+        """Check everything that an adoption checks, except the mean. Later attempts must propose an accepted outcome.
 
-        `number`: the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
+        `number` is the attempt in which the outcome is accepted. The outcome may come from an earlier attempt.
         """
         bounds = self.ctx.rules.bounds
         outcome = read(document, RoundOutcome)

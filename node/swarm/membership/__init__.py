@@ -1,1 +1,1 @@
-"""Which peers exist: the peer table, gossip and discovery."""
+"""Knowledge of the other peers: the peer table, gossip and discovery."""

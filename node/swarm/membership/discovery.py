@@ -1,4 +1,4 @@
-"""Discovery: bootstrap addresses, peers remembered from before, and hivemind's DHT; also the choice of relays."""
+"""Finds peers by bootstrap addresses, by addresses from earlier runs and by hivemind's DHT, and chooses relays."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from node.swarm.transport.wire import Message, Service
 logger = logging.getLogger(__name__)
 
 RETRY_S, MAX_RETRY_S = 1.0, 15.0
-"""Time between two searches of a node without peers; doubles up to the maximum. With peers, up to the maximum."""
-REDIAL_S = 60.0  # Time between two dials of known peers that are not live; random within a quarter
-REDIALED = 8  # Peers dialed each time, so that a large swarm does not flood its bootstrap peers
-CHECK_S = 60.0  # Time between two checks of this node's relays; random within a quarter
+"""Time between two searches of a node without peers. It doubles up to the maximum. A node with peers waits up to
+MAX_RETRY_S."""
+REDIAL_S = 60.0  # Time between two dials of known peers that are not live, up to a quarter more or less at random
+REDIALED = 8  # Peers dialed each time; few, so that a large swarm does not flood its bootstrap peers
+CHECK_S = 60.0  # Time between two checks of this node's relays, up to a quarter more or less at random
 CHECK_CALL_S = 10.0
 GIVEN_UP_S = 600.0  # A relay that failed two checks is avoided for this time
 HOLD_S = 1.0
 RECORD_LIFE_S = 60.0
-MAX_STORED_BYTES = 4096  # One record in the DHT; most have 1 kB
+MAX_STORED_BYTES = 4096  # Limit on one record in the DHT; most records have 1 kB
 MAX_CACHED = 64
 MAX_HELD = 64
-"""Connections that a node without an inbound port keeps to peers that have one. Other peers call it over relays."""
+"""Connections that a node without an inbound port keeps to peers with one. All other peers call it over relays."""
 
 
 def dht_key(run: str) -> str:
-    """The DHT key of the records of a run's peers."""
+    """The DHT key under which the peers of a run store their records."""
     return f"{run}/peers"
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Lets the DHT store only the peer records of one run, each under the peer id that signed it, for a short time.
 
-    hivemind's storage has no limits of its own.
+    The check is needed because hivemind's storage has no limits of its own.
     """
 
     def __init__(self, run: str) -> None:
@@ -70,18 +71,18 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivem
 
 
 def read_stored(value: bytes) -> Signed | None:
-    """A peer record as stored in the DHT; None for anything else."""
+    """Read a peer record that was stored in the DHT. Returns None for anything else."""
     try:
         match msgpack.unpackb(value):
             case [bytes(body), bytes(signature)]:
                 return Signed(body, signature)
     except (ValueError, TypeError, msgpack.UnpackException) as exc:
-        logger.debug("the DHT holds an invalid peer record: %r", exc)
+        logger.debug("The DHT holds an invalid peer record: %r", exc)
     return None
 
 
 class AddressCache:
-    """Addresses of peers in a file, newest first. Reads it once and writes it only when they change."""
+    """Addresses of peers in a file, newest first. The file is read once, and written only when they change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,7 +109,7 @@ class AddressCache:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, LookupError, TypeError) as exc:
-            logger.warning("%s is not readable and is ignored: %s", self._path, exc)
+            logger.warning("The file of known peers, %s, cannot be read and is ignored: %s", self._path, exc)
             return []
         return [address for address in known if isinstance(address, str) and read_address(address)]
 
@@ -116,7 +117,7 @@ class AddressCache:
         try:
             write_whole(self._path, json.dumps({"addresses": addresses}, indent=1), forced=False)
         except OSError as exc:
-            logger.warning("Known peers could not be saved to %s: %s", self._path, exc)
+            logger.warning("The addresses of known peers could not be saved to %s: %s", self._path, exc)
             return False
         return True
 
@@ -135,14 +136,14 @@ class Discovery:
         rng: random.Random,
         offers_relay: bool = False,
     ) -> None:
-        """`offers_relay`: this node relays calls once its port is known to be reachable."""
+        """`offers_relay`: whether this node relays calls while its port is known to be reachable."""
         self._wire, self._peer_table, self._gossip, self._rng = wire, peer_table, gossip, rng
         self._bootstrap = list(bootstrap)
         self._cache = AddressCache(cache)
         self._key = dht_key(peer_table.me.run)
         self._redial_at_s = 0.0
         self._peer_ids: dict[str, str] = {}
-        """Bootstrap address without a peer id to the peer that answered there last."""
+        """For each bootstrap address without a peer id, the peer that answered there last."""
         self._failing: frozenset[str] = frozenset()
         """Relays that failed the last check."""
         self._given_up_until_s: dict[str, float] = {}
@@ -151,13 +152,13 @@ class Discovery:
         """Whether other peers are known to reach this node's port."""
         self.last_problem = ""
         self.strangers: frozenset[str] = frozenset()
-        """Peers that answered the last dial, but are not of this run."""
+        """Peers that answered the last dial but belong to another run."""
         self.unreached: frozenset[str] = frozenset()
-        """Peers that did not answer the last dial; the address where the peer id is unknown."""
+        """Peers that did not answer the last dial, by peer id, or by address if the peer id is unknown."""
         wire.serve({"loopback": Service(_answer, Channel.DHT, admits=lambda caller: caller == wire.peer_id)})
 
     async def run(self) -> None:
-        """Search for peers for ever: often while there are none, rarely otherwise."""
+        """Search for peers, for ever: often while this node knows no live peer, and rarely otherwise."""
         wait_s = RETRY_S
         while True:
             await self.dial_missing()
@@ -179,16 +180,16 @@ class Discovery:
     # dialing
 
     async def bootstrap(self) -> bool:
-        """Dial all known peers once. True if one of this run answered."""
+        """Dial all known peers once. Returns whether a peer of this run answered."""
         await self._dial_all()
         await self._learn()
         return not self._is_alone()
 
     async def dial_missing(self) -> None:
-        """Dial all known peers if none is live; otherwise now and then a few of those that are not.
+        """Dial all known peers if none is live. Otherwise dial a few of those that are not live, every REDIAL_S.
 
-        Without the latter, neighbours that found each other on a local network would stay apart from the run after the
-        internet connection is back.
+        Without these dials, peers that found each other on a local network would stay apart from the rest of the run
+        after the internet connection is back.
         """
         if self._is_alone():
             await self._dial_all()
@@ -197,7 +198,7 @@ class Discovery:
         await self._learn()
 
     async def dial(self, address: str) -> None:
-        """Dial one address that ends in a peer id."""
+        """Dial one address, which must end in a peer id."""
         await self._dial(address.rpartition("/p2p/")[2], [address])
         await self._learn()
 
@@ -212,7 +213,7 @@ class Discovery:
         self.strangers = frozenset(p for p in by_peer if p not in self.unreached and not self._peer_table.knows(p))
 
     async def _dial_some(self) -> None:
-        """Dial a random few of the bootstrap and remembered peers that are not live."""
+        """Dial a few random peers of the bootstrap and remembered peers that are not live."""
         self._postpone_redial()
         live = {record.peer_id for record in self._peer_table.live()}
         named = [address for address in self._bootstrap if "/p2p/" in address]
@@ -232,7 +233,7 @@ class Discovery:
         self._redial_at_s = asyncio.get_running_loop().time() + self._rng.uniform(0.75, 1.25) * REDIAL_S
 
     async def _with_peer_id(self, address: str) -> str:
-        """The address with the peer id, which a person may have left out; empty if no peer answers there."""
+        """Append the peer id to an address that a person wrote without it. Returns "" if no peer answers there."""
         if "/p2p/" in address:
             return address
         try:
@@ -243,7 +244,7 @@ class Discovery:
         return f"{address}/p2p/{self._peer_ids[address]}"
 
     async def _dial(self, peer_id: str, addresses: Sequence[str]) -> bool:
-        """Connect and exchange records. False if the peer does not answer."""
+        """Connect to a peer and exchange records. Returns False if the peer does not answer."""
         try:
             await self._wire.connect(addresses)
         except SwarmError as exc:
@@ -253,18 +254,18 @@ class Discovery:
         if not await self._gossip.exchange(peer_id):
             return False
         if not self._peer_table.knows(peer_id):
-            self.last_problem = f"{addresses[0]} is of another run"
+            self.last_problem = f"the peer at {addresses[0]} belongs to another run"
             return True
         await self._wire.dht_meet(peer_id)
         return True
 
     async def _use_dht(self) -> None:
-        """Store this node's record in the DHT, and read the records of peers that gossip has not delivered."""
+        """Store this node's record in the DHT, and read there the records of peers that are not known by gossip."""
         signed = self._peer_table.pulse()
         packed = msgpack.packb([signed.body, signed.signature])
         await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
         found = await self._wire.dht_lookup(self._key)
-        # The age of a stored record is unknown, so one from gossip takes precedence.
+        # The age of a stored record is unknown, so a record from gossip takes precedence.
         unknown = [read_stored(value) for peer_id, value in found.items() if not self._peer_table.knows(peer_id)]
         self._peer_table.merge(signed for signed in unknown if signed is not None)
 
@@ -282,11 +283,11 @@ class Discovery:
     # connections
 
     async def keep_connections(self) -> None:
-        """Keep connections to relays, and to peers with an inbound port if this node has none, for ever.
+        """Keep connections to relays, for ever, and to peers with an inbound port if this node has none.
 
-        All peers can call this node over its relays; its record names them. Without an inbound port, a peer can call it
-        directly only over a connection that this node opened. A connection to a peer that falls silent is closed once,
-        as it may be broken.
+        All peers can call this node over its relays, which its record names. If this node has no inbound port, a peer
+        can call it directly only over a connection that this node opened. The connection to a peer that falls silent is
+        closed, because it may be broken.
         """
         dropped: set[str] = set()
         while True:
@@ -308,9 +309,9 @@ class Discovery:
         return [r.peer_id for r in sorted(others, key=lambda r: r.phase not in MEMBER_PHASES)][:MAX_HELD]
 
     def _choose_relays(self) -> list[str]:
-        """The relays that work, and random ones in place of those that are missing.
+        """The relays that work, filled up to MAX_VIA with random other relays.
 
-        Random, as some may stay out of reach, such as IPv4 relays for a node without IPv4.
+        The choice is random because some relays may stay out of reach, such as IPv4 relays for a node without IPv4.
         """
         every = self._peer_table.live_relays()
         live = [relay for relay in every if relay not in self._given_up_until_s] or every
@@ -319,23 +320,23 @@ class Discovery:
         return [*kept, *self._rng.sample(others, min(MAX_VIA - len(kept), len(others)))]
 
     async def check_relays(self) -> None:
-        """Check for ever that the relays of a node without an inbound port carry calls to it.
+        """Check the relays of a node without an inbound port, for ever: do they carry calls to the node?
 
-        A relay that is busy or hostile may keep the connection open, and only callers would notice.
+        A relay that is busy or hostile may keep its connection open, so only callers would notice otherwise.
         """
         while True:
             await asyncio.sleep(self._rng.uniform(0.75, 1.25) * CHECK_S)
             await self._check_relays()
 
     async def _check_relays(self) -> None:
-        """Give up relays that fail twice in a row."""
+        """Check this node's relays once. A relay that fails twice in a row is given up for GIVEN_UP_S."""
         now_s = asyncio.get_running_loop().time()
         self._given_up_until_s = {r: until_s for r, until_s in self._given_up_until_s.items() if until_s > now_s}
         via = () if self._peer_table.me.inbound else self._peer_table.me.via
         carried = await asyncio.gather(*(self._wire.is_carried_by(r, "loopback", CHECK_CALL_S) for r in via))
         failing = frozenset(relay for relay, is_carried in zip(via, carried, strict=True) if not is_carried)
         for relay in (failing & self._failing).difference(self._given_up_until_s):
-            logger.info("The relay %s does not carry calls to this node; another one is chosen.", relay[-6:])
+            logger.info("Relay %s does not carry calls to this node, which chooses another relay.", relay[-6:])
             self._given_up_until_s[relay] = now_s + GIVEN_UP_S
         self._failing = failing
 

@@ -1,7 +1,7 @@
-"""Gossip: every node signs a record of itself about once a second and asks a few random peers for newer records.
+"""Gossip: about once a second, every node signs a record of itself and asks a few random peers for newer records.
 
-Sequence numbers are the heartbeats of the failure detector (van Renesse et al., "A Gossip-Style Failure Detection
-Service", 1998).
+The sequence numbers of records are the heartbeats of the failure detector (van Renesse et al., "A Gossip-Style Failure
+Detection Service", 1998).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from node.swarm.transport.wire import Message, Service, Wire
 
 logger = logging.getLogger(__name__)
 
-CALL_S, ANNOUNCE_S = 3.0, 1.5  # timeouts
-LARGE = 256  # With more peers than this, each signs a new record half as often
+CALL_S, ANNOUNCE_S = 3.0, 1.5  # Timeouts
+LARGE = 256  # With more peers than this, each node signs a new record half as often
 MAX_REQUEST_BYTES = 64 * 2**10
-"""A request carries only the caller's own record. The reply carries those of all live peers."""
-CALL_DEAD_RATIO = 0.3  # Share of the pulses in which a dead peer is called as well
+"""Limit on a request, which carries only the caller's own record. The reply carries the records of all live peers."""
+CALL_DEAD_RATIO = 0.3  # Share of the heartbeats in which a dead peer is called as well
 
 
 class Gossip:
@@ -35,7 +35,7 @@ class Gossip:
         wire.serve({"gossip": Service(self._answer, Channel.DHT, MAX_REQUEST_BYTES)})
 
     async def run(self) -> None:
-        """Exchange records with a few peers in each heartbeat, for ever."""
+        """At each heartbeat, exchange records with a few peers. Runs for ever."""
         for beat in count():
             others = [r.peer_id for r in self._peer_table.others()]
             if beat % 2 == 0 or len(others) <= LARGE:
@@ -47,15 +47,15 @@ class Gossip:
             calls = [asyncio.create_task(self.exchange(peer_id)) for peer_id in chosen]
             await asyncio.sleep(self._peer_table.timings.gossip_s)
             if not all(call.done() for call in calls):
-                logger.debug("a gossip call takes longer than a pulse")
+                logger.debug("A gossip call takes longer than the time between two heartbeats.")
 
     async def exchange(self, peer_id: str) -> bool:
-        """Send one peer this node's record and merge its newer records. False if it does not answer."""
+        """Send one peer this node's record, and merge the peer's newer records. Returns False if the call fails."""
         request = _pack([self._peer_table.own()], {"wanted": self._peer_table.wanted_numbers()})
         try:
             reply = await self._wire.call(peer_id, "gossip", request, timeout_s=CALL_S)
         except PeerError as exc:
-            logger.debug("gossip with %s failed: %s", peer_id[-6:], exc)
+            logger.debug("Gossip with peer %s failed: %s", peer_id[-6:], exc)
             if exc.code == "unreachable":
                 self._peer_table.suspect(peer_id)
             return False
@@ -63,12 +63,12 @@ class Gossip:
             self._peer_table.merge(_unpack(reply, self._peer_table.timings.dead_s))
         except PeerError as exc:
             self._wire.traffic.reject(exc)
-            logger.debug("%s sent an invalid gossip reply: %s", peer_id[-6:], exc)
+            logger.debug("Peer %s sent an invalid gossip reply: %s", peer_id[-6:], exc)
             return False
         return True
 
     async def announce(self) -> None:
-        """Send every live peer this node's record at once, for a phase change such as a goodbye."""
+        """Send this node's record to every live peer at once, after a phase change such as a goodbye."""
         message = _pack([self._peer_table.pulse()], {})
         others = [record.peer_id for record in self._peer_table.others()]
         calls = [self._wire.call(peer_id, "gossip", message, timeout_s=ANNOUNCE_S) for peer_id in others]
@@ -85,7 +85,7 @@ class Gossip:
 
 
 def fanout(others: int) -> int:
-    """Peers to call in a pulse, so that records spread well within GOSSIP_AGE_S (simulated with up to 1,000 peers)."""
+    """Peers to call at a heartbeat, so that records spread well within GOSSIP_AGE_S (simulated: up to 1,000 peers)."""
     return 2 + (others > 16) + (others > LARGE)
 
 

@@ -1,7 +1,7 @@
 """LAN discovery: nodes of one run find each other by IPv4 multicast, without a bootstrap peer.
 
-A datagram is only a hint which address to dial: libp2p authenticates the peer, and its record is verified as usual. The
-run is named by a hash of its hash, so that a listener cannot join it.
+A datagram is only a hint of an address to dial: libp2p authenticates the peer, and its record is verified as usual. A
+datagram names the run by a hash of the run's own hash, so a listener does not learn what is needed to join.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP, PORT = "239.255.76.44", 31336  # Multicast group of the organization-loca
 ALONE_S, CONNECTED_S = 10.0, 60.0  # Time between two announcements of a node that knows no peer, and of one that does
 FIRST_S = 1.0  # Delay of the first announcement; by then the node knows its interfaces
 ACCEPTED_PER_S = 20
-"""Datagrams read in a second. The others are dropped."""
+"""Limit on the datagrams that are read in a second. Further datagrams are dropped."""
 MAX_HINTS = 16  # Length of the queue of peers to dial
 RETRY_S = 30.0  # Least time between two dials of one peer
 MAX_BYTES = 512
@@ -33,12 +33,12 @@ _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 
 
 def tag_of(run: str) -> str:
-    """The name of a run in datagrams."""
+    """The name of a run in datagrams, 32 hex digits."""
     return sha256(f"diloco lan discovery {run}".encode()).hexdigest()[:32]
 
 
 def read_hint(data: bytes, run: str) -> tuple[str, int] | None:
-    """Peer id and TCP port of an announcement; None for another run or invalid data."""
+    """Read peer id and TCP port from an announcement. Returns None for another run or invalid data."""
     if len(data) > MAX_BYTES:
         return None
     try:
@@ -54,7 +54,7 @@ def read_hint(data: bytes, run: str) -> tuple[str, int] | None:
 
 
 class LanDiscovery(asyncio.DatagramProtocol):
-    """Announces this node on the private networks that it listens on, and dials the peers that are announced there."""
+    """Announces this node on the private networks on which it listens, and dials the peers that are announced there."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
         is_known: Callable[[str], bool],
         dial: Callable[[str], Awaitable[object]],
     ) -> None:
-        """`is_known`: whether a peer is live already. `dial`: called with a multiaddress."""
+        """`here` gives this node's addresses. `is_known` says whether a peer is live. `dial` gets a multiaddress."""
         self._run, self._peer_id, self._here = run, peer_id, here
         self._is_alone, self._is_known, self._dial = is_alone, is_known, dial
         self._hints: asyncio.Queue[tuple[str, str]] = asyncio.Queue(MAX_HINTS)
@@ -75,7 +75,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
         self._second, self._accepted = 0, 0
 
     async def announce(self) -> None:
-        """Announce this node for ever."""
+        """Announce this node every ALONE_S or CONNECTED_S, for ever."""
         wait_s = FIRST_S
         try:
             while True:
@@ -87,7 +87,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
                 self._transport.close()
 
     async def dial_announced(self) -> None:
-        """Dial the announced peers, one after another, for ever."""
+        """Dial announced peers, one after another, for ever."""
         clock = asyncio.get_running_loop().time
         while True:
             peer_id, address = await self._hints.get()
@@ -95,7 +95,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
             self._dialed_at_s = {p: at_s for p, at_s in self._dialed_at_s.items() if now_s - at_s < RETRY_S}
             if peer_id not in self._dialed_at_s and not self._is_known(peer_id):
                 self._dialed_at_s[peer_id] = now_s
-                logger.debug("%s is announced on this network", peer_id[-6:])
+                logger.debug("Peer %s is announced on the local network.", peer_id[-6:])
                 await self._dial(address)
 
     async def _announce_once(self) -> None:
@@ -105,7 +105,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
         try:
             transport = self._transport = self._transport or await self._open()
         except OSError as exc:
-            logger.debug("this node is not announced on the local network: %s", exc)
+            logger.debug("This node could not be announced on the local network: %s", exc)
             return
         for ip, port in addresses:
             with suppress(OSError):  # The interface may be gone, down, or without multicast.
@@ -114,7 +114,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
                 transport.sendto(json.dumps(message).encode(), (GROUP, PORT))
 
     def _private_addresses(self) -> list[tuple[str, int]]:
-        """The private IPv4 addresses, with TCP port, that this node listens on."""
+        """The private IPv4 addresses and TCP ports on which this node listens."""
         listening = ((ipaddress.ip_address(host), port) for host, port in self._here().listening)
         return sorted((str(ip), port) for ip, port in listening if ip.version == 4 and scope_of(ip) is Scope.NETWORK)
 
@@ -124,7 +124,7 @@ class LanDiscovery(asyncio.DatagramProtocol):
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Several nodes on one machine share the port.
             opened.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
             opened.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-            opened.bind((GROUP, PORT))  # Bound to the group, it receives no unicast.
+            opened.bind((GROUP, PORT))  # A socket that is bound to the group receives no unicast.
         except OSError:
             opened.close()
             raise
@@ -132,15 +132,15 @@ class LanDiscovery(asyncio.DatagramProtocol):
         return transport
 
     def _use_interface(self, transport: asyncio.DatagramTransport, ip: str) -> None:
-        """Send from this interface, and join the group on it."""
+        """Send from this interface, and join the multicast group on it."""
         opened = transport.get_extra_info("socket")
         opened.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(ip))
         group = struct.pack("4s4s", socket.inet_aton(GROUP), socket.inet_aton(ip))
-        with suppress(OSError):  # It has joined already. It joins each time, as the interface may be a new one.
+        with suppress(OSError):  # The socket may have joined before. The interface may be new, so it joins each time.
             opened.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        """Queue the announced peer for dialing, within ACCEPTED_PER_S."""
+        """Queue the announced peer for dialing. Drops datagrams beyond ACCEPTED_PER_S."""
         second = int(asyncio.get_running_loop().time())
         if second != self._second:
             self._second, self._accepted = second, 0
@@ -155,4 +155,4 @@ class LanDiscovery(asyncio.DatagramProtocol):
             self._hints.put_nowait((hint[0], with_peer(direct_address(addr[0], hint[1]), hint[0])))
 
     def error_received(self, exc: Exception) -> None:
-        logger.debug("an announcement on the local network failed: %s", exc)
+        logger.debug("An announcement on the local network failed: %s", exc)

@@ -1,7 +1,7 @@
-"""The peer table: signed records of all known peers, with a heartbeat failure detector. No network.
+"""The peer table: signed records of all known peers, with a heartbeat failure detector. It does no networking.
 
-Gossip passes records on with their age, so a dead peer is dead for all nodes at the same time, `dead_s` after its last
-record. hivemind's DHT holds the same records for newcomers.
+Gossip passes records on with their age, so a dead peer is dead for all nodes at the same time, `dead_s` after the
+peer's last record. hivemind's DHT holds the same records for newcomers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TIMINGS = MemberTimings()
-GOSSIP_AGE_S = 4.0  # Only records at most this old are passed on, so those of a dead peer disappear everywhere
-FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, then removed
+GOSSIP_AGE_S = 4.0  # Older records are not passed on, so the records of a dead peer disappear everywhere
+FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, and then removed from the table
 MAX_KNOWN = 4000
-"""Peers in the table, so that `wanted_numbers` fits into a message header. Dead peers are replaced, live ones never."""
+"""Limit on the peers in the table, so that `wanted_numbers` fits into a header. Only dead peers are replaced."""
 SHORT_ID = 16
-"""Last characters of a peer id that identify it in `wanted_numbers`: 93 bits, so a collision cannot be made."""
+"""The number of last characters that stand for a peer id in `wanted_numbers`. They are 93 bits, so nobody can make a
+collision."""
 MAX_VIA = 3
 MEMBER_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING})
 """Phases in which a peer takes part in rounds."""
 GONE_PHASES = (Phase.STOPPED, Phase.LEAVING, Phase.ERROR)
-"""Phases in which a peer has ended on purpose, or for good."""
-RELAYING = "relaying"  # Shown for a relay in place of a phase
+"""Phases of a peer that has ended on purpose or with an error."""
+RELAYING = "relaying"  # The API shows this for a relay in place of a phase
 PURPOSE = "diloco peer record"
 
 Hex64 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -47,13 +48,13 @@ Address = Annotated[str, StringConstraints(max_length=256, pattern=r"^/")]
 
 
 class PeerRecord(BaseModel):
-    """What a peer says about itself. Untrusted; its text stays untrusted after the signature is verified."""
+    """What a peer says about itself. Its texts are untrusted even after the signature is verified."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     peer_id: str = Field(max_length=64)
     number: int = Field(ge=0, lt=2**63)
-    """Sequence number."""
+    """The sequence number of this record, which grows with each new record of the peer."""
     run: Hex64
     name: str = Field("", max_length=64)
     version: str = Field("", max_length=40)
@@ -63,21 +64,21 @@ class PeerRecord(BaseModel):
     head: Hex64
     state_digest: str = Field("", max_length=64)
     attempt: int = Field(0, ge=0, lt=2**63)
-    """At the round after `head`."""
+    """The peer's attempt at the round after `head`."""
     swarm_tokens: int = Field(0, ge=0, lt=2**63)
     tokens_per_second: float = Field(0.0, ge=0, lt=1e12, allow_inf_nan=False)
     compute_utilization_ratio: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    """Of its last complete round."""
+    """Compute seconds / wall seconds of the peer's last complete round."""
     is_relay: bool = False
-    """It only relays and never trains, whatever its phase."""
+    """Whether the peer only relays and never trains, whatever its phase."""
     transport: Literal["direct", "relay"] = "direct"
     inbound: bool = True
-    """Whether others can open a connection to it. If not, it keeps connections to peers that accept them."""
+    """Whether others can open a connection to the peer. If not, it keeps connections to peers that accept them."""
     addresses: tuple[Address, ...] = Field((), max_length=16)
     relays: bool = False
-    """Whether it relays calls between other peers of the run."""
+    """Whether the peer relays calls between other peers of the run."""
     via: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field((), max_length=MAX_VIA)
-    """Peer ids of the relays over which it can be called."""
+    """Peer ids of the relays over which the peer can be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Signed:
     age_s: float = 0.0
 
     def open(self, run: str) -> PeerRecord:
-        """Verify and parse. Raises PeerError."""
+        """Verify the signature and parse the record. Raises PeerError."""
         try:
             record = PeerRecord.model_validate_json(self.body)
         except ValidationError as exc:
@@ -112,7 +113,7 @@ class _Entry:
     signed: Signed
     heard_at_s: float
     suspected_at_s: float | None = None
-    """When a call to the peer failed, if there is no newer record since."""
+    """When a call to the peer failed; None if none has failed since the peer's newest record."""
 
 
 class PeerTable:
@@ -125,7 +126,7 @@ class PeerTable:
         clock: Callable[[], float] | SuspendClock,
         timings: MemberTimings = TIMINGS,
     ) -> None:
-        """`clock`: monotonic seconds. A SuspendClock says when failed calls prove nothing."""
+        """`clock` counts monotonic seconds. With a SuspendClock, failed calls right after a suspension are ignored."""
         self.identity = identity
         self.timings = timings
         self.me = record
@@ -136,7 +137,7 @@ class PeerTable:
         self._started_at_s = clock()
 
     def just_resumed(self) -> bool:
-        """Whether this process ran again after a suspension within the last seconds."""
+        """Whether this process has resumed after a suspension within the last seconds."""
         return isinstance(self._clock, SuspendClock) and self._clock.just_resumed()
 
     @property
@@ -151,7 +152,7 @@ class PeerTable:
         self.me = self.me.model_copy(update=changes)
 
     def pulse(self) -> Signed:
-        """A new record of this node, with the next sequence number. Also removes peers that have been dead for long."""
+        """Sign a record of this node with the next sequence number. Removes peers that are dead for FORGOTTEN_S."""
         before_s = self._clock() - FORGOTTEN_S
         self._entries = {p: entry for p, entry in self._entries.items() if entry.heard_at_s >= before_s}
         self.update_own(number=self.me.number + 1)
@@ -163,7 +164,7 @@ class PeerTable:
     # gossip
 
     def merge(self, records: Iterable[Signed]) -> list[PeerRecord]:
-        """Take in records that are valid and newer than the known ones. Returns these."""
+        """Take over the records that are valid and newer than the known ones. Returns those records."""
         newer = []
         for signed in records:
             if self._is_old(signed):
@@ -171,7 +172,7 @@ class PeerTable:
             try:
                 record = signed.open(self.me.run)
             except PeerError as exc:
-                logger.debug("dropped a peer record: %s", exc)
+                logger.debug("A peer record was dropped: %s", exc)
                 continue
             if self._insert(record, signed):
                 newer.append(record)
@@ -180,7 +181,7 @@ class PeerTable:
         return newer
 
     def _is_old(self, signed: Signed) -> bool:
-        """Compare sequence numbers before the signature is verified, which is far more expensive."""
+        """Whether a record is no newer than the known one. This check is far cheaper than verifying the signature."""
         try:
             fields = from_json(signed.body)
             known = self.find(fields["peer_id"])
@@ -207,16 +208,17 @@ class PeerTable:
         return True
 
     def _remove_dead(self) -> bool:
-        """Remove the peer that has been dead for longest. False if all peers are live."""
+        """Remove the peer that has been dead for longest. Returns False if all peers are live."""
         dead = [peer_id for peer_id, entry in self._entries.items() if not self._is_live(entry)]
         if dead:
             del self._entries[min(dead, key=lambda peer_id: self._entries[peer_id].heard_at_s)]
         return bool(dead)
 
     def records_for(self, wanted: Mapping[str, int] | None = None, caller: str = "") -> list[Signed]:
-        """This node's record, then the recent ones that a peer with these `wanted_numbers` lacks.
+        """This node's record, followed by the recent records that a peer with these `wanted_numbers` lacks.
 
-        Includes the caller's own record at any age: a node whose clock was set back learns which number to exceed.
+        The caller's own record is included at any age. From it, a node whose clock was set back learns which sequence
+        number it must exceed.
         """
         now_s, wanted = self._clock(), wanted or {}
         newer = [
@@ -228,7 +230,7 @@ class PeerTable:
         return [self.own(), *newer]
 
     def wanted_numbers(self) -> dict[str, int]:
-        """The end of a peer id to the lowest sequence number that is not known yet; 0 for peers that are missing."""
+        """For each known peer, by the end of its id, the lowest sequence number that is newer than its record."""
         since_s = self._clock() - self.timings.dead_s - GOSSIP_AGE_S
         known = [entry.record for entry in self._entries.values() if entry.heard_at_s > since_s]
         return {record.peer_id[-SHORT_ID:]: record.number + 1 for record in (self.me, *known)}
@@ -236,13 +238,13 @@ class PeerTable:
     # failure detector
 
     def suspect(self, peer_id: str) -> None:
-        """A call to this peer failed: it is dead until a newer record arrives."""
+        """Count this peer as dead until a newer record arrives, because a call to it failed."""
         if peer_id in self._entries and not self.just_resumed():
             self._entries[peer_id].suspected_at_s = self._clock()
             self.changed.set()
 
     def evict(self, peer_id: str, for_s: float) -> None:
-        """This peer broke a rule on purpose: it counts as dead for this time, whatever it says."""
+        """Count this peer as dead for this time, whatever it says, because it broke a rule on purpose."""
         self._evicted_until_s[peer_id] = self._clock() + for_s
         self.changed.set()
 
@@ -254,7 +256,7 @@ class PeerTable:
         return self._clock() - entry.heard_at_s < self.timings.dead_s
 
     def is_gone(self, peer_id: str) -> bool:
-        """Known, but not live any more."""
+        """Whether the peer is known but no longer live."""
         entry = self._entries.get(peer_id)
         return entry is not None and not self._is_live(entry)
 
@@ -264,7 +266,7 @@ class PeerTable:
         return [peer_id for peer_id, entry in self._entries.items() if now_s - entry.heard_at_s >= self.timings.dead_s]
 
     def dead(self) -> list[PeerRecord]:
-        """Known peers that are not live, except those that stopped on purpose. They are called now and then."""
+        """Known peers that are not live, except those that stopped on purpose. Gossip calls them now and then."""
         return [e.record for e in self._entries.values() if not self._is_live(e) and e.record.phase != Phase.STOPPED]
 
     # queries
@@ -276,25 +278,25 @@ class PeerTable:
         return entry.record if entry else None
 
     def knows(self, peer_id: str) -> bool:
-        """Whether it is a peer of this run, dead or alive."""
+        """Whether this is the id of a known peer of the run, dead or alive."""
         return self.find(peer_id) is not None
 
     def live(self) -> list[PeerRecord]:
-        """The live peers, this node first."""
+        """The records of the live peers, this node's record first."""
         return [self.me, *(e.record for e in self._entries.values() if self._is_live(e))]
 
     def members(self) -> list[PeerRecord]:
-        """The live peers that take part in rounds, by peer id."""
+        """The records of the live peers that take part in rounds, sorted by peer id."""
         return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
 
     def present(self, expected: Collection[str] = ()) -> set[str]:
-        """Peers that a quorum counts as living: heard of within `dead_s`, and not gone on purpose.
+        """Peers that a quorum counts as living: this node heard of them within `dead_s`, and they did not leave.
 
-        A failed call does not end this, nor does a restart: a process that returns within seconds knows what it has
-        accepted or committed, so the others must not go on without it.
+        A peer counts as living even after a failed call or a restart. A process that returns within seconds knows what
+        it has accepted or committed, so the others must not go on without it.
 
         Args:
-            expected: peers that a node that started less than `dead_s` ago counts as living until it hears of them.
+            expected: peers that count as living during this node's first `dead_s`, until the node hears of them.
         """
         now_s, away = self._clock(), (Phase.PAUSED, *GONE_PHASES)
         found = {self.me.peer_id}
@@ -313,17 +315,18 @@ class PeerTable:
         return record is not None and record.phase in MEMBER_PHASES and not self.is_gone(peer_id)
 
     def leaders(self) -> list[str]:
-        """Members that may lead a round: those that can be called directly or over a relay; else all members.
+        """Members that may lead a round: those that can be called directly or over a relay. If none can, all members.
 
-        The `callable_members` lead first. The others are for attempts in which these fail.
+        `Context.leader_at` prefers the `callable_members`.
         """
         members = self.members()
         return [r.peer_id for r in members if r.inbound or self._relays_of(r)] or [r.peer_id for r in members]
 
     def callable_members(self) -> list[str]:
-        """Members that lead and reduce, because all others can call them.
+        """Members that can lead and reduce, because all others can call them.
 
-        Those that accept connections over IPv4, which most networks have; else over IPv6; else over relays.
+        These are the members that accept connections over IPv4, which most networks have. If there are none, they are
+        those that accept connections over IPv6, or else those that can be called over relays.
         """
         members = self.members()
         inbound = [r for r in members if r.inbound]
@@ -335,7 +338,7 @@ class PeerTable:
         return [record for record in self.live()[1:] if self.can_call(record)]
 
     def can_call(self, record: PeerRecord) -> bool:
-        """Two peers that accept no connections need a relay between them."""
+        """Whether this node can call a peer: directly if one of them accepts connections, else over a relay."""
         return record.inbound or self.me.inbound or bool(self._relays_of(record))
 
     def relays_to(self, peer_id: str) -> list[str]:
@@ -394,14 +397,14 @@ def _has_ipv4(record: PeerRecord) -> bool:
 async def while_live(
     peer_table: PeerTable, peer_id: str, call: Coroutine[Any, Any, T], is_wanted: Callable[[], bool] = lambda: True
 ) -> T:
-    """The result of a call, which ends when the peer dies or the call is not wanted any more.
+    """Await a call, but cancel it as soon as the peer dies or the call is no longer wanted.
 
-    Raises PeerError: what the call raises, `unreachable` as soon as the peer is not live, `round_failed` as soon as
-    `is_wanted` is false.
+    Raises the PeerError of the call itself, `unreachable` if the peer is not live, or `round_failed` if `is_wanted` is
+    false.
     """
     try:
         return await cancel_if_gone(lambda: peer_table.is_gone(peer_id) or not is_wanted(), call)
     except Gone as exc:
         if peer_table.is_gone(peer_id):
             raise PeerError(f"peer {peer_id[-6:]} is silent", code="unreachable") from exc
-        raise PeerError("this call is no longer wanted", code="round_failed") from exc
+        raise PeerError("the result of this call is no longer needed", code="round_failed") from exc

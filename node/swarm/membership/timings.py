@@ -15,4 +15,4 @@ class MemberTimings:
     look_ahead_s: float = 1.0
     """Time between two checks for peers ahead."""
     hold_s: float = 3.0
-    """Time for which a leader holds the call of a member that attends, if there is nothing new."""
+    """Time for which a leader holds the call of an attending member if there is nothing new."""

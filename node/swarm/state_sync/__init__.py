@@ -1,1 +1,1 @@
-"""State transfer: how joiners and late nodes get the state, and how it is served."""
+"""State transfer: how joiners and late nodes get the outer state, and how other nodes serve it."""

@@ -1,11 +1,11 @@
 """Brings a node that is behind back to the head of the chain.
 
-There is one path, and a node takes the first step that leads on:
+The node tries these steps in order, and goes to the next one if a step does not help:
 
-1. After a restart it replays the rounds on its own disk (`Committer.replay_next`).
+1. After a restart, the node replays the rounds on its own disk (`Committer.replay_next`).
 2. It replays the proofs that peers have kept (`CatchUp.replay`).
-3. It downloads a state (`Downloader`). `CatchUp` only reports why, as a `ResyncCause`: the proofs are not kept any more
-   (`far_behind`), its chain lost a fork (`fork`), or its state is damaged (`outvoted`).
+3. It downloads a state (`Downloader`). `CatchUp` only reports the reason as a `ResyncCause`: peers no longer keep the
+   proofs (`far_behind`), this node's chain lost a fork (`fork`), or its state is damaged (`outvoted`).
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class ResyncCause:
     avoid: frozenset[str] = frozenset()
     """The digest of this node's state, and the heads of its side of a fork. These states must not be downloaded."""
     own_tokens: int = -1
-    """Tokens of this node's state, if it is only behind. A state with fewer must not be downloaded."""
+    """Tokens of this node's state if the node is only behind, else -1. A state with fewer must not be downloaded."""
     dropped: tuple[Link, ...] = ()
-    """The rounds of this node's side of a fork."""
+    """The rounds that only this node's side of a fork has committed."""
 
 
 class CatchUp:
     """Replays missed rounds, and applies the heaviest-chain rule to peers on another chain."""
 
     def __init__(self, participant: Participant, on_lost: Callable[[ResyncCause], None]) -> None:
-        """`on_lost`: called when this node's chain has lost, then every second until another state is downloaded."""
+        """`on_lost` is called when this node's chain has lost, and then every second until a state is downloaded."""
         self._ctx, self._ballot, self._committer = participant.ctx, participant.ballot, participant.committer
         self._wire, self._peer_table = self._ctx.wire, self._ctx.peer_table
         self._on_lost = on_lost
         ChainServer(self._ctx)
 
     async def run(self) -> None:
-        """Check for peers ahead for ever, every `look_ahead_s` or when a handler finds one."""
+        """Check for peers ahead of this node, for ever: every `look_ahead_s`, or when a handler has met one."""
         look_s = self._peer_table.timings.look_ahead_s
         while True:
             with suppress(TimeoutError):
@@ -62,7 +62,7 @@ class CatchUp:
                     await self._ctx.behind.wait()
             self._ctx.behind.clear()
             if is_outvoted(self._peer_table.live(), self._ctx.chain.tip):
-                self._lose("most others have another state after the same rounds", "outvoted")
+                self._lose("most other peers have another state after the same rounds", "outvoted")
                 await asyncio.sleep(look_s)
             ahead = self._peers_ahead()
             if ahead and not await self.replay(ahead):
@@ -73,17 +73,17 @@ class CatchUp:
     ) -> None:
         tip = self._ctx.chain.tip
         avoid = {tip.digest, *(link.head for link in dropped)}
-        own_tokens = tip.state.tokens if code == "far_behind" else -1  # Otherwise this node's state is of no use.
+        own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
         self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped))
 
     async def align(self) -> None:
-        """Catch up once at the start. A peer at the same head states the age of the round."""
+        """Catch up once, at the start. If a peer is at the same head, take over the age of the round from it."""
         tokens = self._ctx.chain.tip.state.tokens
         serving = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES and r.swarm_tokens >= tokens]
         await self.replay(sorted(serving, key=lambda r: r.swarm_tokens, reverse=True))
 
     def _peers_ahead(self) -> list[PeerRecord]:
-        """Peers that claim a heavier chain, or an equal one with a smaller head; most tokens first."""
+        """Peers that claim a chain with more tokens, or with equal tokens and a smaller head; most tokens first."""
         tip = self._ctx.chain.tip
         ahead = [
             r
@@ -95,11 +95,11 @@ class CatchUp:
         return sorted(ahead, key=lambda r: r.swarm_tokens, reverse=True)
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
-        """Ask these peers in turn for rounds after this node's head, and adopt those of the first that has some.
+        """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
 
-        Stops at a peer that has some, or that is not ahead of this node; returns whether there was one. Peers that send
-        light proofs may be on another chain. If nothing was adopted, the heaviest-chain rule decides between their
-        chains and this node's.
+        Stops at a peer that has some, or that is not ahead of this node, and returns whether there was such a peer.
+        Peers that send light proofs may be on another chain. If no round was adopted, the heaviest-chain rule decides
+        between their chains and this node's.
         """
         has_led, unrelated = False, list[tuple[PeerRecord, Message]]()
         old_head = self._ctx.chain.tip.head
@@ -108,14 +108,14 @@ class CatchUp:
             try:
                 reply = await self._replay_from(record.peer_id)
             except SwarmError as exc:
-                logger.info("Cannot catch up from peer %s: %s", record.peer_id[-6:], exc)
+                logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
-                unrelated.append((record, reply))  # It may have restarted and keep few proofs.
+                unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
             if has_moved:
-                logger.info("Caught up to round %d.", self._ctx.chain.tip.round)
+                logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
             if has_led := has_moved or record.swarm_tokens <= tip.state.tokens:
@@ -127,7 +127,7 @@ class CatchUp:
         return has_led
 
     async def _replay_from(self, peer_id: str) -> Message:
-        """Adopt one peer's proofs until its head, or as far as they lead. Returns the last reply."""
+        """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
         while True:
             tip = self._ctx.chain.tip
             heads = Message({"heads": heads_of(tip.links, tip.head)})
@@ -144,13 +144,13 @@ class CatchUp:
                 return reply
 
     async def _has_lost_to(self, record: PeerRecord, reply: Message) -> bool:
-        """Apply the heaviest-chain rule to the light proofs of a peer. Calls `on_lost` if this node's chain lost."""
+        """Apply the heaviest-chain rule to a peer's light proofs. If this node's chain lost, report it to `on_lost`."""
         tip, peer_id = self._ctx.chain.tip, record.peer_id
         heads = heads_of(tip.links, tip.head)
         try:
             theirs = await asyncio.to_thread(read_links, reply.blobs, self._ctx.rules.bounds)
         except PeerError as exc:
-            logger.info("Peer %s sent invalid links of its chain: %s", peer_id[-6:], exc)
+            logger.info("Peer %s sent invalid light proofs of its chain: %s", peer_id[-6:], exc)
             self._wire.traffic.reject(exc)
             self._ballot.add_false_claim(record)
             return False
@@ -159,17 +159,17 @@ class CatchUp:
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
-            self._lose("the others no longer keep the rounds after this node's", "far_behind")
+            self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
             return True
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
         if is_heavier(theirs, mine):
-            reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's {weight(mine)}"
+            reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             self._lose(reason, "fork", mine)
             return True
         self._ballot.add_false_claim(record)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
         if is_fork_point_known and theirs[-1].head == record.head and record.swarm_tokens > proven_tokens:
-            logger.warning("Peer %s claims tokens that no member has signed.", peer_id[-6:])
+            logger.warning("Peer %s claims more tokens than the members of its chain have signed.", peer_id[-6:])
             self._wire.traffic.reject(PeerError("a false claim", code="bad_weight"))
         return False

@@ -1,6 +1,6 @@
 """Downloads an outer state from several peers at once, and resumes a partial download.
 
-A state's digest is the root of a Merkle tree, so every leaf is verified on its own before it is kept.
+The digest of a state is the root of a Merkle tree, so each leaf can be verified on its own before it is kept.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from node.swarm.transport.wire import Message, Wire
 logger = logging.getLogger(__name__)
 
 LEAF_TIMEOUT_S = 120.0
-"""For one leaf while STREAMS share 2 Mbit/s. The endgame does not wait for it."""
-STREAMS = 6  # Requests in flight, to all peers together
+"""Timeout of one leaf, long enough if STREAMS requests share 2 Mbit/s. The endgame does not wait so long."""
+STREAMS = 6  # Limit on requests in flight, to all peers together
 STREAMS_PER_PEER = 3
-ENDGAME_S = 1.0  # Age at which a request may be repeated to a second peer once all leaves are requested
+ENDGAME_S = 1.0  # Age at which a request may be repeated to a second peer, after all leaves have been requested
 LOOK_S = 0.1
 REFRESH_S = 5.0  # Time between two searches for servers during a transfer
 BUSY_S = 0.5  # Pause after a peer answers that it is busy
@@ -43,7 +43,7 @@ MAX_LATE = 3  # Timeouts after which a peer is not asked again
 
 
 class Downloader:
-    """Downloads states for one node. A peer that sent wrong bytes once is not asked again."""
+    """Downloads states for one node. A peer that has sent wrong bytes is not asked again."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Downloader:
         self._banned: set[str] = set()
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
-        """Download the state that wins the vote. Raises TransferFailed, or MachineError from the disk.
+        """Download the best state that peers serve (`ProviderSearch.find`). Raises TransferFailed, or MachineError.
 
-        The finished leaves stay in `folder` until `remove_partial_downloads`, so a later call, or process, resumes.
+        Finished leaves stay in `folder` until `remove_partial_downloads`, so a later call or process can resume.
         """
         states = await self._providers.find(target, partial_downloads(self._folder), self._banned)
         if not states:
@@ -85,7 +85,7 @@ class Downloader:
             missing = await asyncio.to_thread(partial.open, snapshot.leaves)
             total, servers = len(snapshot.leaves), len(state.servers)
             logger.info(
-                "Downloading the state after round %d from %d %s; %d of %d parts are here already.",
+                "Downloading the state after round %d from %d %s; %d of its %d parts are here already.",
                 snapshot.round, servers, "peer" if servers == 1 else "peers", total - len(missing), total,
             )  # fmt: skip
             on_progress(1 - len(missing) / total)
@@ -103,12 +103,12 @@ class Downloader:
             partial.close()
         if tip.digest != snapshot.digest:
             partial.remove()
-            raise TransferFailed("The downloaded state differs on the disk from what was written.")
+            raise TransferFailed("The downloaded state on the disk is not what was written to it.")
         peers = sorted({*state.servers, *transfer.peers}, key=lambda peer: (-transfer.delivered[peer], peer))
         return replace(tip, links=await self._links_to(tip, peers))
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
-        """The peers that serve the state now, and those known that are live, as a live one says when it stops."""
+        """The peers that serve the state now, and the known servers that are live: they would say if they stopped."""
         found = await self._providers.servers(snapshot.digest, self._banned)
         live = {record.peer_id for record in self._peer_table.others()}
         return sorted({*found, *live.intersection(known)})
@@ -119,16 +119,16 @@ class Downloader:
         return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
 
     async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
-        """The links to the tip from the first peer that has them. Fork choice needs them.
+        """Fetch the links up to the tip, which fork choice needs, from the first peer that has them.
 
-        `peers`: those that have sent leaves come first, because another one may hang.
+        In `peers`, those that have sent leaves come first, because the others may hang.
         """
         for peer in peers[:MAX_TRIES] if tip.proof else ():
             try:
                 reply = await self._wire.call(peer, "chain", Message({"heads": []}), timeout_s=CHAIN_TIMEOUT_S)
                 links = await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
             except PeerError as exc:
-                logger.info("Peer %s does not send the links of its chain: %s", peer[-6:], exc)
+                logger.info("Peer %s did not send the light proofs of its chain: %s", peer[-6:], exc)
                 continue
             heads = [link.head for link in links]
             if tip.head in heads:
@@ -146,8 +146,8 @@ class _Request:
 class Transfer:
     """Requests the missing leaves of one state. A faster peer gets more requests.
 
-    Endgame (Cohen, "Incentives Build Robustness in BitTorrent", 2003): once all leaves are requested, a late one is
-    requested from a second peer as well, so that the last leaves do not wait for a slow or hung peer.
+    In the endgame (Cohen, "Incentives Build Robustness in BitTorrent", 2003), when all leaves have been requested, late
+    leaves are requested from a second peer as well, so that they do not wait for a slow or hung peer.
     """
 
     def __init__(
@@ -159,16 +159,16 @@ class Transfer:
         banned: set[str],
         on_progress: Callable[[float], None],
     ) -> None:
-        """`banned`: peers not to ask; grows by those that send wrong bytes."""
+        """`banned` are the peers not to ask. Peers that send wrong bytes are added to it."""
         self._wire, self._snapshot, self._partial, self._on_progress = wire, snapshot, partial, on_progress
         self._queue = list(missing)
         self._missing = set(missing)
         self._banned = banned
         self._streams: dict[str, int] = {}
-        """Peer to its limit of requests in flight."""
+        """For each peer that is asked, the limit on its requests in flight."""
         self._requests: dict[asyncio.Task[bytes], _Request] = {}
         self.delivered: Counter[str] = Counter()
-        """Leaves received from each peer."""
+        """The number of leaves that each peer has sent."""
         self._late: Counter[str] = Counter()
         self._paused_until_s: dict[str, float] = {}
         self._clock = asyncio.get_running_loop().time
@@ -196,7 +196,7 @@ class Transfer:
                         self._use_servers(finding.result())
                         finding = asyncio.create_task(find_later())
                 elif len(self._missing) == missing_before:
-                    break  # All peers were asked once more, without progress.
+                    break  # All peers have been asked once more without progress.
                 else:
                     missing_before = len(self._missing)
                     self._use_servers(await find_servers())
@@ -209,7 +209,7 @@ class Transfer:
             raise TransferFailed(f"{len(self._missing)} of {total} parts of the state are not available from any peer.")
 
     def _use_servers(self, servers: Sequence[str]) -> None:
-        """Share the streams among these servers, those in use first. Cancels the requests to other peers."""
+        """Share the streams among these servers, preferring those in use. Cancels the requests to all other peers."""
         usable = [peer for peer in servers if peer not in self._banned and self._late[peer] < MAX_LATE]
         chosen = sorted(usable, key=lambda peer: peer not in self._streams)[:STREAMS]
         share = min(STREAMS_PER_PEER, STREAMS // max(1, len(chosen)))
@@ -230,7 +230,7 @@ class Transfer:
                 in_flight += 1
 
     def _late_leaf(self, peer: str) -> int | None:
-        """A leaf that one other peer has been asked for, long ago."""
+        """A leaf for which exactly one other peer has been asked, more than ENDGAME_S ago; None if there is none."""
         copies, before_s = Counter(request.index for request in self._requests.values()), self._clock() - ENDGAME_S
         for request in self._requests.values():
             is_late = request.asked_at_s < before_s and request.index in self._missing
@@ -266,7 +266,7 @@ class Transfer:
         self._on_progress(1 - len(self._missing) / len(self._snapshot.leaves))
 
     async def _fetch(self, peer: str, index: int) -> bytes:
-        """Request a leaf and verify it. A peer that sends a wrong one is banned."""
+        """Request a leaf and verify it. A peer that sends a wrong leaf is banned."""
         message = Message({"digest": self._snapshot.digest, "index": index})
         reply = await self._wire.call(peer, "leaf", message, timeout_s=LEAF_TIMEOUT_S, max_reply_bytes=LEAF_BYTES)
         try:
@@ -288,7 +288,7 @@ class Transfer:
             raise PeerError(f"leaf {index} has a value that is not finite", code="not_finite")
 
     def _handle_error(self, peer: str, error: PeerError) -> None:
-        """Ask a busy peer later, a late one less, and others again only once they are found as servers."""
+        """Ask a busy peer again later and a late peer less often. Drop others until they are found as servers again."""
         if error.code == "busy" and peer not in self._banned:
             self._paused_until_s[peer] = self._clock() + BUSY_S
             return

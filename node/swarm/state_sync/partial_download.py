@@ -1,7 +1,7 @@
-"""The file of a partial download. It survives a broken attempt and the process.
+"""The file of a partial download. It outlives a failed attempt and the process.
 
-The file keeps no list of finished leaves: a leaf whose bytes have the right hash is finished. It is written with plain
-writes, because a full disk would raise a signal through a memory map.
+The file has no list of finished leaves: a leaf is finished if its bytes have the right hash. The file is written with
+plain writes, because writing to a memory map on a full disk would raise a signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class PartialState:
-    """The file of one state: anchor, then momentum, fp32 little-endian, 8 bytes a parameter."""
+    """The file of one state. It holds anchor and momentum, in fp32 little-endian: 8 bytes per parameter in all."""
 
     def __init__(self, folder: Path, digest: str, parameters: int, room: Room = any_room) -> None:
         self.path = folder / f"{_PREFIX}{digest[:NAME_CHARACTERS]}{_SUFFIX}"
@@ -38,7 +38,7 @@ class PartialState:
         self._handle = -1
 
     def open(self, leaves: Sequence[bytes]) -> list[int]:
-        """Create or reopen the file. Returns the missing leaves. Slow: hashes the file. Raises MachineError."""
+        """Create or reopen the file. Returns the indices of missing leaves. Slow: hashes it. Raises MachineError."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -66,7 +66,7 @@ class PartialState:
             raise self._disk_error(exc) from exc
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Anchor and momentum, fp32 cpu [P], copied into memory. Raises MachineError."""
+        """Read anchor and momentum, each fp32 cpu [P], into memory. Raises MachineError."""
         vectors = torch.empty(self._parameters), torch.empty(self._parameters)
         try:
             for which, vector in enumerate(vectors):
@@ -123,7 +123,7 @@ class PartialState:
 
 
 def partial_downloads(folder: Path) -> list[str]:
-    """The digest prefixes of the partial downloads in a folder, newest first."""
+    """The digest prefix of each partial download in a folder, newest first."""
     files = []
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError):
@@ -132,7 +132,7 @@ def partial_downloads(folder: Path) -> list[str]:
 
 
 def remove_partial_downloads(folder: Path, keep: Sequence[str] = ()) -> None:
-    """Remove the partial downloads in a folder, except those of these digests."""
+    """Remove the partial downloads in a folder, except those of the digests in `keep`."""
     kept = {digest[:NAME_CHARACTERS] for digest in keep}
     for name in partial_downloads(folder):
         if name not in kept:

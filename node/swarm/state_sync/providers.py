@@ -1,9 +1,9 @@
-"""Which outer state to download, which peers serve it, and the vote that decides between digests.
+"""Chooses the outer state to download and the peers that serve it, if need be by a vote between digests.
 
-The joins of a committed round name the digest of the outer state before it, so the certificate of the next round proves
-the digest of a state. The newest state has no next round yet: there the records of the peers vote. A vote weighs
-the tokens of the peer's signed join, at least one, and never more than all other votes together: neither made-up tokens
-nor self-made keys win a vote.
+The joins of a committed round name the digest of the outer state before that round. So the certificate of the next
+round proves the digest of a state. The newest state has no next round yet, so the peers' records vote on its digest. A
+vote weighs as much as the tokens of the peer's signed join: at least one, and at most as much as all other votes
+together. So neither made-up tokens nor made-up identities win a vote.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from node.swarm.transport.wire import MALFORMED_ERRORS, MAX_REPLY_BYTES, Message
 logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
-MAX_ASKED = 16  # Peers asked in one search; drawn at random
+MAX_ASKED = 16  # Limit on the peers asked in one search, which are drawn at random
 
 
 def vote_weights(tokens: Mapping[str, int], peers: Collection[str]) -> dict[str, int]:
-    """The weight of each peer's vote: the tokens that it signed, and no more than all others together."""
+    """The weight of each peer's vote: the tokens that the peer signed, but no more than all other votes together."""
     weights = {peer: tokens.get(peer, 1) for peer in peers}
     if weights:
         heaviest = max(weights, key=lambda peer: weights[peer])
@@ -40,10 +40,10 @@ def vote_weights(tokens: Mapping[str, int], peers: Collection[str]) -> dict[str,
 
 
 def winning_digest(tokens: Mapping[str, int], votes: Mapping[str, str]) -> str:
-    """The digest with the heaviest votes; empty if there is none. `votes`: peer id to its digest, empty if unknown.
+    """The digest with the heaviest votes; empty if there is none. `votes` has each peer's digest, empty if unknown.
 
     Two digests can have equal weights, for example if one peer votes against all others. Then the digest with more
-    votes wins, and among these the smaller one.
+    votes wins, and with equal votes the smaller digest.
     """
     votes = {peer: digest for peer, digest in votes.items() if digest}
     by_digest: dict[str, list[int]] = {}
@@ -53,10 +53,10 @@ def winning_digest(tokens: Mapping[str, int], votes: Mapping[str, str]) -> str:
 
 
 def is_outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
-    """Whether another digest than this node's wins the vote at its head.
+    """Whether another digest than this node's wins the vote about the state at this node's head.
 
-    Only contributors to the newest record vote, as strangers cost nothing. A contributor whose record for this head is
-    not known yet counts for this node: right after a commit, the first record may be that of the damaged peer.
+    Only contributors to the newest record vote, because other identities cost nothing. A contributor whose record for
+    this head is not known yet counts for this node: after a commit, the first record may be from a damaged peer.
 
     Args:
         records: live peers, this node first.
@@ -79,7 +79,7 @@ class Target:
     avoid: frozenset[str] = frozenset()
     """Heads and digests of states on a chain that lost."""
     own_tokens: int = -1
-    """Tokens of the state that this node has; -1 if it has none. Older states are of no use."""
+    """Tokens of the state that this node has; -1 if it has none. A state with fewer tokens is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class AvailableState:
 
     snapshot: Snapshot
     tokens: Mapping[str, int]
-    """Contributor to tokens, from the joins in the state's proof."""
+    """Tokens of each contributor, from the joins in the state's proof."""
     servers: set[str] = field(default_factory=set)
     votes: Mapping[str, str] = field(default_factory=dict)
-    """Peer id to its digest at this head; empty if the peer is at another head."""
+    """Each peer's digest at this head; empty if the peer is at another head."""
     is_proven: bool = False
     """Whether the manifest or the certificate of the next round proves the digest."""
 
@@ -115,10 +115,11 @@ class ProviderSearch:
         self._wire, self._peer_table, self._rules, self._rng = wire, peer_table, rules, rng
 
     async def find(self, target: Target, begun: Sequence[str], banned: Collection[str]) -> list[AvailableState]:
-        """The available states, best first: proven or with a majority, begun already, several servers, newest.
+        """The available states, best first. Proven states and those with a majority come before all others.
 
-        Leaves out states that are outvoted: no state is better than that of one peer against several. A peer at another
-        head does not vote against a state, as the chain that won a fork may have one peer left.
+        Next come states of which a partial download exists, states with several servers, and newer states. States that
+        are outvoted are left out. A peer at another head does not vote against a state, because the chain that won a
+        fork may have only one peer left.
 
         Args:
             begun: digest prefixes of partial downloads.
@@ -141,7 +142,7 @@ class ProviderSearch:
         return sorted((s for s in states.values() if s.is_proven or not s.is_outvoted), key=rank, reverse=True)
 
     async def servers(self, digest: str, banned: Collection[str], peers: Sequence[str] = ()) -> list[str]:
-        """Those of these peers, or of all, that serve a state now."""
+        """The peers that serve this state now. Asks `peers`, or a random choice of all if `peers` is empty."""
 
         async def serves(peer: str) -> bool:
             request = Message({"digest": digest, "brief": True})
@@ -156,18 +157,18 @@ class ProviderSearch:
         return [peer for peer, is_server in zip(peers, found, strict=True) if is_server]
 
     def _votes(self, head: str) -> dict[str, str]:
-        """What the newest record of each live peer, this node included, says about the state at a head."""
+        """Each live peer's digest of the state at a head, from its newest record. This node is included."""
         records = [record for record in self._peer_table.live() if record.state_digest]
         return {r.peer_id: r.state_digest if r.head == head else "" for r in records}
 
     def _peers(self, banned: Collection[str]) -> list[str]:
-        """Peers to ask. One that is downloading may still serve its old state."""
+        """The peers to ask, at random. A peer that is downloading may still serve its old state."""
         others = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES or r.state_digest]
         peers = [r.peer_id for r in others if r.peer_id not in banned]
         return self._rng.sample(peers, min(MAX_ASKED, len(peers)))
 
     async def _ask_state(self, peer: str, name: str, target: Target) -> AvailableState | None:
-        """The newest state that a peer serves, or the one whose digest starts with `name`."""
+        """Ask for the newest state that a peer serves, or for the state whose digest starts with `name`."""
         request = Message({"digest": name} if name else {})
         max_bytes = 2 * HASH_BYTES * len(leaf_bounds(target.parameters)) + MAX_REPLY_BYTES
         try:
@@ -181,7 +182,7 @@ class ProviderSearch:
             is_proven = await asyncio.to_thread(is_named_by_next_proof, snapshot, joins, self._rules)
         except (PeerError, *MALFORMED_ERRORS) as exc:
             self._wire.traffic.reject(exc if isinstance(exc, PeerError) else PeerError("a wrong form"))
-            logger.warning("Peer %s describes an invalid state: %s.", peer[-6:], exc)
+            logger.warning("Peer %s offers an invalid state: %s.", peer[-6:], exc)
             return None
         tokens = {peer: join.tokens for peer, join in joins.items()}
         is_proven |= snapshot.digest == target.initial_digest
@@ -193,10 +194,11 @@ def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
 
 
 def is_named_by_next_proof(snapshot: Snapshot, contributors: Collection[str], rules: Rules) -> bool:
-    """Whether the certificate of the next round proves the state's digest. Slow. Raises PeerError if it contradicts it.
+    """Whether the certificate of the next round proves the state's digest. Slow. Raises PeerError on a contradiction.
 
-    It does with the votes of more than half of the contributors to the state's own round. Each of them has checked that
-    the joins of the next round name the digest of its own state. The initial state has no contributors.
+    A certificate proves the digest if more than half of the contributors to the state's own round have voted. Each of
+    them has checked that the joins of the next round name the digest of its own state. The initial state has no
+    contributors.
     """
     if snapshot.next_proof is None:
         return False

@@ -1,6 +1,6 @@
-"""What a node serves to joiners and to peers that are behind: proofs and links of the chain, and its outer state.
+"""Serves a node's outer state, and the proofs and links of its chain, to joiners and to peers that are behind.
 
-A state is sent with its proof and its hash tree, so the receiver verifies every leaf on its own.
+A state is sent with its proof and its Merkle tree, so the receiver can verify each leaf on its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from node.swarm.transport.wire import Message, Service, Wire
 
 MIN_NAME = 16  # Characters of a head or digest that identify a state
 LEAVES_PER_CALLER = 8
-"""Leaves being sent to one caller at a time. They are held in memory."""
-STATES_PER_CALLER = 64  # A caller asks once for each state that it was offered; most replies are brief
+"""Limit on the leaves that are sent to one caller at a time, because they are held in memory."""
+STATES_PER_CALLER = 64  # A caller asks once for each state that it has been offered; most replies are brief
 YIELD_S = 10.0  # A leaf waits at most this long for a round that needs the uplink
 LOOK_S = 0.1
 PROOFS_BYTES = 2**20
-"""Limit of one reply: what 2 Mbit/s transfer within the caller's timeout. The caller asks again for the rest."""
-CHAIN_TIMEOUT_S = 20.0  # For a request of all links: 4 MiB at 2 Mbit/s
+"""Limit on the proofs in one reply: at 2 Mbit/s they arrive within the timeout. The caller asks again for the rest."""
+CHAIN_TIMEOUT_S = 20.0  # Timeout of a `chain` call. All links are 4 MiB, which take 17 s at 2 Mbit/s
 SERVING_PHASES = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.DRAINING, Phase.PAUSED})
 
 
@@ -40,7 +40,7 @@ class Snapshot:
     tokens: int
     digest: str
     leaves: Sequence[bytes]
-    """Leaf hashes of the hash tree whose root is `digest`."""
+    """Leaf hashes of the Merkle tree whose root is `digest`."""
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
     next_proof: Proof | None = None
@@ -48,20 +48,20 @@ class Snapshot:
 
 
 class StateSource(Protocol):
-    """Immutable checkpoints of this node. Called from threads."""
+    """The immutable checkpoints of this node. Its methods are called from threads."""
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
-        """The newest one, or the one with this head or digest prefix. `hold`: keep its files for a while."""
+        """The newest checkpoint, or the one with this head or digest prefix. `hold` keeps its files for a while."""
 
     def leaf(self, digest: str, index: int) -> bytes:
-        """One leaf; keeps the files for a while. Raises LookupError if the state is gone."""
+        """Read one leaf, and keep its files for a while. Raises LookupError if the state is gone."""
 
     def oldest_needed_round(self) -> int | None:
         """The oldest round from which a joiner, or this node after a crash, will replay."""
 
 
 def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mapping[str, Join]:
-    """The joins that the record at `head` counts. Raises PeerError if the proof does not lead to it."""
+    """The joins that the record at `head` includes. Raises PeerError if the proof does not lead to that head."""
     if proof is None:
         if head != rules.run or round != -1:
             raise PeerError("a state comes without proof of its round")
@@ -75,9 +75,9 @@ def joins_at(head: str, round: int, proof: Proof | None, rules: Rules) -> Mappin
 def verified_tip(
     state: OuterState, head: str, proof: Proof | None, rules: Rules, now_s: float, links: tuple[Link, ...] = ()
 ) -> Tip:
-    """The tip for a checkpoint. Slow: verifies and hashes. Raises PeerError if the proof does not lead to the head.
+    """The tip of a checkpoint. Slow: verifies and hashes. Raises PeerError if the proof does not lead to the head.
 
-    `links`: the rounds that led there, if they are known.
+    `links` are the rounds that led to the head, if they are known.
     """
     included = joins_at(head, state.round, proof, rules)
     if not links and proof is not None:
@@ -86,7 +86,7 @@ def verified_tip(
 
 
 class StateServer:
-    """Serves outer states from checkpoints. It needs no model, so a paused node serves too."""
+    """Serves outer states from checkpoints. It needs no model, so a paused node can serve as well."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class StateServer:
         """Register the services.
 
         Args:
-            proof_after: the proof of the round after a head; None if this node has none.
-            is_uplink_busy: whether a round needs the uplink now. Joiners wait for a moment then.
-            inject_faults: for tests; replaces the blobs of a reply.
+            proof_after: returns the proof of the round after a head, or None if this node has none.
+            is_uplink_busy: says whether a round needs the uplink now. If so, joiners wait for a moment.
+            inject_faults: replaces the blobs of a reply, for tests.
         """
         self._source, self._proof_after, self._is_uplink_busy = source, proof_after, is_uplink_busy
         self._inject_faults = inject_faults
@@ -113,7 +113,7 @@ class StateServer:
         )
 
     async def _on_state(self, caller: str, message: Message) -> Message:
-        """The newest state, or the one whose digest starts with `digest`. `brief`: without leaves and proofs."""
+        """Describe the newest state, or the one whose digest starts with `digest`. `brief` omits leaves and proofs."""
         name = message.header.get("digest", "")
         if not isinstance(name, str) or 0 < len(name) < MIN_NAME:
             raise PeerError("a request for a state has the wrong form")
@@ -145,17 +145,17 @@ class StateServer:
 
 
 class ChainServer:
-    """Serves this node's chain: whole proofs to a peer on the same chain, light ones to a peer on another."""
+    """Serves this node's chain: whole proofs to a peer on the same chain, light proofs to a peer on another chain."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         ctx.wire.serve({"chain": Service(self._on_chain, Channel.STATE)})
 
     async def _on_chain(self, caller: str, message: Message) -> Message:
-        """The rounds after the newest of the caller's heads that is on this node's chain.
+        """Return the rounds after the newest of the caller's heads that is on this node's chain (the common head).
 
-        The reply has proofs, as many as fit, if that is the caller's newest head and this node keeps those after it.
-        Otherwise it has light proofs (`light`): all links after the common head, or all links if there is none.
+        If the common head is the caller's newest head and this node keeps the proofs after it, the reply has as many of
+        these proofs as fit. Otherwise it has light proofs (`light`): all links after the common head, if there is one.
         """
         heads = message.header.get("heads")
         if (
@@ -175,7 +175,7 @@ class ChainServer:
 
 
 def _first(proofs: Sequence[Proof]) -> list[bytes]:
-    """The first of these proofs, as many as fit into PROOFS_BYTES, and at least one."""
+    """The first of these proofs: as many as fit into PROOFS_BYTES, but at least one."""
     blobs: list[bytes] = []
     for proof in proofs:
         blob = proof.model_dump_json().encode()

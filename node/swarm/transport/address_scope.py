@@ -1,7 +1,7 @@
-"""The endpoints of multiaddresses, and how far away an address still means the same machine.
+"""The endpoints of multiaddresses, and their scope: from how far away an address means the same machine.
 
-`select_addresses` picks those of a peer's addresses that are worth dialing: a private address means another machine in
-every network.
+`select_addresses` chooses which of a peer's addresses to dial, because a private address means another machine in each
+network.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 MAX_DIALED = 8
-"""Addresses of one peer to dial: libp2p runs this many dials at once, further ones would queue."""
+"""Limit on the addresses of one peer to dial: libp2p runs this many dials at once, and further dials would queue."""
 MAX_NAMED = 3
-"""Addresses that an error text names."""
+"""Limit on the addresses that an error text names."""
 _IP_KINDS, _NAME_KINDS = ("ip4", "ip6"), ("dns", "dns4", "dns6")
 _LOCAL_NETWORKS = tuple(
     map(
@@ -31,7 +31,7 @@ _LOCAL_NETWORKS = tuple(
 
 
 class Scope(IntEnum):
-    """From how far away an address means the same machine."""
+    """From how far away an address still means the same machine."""
 
     HOST = 0
     """Loopback."""
@@ -70,7 +70,7 @@ def scope_of(ip: IPAddress) -> Scope:
 
 
 def parse_endpoint(address: str) -> Endpoint | None:
-    """The endpoint of a direct TCP multiaddress, with or without a peer id; None for any other, such as a relay's."""
+    """Parse a direct TCP multiaddress, with or without a peer id. Returns None for any other, such as a relay's."""
     parts = address.split("/")
     if len(parts) not in (5, 7) or parts[0] or parts[3] != "tcp" or (len(parts) == 7 and parts[5] != "p2p"):
         return None
@@ -99,11 +99,11 @@ class LocalAddresses:
     """The addresses of this node."""
 
     interfaces: tuple[IPInterface, ...] = ()
-    """Of this machine or container, with their networks. Empty if unknown."""
+    """Interface addresses of this machine or container, with their networks; empty if unknown."""
     listening: frozenset[tuple[str, int]] = frozenset()
-    """IP addresses and TCP ports that this node listens on."""
+    """The IP addresses and TCP ports on which this node listens."""
     observed: frozenset[str] = frozenset()
-    """IP addresses at which other peers see this node."""
+    """The IP addresses at which other peers see this node."""
 
     def has_network_of(self, ip: IPAddress) -> bool:
         return any(ip in interface.network for interface in self.interfaces)
@@ -113,7 +113,7 @@ class LocalAddresses:
 
 
 def read_interfaces() -> tuple[IPInterface, ...]:
-    """The interface addresses of this thread's network namespace, loopback included."""
+    """The interface addresses of this thread's network namespace, including loopback."""
     return tuple(
         ipaddress.ip_interface(f"{one.address.partition('%')[0]}/{int(ipaddress.ip_address(one.netmask)).bit_count()}")
         for addresses in psutil.net_if_addrs().values()
@@ -123,7 +123,7 @@ def read_interfaces() -> tuple[IPInterface, ...]:
 
 
 def interface_addresses(listen: Sequence[str], interfaces: Sequence[IPInterface]) -> list[str]:
-    """`listen` as direct addresses without a peer id, with the interfaces' addresses in place of 0.0.0.0 and ::."""
+    """Replace 0.0.0.0 and :: in `listen` by the interfaces' addresses. Returns direct addresses without a peer id."""
     found = []
     for endpoint in filter(None, map(parse_endpoint, listen)):
         if endpoint.ip is None or not endpoint.ip.is_unspecified:
@@ -137,9 +137,10 @@ def interface_addresses(listen: Sequence[str], interfaces: Sequence[IPInterface]
 def select_addresses(addresses: Sequence[str], local: LocalAddresses) -> tuple[list[str], list[str]]:
     """Split one peer's addresses into those to dial and those to skip, in their order.
 
-    A wide address is always dialed, a private one if this machine has an interface in its network or the peer is behind
-    the same public address, a loopback one if the peer is on this machine. If nothing is left, private addresses are
-    tried anyway, as routers may join networks. If the interfaces are unknown, everything is dialed.
+    A wide address is always dialed. A private address is dialed if this machine has an interface in its network, or the
+    peer is behind the same public address. A loopback address is dialed if the peer is on this machine. If no address
+    is left, private addresses are tried anyway, because routers may join networks. If the interfaces are unknown, all
+    addresses are dialed.
     """
     if not local.interfaces:
         return list(addresses[:MAX_DIALED]), list(addresses[MAX_DIALED:])
@@ -172,7 +173,7 @@ def select_addresses(addresses: Sequence[str], local: LocalAddresses) -> tuple[l
 
 
 def describe_dial(tried: Sequence[str], skipped: Sequence[str]) -> str:
-    """The dialed addresses for an error text: `203.0.113.5:31337 (and 2 private addresses that are ...)`."""
+    """Name the dialed addresses for an error text: `203.0.113.5:31337 (and 2 private addresses that are ...)`."""
     named = [str(parse_endpoint(address) or "a relay") for address in tried]
     text = ", ".join(named[:MAX_NAMED]) or "any address that leads somewhere from here"
     text += f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""

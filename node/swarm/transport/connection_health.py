@@ -1,6 +1,7 @@
-"""Failure detection for connections: half-open ones, and peers to avoid for a while after a failure.
+"""Failure detection for connections: finds half-open connections, and remembers peers that failed recently.
 
-When a peer changes its address, its old connection stays open for about 40 s, and libp2p may prefer it to a new one.
+When a peer changes its address, its old connection stays open for about 40 s, and libp2p may prefer the old connection
+to a new one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from node.errors import PeerError
 
 MAX_TIMEOUTS = 2
-"""Calls that time out in a row before the connection is closed."""
+"""A connection is closed after this many calls in a row have timed out."""
 TIMER_RATIO = 0.95
 """A call that is cancelled after this share of its timeout counts as timed out."""
 BACKOFF_S = 30.0
@@ -39,18 +40,18 @@ class BackoffSet:
 
 
 class HalfOpenDetector:
-    """Drops the connection to a peer that lets several calls in a row time out."""
+    """Drops the connection to a peer after MAX_TIMEOUTS calls in a row have timed out."""
 
     def __init__(self, clock: Callable[[], float], drop: Callable[[str], None]) -> None:
         """`drop` starts closing the connection to a peer and returns at once."""
         self._clock, self._drop = clock, drop
         self._timeouts: dict[str, tuple[int, float]] = {}
-        """For each peer: the count, and when the last timeout was counted."""
+        """For each peer: the number of timeouts in a row, and when the last one was counted."""
         self._bulk: Counter[str] = Counter()
 
     @contextmanager
     def bulk(self, peer_id: str) -> Iterator[None]:
-        """Keep the connection while bulk moves to or from a peer: it may only be slow."""
+        """Keep the connection open while bulk data moves to or from a peer, because the peer may only be slow."""
         self._bulk[peer_id] += 1
         try:
             yield
@@ -61,9 +62,9 @@ class HalfOpenDetector:
 
     @contextmanager
     def watch(self, peer_id: str, began_s: float, *, timeout_s: float, is_bulk: bool) -> Iterator[None]:
-        """Watch one step of a call; `timeout_s` counts from `began_s`.
+        """Watch one step of a call, whose `timeout_s` counts from `began_s`.
 
-        A refusal is an answer. A timeout of bulk is not counted.
+        A refusal counts as an answer. A timeout of a bulk call does not count.
         """
         try:
             with self.bulk(peer_id) if is_bulk else nullcontext():
@@ -77,13 +78,13 @@ class HalfOpenDetector:
             raise
 
     def answered(self, peer_id: str) -> None:
-        """Reset the count of a peer."""
+        """Reset a peer's count of timeouts, because the peer has answered."""
         self._timeouts.pop(peer_id, None)
 
     def _count_timeout(self, peer_id: str, began_s: float) -> None:
         count, counted_at_s = self._timeouts.get(peer_id, (0, began_s))
         if began_s < counted_at_s:
-            return  # It ran concurrently with the last counted call, so it is no new evidence.
+            return  # This call ran concurrently with the last counted call, so its timeout is no new evidence.
         self._timeouts[peer_id] = (count + 1, self._clock())
         if count + 1 >= MAX_TIMEOUTS and not self._bulk[peer_id]:
             del self._timeouts[peer_id]

@@ -1,7 +1,7 @@
-"""Find the address at which a peer answers: names are resolved, and a TLS handshake proves who listens.
+"""Finds the address at which a peer answers: resolves names, and checks by a TLS handshake which peer listens.
 
-After an address did not answer, libp2p refuses to dial it again for 5 s up to 5 min (go-libp2p, `swarm_dial.go`). That
-is too long after a partition, so libp2p only gets an address at which the peer has just answered.
+If an address does not answer, libp2p refuses to dial it again for 5 s up to 5 min (go-libp2p, `swarm_dial.go`). That is
+too long after a network partition, so libp2p only gets an address at which the peer has just answered.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from node.swarm.transport.tls_probe import peer_at
 logger = logging.getLogger(__name__)
 
 MAX_IPS = 8
-"""Addresses of one name that are tried."""
+"""Limit on the IP addresses of one name that are tried."""
 MAX_LOOKUPS = 16
-"""Concurrent lookups: a peer's own name server may delay each of them for a minute."""
+"""Limit on concurrent lookups, because a peer's own name server may delay each lookup for a minute."""
 MAX_LOOKUPS_PER_PEER = 4
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _lock = threading.Lock()
 _lookups: Counter[str] = Counter()
-"""Running lookups by peer id."""
+"""The number of running lookups for each peer id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A peer and its multiaddress, which has an IP address and no peer id."""
+    """A peer, and the multiaddress at which it answers. The address has an IP address and no peer id."""
 
     peer_id: str
     address: str
 
 
 async def find_listener(endpoints: Sequence[Endpoint], timeout_s: float, peer_id: str = "") -> Listener | None:
-    """The first listener that answers, or with `peer_id` the first that is this peer; None after `timeout_s`."""
+    """Return the first listener that answers. With `peer_id`, only this peer counts. Returns None after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _first([_probe_endpoint(endpoint, timeout_s, peer_id) for endpoint in endpoints])
@@ -62,7 +62,7 @@ async def _probe_ip(ip: str, port: int, timeout_s: float, peer_id: str) -> Liste
 
 
 async def _first(probes: Sequence[Coroutine[None, None, Listener | None]]) -> Listener | None:
-    """The first listener found; the other probes are cancelled."""
+    """Return the first listener that a probe finds, and cancel the other probes."""
     tasks = [asyncio.create_task(probe) for probe in probes]
     try:
         for done in asyncio.as_completed(tasks):
@@ -76,9 +76,9 @@ async def _first(probes: Sequence[Coroutine[None, None, Listener | None]]) -> Li
 
 
 async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "") -> frozenset[str]:
-    """The IP addresses of an endpoint; empty if its name does not resolve in time or too many lookups are running.
+    """The IP addresses of an endpoint; empty if its name does not resolve in time, or too many lookups are running.
 
-    `peer_id` is the peer that named the endpoint, for the limit per peer.
+    `peer_id` is the peer that named the endpoint, and the lookup counts towards the limit of this peer.
     """
     if endpoint.ip is not None:
         return frozenset({str(endpoint.ip)})
@@ -94,7 +94,7 @@ async def resolve(endpoint: Endpoint, timeout_s: float, peer_id: str = "") -> fr
         async with asyncio.timeout(timeout_s):
             return await answer
     except TimeoutError:
-        logger.debug("%s was not resolved within %.0f s", endpoint.host, timeout_s)
+        logger.debug("The name %s was not resolved within %.0f s.", endpoint.host, timeout_s)
         return frozenset()
 
 
@@ -105,7 +105,7 @@ def _look_up(
         found = socket.getaddrinfo(endpoint.host, endpoint.port, _FAMILIES[endpoint.kind], socket.SOCK_STREAM)
         ips = frozenset(str(address[4][0]) for address in found)
     except (OSError, UnicodeError) as exc:
-        logger.debug("%s is not resolved: %s", endpoint.host, exc)
+        logger.debug("The name %s could not be resolved: %s", endpoint.host, exc)
         ips = frozenset()
     finally:
         with _lock:
@@ -120,4 +120,4 @@ def _look_up(
     try:
         loop.call_soon_threadsafe(deliver)
     except RuntimeError:
-        logger.debug("The event loop that asked for %s has ended.", endpoint.host)
+        logger.debug("The event loop that looked up %s has ended.", endpoint.host)

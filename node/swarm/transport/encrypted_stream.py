@@ -1,9 +1,9 @@
 """An encrypted and authenticated stream between two peers over a pipe that a relay carries.
 
-The relay may read, change, replay, cut or redirect everything: it learns sizes and times, and can end the call. The
-handshake is an ephemeral X25519 exchange, signed by both Ed25519 identities over both ephemeral keys and both peer ids
-(signed Diffie-Hellman, ISO/IEC 9798-3; Canetti and Krawczyk 2001). HKDF-SHA256 derives one key per direction; frames
-are ChaCha20-Poly1305 with a counter as nonce.
+The relay may read, change, replay, cut or redirect all bytes. Even so, it only learns sizes and times, and can only end
+the call. The handshake is an ephemeral X25519 exchange. Both Ed25519 identities sign both ephemeral keys and both peer
+ids (signed Diffie-Hellman, ISO/IEC 9798-3; Canetti and Krawczyk 2001). HKDF-SHA256 derives one key per direction, and
+ChaCha20-Poly1305 encrypts each frame with a counter as nonce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from node.swarm.transport.framing import Reader, Writer
 
 KEY_BYTES = 32
 FRAME_BYTES = 64 * 1024
-"""Maximum plaintext of a frame."""
+"""Maximum length of a frame's plaintext."""
 _LENGTH_BYTES, _TAG_BYTES, _NONCE_BYTES = 4, 16, 12
 _CALLER, _TARGET = "diloco circuit caller", "diloco circuit target"
 
@@ -31,7 +31,7 @@ class DecryptionFailed(ConnectionError):
 
 
 class Handshake:
-    """One end's ephemeral key. `hello` is sent to the other end in clear. Used once."""
+    """One end of a handshake, used once. `hello` is its ephemeral public key, which the other end gets in clear."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -40,7 +40,7 @@ class Handshake:
         self.hello = self._key.public_key().public_bytes(*raw)
 
     async def as_caller(self, target: str, reader: Reader, writer: Writer) -> EncryptedStream:
-        """Finish after `hello` was sent. Raises DecryptionFailed unless the other end is `target`."""
+        """Finish the handshake after `hello` was sent. Raises DecryptionFailed unless the other end is `target`."""
         answer = await reader.readexactly(KEY_BYTES + SIGNATURE_BYTES)
         target_hello, signature = answer[:KEY_BYTES], answer[KEY_BYTES:]
         transcript = _transcript(self._identity.peer_id, target, self.hello, target_hello)
@@ -61,7 +61,7 @@ class Handshake:
         return EncryptedStream(reader, writer, send_key=to_caller, receive_key=to_target)
 
     def _keys(self, other_hello: bytes, transcript: bytes) -> tuple[bytes, bytes]:
-        """The keys of frames to the target and of frames to the caller."""
+        """Derive the key of frames to the target and the key of frames to the caller."""
         try:
             secret = self._key.exchange(X25519PublicKey.from_public_bytes(other_hello))
         except ValueError as exc:  # a wrong length, or a point of low order
@@ -71,14 +71,14 @@ class Handshake:
 
 
 def _transcript(caller: str, target: str, caller_hello: bytes, target_hello: bytes) -> bytes:
-    """Peer ids are base58 and contain no space, so this is unambiguous."""
+    """The bytes that both ends sign. They are unambiguous, because peer ids are base58 and contain no space."""
     return f"{caller} {target} ".encode() + caller_hello + target_hello
 
 
 class EncryptedStream:
-    """Reader and writer in one. What is read is an unbroken prefix of what the other end wrote.
+    """Reader and writer in one. The bytes read are always a prefix of the bytes that the other end wrote.
 
-    The relay can end the stream after any frame, so the reader must know from the content whether it is complete.
+    The relay can end the stream after any frame, so the reader must tell from the content whether it is complete.
     """
 
     def __init__(self, reader: Reader, writer: Writer, *, send_key: bytes, receive_key: bytes) -> None:
@@ -86,7 +86,7 @@ class EncryptedStream:
         self._send_cipher, self._receive_cipher = ChaCha20Poly1305(send_key), ChaCha20Poly1305(receive_key)
         self._sent_frames = self._received_frames = 0
         self._unread = memoryview(b"")
-        """Rest of the last frame."""
+        """The part of the last frame that has not been read yet."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
@@ -102,7 +102,7 @@ class EncryptedStream:
         self._writer.close()
 
     async def read(self, n: int) -> bytes:
-        """Up to n bytes; b"" at the end of the stream."""
+        """Read up to `n` decrypted bytes; b"" at the end of the stream."""
         if not self._unread:
             self._unread = memoryview(await self._read_frame())
         taken, self._unread = self._unread[:n], self._unread[n:]

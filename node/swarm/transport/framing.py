@@ -1,4 +1,4 @@
-"""One message on a stream: a length-prefixed header, then blobs. Sizes, rate and stalls are limited."""
+"""Reads and writes one message on a stream: a length-prefixed header, then blobs. Limits sizes, rates and stalls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from node.swarm.transport.wire import MAX_HEADER_BYTES, STALL_S, Message, unpack
 
 PIECE_BYTES = 256 * 1024
 LIMITED_PIECE_BYTES = 16 * 1024
-"""Under a rate limit: small enough that many streams share a slow link evenly."""
+"""Size of the pieces under a rate limit: so small that many streams share a slow link evenly."""
 SMALL_HEADER_BYTES = 64 * 1024
-"""A longer header is bulk for the rate limit. Gossip in a swarm of thousands has headers of up to 300 kB."""
+"""A longer header counts as bulk for the rate limit. In a swarm of thousands, gossip has headers of up to 300 kB."""
 MIN_BYTES_S = PIECE_BYTES / STALL_S
-"""A peer that is slower than this over a whole message counts as hung."""
+"""A peer that transfers a whole message more slowly than this counts as hung."""
 LINGER_S = 1.0
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Reader(Protocol):
     """The incoming half of a stream; `asyncio.StreamReader` is one."""
 
     async def read(self, n: int) -> bytes:
-        """Up to n bytes; b"" at the end of the stream."""
+        """Read up to `n` bytes; b"" at the end of the stream."""
 
     async def readexactly(self, n: int) -> bytes:
         """Read exactly `n` bytes. Raises IncompleteReadError if the stream ends early."""
@@ -38,19 +38,20 @@ class Writer(Protocol):
     """The outgoing half of a stream; `asyncio.StreamWriter` is one."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Queue data."""
+        """Queue data to be sent."""
 
     async def drain(self) -> None:
         """Wait while too much data is queued."""
 
     def close(self) -> None:
-        """Close once the queued data is sent."""
+        """Close the stream after the queued data is sent."""
 
 
 class _StallTimer:
-    """Bounds the time spent waiting for the other end during one message; waits for the own limit are free.
+    """Bounds the time that one message waits for the other end. Waits for this node's own rate limit do not count.
 
-    Use it as a context manager. One timeout serves the whole message, because one for each piece costs too much.
+    It is a context manager. One timeout serves the whole message, because a timeout for each piece costs more than the
+    piece.
     """
 
     def __init__(self, size: int) -> None:
@@ -68,7 +69,7 @@ class _StallTimer:
         await self._timeout.__aexit__(kind, error, traceback)
 
     async def wait(self, step: Awaitable[T]) -> T:
-        """Wait for one transfer. Raises TimeoutError if nothing moves for STALL_S or the whole message is too slow."""
+        """Wait for one transfer. Raises TimeoutError if it takes STALL_S or the whole message is too slow."""
         began_s = self._clock()
         self._timeout.reschedule(began_s + min(STALL_S, self._left_s))
         result = await step
@@ -76,14 +77,14 @@ class _StallTimer:
         return result
 
     async def pass_limit(self, limiter: RateLimiter, size: int) -> None:
-        """Wait for this node's own rate limit."""
+        """Wait until this node's own rate limit allows `size` bytes."""
         if limiter.bytes_s:
             self._timeout.reschedule(None)
             await limiter.acquire(size)
 
 
 async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], limiter: RateLimiter) -> int:
-    """Send a packed header and blobs; returns the bytes sent. Raises TimeoutError if the peer reads too slowly."""
+    """Send a packed header and blobs. Returns the bytes sent. Raises TimeoutError if the peer reads too slowly."""
     length, blob_bytes = len(header).to_bytes(4, "big"), sum(map(len, blobs))
     if len(header) <= SMALL_HEADER_BYTES:
         if not limiter.try_acquire_priority(len(header)):
@@ -109,9 +110,9 @@ async def write_message(writer: Writer, header: bytes, blobs: Sequence[bytes], l
 async def read_message(
     reader: Reader, limit: Callable[[str], int], limiter: RateLimiter, first_s: float | None = None
 ) -> tuple[str, Message, int]:
-    """Receive one message: verb or status, message, bytes received. Every size is checked before it is used.
+    """Receive one message. Returns verb or status, message, and bytes received. Checks each size before it is used.
 
-    `limit` maps the verb to the maximum body length. `first_s` bounds the wait for the first byte.
+    `limit` maps the verb to the maximum body length. `first_s` is the timeout of the first bytes.
     """
     async with asyncio.timeout(first_s):
         length = int.from_bytes(await reader.readexactly(4), "big")
@@ -120,7 +121,7 @@ async def read_message(
     if length <= SMALL_HEADER_BYTES:
         async with _StallTimer(length) as timer:
             packed = await timer.wait(reader.readexactly(length))
-        # Headers beyond the priority share do not count, or strangers could stop this node's bulk.
+        # Headers beyond the priority share are not counted. Otherwise strangers could stop this node's bulk data.
         limiter.try_acquire_priority(length)
     else:
         (packed,) = await _read_blobs(reader, [length], limiter)
@@ -130,7 +131,7 @@ async def read_message(
 
 
 async def _read_blobs(reader: Reader, sizes: Sequence[int], limiter: RateLimiter) -> list[bytes]:
-    """Reading no faster than the limit slows the sender down."""
+    """Read blobs no faster than the limit allows, which slows the sender down."""
     blobs = []
     async with _StallTimer(sum(sizes)) as timer:
         for size in sizes:
@@ -148,7 +149,7 @@ async def _read_blobs(reader: Reader, sizes: Sequence[int], limiter: RateLimiter
 
 
 async def linger(reader: Reader) -> None:
-    """Wait for the caller to close first, discarding input: closing while it still writes would lose the reply."""
+    """Wait until the caller closes, and discard its input. To close while the caller writes would lose the reply."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while await reader.read(PIECE_BYTES):

@@ -1,7 +1,7 @@
 """The libp2p transport: `Libp2pWire` calls peers through p2pd. Only this package opens hivemind's connections.
 
-A call is one stream: a length-prefixed header, then blobs, both ways. libp2p authenticates the caller's peer id.
-Everything runs on the caller's asyncio loop; DHTNode is used directly, so hivemind forks no process.
+A call is one stream with a length-prefixed header and blobs in both directions. libp2p authenticates the caller's peer
+id. Everything runs on the caller's asyncio loop. DHTNode is used directly, so hivemind forks no process.
 """
 
 from __future__ import annotations
@@ -64,26 +64,26 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/diloco/1"
 RELAY_PROTOCOL = "/diloco/relay/1"
-"""From a caller to a relay: a request for a circuit."""
+"""Protocol of a stream from a caller to a relay: a request for a circuit."""
 RELAYED_PROTOCOL = "/diloco/relayed/1"
-"""From a relay to the target of a circuit."""
+"""Protocol of a stream from a relay to the target of a circuit."""
 CONNECT_TIMEOUT_S = 5.0
 QUIC_TIMEOUT_S = 6.0
-"""libp2p's own timeout is 5 s."""
+"""Longer than libp2p's own timeout of 5 s."""
 DIRECT_TIMEOUT_S = 3.0
-"""For opening a direct stream to a peer that has relays too."""
+"""Timeout for opening a direct stream to a peer that can also be called over relays."""
 CIRCUIT_S = 3.0
-"""For opening a circuit if there is another relay to try."""
+"""Timeout for opening a circuit if there is another relay to try."""
 CONNECTED_CACHE_S = 0.5
-"""How long the list of connected peers is reused: p2pd takes several ms to list many peers."""
+"""Time for which the list of connected peers is reused, because p2pd takes several ms to list many peers."""
 SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
-"""A call with a longer body or timeout is bulk, or waits for bulk or heavy work."""
+"""A call with a longer body or a longer timeout counts as bulk. It carries bulk data, or waits for other work."""
 DHT_TIMEOUT_S = 10.0
 DHT_SHUTDOWN_S = 2.0
 STREAMS_PER_CALLER = 64
-"""Each stream holds a header in memory."""
+"""Limit on the open streams of one caller, because each stream holds a header in memory."""
 DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
-"""What hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
+"""The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 
 
 class _Unconnected(PeerError):
@@ -91,14 +91,14 @@ class _Unconnected(PeerError):
 
 
 class _NoCircuit(PeerError):
-    """A relay does not lead to the peer; `code` is the relay's own if it gave one."""
+    """A relay cannot reach the peer. `code` is the relay's own code if it gave one."""
 
 
 @lru_cache(maxsize=2**14)
 def read_address(address: str) -> tuple[str, Multiaddr] | None:
-    """Split a multiaddress from a peer into peer id and the address to dial; None if it is not valid.
+    """Split a multiaddress from a peer into the peer id and the address to dial. Returns None if it is not valid.
 
-    Cached, because gossip repeats addresses.
+    The result is cached, because gossip repeats addresses.
     """
     target, _, peer_id = address.rpartition("/p2p/")
     try:
@@ -110,12 +110,12 @@ def read_address(address: str) -> tuple[str, Multiaddr] | None:
 
 
 def addresses_of(peer_id: str, addresses: Iterable[str]) -> tuple[str, ...]:
-    """The valid addresses that end in this peer's id. A signed record may list anything."""
+    """Keep the valid addresses that end in this peer's id. A signed record may list anything."""
     return tuple(address for address in addresses if (found := read_address(address)) and found[0] == peer_id)
 
 
 class ControlClient:
-    """p2pd's control socket. Methods raise one of DAEMON_ERRORS, or ValueError for an invalid peer id."""
+    """A client of p2pd's control socket. Methods raise one of DAEMON_ERRORS, or ValueError for an invalid peer id."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -135,7 +135,7 @@ class ControlClient:
         return list(map(str, addresses))
 
     async def peers(self) -> dict[str, list[str]]:
-        """The remote multiaddresses of each connected peer."""
+        """The multiaddresses at which this node sees each connected peer."""
         peers: dict[str, list[str]] = {}
         for info in await self._client.list_peers():
             peers.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
@@ -147,7 +147,7 @@ class ControlClient:
 
 
 def _log_task_errors(client: Any) -> None:
-    """Retrieve the errors of hivemind's tasks on a control connection, which fail once p2pd has ended."""
+    """Retrieve the errors of hivemind's tasks on a control connection. These tasks fail when p2pd has ended."""
     control = getattr(client, "control", None)
     for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
         if task is not None and task.done() and not task.cancelled():
@@ -169,7 +169,7 @@ class _Call:
 
 
 class Libp2pWire:
-    """One node's `Wire` over libp2p. Made by `open_wire`."""
+    """One node's `Wire` over libp2p. `open_wire` makes it."""
 
     def __init__(self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient, dht: DHTNode) -> None:
         self.peer_id = p2p.peer_id.to_base58()
@@ -184,24 +184,24 @@ class Libp2pWire:
         self.daemon = daemon
         self._p2p, self._client, self._dht = p2p, client, dht
         self.local_addresses = LocalAddresses()
-        """Decides which of a peer's addresses are dialed."""
+        """This node's addresses, which decide which of a peer's addresses are dialed."""
         self.listen_addresses: Sequence[str] = ()
-        """Where p2pd listens, if it does not report that itself."""
+        """The addresses on which p2pd listens; empty if p2pd itself reports them."""
         self.relayed_at_s: dict[str, float] = {}
         """When each peer was last called over a relay."""
         self._services: dict[str, Service] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._connected: tuple[set[str], float] = (set(), 0.0)
-        """Cache of the connected peers, and when it expires."""
+        """A cache of the connected peers, and the time at which it expires."""
         self._closed_to_dials: set[str] = set()
-        """Peers without an inbound port: they are called over the connection that they have opened."""
+        """Peers without an inbound port, which are called over a connection that they have opened."""
         self._not_dialed, self._bad_relays = BackoffSet(self._clock), BackoffSet(self._clock)
-        """Peers to call over their relays at once because a dial failed, and relays to try last."""
+        """Peers that are called over their relays without a dial, because a dial failed; and relays to try last."""
         self._half_open = HalfOpenDetector(self._clock, self._drop_soon)
         self._drops: set[asyncio.Task[None]] = set()
         self._call_limiter = CallLimiter()
         self._streams: dict[asyncio.Task[Any], str] = {}
-        """The task of every incoming stream, and its caller."""
+        """The task of each incoming stream, with the peer id of its caller."""
 
     # calling
 
@@ -232,7 +232,7 @@ class Libp2pWire:
                 return await run_handler(self._services[verb], self.peer_id, message)
 
     async def _call_remote(self, call: _Call) -> Message:
-        """Call directly if that is possible, else over the peer's relays."""
+        """Call a peer directly if that is possible, else over the peer's relays."""
         peer_id = call.peer_id
         relays = [relay for relay in self.routes.relays_to(peer_id) if relay not in (peer_id, self.peer_id)]
         may_dial = not (relays and peer_id in self._not_dialed)
@@ -248,7 +248,7 @@ class Libp2pWire:
                 raise
             if may_dial:
                 self._not_dialed.add(peer_id)
-            logger.debug("%s cannot be called directly: %r", peer_id[-6:], exc)
+            logger.debug("Peer %s cannot be called directly: %r", peer_id[-6:], exc)
         else:
             try:
                 with watch(timeout_s=call.timeout_s):
@@ -258,12 +258,12 @@ class Libp2pWire:
             except DAEMON_ERRORS as exc:
                 if not relays:
                     raise
-                logger.debug("The call of %s broke off: %r", peer_id[-6:], exc)
+                logger.debug("The direct call of peer %s broke off: %r", peer_id[-6:], exc)
         self._forget_connected(peer_id)
         return await self._call_over(relays, call)
 
     async def _call_over(self, relays: Sequence[str], call: _Call) -> Message:
-        """Call over one relay after another; those that failed lately come last."""
+        """Call a peer over one relay after another. Relays that failed within BACKOFF_S come last."""
         peer_id = call.peer_id
         refusals: list[_NoCircuit] = []
         for relay in (ordered := sorted(relays, key=self._bad_relays.__contains__)):
@@ -278,8 +278,8 @@ class Libp2pWire:
             except DAEMON_ERRORS as exc:
                 self._bad_relays.add(relay)
                 refusals.append(_NoCircuit(f"the circuit over {relay[-6:]} broke off ({exc!r})", code="no_relay"))
-            logger.debug("%s cannot be called over %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
-        self._not_dialed.discard(peer_id)  # No relay leads there, so the next call dials again.
+            logger.debug("Peer %s cannot be called over relay %s: %s", peer_id[-6:], relay[-6:], refusals[-1])
+        self._not_dialed.discard(peer_id)  # No relay reaches the peer, so the next call dials again.
         # Only a relay that has answered knows anything about the peer. A single one may lie or be out of date.
         is_away = all(refusal.code in ("not_dialed", "unreachable") for refusal in refusals)
         code = "unreachable" if is_away else "no_relay"
@@ -290,11 +290,11 @@ class Libp2pWire:
         return reader, writer
 
     async def _exchange(self, ends: tuple[Reader, Writer], call: _Call) -> Message:
-        """Send the request, read the reply, close the stream. Raises the peer's refusal as PeerError."""
+        """Send the request, read the reply, and close the stream. Raises PeerError if the peer refuses."""
         reader, writer = ends
         service = self._services.get(call.verb)
         channel = service.channel if service else Channel.DHT
-        # Concurrent with reading: a peer may refuse and close before it has read the whole request.
+        # Sending runs concurrently with reading, because a peer may refuse before it has read the whole request.
         sending = asyncio.create_task(write_message(writer, call.header, call.blobs, self.upload_limiter))
         try:
             status, reply, size = await read_message(reader, lambda _: call.max_reply_bytes, self.download_limiter)
@@ -313,7 +313,7 @@ class Libp2pWire:
     # relays
 
     async def _open_circuit(self, relay: str, peer_id: str, for_s: float, within_s: float | None) -> EncryptedStream:
-        """Open a stream to a peer through a relay, for a call of `for_s`, within `within_s`. Raises _NoCircuit."""
+        """Open a circuit to a peer within `within_s`, for a call that may take `for_s`. Raises _NoCircuit."""
         began_s = self._clock()
         try:
             async with asyncio.timeout(within_s):
@@ -338,7 +338,7 @@ class Libp2pWire:
             raise _NoCircuit(f"the relay {relay[-6:]} does not answer", code="no_relay") from exc
         except asyncio.CancelledError:
             if self._clock() - began_s > for_s / 4:
-                self._bad_relays.add(relay)  # The call's time ran out here.
+                self._bad_relays.add(relay)  # The call's time ran out while it waited for this relay.
             raise
 
     async def is_carried_by(self, relay: str, verb: str, timeout_s: float) -> bool:
@@ -348,7 +348,7 @@ class Libp2pWire:
                 call = _Call(self.peer_id, verb, pack_header(verb, Message()), (), timeout_s, 0)
                 await self._call_over([relay], call)
         except (PeerError, *DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
-            logger.debug("%s does not carry a call to this node: %r", relay[-6:], exc)
+            logger.debug("Relay %s does not carry a call to this node: %r", relay[-6:], exc)
             return False
         return True
 
@@ -359,7 +359,7 @@ class Libp2pWire:
                 if peer_id in await self.connected():
                     return await self._open(peer_id, RELAYED_PROTOCOL)
         except (*DAEMON_ERRORS, *MALFORMED_ERRORS) as exc:
-            raise PeerError(f"the relay does not get through to {peer_id[-6:]}", code="unreachable") from exc
+            raise PeerError(f"the relay does not reach peer {peer_id[-6:]}", code="unreachable") from exc
         raise PeerError(f"the relay has no connection to {peer_id[-6:]}", code="not_dialed")
 
     # incoming streams
@@ -374,13 +374,13 @@ class Libp2pWire:
             await self._p2p.add_binary_stream_handler(protocol, handler)
 
     async def _on_relay(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A peer asks this node to carry a call."""
+        """Carry a call for a peer that asks this node as a relay."""
         caller = info.peer_id.to_base58()
         with self._track_stream(f"circuits of {caller}", writer):
             await self.relay.carry(caller, self.routes.check_carried, (reader, writer))
 
     async def _on_relayed(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A relay brings the call of another peer."""
+        """Answer another peer's call that a relay carries to this node."""
         relay = info.peer_id.to_base58()
         with self._track_stream(relay, writer) as task:
             self._check_stream_count(relay)
@@ -407,9 +407,9 @@ class Libp2pWire:
         try:
             yield task
         except (PeerError, *DAEMON_ERRORS) as exc:
-            logger.debug("A stream of %s broke off: %r", caller[-6:], exc)
+            logger.debug("A stream of peer %s broke off: %r", caller[-6:], exc)
         except asyncio.CancelledError:
-            logger.debug("A stream of %s ends with this wire", caller[-6:])
+            logger.debug("A stream of peer %s ends because this wire is closed.", caller[-6:])
         finally:
             del self._streams[task]
             writer.close()
@@ -433,15 +433,15 @@ class Libp2pWire:
                 header, blobs = pack_header("ok", reply), reply.blobs
             except SwarmError as exc:
                 self.traffic.reject(exc)
-                logger.debug("Refused %s: %s", caller[-6:], exc)
+                logger.debug("A call of peer %s was refused: %s", caller[-6:], exc)
                 header, blobs = pack_header(exc.code, Message({"error": str(exc)})), ()
-            # Not `+= await`: that reads the total before the wait and loses what other streams add meanwhile.
+            # `+= await` would read the total before the wait, and lose the bytes that other streams add meanwhile.
             sent_bytes = await write_message(writer, header, blobs, self.upload_limiter)
             self.traffic.sent_bytes[channel] += sent_bytes
         await linger(reader)
 
     def _limit_call(self, caller: str, held: ExitStack) -> Callable[[str], int]:
-        """As `CallLimiter.limit_call`. In addition, the caller's connection stays open during a call with bulk data."""
+        """Like `CallLimiter.limit_call`, but the caller's connection also stays open during a call with bulk data."""
         limit_call = self._call_limiter.limit_call(self._services, caller, held)
 
         def enter(verb: str) -> int:
@@ -455,14 +455,14 @@ class Libp2pWire:
     # connections
 
     def learn(self, peer_id: str, addresses: Sequence[str], *, inbound: bool = True) -> None:
-        """Remember the addresses of a peer, to dial when it is not connected. `inbound`: it can be dialed."""
+        """Remember a peer's addresses, to dial them when it is not connected. `inbound`: whether it can be dialed."""
         self._addresses[peer_id] = addresses_of(peer_id, addresses)
         (self._closed_to_dials.discard if inbound else self._closed_to_dials.add)(peer_id)
 
     async def _ensure_connected(self, peer_id: str, *, dial: bool = True) -> None:
-        """Connect unless connected. Raises _Unconnected if no connection can be opened.
+        """Connect to a peer unless it is connected. Raises _Unconnected if no connection can be opened.
 
-        A peer without known addresses counts as connected: libp2p may know the way.
+        A peer without known addresses counts as connected, because libp2p may know an address.
         """
         connected, until_s = self._connected
         if peer_id in connected and self._clock() < until_s:
@@ -485,21 +485,21 @@ class Libp2pWire:
         return connected
 
     def _forget_connected(self, peer_id: str) -> None:
-        """Have the next call ask p2pd whether the peer is connected."""
+        """Make the next call ask p2pd whether the peer is connected."""
         self._connected[0].discard(peer_id)
 
     async def connect(self, addresses: Sequence[str]) -> str:
-        """Open the connection to one peer unless it is connected. Returns its peer id; raises PeerError."""
+        """Open the connection to one peer unless it is connected. Returns its peer id. Raises PeerError."""
         return await self._dial(addresses, look=True)
 
     async def _dial(self, addresses: Sequence[str], *, look: bool = False) -> str:
-        """Dial one peer at those of its addresses that are reachable from here. Returns its peer id; raises PeerError.
+        """Dial one peer at its addresses that are reachable from this node. Returns its peer id. Raises PeerError.
 
-        `look`: return without dialing if the peer is connected.
+        With `look`, do not dial if the peer is connected.
         """
         read = {address: found for address in addresses if (found := read_address(address)) is not None}
         if not read:
-            reason = f"{printable(addresses[0], 100)} is no address of a peer" if addresses else "a peer has no address"
+            reason = f"{printable(addresses[0], 100)} is no peer's address" if addresses else "the peer has no address"
             raise PeerError(reason, code="unreachable")
         peer_id = next(iter(read.values()))[0]
         dialed, skipped = select_addresses(list(read), self.local_addresses)
@@ -517,7 +517,7 @@ class Libp2pWire:
         return peer_id
 
     async def _dial_targets(self, peer_id: str, addresses: Sequence[str]) -> list[Multiaddr]:
-        """The addresses for libp2p: a TCP address at which the peer answers, and those that are not TCP."""
+        """The addresses that libp2p gets: a TCP address at which the peer answers, and all that are not TCP."""
         endpoints = {address: parse_endpoint(address) for address in addresses}
         others = [found[1] for a, endpoint in endpoints.items() if endpoint is None and (found := read_address(a))]
         timeout_s = CONNECT_TIMEOUT_S / 2 if others else CONNECT_TIMEOUT_S
@@ -525,7 +525,7 @@ class Libp2pWire:
         return others if listener is None else [Multiaddr(listener.address), *others]
 
     async def connect_quic(self, peer_id: str, ip: str, port: int) -> None:
-        """Connect to a peer over UDP from this node's listening port, unless it is connected. Raises PeerError."""
+        """Connect to a peer over UDP, from the port on which this node listens. Raises PeerError."""
         address = f"/ip{ipaddress.ip_address(ip).version}/{ip}/udp/{port}/quic-v1"
         try:
             async with asyncio.timeout(QUIC_TIMEOUT_S):
@@ -534,7 +534,7 @@ class Libp2pWire:
             raise PeerError(f"{printable(peer_id, 64)[-6:]} does not answer over UDP", code="unreachable") from exc
 
     async def ask_peer_id(self, address: str) -> str:
-        """The id of the peer that listens at a TCP address. Raises PeerError."""
+        """Ask for the id of the peer that listens at a TCP address. Raises PeerError."""
         endpoint = parse_endpoint(address)
         listener = await find_listener([endpoint], CONNECT_TIMEOUT_S) if endpoint else None
         if listener is None:
@@ -542,18 +542,18 @@ class Libp2pWire:
         return listener.peer_id
 
     async def addresses(self) -> list[str]:
-        """Where this node listens, each address ending in /p2p/PEER_ID. Raises PeerError."""
+        """The addresses on which this node listens, each ending in /p2p/PEER_ID. Raises PeerError."""
         if self.listen_addresses:
             found = interface_addresses(self.listen_addresses, read_interfaces())
         else:
             try:
                 found = await self._client.listen_addresses()
             except DAEMON_ERRORS as exc:
-                raise PeerError(f"libp2p's daemon does not name its addresses ({exc!r})") from exc
+                raise PeerError(f"libp2p's daemon does not report its addresses ({exc!r})") from exc
         return [with_peer(address, self.peer_id) for address in found]
 
     async def keep_connected(self, peer_ids: Sequence[str]) -> set[str] | None:
-        """Open the missing connections to these peers, and return all connected peers; None if p2pd does not answer."""
+        """Open missing connections to these peers. Returns all connected peers, or None if p2pd does not answer."""
         try:
             connected = await self._refresh_connected()
             missing = [peer_id for peer_id in peer_ids if peer_id not in connected and peer_id in self._addresses]
@@ -570,13 +570,13 @@ class Libp2pWire:
     async def drop(self, peer_id: str) -> None:
         """Close the connection to a peer, so that the next call opens another."""
         self._forget_connected(peer_id)
-        with suppress(ValueError, *DAEMON_ERRORS):  # ValueError: another peer named this id, and it is not valid.
+        with suppress(ValueError, *DAEMON_ERRORS):  # ValueError: the id came from another peer and is not valid.
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._client.disconnect(peer_id)
         self._forget_connected(peer_id)  # Another call may have refreshed the cache meanwhile.
 
     def _drop_soon(self, peer_id: str) -> None:
-        logger.debug("%s does not answer over its connection, which is closed", peer_id[-6:])
+        logger.debug("Peer %s does not answer over its connection, which is now closed.", peer_id[-6:])
         task = asyncio.create_task(self.drop(peer_id))
         self._drops.add(task)
         task.add_done_callback(self._drops.discard)
@@ -595,13 +595,13 @@ class Libp2pWire:
         return seen
 
     async def connected(self) -> set[str]:
-        """The peers that libp2p is connected to."""
+        """The ids of the peers to which libp2p is connected."""
         return set(await self._client.peers())
 
     # hivemind's DHT
 
     async def dht_meet(self, peer_id: str) -> bool:
-        """Add a peer to the DHT's routing table."""
+        """Add a peer to the DHT's routing table. Returns whether the peer answered."""
         found = await self._dht_call(self._dht.protocol.call_ping(PeerID.from_base58(peer_id)))
         return found is not None
 
@@ -619,7 +619,7 @@ class Libp2pWire:
         try:
             return await asyncio.wait_for(work, DHT_TIMEOUT_S)
         except (*DAEMON_ERRORS, *MALFORMED_ERRORS, P2PHandlerError, AssertionError) as exc:
-            # hivemind asserts on the content of peers' answers.
+            # hivemind raises AssertionError on unexpected answers of peers.
             logger.debug("The DHT did not answer: %r", exc)
             return None
 
@@ -640,7 +640,7 @@ async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> L
     """Start p2pd, attach hivemind to it, and accept streams. Raises MachineError or SwarmError."""
     daemon = await start_daemon(options)
     try:
-        # hivemind's sockets go into our socket folder, where the next start cleans up after a killed node.
+        # hivemind puts its sockets into this node's socket folder, which the next start of a killed node cleans.
         p2p_class: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
         p2p = await p2p_class.replicate(Multiaddr(daemon.control))
         client = await ControlClient.open(daemon)

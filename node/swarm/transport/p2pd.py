@@ -1,6 +1,6 @@
-"""p2pd, the Go daemon of libp2p that hivemind ships: start it, watch it, stop it.
+"""Starts, watches and stops p2pd, the Go daemon of libp2p that hivemind ships.
 
-`hivemind.P2P.create` is not used because the kernel must kill p2pd when this process dies, however it dies
+`hivemind.P2P.create` is not used, because the kernel must kill p2pd when this process dies in any way
 (PR_SET_PDEATHSIG). hivemind attaches to the running daemon, as it does in its own replicas.
 """
 
@@ -42,11 +42,12 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""PR_SET_PDEATHSIG (1) with SIGKILL (9), then exec p2pd. It is bound to the *thread* that forks: the swarm's own."""
+"""Sets PR_SET_PDEATHSIG (1) to SIGKILL (9), then runs p2pd. The kernel sends the signal when the *thread* that forked
+ends, so the swarm's own thread must fork."""
 _ENVIRONMENT_DEFAULTS = {"GOLOG_LOG_LEVEL": "error,swarm2=warn"}
-"""p2pd starts if it can listen on one of its addresses, and only warns about the others."""
+"""Warnings are on, because p2pd starts if it can listen on one of its addresses, and only warns about the others."""
 _ENVIRONMENT = {"LIBP2P_TCP_REUSEPORT": "false"}
-"""With SO_REUSEPORT two nodes could share one port, and each would get some of the other's callers."""
+"""With SO_REUSEPORT, two nodes could share one port, and each node would get some of the other's callers."""
 _LISTEN_FAILED = "listening failed"
 _GO_ERRORS = {
     "address already in use": errno.EADDRINUSE,
@@ -62,12 +63,12 @@ class DaemonOptions:
 
     identity_file: Path
     listen: Sequence[str]
-    """Empty: listen on nothing."""
+    """Addresses on which to listen; empty to listen on none."""
     announce: Sequence[str] = ()
-    """For the peer record only: given to p2pd, they would replace the interface addresses."""
+    """Addresses for the peer record only. p2pd must not get them: they would replace the interface addresses."""
     port_mapping: bool = False
     hole_punching: bool = False
-    """Also listen with QUIC, at a UDP port that no peer is told."""
+    """Whether to listen with QUIC as well, at a UDP port that is not announced."""
     is_in_dht: bool = True
 
     @property
@@ -99,17 +100,17 @@ class DaemonOptions:
 
 @dataclass(slots=True)
 class SocketFolder:
-    """The folder of a node's unix sockets, owned by this process until `close`.
+    """The folder of a node's unix sockets, which this process owns until `close`.
 
-    Its name follows from the data folder, so the next start of a killed node finds and cleans what was left. A file
-    lock in it shows whether its owner is still running.
+    The folder's name follows from the data folder, so the next start of a killed node finds and cleans the same folder.
+    A file lock in it shows whether its owner is still running.
     """
 
     path: Path
     _lock: int = -1
 
     def clear(self) -> None:
-        """Remove everything but the lock."""
+        """Remove all files in the folder except the lock."""
         for old in self.path.iterdir():
             if old.name != LOCK:
                 with suppress(OSError):
@@ -127,7 +128,7 @@ class SocketFolder:
 
 
 def open_sockets(owner: Path) -> SocketFolder:
-    """Open the socket folder that belongs to `owner`, or a new one if it is in use or not private to this user."""
+    """Open the socket folder of the data folder `owner`, or a new one if that is in use or not private to this user."""
     base = Path(tempfile.gettempdir())
     if len(str(base)) > MAX_BASE_CHARACTERS:
         base = Path("/tmp")  # noqa: S108 - the folder in it is private to this user
@@ -142,7 +143,7 @@ def open_sockets(owner: Path) -> SocketFolder:
 
 
 def _lock_folder(path: Path) -> int:
-    """Returns the lock's file descriptor. Raises OSError if the folder is in use or not private to this user."""
+    """Lock a folder. Returns the file descriptor. Raises OSError if it is in use or not private to this user."""
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -160,11 +161,11 @@ def _lock_folder(path: Path) -> int:
 
 @dataclass(slots=True)
 class Daemon:
-    """A running p2pd. `died` is set if it ends without `stop`."""
+    """A running p2pd. `died` is set if p2pd ends without `stop`."""
 
     process: asyncio.subprocess.Process
     control: str
-    """Multiaddress of its control socket."""
+    """The multiaddress of p2pd's control socket."""
     sockets: SocketFolder
     died: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
@@ -172,7 +173,7 @@ class Daemon:
 
     @property
     def socket_prefix(self) -> str:
-        """Prefix of the multiaddress of every socket of this node."""
+        """The start of the multiaddress of each socket of this node."""
         return f"/unix{self.sockets.path}/"
 
     def client_address(self) -> str:
@@ -180,7 +181,7 @@ class Daemon:
         return f"{self.socket_prefix}{secrets.token_hex(4)}"
 
     async def stop(self) -> None:
-        """Terminate, and kill after STOP_TIMEOUT_S."""
+        """Terminate p2pd, and kill it if it does not end within STOP_TIMEOUT_S."""
         self._is_stopping = True
         if self.process.returncode is None:
             self.process.terminate()
@@ -194,7 +195,7 @@ class Daemon:
         self.sockets.close()
 
     async def wait_ready(self) -> None:
-        """Wait until p2pd answers, then follow its output. Raises MachineError, SwarmError or TimeoutError."""
+        """Wait until p2pd answers, then log its output. Raises MachineError, SwarmError or TimeoutError."""
         async with asyncio.timeout(START_TIMEOUT_S):
             await _wait_ready(self.process)
         self._reader = asyncio.create_task(self._follow_output())
@@ -202,7 +203,7 @@ class Daemon:
     async def _follow_output(self) -> None:
         assert self.process.stdout is not None
         while not self.process.stdout.at_eof():
-            with suppress(ValueError):  # A line that is longer than the reader's buffer; it is dropped.
+            with suppress(ValueError):  # A line that is longer than the reader's buffer is dropped.
                 line = await self.process.stdout.readline()
                 logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
         await self.process.wait()
@@ -247,7 +248,7 @@ async def _wait_ready(process: asyncio.subprocess.Process) -> None:
 
 
 def parse_listen_error(line: str) -> MachineError | None:
-    """The error in a log line of p2pd that says that it cannot listen on a TCP address; p2pd can do without UDP."""
+    """Return an error if a log line of p2pd says that it cannot listen on a TCP address. p2pd can do without UDP."""
     _, marker, detail = line.partition(_LISTEN_FAILED)
     if not marker:
         return None

@@ -6,33 +6,33 @@ import asyncio
 from collections.abc import Callable
 
 OVERHEAD_RATIO = 1.06
-"""Bytes on the interface per stream byte: libp2p, TCP, IP and Ethernet headers at 1500 bytes a packet, and the
-acknowledgements of the other direction."""
+"""Bytes on the network interface per stream byte. They include libp2p, TCP, IP and Ethernet headers at 1500 bytes a
+packet, and the acknowledgements of the other direction."""
 PRIORITY_RATIO = 0.5
-"""Share of the limit that priority bytes may use, so that bulk always gets the rest."""
+"""Share of the limit that priority bytes may use. Bulk always gets the rest."""
 PRIORITY_BURST_S = 1.0
-"""Priority bytes may run this far ahead of their share: a burst of 5 % of what a limit allows in ten seconds."""
+"""Priority bytes may run this far ahead of their share, a burst of 5 % of the bytes that a limit allows in 10 s."""
 
 
 class RateLimiter:
-    """One direction of a link, shared by all streams. Bulk passes in arrival order.
+    """Limits one direction of a link, which all streams share. Bulk passes in arrival order.
 
-    `acquire` returns once its bytes would have passed at the limit, so bulk never exceeds the limit. Priority bytes
-    (calls without bulk, such as heartbeats) do not wait; they count too, up to their share.
+    `acquire` returns when its bytes would have passed at the limit, so bulk never exceeds the limit. Priority bytes,
+    which are calls without bulk such as heartbeats, do not wait, but count towards the limit up to their share.
     """
 
     def __init__(self, clock: Callable[[], float], mbit_s: float = 0.0) -> None:
         self._clock = clock
         self._turn = asyncio.Lock()
-        """Only its holder's bytes are booked, so priority bytes pass before those that queue for it."""
+        """The lock of bulk. Only its holder's bytes are counted, so priority bytes pass before the queued bytes."""
         self.limit(mbit_s)
 
     def limit(self, mbit_s: float) -> None:
-        """Set the limit; 0 removes it."""
+        """Set the limit in Mbit/s; 0 removes the limit."""
         self.bytes_s = mbit_s * 1e6 / 8 / OVERHEAD_RATIO
         self._free_at_s = 0.0
         self._priority_free_at_s = 0.0
-        """When the priority bytes so far would have passed at their share of the limit."""
+        """When the priority bytes that were counted so far would have passed at their share of the limit."""
 
     async def acquire(self, size: int) -> None:
         """Wait until `size` bulk bytes may pass."""
@@ -60,7 +60,7 @@ class RateLimiter:
         return max(self._priority_free_at_s, now_s) + size / (PRIORITY_RATIO * self.bytes_s)
 
     def _book(self, size: int, arrived_at_s: float) -> float:
-        """Count bytes under a limit and return the seconds until they have passed; 0 if the limit was removed."""
+        """Count bytes towards the limit. Returns the seconds until they may pass; 0 if the limit was removed."""
         if not self.bytes_s:
             return 0.0
         self._free_at_s = max(self._free_at_s, arrived_at_s) + size / self.bytes_s

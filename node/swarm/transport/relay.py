@@ -1,8 +1,9 @@
 """Circuits: calls that a relay carries between two peers that cannot reach each other.
 
 A circuit is one stream from the caller to the relay and one from the relay to the target, over a connection that the
-target has opened. The relay copies bytes in small pieces, within the volunteer's limits, and cannot read them: the two
-ends encrypt and authenticate (`encrypted_stream`). Before that, frames of msgpack behind a two-byte length are sent:
+target has opened. The relay copies bytes in small pieces, within the volunteer's limits. It cannot read them, because
+the two ends encrypt and authenticate the stream (`encrypted_stream`). Before that, the ends and the relay exchange
+frames of msgpack with a two-byte length in front:
 
     caller -> relay    [target, hello, seconds]
     relay -> target    [caller, hello]
@@ -31,23 +32,23 @@ from node.swarm.transport.wire import STALL_S, Traffic, printable
 logger = logging.getLogger(__name__)
 
 MAX_CIRCUITS = 256
-"""Concurrent circuits. Each takes two file descriptors, and up to about 0.5 MB of buffers while an end is slow."""
+"""Limit on concurrent circuits. Each takes two file descriptors, and up to 0.5 MB of buffers if an end is slow."""
 PER_CALLER = 64
-"""Concurrent circuits of one caller; also the streams on which its request is awaited."""
+"""Limit on the concurrent circuits of one caller, and on its streams whose request has not arrived yet."""
 REQUEST_S = 3.0
-"""For a caller to send its request."""
+"""Timeout for a caller to send its request."""
 IDLE_S = 60.0
-"""A circuit without traffic for this long may be ended, but only to make room: calls such as `collect` and `propose`
-are silent until a round's transfers are over, which takes minutes with a large model."""
+"""A circuit without traffic for this time may be ended, but only to make room for another. Calls such as `collect` are
+silent until a round's transfers are over, which takes minutes with a large model."""
 MAX_CIRCUIT_S = 2 * 3600.0
 HANDSHAKE_S = 5.0
-"""Added to the caller's timeout."""
+"""Time for the handshake, which is added to the caller's timeout."""
 FLUSH_S = 5.0
-"""For the rest of the data after one end has closed."""
+"""Time for the rest of the data after one end has closed."""
 PIECE_BYTES = 64 * 1024
 FREE_BYTES = 32 * 1024
-"""The first bytes of each direction are priority bytes for `RateLimiter`, so that handshakes and heartbeats pass beside
-bulk data."""
+"""The first bytes of each direction count as priority bytes for `RateLimiter`, so that handshakes and heartbeats do not
+wait for bulk data."""
 MAX_FRAME_BYTES = 512
 
 Ends = tuple[Reader, Writer]
@@ -57,9 +58,9 @@ Ends = tuple[Reader, Writer]
 class _Circuit:
     caller: str
     moved_at_s: float
-    """When a byte was last copied."""
+    """When the relay last copied a byte."""
     ended: asyncio.Event
-    """Set to end it."""
+    """Set to end the circuit."""
 
 
 def _write_frame(writer: Writer, content: list[Any]) -> None:
@@ -82,7 +83,7 @@ async def _read_frame(reader: Reader, *types: type) -> list[Any]:
 
 
 async def open_circuit(target: str, handshake: Handshake, for_s: float, ends: Ends) -> EncryptedStream:
-    """The caller's end, on a stream to the relay.
+    """Open the caller's end of a circuit on a stream to the relay.
 
     Raises PeerError if the relay refuses, DecryptionFailed if the other end is not the target.
     """
@@ -96,7 +97,7 @@ async def open_circuit(target: str, handshake: Handshake, for_s: float, ends: En
 
 
 async def accept_circuit(handshake: Handshake, ends: Ends) -> tuple[str, EncryptedStream]:
-    """The target's end, on a stream from the relay. Returns the caller's authenticated peer id and the stream.
+    """Open the target's end of a circuit on a stream from the relay. Returns the caller's verified id and the stream.
 
     Raises PeerError, or DecryptionFailed if the other end is not the caller that the relay names.
     """
@@ -106,7 +107,7 @@ async def accept_circuit(handshake: Handshake, ends: Ends) -> tuple[str, Encrypt
 
 
 class Relay:
-    """The circuits that this node carries for others. Used on one loop."""
+    """Carries circuits for other peers. Used on one event loop only."""
 
     def __init__(
         self,
@@ -120,11 +121,11 @@ class Relay:
         self._open_target, self._traffic = open_target, traffic
         self._clock = clock
         self.limiter = RateLimiter(clock)
-        """Limit on everything that is carried, in addition to the node's own limits."""
+        """Limit on the relayed traffic, in addition to the node's own limits."""
         self._limiters = (download_limiter, self.limiter, upload_limiter)
         self._circuits: set[_Circuit] = set()
         self._pending: Counter[str] = Counter()
-        """Streams of each caller on which a request is awaited."""
+        """For each caller, the number of streams whose request has not arrived yet."""
 
     async def carry(self, caller: str, check: Callable[[str, str], None], ends: Ends) -> None:
         """Serve one circuit from request to close. `check(caller, target)` raises PeerError to refuse."""
@@ -148,8 +149,8 @@ class Relay:
     async def _read_request(
         self, caller: str, check: Callable[[str, str], None], reader: Reader
     ) -> tuple[str, bytes, float]:
-        """Target, hello and seconds. Raises PeerError to refuse."""
-        check(caller, caller)  # Nothing is awaited from a stranger.
+        """Read target, hello and seconds of a request. Raises PeerError to refuse."""
+        check(caller, caller)  # A stranger is refused before its request is read.
         if self._pending[caller] >= PER_CALLER:
             raise PeerError("too many requests for circuits at once", code="busy")
         self._pending[caller] += 1
@@ -167,7 +168,7 @@ class Relay:
 
     @contextmanager
     def _reserve(self, caller: str) -> Iterator[_Circuit]:
-        """Count a circuit. Raises PeerError if there is no room for it."""
+        """Count a circuit while it is open. Raises PeerError if there is no room for it."""
         if self.count(caller) >= PER_CALLER or (len(self._circuits) >= MAX_CIRCUITS and not self._make_room()):
             raise PeerError("this relay carries as much as it can", code="busy")
         circuit = _Circuit(caller, self._clock(), asyncio.Event())
@@ -178,11 +179,11 @@ class Relay:
             self._circuits.discard(circuit)
 
     def count(self, caller: str) -> int:
-        """Circuits of a caller."""
+        """The number of circuits of this caller."""
         return sum(circuit.caller == caller for circuit in self._circuits)
 
     def _make_room(self) -> bool:
-        """End an idle circuit, first of the caller with the most circuits. Returns False if none is idle."""
+        """End an idle circuit, preferring the caller with the most circuits. Returns False if none is idle."""
         now_s = self._clock()
         idle = [circuit for circuit in self._circuits if now_s - circuit.moved_at_s >= IDLE_S]
         if not idle:
@@ -194,7 +195,7 @@ class Relay:
         return True
 
     async def _pipe(self, caller: Ends, target: Ends, circuit: _Circuit, for_s: float) -> None:
-        """Copy both ways until the caller closes, or the target has closed and all its data is delivered."""
+        """Copy in both directions until the caller closes, or the target has closed and all its data is delivered."""
         forward = asyncio.create_task(self._copy(caller[0], target[1], circuit))
         back = asyncio.create_task(self._copy(target[0], caller[1], circuit))
         ended = asyncio.create_task(circuit.ended.wait())
@@ -203,7 +204,7 @@ class Relay:
             if forward.done() and forward.exception() is not None:
                 await asyncio.wait({back}, timeout=FLUSH_S)  # The target has refused, and its answer is on its way.
             elif back.done() and not forward.done():
-                # Closing while the caller still writes would lose the answer: let the caller close first.
+                # To close while the caller still writes would lose the answer, so let the caller close first.
                 forward.cancel()
                 await asyncio.gather(forward, return_exceptions=True)
                 async with asyncio.timeout(FLUSH_S):
@@ -231,7 +232,7 @@ class Relay:
             copied_bytes += len(piece)
             self._traffic().received_bytes[Channel.RELAY] += len(piece)
             writer.write(piece)
-            # Counted before the wait: an end that has received everything closes, which cancels this task.
+            # Count before the wait: an end that has received everything closes, which cancels this task.
             self._traffic().sent_bytes[Channel.RELAY] += len(piece)
             async with asyncio.timeout(STALL_S):
                 await writer.drain()

@@ -1,7 +1,7 @@
-"""Learns which peer listens at a TCP address from its TLS handshake, then closes the connection.
+"""Learns from a TLS handshake which peer listens at a TCP address, then closes the connection.
 
-p2pd does not dial a peer that it is connected with already, so it cannot tell whether a second connection would reach
-the same peer. Sources: libp2p specs, `tls/tls.md` and `connections/README.md`; multistream-select.
+p2pd does not dial a peer to which it is connected, so it cannot tell whether a second connection would reach the same
+peer. Sources: libp2p specs, `tls/tls.md` and `connections/README.md`; multistream-select.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from node.errors import PeerError
 from node.swarm.identity import SIGNATURE_BYTES, peer_id_of_key, read_public_key
 
 EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
-"""Holds a SignedKey: the peer's public key and its signature over the certificate's key."""
+"""The certificate extension with a SignedKey: the peer's public key, and its signature over the certificate's key."""
 SIGNED_PREFIX = b"libp2p-tls-handshake:"
 MULTISTREAM, TLS = "/multistream/1.0.0", "/tls/1.0.0"
 MAX_BYTES = 64 * 1024
-"""Limit on a whole handshake; p2pd's has about 1 kB."""
+"""Limit on the bytes of a whole handshake. The handshake of p2pd has about 1 kB."""
 _CHUNK_BYTES = 16 * 1024
 _SEQUENCE, _OCTETS = 0x30, 0x04
 """DER tags."""
 
 
 async def peer_at(host: str, port: int, timeout_s: float) -> str:
-    """The id of the peer that listens at an IP address and TCP port.
+    """Return the id of the peer that listens at an IP address and TCP port.
 
     Raises PeerError with code `refused`, `timeout` or `not_libp2p`. The handshake proves that the listener holds the
-    key of the id: TLS 1.3 has it sign with the certificate's key, which the peer's key has signed.
+    peer's key: in TLS 1.3 the listener signs with the certificate's key, which the peer's key has signed.
     """
     writer = None
     try:
@@ -58,7 +58,7 @@ async def peer_at(host: str, port: int, timeout_s: float) -> str:
 
 
 def peer_id_of(certificate: bytes) -> str:
-    """The id of the peer whose key signed this certificate (DER). Raises PeerError `not_libp2p`."""
+    """The id of the peer whose key signed this certificate (DER). Raises PeerError with code `not_libp2p`."""
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         extension = parsed.extensions.get_extension_for_oid(EXTENSION).value
@@ -76,7 +76,7 @@ def peer_id_of(certificate: bytes) -> str:
 
 
 def read_signed_key(data: bytes) -> tuple[bytes, bytes]:
-    """Public key (protobuf) and signature of a SignedKey, a DER sequence of two octet strings. Raises PeerError."""
+    """Read key (protobuf) and signature of a SignedKey, a DER sequence of two octet strings. Raises PeerError."""
     # Ed25519, the only key type here, has 36 and 64 bytes, so the lengths take one byte each.
     body = _der(data, _SEQUENCE)
     key_end = 2 + (body[1] if len(body) > 1 else 0)
@@ -97,7 +97,7 @@ def _not_libp2p(what: str) -> PeerError:
 
 
 async def _select_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Negotiate TLS with both messages in one packet. The varint lengths fit into one byte."""
+    """Negotiate TLS, with both messages in one packet. Each length is a varint that fits into one byte."""
     protocols = [f"{name}\n".encode() for name in (MULTISTREAM, TLS)]
     writer.write(b"".join(bytes([len(name)]) + name for name in protocols))
     for name in protocols:
@@ -106,7 +106,7 @@ async def _select_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 async def _certificate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Handshake without a client certificate: the server proves its own before it refuses."""
+    """Get the server's certificate by a handshake without a client certificate. The server proves its key first."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = _context().wrap_bio(incoming, outgoing)
     read_bytes = 0

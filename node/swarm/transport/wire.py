@@ -1,6 +1,7 @@
-"""The interface between the swarm and a network: `Wire` calls a verb on a peer and serves verbs to peers.
+"""The interface between the swarm and a network: a `Wire` calls verbs on peers, and serves verbs to peers.
 
-`libp2p` implements it; the tests have a second implementation inside one process. The same contract tests run on both.
+`Libp2pWire` implements it. The tests have a second implementation inside one process, and the same contract tests run
+on both.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
 MAX_DEPTH = 8
-"""Nesting of a header. msgpack reads deeper values than Python can print or compare."""
+"""Limit on the nesting of a header, because msgpack reads deeper values than Python can print or compare."""
 MAX_BLOBS = 4096
 MAX_REPLY_BYTES = 8 * 2**20
 """Default limit on a reply's body."""
 MAX_CALLS_PER_CALLER = 8
-"""Default limit on concurrent calls of one verb by one caller: each call holds its request or reply in memory."""
+"""Default limit on concurrent calls of one verb by one caller. Each call holds its request or reply in memory."""
 STALL_S = 10.0
 """A stream that moves no byte for this long is dead."""
 GONE_CHECK_S = 0.25
@@ -70,24 +71,24 @@ class Service:
     admits: Callable[[str], bool] = lambda _caller: True
     """Whether a peer id may call. The body of any other caller is not read."""
     place: Callable[[str], AbstractContextManager[None]] = lambda _caller: nullcontext()
-    """Reserves a resource for a caller, from before the body is read until the reply is sent. PeerError refuses."""
+    """Reserves a resource for a caller from before the body is read until the reply is sent. Raises PeerError."""
 
 
 async def run_handler(service: Service, caller: str, message: Message) -> Message:
-    """Run a handler. Raises SwarmError; an exception that malformed input causes becomes a PeerError."""
+    """Run a handler. Turns exceptions that malformed input causes into a PeerError. Raises SwarmError."""
     try:
         return await service.handler(caller, message)
     except MALFORMED_ERRORS as exc:
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
     except SwarmError:
         raise
-    except Exception as exc:  # the root of every handler: a bug in one must not end the caller or this node
-        logger.exception("A handler failed.")
+    except Exception as exc:  # This is the root of every handler. A bug in one must not end the caller or this node.
+        logger.exception("A handler of calls from peers failed.")
         raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
 
 
 def printable(text: object, max_length: int) -> str:
-    """A peer's text for logs and the page: one line without control characters, truncated; "" if it is not a string."""
+    """Make a peer's text safe for logs and pages: one line, no control characters, truncated; "" if it is no string."""
     return _UNPRINTABLE.sub(" ", text[:max_length]) if isinstance(text, str) else ""
 
 
@@ -100,7 +101,7 @@ class Gone(ConnectionError):
 
 
 async def cancel_if_gone(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T]) -> T:
-    """Await `call`, but cancel it and raise Gone once `is_gone()`. A hung peer keeps its connection open."""
+    """Await a call, but cancel it and raise Gone as soon as `is_gone()`. A hung peer keeps its connection open."""
     running = asyncio.ensure_future(call)
     try:
         while not running.done():
@@ -121,15 +122,15 @@ def retrieve_exception(call: asyncio.Future[Any]) -> None:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters of bytes and rejected messages. Written on the swarm's loop only."""
+    """Counters of bytes and rejected messages. Only the swarm's event loop writes to them."""
 
     sent_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
-    """Per channel, including our headers."""
+    """Sent bytes per channel, including message headers."""
     received_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
     rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECT_REASONS, 0))
     """Messages and contributions of peers that broke a rule, by reason."""
     forwarded_bytes: int = 0
-    """Contributions sent for members on slow links; also counted in `sent_bytes`."""
+    """Bytes of contributions that were forwarded for members on slow links. `sent_bytes` includes them."""
 
     def reject(self, error: SwarmError) -> None:
         """Count an error if its code is a reject reason."""
@@ -138,16 +139,16 @@ class Traffic:
 
 
 class Routes(Protocol):
-    """What a wire needs to know about relays."""
+    """Tells a wire which relays to use, and which calls to relay."""
 
     def relays_to(self, peer_id: str) -> Sequence[str]:
-        """The relays to call this peer over, in the order to try them."""
+        """The relays over which to call this peer, in the order to try them."""
 
     def check_carried(self, caller: str, target: str) -> None:
         """Raise PeerError unless this node relays calls from `caller` to `target`."""
 
     def is_gone(self, peer_id: str) -> bool:
-        """Whether the peer is known and no longer live."""
+        """Whether the peer is known but no longer live."""
 
 
 class NoRoutes:
@@ -175,7 +176,7 @@ class Wire(Protocol):
     download_limiter: RateLimiter
 
     def serve(self, services: Mapping[str, Service]) -> None:
-        """Add verbs to serve. The first verbs are added before the first `call`; later ones may follow."""
+        """Add verbs to serve. Add the first verbs before the first `call`; others may follow later."""
 
     async def call(
         self, peer_id: str, verb: str, message: Message, *, timeout_s: float, max_reply_bytes: int = MAX_REPLY_BYTES
@@ -183,15 +184,15 @@ class Wire(Protocol):
         """Call a verb on a peer, which may be this node. Both peer ids are authenticated.
 
         A peer that cannot be called directly is called over its relays in turn. If a relay fails midway, the peer may
-        see the call twice.
+        receive the call twice.
 
-        Raises PeerError with code "unreachable", "timeout", the peer's own code, or "no_relay" if only relays could
-        lead to the peer and all failed, which says nothing about the peer. A reply body longer than `max_reply_bytes`
-        is refused unread ("bad_size").
+        Raises PeerError with code "unreachable", "timeout", or the peer's own code. Its code is "no_relay" if the peer
+        could only be called over relays and all of them failed, which says nothing about the peer. A reply body longer
+        than `max_reply_bytes` is refused unread ("bad_size").
         """
 
     async def close(self) -> None:
-        """Release everything. Bounded; never raises SwarmError."""
+        """Release all resources, in bounded time. Never raises SwarmError."""
 
 
 class CallLimiter:
@@ -201,9 +202,9 @@ class CallLimiter:
         self._running: Counter[tuple[str, str]] = Counter()
 
     def limit_call(self, services: Mapping[str, Service], caller: str, held: ExitStack) -> Callable[[str], int]:
-        """A function from verb to maximum body length, to be called once the header is read; it may raise PeerError.
+        """Return a function that counts a call. The caller of `limit_call` runs it when it has read the verb.
 
-        The call counts until `held` is closed.
+        It maps the verb to the maximum body length, and raises PeerError to refuse. The call counts until `held` ends.
         """
 
         def enter(verb: str) -> int:
@@ -232,7 +233,7 @@ class CallLimiter:
 
 
 def pack_header(verb: str, message: Message) -> bytes:
-    """Encode a header. Raises PeerError for values msgpack cannot encode, such as an oversized number from a peer."""
+    """Encode a header. Raises PeerError for values that msgpack cannot encode, such as too large a number of a peer."""
     sizes = [len(blob) for blob in message.blobs]
     try:
         return bytes(msgpack.packb([verb, message.header, sizes]))
