@@ -92,7 +92,7 @@ function Freshness() {
     link.value === "locked" ? ""
     : stale.value ? (status.value?.final ? "Ended" : `${brief(ageS.value)} old`)
     : status.value === null ? "…" : "Live";
-  const how = link.value === "polling" ? "Polling every 5 seconds: the event stream is not available." : undefined;
+  const how = link.value === "polling" ? "The event stream is not available, so this page polls the node every 5 seconds." : undefined;
   return (
     <span class={stale.value && !status.value?.final ? "freshness old" : "freshness"} title={how} data-testid="freshness" data-link={link.value}>
       {words}

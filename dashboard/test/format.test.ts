@@ -32,7 +32,7 @@ test("ages are short and rounded down", () => {
   expect([12.9, 59.9, 60, 3599, 3600, 90_000].map((s) => plain(brief(s)))).toEqual(["12 s", "59 s", "1 min", "59 min", "1 h", "1 d"]);
 });
 
-test("percent, decimals and hours", () => {
+test("percentages, decimals and hours are rounded", () => {
   expect([0, 0.004, 0.094, 0.999, 1].map((r) => plain(percent(r)))).toEqual(["0 %", "0.4 %", "9.4 %", "100 %", "100 %"]);
   expect(decimals(1.23456, 3)).toBe("1.235");
   expect(plain(hours(1440))).toBe("24 min");

@@ -130,7 +130,7 @@ def check_value(key: str, value: Any) -> Any:
 def known_keys() -> dict[str, Key]:
     """Every dotted key that can be set, in the order of the configuration's classes."""
     keys = dict(_keys_of(Config, ""))
-    doc = "Run preset: the name of a shipped one, or the path of a TOML file with [run] tables."
+    doc = "Name of a shipped run preset, or path of a TOML file with [run] tables."
     keys[PRESET_KEY] = Key(TypeAdapter(str), is_list=False, is_bool=False, default=DEFAULT_PRESET, doc=doc)
     return keys
 

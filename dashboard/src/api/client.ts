@@ -42,7 +42,7 @@ const tokenStore = {
       if (token === null) sessionStorage.removeItem(TOKEN_KEY);
       else sessionStorage.setItem(TOKEN_KEY, token);
     } catch {
-      // The tab asks for the token again after a restart of the node.
+      // Without storage the tab asks for the token again after the node restarts.
     }
   },
 };
@@ -145,6 +145,6 @@ export const api = {
 
 /** One sentence for a person about a failed request. */
 export function errorText(error: unknown): string {
-  if (error instanceof ApiError) return error.status === 404 ? "This version of the node does not support this." : error.message;
+  if (error instanceof ApiError) return error.status === 404 ? "This version of the node does not support this request." : error.message;
   return "The node does not answer.";
 }

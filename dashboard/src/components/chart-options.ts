@@ -12,7 +12,7 @@ export interface Line {
   colour: string;
   dash?: number[];
   width?: number;
-  /** Connects known values over gaps, with a dot at each: for rare measurements. */
+  /** Connects known values over gaps and marks each with a dot, for rare measurements. */
   sparse?: boolean;
   /** Stacked in the order of the lines. */
   stacked?: boolean;
@@ -38,7 +38,7 @@ type Columns = Record<string, (number | null)[]>;
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 const HEIGHT = 172;
 
-/** The columns for uPlot. Stacked sums come first, the tallest first, so that lower ones are painted over them. */
+/** The columns for uPlot. The stacked sums come first, the largest sum first, so that smaller sums are painted over it. */
 export function chartColumns(spec: ChartSpec, at_s: number[], series: Columns): uPlot.AlignedData {
   const column = (line: Line) => series[line.key] ?? new Array<null>(at_s.length).fill(null);
   const stackedLines = stack(spec.lines.filter((line) => line.stacked).map(column)).reverse();

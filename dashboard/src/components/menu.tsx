@@ -16,7 +16,7 @@ export function Menu({ label, items, disabled }: { label: ComponentChildren; ite
   const button = useRef<HTMLButtonElement>(null);
   const entries = () => [...(root.current?.querySelectorAll<HTMLButtonElement>("[role=menuitem]") ?? [])];
 
-  // Before the next key event: a late effect would move the focus after the menu has closed.
+  // A layout effect runs before the next key event. A later effect could move the focus after the menu has closed.
   useLayoutEffect(() => {
     if (!open) return;
     entries()[0]?.focus();

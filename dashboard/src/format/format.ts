@@ -103,7 +103,7 @@ export function short(value: number): string {
   return String(Number(value.toPrecision(4)));
 }
 
-/** The next calendar day at `hour` o'clock local time, also when the clocks change. */
+/** The next calendar day at `hour` o'clock local time, even if the clocks change in between. */
 export function tomorrowAt(now: Date, hour: number): Date {
   return new Date(now.getFullYear(), now.getMonth(), now.getDate() + 1, hour, 0, 0, 0);
 }

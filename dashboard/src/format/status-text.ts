@@ -1,4 +1,4 @@
-/** Names and explanations of phases, codes and reachability, for the owner of the machine. */
+/** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
 import type { Phase, Status } from "../api/schema";
 import { moment, soon } from "./format";
@@ -11,29 +11,29 @@ interface State {
 }
 
 const PHASES: Record<Phase, State> = {
-  starting: { word: "Starting", meaning: "Loading model and text." },
-  connecting: { word: "Connecting", meaning: "Looking for other members. Training starts automatically." },
-  downloading: { word: "Downloading", meaning: "Downloading the swarm's model and verifying every piece." },
+  starting: { word: "Starting", meaning: "The node is loading the model and the text." },
+  connecting: { word: "Connecting", meaning: "The node is looking for other members. Training starts automatically." },
+  downloading: { word: "Downloading", meaning: "The node is downloading the swarm's model and verifying every piece." },
   training: { word: "Training", meaning: "This machine is training." },
-  syncing: { word: "Syncing", meaning: "Averaging progress with the other members." },
-  paused: { word: "Paused", meaning: "The model is not in memory. The machine is yours." },
+  syncing: { word: "Syncing", meaning: "The node is averaging its progress with the other members." },
+  paused: { word: "Paused", meaning: "The node does not compute, and the model is not in memory." },
   draining: { word: "Finishing", meaning: "The node finishes this round and then stops." },
-  leaving: { word: "Leaving", meaning: "Saving work and leaving the swarm. This takes some seconds." },
+  leaving: { word: "Leaving", meaning: "The node is saving its work and leaving the swarm. This takes some seconds." },
   stopped: { word: "Stopped", meaning: "The node is not training. All work is saved." },
   error: { word: "Error", meaning: "The node stopped with an error. Fix the cause, then resume." },
 };
 
 /** Codes with their own word within a phase. */
 const CODES: Record<string, Partial<State>> = {
-  "training/relay": { word: "Relaying", meaning: "Helping members find and reach each other. A relay does not train." },
-  "training/no_text": { word: "Waiting", meaning: "There is currently no text to train on." },
-  "training/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
-  "syncing/pausing": { word: "Pausing", meaning: "Saving its work and freeing the device." },
-  "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. It continues automatically." },
+  "training/relay": { word: "Relaying", meaning: "The relay helps members find and reach each other. A relay does not train." },
+  "training/no_text": { word: "Waiting", meaning: "The node currently has no text to train on." },
+  "training/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
+  "syncing/pausing": { word: "Pausing", meaning: "The node is saving its work and freeing the device." },
+  "syncing/waiting_for_peers": { word: "Waiting", meaning: "Too few members are ready for the round. The node continues automatically when there are enough." },
   "connecting/no_peers": { meaning: "No peer has answered yet. The node keeps trying." },
   "connecting/no_state": { meaning: "Members are online, but none can serve the model yet. The node keeps trying." },
-  "paused/scheduled": { meaning: "Outside the hours of your schedule. The machine is yours until they start." },
-  "paused/on_battery": { meaning: "On battery. Training resumes when the charger is connected." },
+  "paused/scheduled": { meaning: "It is outside the hours of your schedule. Training resumes when they start." },
+  "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
   "stopped/run_complete": { word: "Complete", meaning: "The run has reached its token goal. Thank you." },
 };
@@ -41,7 +41,7 @@ const CODES: Record<string, Partial<State>> = {
 /** Shown before the first answer of the node. */
 export const UNKNOWN: State = { word: "Loading", meaning: "" };
 
-/** Explanations for a node whose process ends with the phase, so that there is nothing to resume. */
+/** Explanations for a node whose process has ended in this phase, so that `resume` is not possible. */
 const ENDS: Partial<Record<Phase, Partial<State>>> = {
   stopped: { meaning: "This node has ended." },
   error: { meaning: "The node has ended with an error. Fix the cause, then start it again." },
@@ -61,7 +61,7 @@ export function restartCommand(status: Pick<Status, "code" | "final" | "node">):
   return `diloco-node ${mode === "relay" ? "relay" : "run"} --data-dir ${word}`;
 }
 
-/** What the node appends to the reason of a pause if its worker could not save. */
+/** The text that the node appends to the reason of a pause if its worker could not save its work. */
 const LOST = / What it did since its last checkpoint is lost: .*$/s;
 
 /** The node's reason, with times in the reader's time zone. */
@@ -112,7 +112,7 @@ const REACH: Record<string, string> = {
 const UNTESTED = new Set(["not_tested", "disputed"]);
 
 export function reach(reachability: string, code?: string, relay = false): string {
-  if (code !== undefined && UNTESTED.has(code)) return "Not tested yet: whether other members can reach this node is unknown.";
+  if (code !== undefined && UNTESTED.has(code)) return "Not tested yet. It is unknown whether other members can reach this node.";
   if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
   return REACH[reachability] ?? reachability;
 }

@@ -13,7 +13,7 @@ export interface Hours {
 
 const SHAPE = /^\s*([a-z,\s-]+?)\s+(\d{1,2}:\d{2})\s*-\s*(\d{1,2}:\d{2})\s*$/i;
 
-/** null if the text has another form; it is then edited as text. */
+/** Returns null if the text has another form; the user then edits it as text. */
 export function parseHours(text: string): Hours | null {
   const match = SHAPE.exec(text);
   const days = match && parseDays(match[1] as string);

@@ -23,7 +23,7 @@ export interface FeedOptions {
 
 export const POLL_MS = 5_000;
 export const LOST_POLL_MS = 2_000;
-/** A stream is silent while nothing changes. After this time the node is polled. */
+/** A stream sends nothing while nothing changes. After this time without an event the page polls the node. */
 export const SILENCE_MS = 8_000;
 /** A failed stream is opened again after this time, doubled after each failure up to RETRY_MAX_MS. */
 export const RETRY_MS = 4_000;

@@ -21,7 +21,7 @@ export interface HistoryRequest {
   whole: boolean;
 }
 
-/** Start of a range, unix seconds. "All" starts at 0: the node answers from its oldest row. */
+/** Start of a range, unix seconds. "All" starts at 0, to which the node answers from its oldest row. */
 export function startOf(range: Range, now: number): number {
   return range.seconds === null ? 0 : now - range.seconds;
 }

@@ -4,7 +4,7 @@ import type { LogLine, RoundRecord } from "../api/schema";
 
 export interface Participants {
   peers: { peer_id: string; name: string }[];
-  /** Too many peers to list: the strip shows counts. */
+  /** Whether there are too many peers to list, so that the strip shows counts. */
   crowded: boolean;
 }
 
@@ -30,7 +30,7 @@ export function presence(record: RoundRecord, peerId: string): "in" | "out" | "a
   return member ? (member.included ? "in" : "out") : "away";
 }
 
-/** Maximum of the page; the log files in the data folder have all lines. */
+/** The most log lines that the page keeps. The log files in the data folder have more. */
 export const LINES_MAX = 1_500;
 
 export function appendLines(have: LogLine[], fresh: LogLine[]): LogLine[] {

@@ -10,17 +10,17 @@ import { Feed, type Link } from "./feed";
 
 export const status = signal<Status | null>(null);
 export const link = signal<Link>("opening");
-/** When the page last received data from the node: page clock, ms. */
+/** When the page last received data from the node, in ms of the page's clock. */
 export const receivedAt = signal<number | null>(null);
 /** The current time for ages and countdowns, ms; updated once a second while the tab is visible. */
 export const now = signal(Date.now());
 export const visible = signal(!document.hidden);
 
-/** Older data is shown grey, with its age. */
+/** Data older than this is shown in grey, with its age. */
 const STALE_S = 12;
 
 export const ageS = computed(() => (receivedAt.value === null ? 0 : Math.max(0, (now.value - receivedAt.value) / 1000)));
-/** Data is not stale right after the tab was hidden: the first answer is still on its way. */
+/** Whether the data is too old. Right after a hidden tab is shown it is not, because the first answer is on its way. */
 export const stale = computed(() => {
   if (status.value === null || link.value === "opening" || link.value === "asleep") return false;
   return link.value === "lost" || ageS.value > STALE_S;
@@ -29,7 +29,7 @@ export const state = computed(() => describe(status.value));
 export const NO_ANSWER = "No answer";
 /** The state in one or two words. A node that has ended is not expected to answer. */
 export const word = computed(() => (stale.value && !status.value?.final ? NO_ANSWER : state.value.word));
-/** Increases when the node may have restarted: views that hold lists reload them. */
+/** Increases when the node may have restarted. Views that hold lists then reload them. */
 export const reconnects = signal(0);
 
 const feed = new Feed(
@@ -48,7 +48,7 @@ const feed = new Feed(
   },
   (news) => {
     const before = status.peek();
-    // While the tab was hidden no link was lost: only the start time shows a restart.
+    // A hidden tab does not notice a lost link, so only the start time shows that the node has restarted.
     if (before && before.node.started_at !== news.node.started_at) reconnects.value += 1;
     status.value = news;
   },

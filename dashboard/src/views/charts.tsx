@@ -53,7 +53,7 @@ export const range = signal<Range>(RANGES[0]);
 
 export interface Charts {
   history: History | null;
-  /** The node keeps no history. */
+  /** Whether the node keeps no history. */
   absent: boolean;
 }
 

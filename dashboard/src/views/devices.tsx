@@ -7,12 +7,12 @@ import { cleanName } from "../format/sanitize";
 export function Devices({ devices, phase }: { devices: DeviceInfo[]; phase: Phase }) {
   if (!devices.length) {
     const rests = phase === "paused" || phase === "stopped" || phase === "error";
-    return <p class="plain">{rests ? "No device is in use." : "Not known yet: the node is starting."}</p>;
+    return <p class="plain">{rests ? "No device is in use." : "The devices are not known yet, because the node is starting."}</p>;
   }
   const withoutGpu = devices.every((device) => device.kind === "cpu");
   return (
     <>
-      {withoutGpu && <p class="plain">No GPU in use: this node trains on the CPU, which is slower but counts.</p>}
+      {withoutGpu && <p class="plain">No GPU in use. This node trains on the CPU, which is slower but contributes as well.</p>}
       <ul class="devices">
         {devices.map((device, at) => (
           <li key={at}>

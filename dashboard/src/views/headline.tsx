@@ -68,7 +68,7 @@ function RestartHint({ status }: { status: Status }) {
   );
 }
 
-/** What ends the current state, if that is known and not in the reason. */
+/** When the current state will change, if that is known and the reason does not say it. */
 function UpcomingChanges({ status }: { status: Status }) {
   const facts: string[] = [];
   const until = moment(status.pause?.until);

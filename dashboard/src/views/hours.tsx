@@ -82,7 +82,7 @@ function Span({ hours, change }: { hours: Hours; change(hours: Hours): void }) {
   );
 }
 
-/** A chart of the week. Screen readers read the time spans instead. */
+/** A chart of the week, hidden from screen readers, which read the time spans instead. */
 function Week({ hours, always }: { hours: Hours[]; always: boolean }) {
   const spans = always ? DAYS.map(() => [[0, 24] as [number, number]]) : week(hours);
   return (

@@ -6,7 +6,7 @@ import { unlock } from "../state/store";
 
 function words(error: unknown): string {
   if (!(error instanceof ApiError)) return "The node does not answer. Is it running?";
-  if (error.status === 429) return "Too many wrong tokens within a minute. The right one still opens this page.";
+  if (error.status === 429) return "Too many wrong tokens within a minute. The right token still opens this page.";
   if (error.status === 401) return "This token is wrong. The file api-token in the data folder contains it.";
   return error.message;
 }

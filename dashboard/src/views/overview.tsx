@@ -70,7 +70,7 @@ function ContributionSection({ status }: { status: Status }) {
   );
 }
 
-/** A relay has no contribution of its own: it shows the run. */
+/** A relay makes no contribution, so its page shows the run instead. */
 function RunSection({ status }: { status: Status }) {
   const { run, peers, contribution } = status;
   return (
@@ -112,15 +112,15 @@ function Network({ status: now }: { status: Status }) {
         <div>
           <p class="plain">
             <strong>
-              {alone ? "No other members yet." : `${count(training)} training, ${count(connected)} connected.`}
+              {alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
             </strong>
           </p>
           {alone ? (
-            <p class="quiet">Send the invite to someone: with it they join this run.</p>
+            <p class="quiet">Send the invite to someone, who can then join this run.</p>
           ) : (
             now.run.swarm_tokens > 0 && (
               <p class="quiet">
-                The swarm has seen {many(now.run.swarm_tokens, "token")}
+                The swarm has trained on {many(now.run.swarm_tokens, "token")}
                 {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
               </p>
             )
@@ -142,7 +142,7 @@ function Invite({ text }: { text: string }) {
   const [copyResult, setCopyResult] = useState("");
   const copy = async () => {
     try {
-      // Only there over HTTPS and on localhost.
+      // The browser offers the clipboard only over HTTPS and on localhost.
       await navigator.clipboard.writeText(text);
       setCopyResult("Copied");
     } catch {

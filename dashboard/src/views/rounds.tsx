@@ -1,4 +1,4 @@
-/** The newest rounds as a strip, oldest on the left: outcome, participants and duration of each. */
+/** A strip of the newest rounds, oldest on the left, with the outcome, participants and duration of each round. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Outcome, RoundRecord } from "../api/schema";
@@ -7,7 +7,7 @@ import { Ago, Name, Prose } from "../components/text";
 import { bytes, decimals, duration, many } from "../format/format";
 import { participants, type Participants, presence } from "../state/records";
 
-/** The shapes differ, so that colour is not needed. */
+/** Each outcome has a shape of its own, so it can be told without colours. */
 const MARKS: Record<Outcome | "dropped", { mark: string; words: string }> = {
   complete: { mark: "●", words: "complete" },
   partial: { mark: "◐", words: "partial" },
@@ -223,7 +223,7 @@ function Detail({ record }: { record: RoundRecord }) {
           </dd>
         </div>
         <div>
-          <dt>Evaluation before</dt>
+          <dt>Evaluation loss before</dt>
           <dd>{decimals(record.evaluation_loss, 3)}</dd>
         </div>
       </dl>

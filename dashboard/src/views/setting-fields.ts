@@ -15,7 +15,7 @@ export interface Field {
   help?: string;
   step?: number;
   choices?: [value: string, label: string][];
-  /** Not shown on a relay, which does not train. */
+  /** True for a setting of training, which a relay does not show. */
   trains?: boolean;
 }
 
@@ -30,15 +30,15 @@ export const GROUPS: Group[] = [
   {
     id: "node",
     title: "Node",
-    fields: [{ key: "node.name", label: "Name", kind: "text", help: "Other members see it. Empty: a short form of the peer id." }],
+    fields: [{ key: "node.name", label: "Name", kind: "text", help: "Other members see this name. If it is empty, they see a short form of the peer id." }],
   },
   {
     id: "schedule",
     title: "Schedule",
     trains: true,
     fields: [
-      { key: "schedule.active", label: "Hours", kind: "hours", help: "When this machine trains. No hours: always." },
-      { key: "schedule.timezone", label: "Time zone", kind: "zone", help: "Such as Europe/Berlin. Empty: this machine's." },
+      { key: "schedule.active", label: "Hours", kind: "hours", help: "The hours in which this machine trains. Without hours it always trains." },
+      { key: "schedule.timezone", label: "Time zone", kind: "zone", help: "Such as Europe/Berlin. If it is empty, the hours use this machine's time zone." },
       { key: "schedule.on_battery", label: "On battery", kind: "choice", choices: [["pause", "pause"], ["run", "keep training"]] },
       { key: "schedule.user_active", label: "While I use the machine", kind: "choice", choices: [["run", "keep training"], ["pause", "pause"]] },
       { key: "schedule.user_idle_s", label: "I am away after", kind: "number", unit: "s without input", step: 1 },
@@ -48,13 +48,19 @@ export const GROUPS: Group[] = [
     id: "limits",
     title: "Limits",
     fields: [
-      { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
-      { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "0: no limit, else at least 2." },
-      { key: "swarm.relay_mbit_s", label: "Relaying", kind: "number", unit: "Mbit/s", help: "For members that cannot reach each other. 0: within upload and download, else at least 2." },
-      { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0: all cores.", trains: true },
-      { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "0 to 1; 0: no limit.", trains: true },
-      { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0: no cap. Only if the driver allows it.", trains: true },
-      { key: "limits.disk_gb", label: "Disk", kind: "number", unit: "GB", help: "0: no limit. The oldest files are removed first." },
+      { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "0 means no limit. Other values must be at least 2." },
+      { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "0 means no limit. Other values must be at least 2." },
+      {
+        key: "swarm.relay_mbit_s",
+        label: "Relaying",
+        kind: "number",
+        unit: "Mbit/s",
+        help: "Limit of relayed traffic between other members. 0 means only the limits above. Other values must be at least 2.",
+      },
+      { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "0 means all cores.", trains: true },
+      { key: "limits.gpu_memory_ratio", label: "Share of GPU memory", kind: "number", step: 0.05, help: "From 0 to 1. 0 means no limit.", trains: true },
+      { key: "limits.gpu_power_watts", label: "GPU power", kind: "number", unit: "W", help: "0 means no limit. The driver must allow the change.", trains: true },
+      { key: "limits.disk_gb", label: "Disk", kind: "number", unit: "GB", help: "0 means no limit. The oldest files are removed first." },
     ],
   },
   {
@@ -62,11 +68,11 @@ export const GROUPS: Group[] = [
     title: "Devices",
     trains: true,
     fields: [
-      { key: "devices.device", label: "Device", kind: "text", help: "auto: the first GPU, else the CPU." },
+      { key: "devices.device", label: "Device", kind: "text", help: "auto means the first GPU, or the CPU if there is no GPU." },
       { key: "devices.precision", label: "Precision", kind: "choice", choices: [["auto", "auto"], ["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]] },
-      { key: "devices.micro_batch", label: "Sequences at once", kind: "number", step: 1, help: "0: as many as fit." },
-      { key: "devices.compile", label: "Compile the layers", kind: "switch", help: "Takes minutes at the start; steps are faster." },
-      { key: "devices.activation_checkpointing", label: "Checkpoint activations", kind: "switch", help: "Uses less memory and a third more time." },
+      { key: "devices.micro_batch", label: "Sequences at once", kind: "number", step: 1, help: "0 means as many as fit into memory." },
+      { key: "devices.compile", label: "Compile the layers", kind: "switch", help: "Compiling takes minutes at the start and makes the steps faster." },
+      { key: "devices.activation_checkpointing", label: "Checkpoint activations", kind: "switch", help: "Uses less memory but takes a third more time." },
     ],
   },
   {
@@ -75,7 +81,7 @@ export const GROUPS: Group[] = [
     trains: true,
     fields: [
       { key: "checkpoint.keep", label: "Keep", kind: "number", unit: "newest", step: 1 },
-      { key: "checkpoint.every_s", label: "At least every", kind: "number", unit: "s" },
+      { key: "checkpoint.every_s", label: "At most every", kind: "number", unit: "s" },
     ],
   },
   {

@@ -86,7 +86,7 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
   const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined && !(relay && field.trains));
   if (!fields.length) return null;
   const keys = Object.keys(drafts.value);
-  // A note that applies to all fields is shown once.
+  // If all fields take effect later, one note for the group says so.
   const later = fields.every((field) => config.changeable?.[field.key] === "restart");
 
   const save = async (changes: Record<string, Json>, words: string) => {
@@ -164,7 +164,7 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
 interface RowProps {
   field: Field;
   config: ResolvedConfig;
-  /** The note about a later effect is shown for the whole group. */
+  /** Whether the group has one note about a later effect, so this row needs none. */
   later: boolean;
   value: Json;
   fault: string;

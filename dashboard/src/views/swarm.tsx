@@ -50,7 +50,7 @@ export function Swarm() {
       <Section title="Rounds" id="rounds-title">
         {relay ? (
           <p class="plain" data-testid="rounds">
-            A relay takes part in no round. See the rounds on the page of a member.
+            A relay does not take part in rounds. The dashboard of a member shows the rounds.
           </p>
         ) : (
           <Rounds rounds={rounds.value} />
@@ -64,7 +64,7 @@ export function Swarm() {
           id={(peer) => peer.peer_id}
           first={{ column: "tokens_per_second", descending: true }}
           marked={(peer) => peer.this_node}
-          empty={peers.value === null ? "Loading." : "No members yet. Send the invite to someone: with it they join this run."}
+          empty={peers.value === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
         />
       </Section>
       {!relay && (
