@@ -115,7 +115,7 @@ SLOW = (
 """Folders and files that only `make test-all` runs: real processes, or minutes of waiting."""
 QUICK = (
     "tests/api/test_daemon.py",
-    "tests/browser/test_swarm.py::test_each_view_shows_what_the_node_says",
+    "tests/browser/test_swarm.py::test_each_view_of_the_dashboard_shows_data_of_the_node",
     "tests/swarm/test_story.py",
 )
 """What `make test` runs although it starts processes: the supervisor, one story of a swarm, each view in a browser."""

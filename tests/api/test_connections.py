@@ -110,7 +110,7 @@ async def drip(pair: Pair) -> None:
         await asyncio.sleep(SHORT_S / 4)
 
 
-def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> None:
+def test_server_closes_connections_that_send_no_complete_request(app: ASGIApp, tls: Tls | None) -> None:
     async def main() -> None:
         async with serving(app, tls) as served:
             refused = asking("/livez", "POST", "Origin: http://evil.example\r\nContent-Length: 9999\r\n")
@@ -136,7 +136,7 @@ def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> Non
     asyncio.run(main())
 
 
-def test_streams_uploads_and_active_connections_outlive_the_timeout(
+def test_event_streams_uploads_and_active_connections_outlive_the_idle_timeout(
     app: ASGIApp, tls: Tls | None, fake_node: FakeNode
 ) -> None:
     async def upload(pair: Pair) -> int:
@@ -188,7 +188,7 @@ def test_connections_beyond_the_maximum_are_closed_at_once(
     assert len([text for text in caplog.messages if "8 connections open" in text]) == 1
 
 
-def test_a_node_answers_its_owner_despite_the_maximum_of_silent_connections_and_closes_them(
+def test_node_answers_its_owner_and_closes_silent_connections_when_too_many_are_open(
     tmp_path: Path,
 ) -> None:
     with Daemon(tmp_path) as daemon, ExitStack() as opened:
@@ -220,7 +220,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(256, 4096, 4096), (256, 20000, FILES), (9000, 20000, 9000)])
-def test_the_limit_of_open_files_is_raised_up_to_a_maximum(soft: int, hard: int, then: int) -> None:
+def test_server_raises_its_limit_of_open_files_up_to_a_maximum(soft: int, hard: int, then: int) -> None:
     if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         pytest.skip("this machine allows fewer files")
     limits = f"ulimit -S -n {soft} && ulimit -H -n {hard} && exec {sys.executable} -c '{FILES_CODE}'"

@@ -57,7 +57,7 @@ def type_of(schema: dict[str, Any], *, optional: bool = False) -> str:
     return PRIMITIVES.get(schema.get("type", ""), "unknown")
 
 
-def test_the_types_of_the_dashboard_are_up_to_date(client: ClientMaker) -> None:
+def test_typescript_types_of_the_dashboard_match_the_openapi_document(client: ClientMaker) -> None:
     wanted = typescript(client().get("/openapi.json").json())
     if os.environ.get("UPDATE_TYPES"):
         TYPES.write_text(wanted, encoding="utf-8")

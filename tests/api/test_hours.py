@@ -41,7 +41,7 @@ def errors(daemon: Daemon) -> list[str]:
     return [r["message"] for r in daemon.http.get("/api/v1/logs?level=error").json()["records"]]
 
 
-def test_the_node_trains_inside_its_hours_and_frees_the_device_outside(tmp_path: Path) -> None:
+def test_node_trains_inside_its_active_hours_and_frees_the_device_outside_them(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -68,7 +68,7 @@ def test_the_node_trains_inside_its_hours_and_frees_the_device_outside(tmp_path:
         assert daemon.end()[0] == 0
 
 
-def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
+def test_pause_and_resume_by_the_owner_override_the_active_hours_after_restarts(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -104,7 +104,7 @@ def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
         daemon.ready().until_phase("training", "train")
 
 
-def test_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
+def test_active_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
     environment = Environment(tmp_path, {})
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -116,7 +116,7 @@ def test_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
         daemon.until_phase("training", "train")
 
 
-def test_battery_and_user(tmp_path: Path) -> None:
+def test_node_pauses_on_battery_and_while_its_user_is_active(tmp_path: Path) -> None:
     environment = Environment(tmp_path, {"schedule": {"user_active": "pause", "user_idle_s": 60}})
     environment.set_clock(12)
     environment.set_probes(battery=True)
@@ -134,7 +134,7 @@ def test_battery_and_user(tmp_path: Path) -> None:
         assert errors(daemon) == []
 
 
-def test_drain_and_leave_override_the_hours(tmp_path: Path) -> None:
+def test_drain_and_leave_override_the_active_hours(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(23)
     with Daemon(environment.folder, "deaf", stop_s=20.0) as daemon:

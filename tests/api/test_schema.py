@@ -27,7 +27,7 @@ Other tests of this folder cover them."""
 
 
 @pytest.mark.timeout(180)
-def test_every_response_matches_the_document(tmp_path: Path) -> None:
+def test_every_response_matches_the_openapi_document(tmp_path: Path) -> None:
     with Daemon(tmp_path / "data") as daemon:
         daemon.ready().until_phase("training")
         url = str(daemon.http.base_url).rstrip("/")

@@ -45,7 +45,7 @@ def make_certificate(folder: Path, name: str = "node", password: bytes | None = 
     return cert, private
 
 
-def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
+def test_api_sessions_and_the_command_line_work_over_https(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     data = tmp_path / "data"
     Path(f"{data}.config").write_text(json.dumps({"api": {"tls_cert": str(cert), "tls_key": str(key)}}))
@@ -72,7 +72,7 @@ def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
         assert not client.is_there()
 
 
-def test_unusable_files_are_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_unusable_certificate_or_key_file_is_refused_with_the_name_of_its_setting(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     _, other = make_certificate(tmp_path, "other")
     _, locked = make_certificate(tmp_path, "locked", b"secret")

@@ -74,7 +74,7 @@ def seen(tab: Dashboard, name: str) -> None:
     tab.shoot(f"phase-{name}")
 
 
-def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
+def test_dashboard_shows_each_phase_of_a_node_from_starting_to_draining(
     swarm: Swarm, plan: Path, crashing: object, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     founder = swarm.nodes[0]
@@ -125,7 +125,7 @@ def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
     seen(first, "draining")
 
 
-def test_a_worker_that_crashes_is_an_error_until_resume(
+def test_dashboard_shows_an_error_after_worker_crashes_until_resume(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     node, plan = crashing
@@ -139,7 +139,9 @@ def test_a_worker_that_crashes_is_an_error_until_resume(
     tab.until_phase("training", word="Training", wait_s=LONG_S)
 
 
-def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+def test_dashboard_of_a_relay_shows_the_run_but_no_training(
+    swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]
+) -> None:
     tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
     tab.page.get_by_text("This node does not train.").first.wait_for()
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
@@ -165,7 +167,7 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     tab.shoot("relay-settings")
 
 
-def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+def test_dashboard_shows_that_no_peer_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
     founder = swarm.nodes[0]
     invite = founder.invite()
     founder.end_by_force()
@@ -176,7 +178,7 @@ def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserConte
     seen(tab, "connecting")
 
 
-def test_what_was_mended_trains_and_pauses_after_its_round(
+def test_node_that_recovered_from_crashes_can_be_paused_after_its_round(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     node, plan = crashing

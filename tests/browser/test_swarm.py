@@ -79,7 +79,7 @@ def judged(tab: Dashboard) -> Iterator[Dashboard]:
     tab.check()
 
 
-def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
+def test_each_view_of_the_dashboard_shows_data_of_the_node(tab: Dashboard) -> None:
     tab.until_phase("training")
     assert tab.mark("reason").inner_text()
     tab.page.get_by_text("Tokens", exact=True).first.wait_for()
@@ -104,7 +104,7 @@ def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
     tab.view("Overview")
 
 
-def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) -> None:
+def test_progress_bar_to_the_next_sync_restarts_with_each_round(tab: Dashboard) -> None:
     """Rounds count steps here, so the scale shows the steps, also right after a round."""
     tab.until_phase("training")
     seen: dict[int, float] = {}
@@ -119,7 +119,7 @@ def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) ->
     assert min(seen.values()) < 0.5, seen
 
 
-def test_names_of_strangers_are_text(tab: Dashboard) -> None:
+def test_dashboard_shows_hostile_peer_names_as_plain_text(tab: Dashboard) -> None:
     tab.until_phase("training").view("Swarm")
     peers = tab.page.get_by_role("region", name="Peers, table")
     peers.get_by_text(SCRIPT).wait_for()
@@ -130,7 +130,7 @@ def test_names_of_strangers_are_text(tab: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashboard, scheme: str) -> None:
+def test_each_view_of_the_dashboard_is_accessible_and_fits_on_a_phone(tab: Dashboard, scheme: str) -> None:
     tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     tab.until_phase("training")
     for view in VIEWS:
@@ -144,7 +144,9 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashbo
     print(f"screenshots: {shown.parent}")
 
 
-def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: BrowserContext) -> None:
+def test_dashboard_opens_only_with_the_right_token_and_can_be_locked_again(
+    swarm: Swarm, context: BrowserContext
+) -> None:
     tab = Dashboard(context, swarm.nodes[0]).open(with_token=False).until_phase("locked", word="Locked")
     assert tab.serious() == []
     tab.page.get_by_label("Token").fill("wrong")
@@ -175,7 +177,9 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     tab.check()
 
 
-def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashboard, figures: Figures) -> None:
+def test_pause_button_frees_the_processor_and_resume_button_continues_training(
+    tab: Dashboard, figures: Figures
+) -> None:
     node = tab.node
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     worker, meter = node.find("worker"), node_meter(node)
@@ -199,7 +203,7 @@ def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashb
     node.until_training(PATIENCE * START_S)
 
 
-def test_without_a_mouse(tab: Dashboard) -> None:
+def test_dashboard_can_be_operated_with_the_keyboard_alone(tab: Dashboard) -> None:
     tab.until_phase("training")
     keys = tab.page.keyboard
     tab.tab_to("button Pause")
@@ -228,7 +232,7 @@ def test_without_a_mouse(tab: Dashboard) -> None:
     tab.mark("reason").wait_for()
 
 
-def test_the_page_removes_a_killed_peer(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+def test_dashboard_removes_a_killed_peer_from_its_table(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
     other.until_phase("training", wait_s=PATIENCE * START_S).view("Swarm")
     peers = other.page.get_by_role("region", name="Peers, table").get_by_role("row")
     peers.filter(has_text="good").wait_for()
@@ -248,7 +252,7 @@ def test_the_page_removes_a_killed_peer(swarm: Swarm, other: Dashboard, figures:
     victim.start()  # The last test of this file checks its return.
 
 
-def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+def test_open_tab_of_the_dashboard_uses_little_processor_time(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
     other.until_phase("training", wait_s=PATIENCE * START_S)
     meter, settled_s = browser_meter(), time.monotonic() + SETTLED_S
     while busy_ratio(meter) > TAB_RATIO and time.monotonic() < settled_s:
@@ -257,7 +261,7 @@ def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figur
     figures.hold("an open tab's share of a core, per cent rather than", 100 * share, 100 * TAB_RATIO)
 
 
-def test_the_page_outlives_its_node_and_recovers(swarm: Swarm, tab: Dashboard) -> None:
+def test_dashboard_says_that_its_node_has_ended_and_recovers_when_it_restarts(swarm: Swarm, tab: Dashboard) -> None:
     node = tab.node
     port = tab.url.rpartition(":")[2]
     tab.until_phase("training", wait_s=PATIENCE * START_S)

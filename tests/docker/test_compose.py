@@ -45,7 +45,7 @@ def compose(*words: str, environment: Mapping[str, str] | None = None, timeout_s
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_each_profile_is_valid(profile: str) -> None:
+def test_each_profile_of_the_compose_file_is_valid(profile: str) -> None:
     services = yaml.safe_load(compose("--profile", profile, "config"))["services"]
     assert PROFILES[profile] <= set(services)
     for name, service in services.items():
@@ -68,7 +68,9 @@ def project(docker: Engine) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.timeout(1200)
-def test_the_swarm_runs(docker: Engine, project: dict[str, str], tmp_path: Path) -> None:
+def test_swarm_profile_of_the_compose_file_starts_three_nodes_that_train(
+    docker: Engine, project: dict[str, str], tmp_path: Path
+) -> None:
     compose("--profile", "swarm", "up", "--detach", environment=project, timeout_s=400)
 
     def status(service: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def faults(folder: Path, text: str) -> str:
 
 
 @pytest.mark.skipif(not os.environ.get(ASKED_FOR), reason="part of `make test-docker`, as it fetches Grafana's schema")
-def test_the_dashboard_is_what_grafana_reads(tmp_path: Path) -> None:
+def test_grafana_dashboard_matches_the_schema_published_by_grafana(tmp_path: Path) -> None:
     if not (shutil.which("npm") and TSC.exists()):
         pytest.skip("npm and the dashboard's packages are not installed (make dashboard)")
     image = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))["services"]["grafana"]["image"]

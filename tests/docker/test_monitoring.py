@@ -49,13 +49,13 @@ needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="pr
     "words",
     [("check", "config", "prometheus.yml"), ("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
 )
-def test_promtool_is_content(words: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_prometheus_configuration_and_alert_rules(words: tuple[str, ...]) -> None:
     done = subprocess.run(["promtool", *words], cwd=CONFIG, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout + done.stderr
 
 
-def test_each_alert_has_a_test_and_a_paragraph() -> None:
+def test_each_alert_has_a_test_and_a_paragraph_in_the_runbook() -> None:
     names = [rule["alert"] for rule in ALERTS]
     tested = yaml.safe_load((CONFIG / "alerts_test.yml").read_text())["tests"]
     cases = [case for test in tested for case in test["alert_rule_test"]]
@@ -69,7 +69,7 @@ def test_each_alert_has_a_test_and_a_paragraph() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_the_dashboard_is_in_order() -> None:
+def test_grafana_panels_do_not_overlap_have_units_and_filter_by_node() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     taken: set[tuple[int, int]] = set()
@@ -85,7 +85,7 @@ def test_the_dashboard_is_in_order() -> None:
     assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "node"]
 
 
-def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
+def test_grafana_dashboard_and_alerts_use_only_existing_metrics() -> None:
     board = NodeState(NodeInfo(), {}, state=PhaseState())
     text = page_with_gpu(board, metrics_of(board))
     there = set(re.findall(r"^(diloco_\w+)", text, re.MULTILINE))
@@ -185,7 +185,7 @@ def bring_to_error(node: Node) -> None:
 
 @needs_prometheus
 @pytest.mark.timeout(400)
-def test_a_real_prometheus_of_three_real_nodes(tmp_path: Path) -> None:
+def test_prometheus_evaluates_all_panels_and_alerts_for_three_real_nodes(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": 20, "min_peers": 2}, evaluation={"batches": 1})
     with Swarm(tmp_path / "swarm", run) as swarm, node_with_gpu() as gpu:
         nodes = [swarm.found(), *swarm.join("second", "third")]

@@ -23,7 +23,7 @@ from tests.swarm.harness import wait_for
 @pytest.mark.skipif(
     not os.environ.get(ASKED_FOR), reason="part of `make test-docker`, as installing torch takes minutes"
 )
-def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
+def test_wheel_can_be_installed_and_run_in_an_empty_environment(tmp_path: Path) -> None:
     done = subprocess.run(["make", "wheel"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (ROOT / "dist").glob("diloco_node-*.whl")

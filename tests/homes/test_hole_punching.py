@@ -43,9 +43,7 @@ def become_direct(homes: World, swarm: Swarm, count: int) -> tuple[list[Node], N
     [("cone", "cone"), pytest.param(("ipv6_only", "ipv6_only"), marks=heavy), pytest.param(("cone",) * 3, marks=heavy)],
     ids="-".join,
 )
-def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
-    swarm: Swarm, kinds: tuple[Kind, ...]
-) -> None:
+def test_members_whose_nats_allow_hole_punching_stop_using_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
     with world(homes_of(*kinds, "public")) as homes:
         members, relay = become_direct(homes, swarm, len(kinds))
         assert relayed_in_rounds(members, relay, ROUNDS)[0] < GOSSIP_BYTES
@@ -56,7 +54,7 @@ def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
 @heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kinds", [("cone", "symmetric"), ("symmetric", "symmetric")], ids="-".join)
-def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
+def test_members_behind_symmetric_nats_keep_using_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
     with world(homes_of(*kinds, "public")) as homes:
         members, (relay,) = start_behind_relays(swarm, homes, count=len(kinds))
         assert relayed_in_rounds(members, relay, ROUNDS)[0] > 1_000_000
@@ -65,7 +63,7 @@ def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds:
 
 @heavy
 @pytest.mark.timeout(900)
-def test_a_pair_whose_direct_connection_dies_goes_back_to_the_relay_and_connects_again(swarm: Swarm) -> None:
+def test_members_that_lose_their_direct_connection_complete_rounds_and_connect_again(swarm: Swarm) -> None:
     with world(homes_of("cone", "cone", "public")) as homes:
         members, _ = become_direct(homes, swarm, 2)
         since = members[0].status()["run"]["round"]

@@ -61,7 +61,7 @@ def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace
 
 
 @pytest.mark.timeout(1200)
-def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(swarm: Swarm) -> None:
+def test_nodes_whose_owners_announce_an_address_take_part_in_every_round(swarm: Swarm) -> None:
     pace = Pace()
     with world([Home("published")] * 3) as homes:
         nodes = start_all(homes, swarm, pace, announce=True)
@@ -74,7 +74,7 @@ def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(swarm: 
     [("published", "published", "published"), ("published", "forwarded", "forwarded", "cone")],
     ids=["three published", "published, forwarded, forwarded, cone"],
 )
-def test_every_home_is_in_every_round(swarm: Swarm, kinds: Sequence[str]) -> None:
+def test_nodes_that_find_their_own_address_take_part_in_every_round(swarm: Swarm, kinds: Sequence[str]) -> None:
     pace = Pace()
     with world([Home(kind) for kind in kinds]) as homes:  # type: ignore[arg-type]
         nodes = start_all(homes, swarm, pace, announce=False)

@@ -27,7 +27,7 @@ MEASURED_S = 45.0
 
 
 @pytest.mark.timeout(900)
-def test_three_symmetric_nats_train_over_a_relay_without_a_model(swarm: Swarm) -> None:
+def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(swarm: Swarm) -> None:
     with world([*[Home("symmetric")] * MEMBERS, Home("public")]) as homes:
         members, (relay,) = start_behind_relays(swarm, homes)
         everybody = {peer_id(node) for node in members}
@@ -48,7 +48,7 @@ def test_three_symmetric_nats_train_over_a_relay_without_a_model(swarm: Swarm) -
 
 
 @pytest.mark.timeout(900)
-def test_a_relay_that_is_killed_in_mid_round_costs_no_round(swarm: Swarm) -> None:
+def test_next_round_includes_all_members_after_the_relay_between_them_was_killed(swarm: Swarm) -> None:
     with world([*[Home("symmetric", lines=(10, 10))] * MEMBERS, Home("public"), Home("public")]) as homes:
         members, relays = start_behind_relays(swarm, homes)
         everybody = {peer_id(node) for node in members}
@@ -77,7 +77,7 @@ def test_a_relay_that_is_killed_in_mid_round_costs_no_round(swarm: Swarm) -> Non
 
 
 @pytest.mark.timeout(900)
-def test_a_relay_keeps_its_upload_limit(swarm: Swarm) -> None:
+def test_relay_keeps_its_upload_limit(swarm: Swarm) -> None:
     limit_mbit_s = 6.0
     with world([*[Home("symmetric")] * MEMBERS, Home("public")]) as homes:
         members, _ = start_behind_relays(swarm, homes, f"--limits.upload_mbit_s={limit_mbit_s}")

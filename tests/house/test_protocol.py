@@ -26,11 +26,11 @@ def exists(quoted: str) -> bool:
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
-def test_a_name_in_the_protocol_exists_in_the_code(quoted: str) -> None:
+def test_each_name_quoted_in_protocol_md_exists_in_the_code(quoted: str) -> None:
     assert exists(quoted)
 
 
-def test_every_verb_of_the_swarm_is_in_the_protocol() -> None:
+def test_protocol_md_names_every_verb_of_the_swarm() -> None:
     verbs = set(re.findall(r'"(\w+)": (?:small|large|Service)\(', CODE))
     assert verbs
     assert verbs <= set(QUOTED)

@@ -20,7 +20,9 @@ ROUNDS = 3
 
 
 @pytest.mark.parametrize(("size", "codec"), [(2, "fp32"), (4, "int4")])
-def test_same_bits_as_the_reference(size: int, codec: str, tmp_path: Path) -> None:
+def test_swarm_reaches_bit_for_bit_the_state_of_the_reference_implementation(
+    size: int, codec: str, tmp_path: Path
+) -> None:
     run = tiny(
         total_tokens=ROUNDS * size * INNER_STEPS * 4 * 64,
         inner={"warmup_tokens": 2 * INNER_STEPS * 4 * 64},

@@ -10,7 +10,7 @@ CORRUPTED_ROUND = 1
 """After this round one element of the third node's anchor changes. The next digest shows it."""
 
 
-def test_silent_corruption_is_repaired_and_counted(tmp_path: Path) -> None:
+def test_node_with_silently_corrupted_state_is_detected_repaired_and_counted(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"min_peers": 3, "inner_steps": 150})) as swarm:
         founder = swarm.found()
         (second,) = swarm.join("second")

@@ -27,7 +27,7 @@ GRACE_S, STALE_S, HUNG_S = 30.0, 2.0, 6.0
 
 
 @pytest.mark.timeout(400)
-def test_the_api_answers_whatever_becomes_of_the_worker(tmp_path: Path, figures: Figures) -> None:
+def test_api_answers_quickly_while_the_worker_hangs_crashes_or_is_stopped(tmp_path: Path, figures: Figures) -> None:
     """Two nodes with a model whose tensors are requested from the system one by one."""
     run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 10})
     plan = tmp_path / "faults"

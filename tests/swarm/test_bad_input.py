@@ -71,7 +71,7 @@ def ended(node: Node, code: int) -> str:
         ("--swarm.bootstrap=foo", "HOST:PORT"),
     ],
 )
-def test_unknown_key_or_invalid_value(
+def test_run_command_refuses_an_unknown_key_or_invalid_value_and_names_the_remedy(
     tmp_path: Path, flag: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_refused(capsys, 2, remedy, "--data-dir", str(tmp_path / "node"), *USUAL, flag)
@@ -82,12 +82,12 @@ INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDj
 
 
 @pytest.mark.parametrize("invite", [INVITE[:-3], INVITE.swapcase(), "diloco1-", "x"])
-def test_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data-dir", str(tmp_path / "node"), *USUAL, "--join", invite)
     assert_refused(capsys, 2, "copy the whole text again", *words)
 
 
-def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
+def test_persistent_node_with_a_damaged_invite_keeps_running_and_shows_the_remedy(swarm: Swarm) -> None:
     """As in the image: the node stays, because a restart policy would start it again. The page shows the remedy."""
     node = swarm.node("persists", join="diloco1-damaged").start("--node.persist=true")
     told = node.until(lambda s: s["phase"] == "error", START_S)
@@ -100,7 +100,7 @@ def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
     assert "Traceback" not in node.said()
 
 
-def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> None:
+def test_invite_with_the_manifest_hash_of_another_run_is_refused(founder: Node, swarm: Swarm) -> None:
     """The bootstrap peer belongs to another run, so waiting does not help."""
     right = parse_invite(founder.invite())
     node = swarm.node("stranger", join=str(Invite("ab" * 32, right.addresses)))
@@ -108,29 +108,33 @@ def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> Non
     assert founder.status()["peers"]["connected"] == 0
 
 
-def test_api_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_an_api_port_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_refused(capsys, 3, "--api.port 0", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
 
 
-def test_listen_port_in_use(swarm: Swarm) -> None:
+def test_node_ends_with_exit_code_3_if_its_listen_port_is_in_use(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = swarm.found(f"--swarm.listen=/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
         assert "--swarm.listen" in ended(node, 3)
 
 
-def test_data_folder_in_use(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_data_folder_that_another_node_uses(
+    founder: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_refused(capsys, 2, f"process {founder.running.pid}", "--data-dir", str(founder.folder), *USUAL)
     assert founder.status()["phase"] == "paused"
 
 
-def test_data_folder_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_data_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert_refused(capsys, 2, "--data-dir", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
 
 
-def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
+def test_node_refuses_the_data_folder_of_another_run_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:
     other = str(Invite("ab" * 32, parse_invite(founder.invite()).addresses))
     node = swarm.node("other", join=other)
     node.folder.mkdir()
@@ -140,7 +144,7 @@ def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
     assert Path(manifest).read_bytes() == before
 
 
-def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
+def test_node_refuses_a_data_folder_of_a_newer_protocol_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:
     """After a downgrade the node says so and changes nothing."""
     node = swarm.node("older")
     node.folder.mkdir()
@@ -154,7 +158,7 @@ def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
     assert status["code"] == "protocol_too_old" and "upgrade diloco-node" in status["reason"]
 
 
-def test_a_joiner_without_a_reachable_peer_waits(swarm: Swarm) -> None:
+def test_joining_node_waits_while_no_peer_is_reachable(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as was:
         port = was.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
@@ -166,7 +170,7 @@ def test_a_joiner_without_a_reachable_peer_waits(swarm: Swarm) -> None:
     assert node.wait_end(10 * PATIENCE) == 0
 
 
-def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
+def test_node_skips_a_damaged_checkpoint_and_resumes_from_the_older_one(founder: Node) -> None:
     """The last test that needs the founder, because it stops and restarts it."""
     founder.running.terminate()
     assert founder.wait_end(10 * PATIENCE) == 0
@@ -206,7 +210,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], timeout=10, check=True)
 
 
-def test_disk_full_at_a_checkpoint(tmp_path: Path) -> None:
+def test_node_ends_with_exit_code_3_on_a_full_disk_and_keeps_its_checkpoints(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk), Swarm(tmp_path / "swarm") as swarm:
         node = swarm.node("full")

@@ -18,7 +18,7 @@ SHORT_ROUNDS = "--run.round.inner_steps=25"
 
 
 @pytest.mark.timeout(300)
-def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figures) -> None:
+def test_node_on_the_built_in_preset_stops_promptly_on_leave_and_on_interrupt(tmp_path: Path, figures: Figures) -> None:
     with Swarm(tmp_path) as swarm:
         founder = swarm.node("founder")
         founder.preset = None

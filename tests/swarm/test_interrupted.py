@@ -18,7 +18,7 @@ FIRST_LOSS = math.log(258)
 """Loss of an untrained model, nats per token."""
 
 
-def test_a_restart_continues_in_the_middle_of_a_round(swarm: Swarm) -> None:
+def test_restarted_node_continues_in_the_middle_of_its_round(swarm: Swarm) -> None:
     """Inner step and text position are restored, in a lone node whose round does not end."""
     swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
     node = swarm.found()
@@ -87,7 +87,7 @@ def round_losses(node: Node) -> list[float]:
 
 
 @pytest.mark.parametrize("what", ["worker", "p2pd"])
-def test_a_killed_worker_or_p2pd_is_restarted(pair: list[Node], what: str, figures: Figures) -> None:
+def test_killed_worker_or_p2pd_daemon_is_replaced(pair: list[Node], what: str, figures: Figures) -> None:
     node = pair[1]
     before = Before(node)
     old = [node.find("worker"), node.find("p2pd")]
@@ -102,7 +102,7 @@ def test_a_killed_worker_or_p2pd_is_restarted(pair: list[Node], what: str, figur
     assert "Traceback" not in node.said(), "a dead process is told in one sentence"
 
 
-def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], figures: Figures) -> None:
+def test_killed_supervisor_leaves_no_process_and_can_be_started_again(pair: list[Node], figures: Figures) -> None:
     node = pair[1]
     before = Before(node)
     began_s = time.monotonic()
@@ -117,7 +117,7 @@ def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], 
     assert shared and all(digests[0][number] == digests[1][number] for number in shared)
 
 
-def test_pause_frees_the_machine_and_resume_continues(pair: list[Node], figures: Figures) -> None:
+def test_pause_frees_memory_and_resume_continues_the_training(pair: list[Node], figures: Figures) -> None:
     founder, node = pair
     before = Before(node)
     worker = node.find("worker")
@@ -156,7 +156,7 @@ def serving(status: dict[str, Any]) -> bool:
     return bool(status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1)
 
 
-def test_drain_takes_part_in_its_round_then_ends(pair: list[Node]) -> None:
+def test_draining_node_finishes_its_round_and_then_stops(pair: list[Node]) -> None:
     founder, node = pair
     status = node.until_training()
     peer_id, number = status["node"]["peer_id"], status["run"]["round"]

@@ -47,12 +47,12 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield Together(swarm, request.param)
 
 
-def test_joiners_train_soon(together: Together, figures: Figures) -> None:
+def test_joining_nodes_start_training_within_the_promised_time(together: Together, figures: Figures) -> None:
     who = f"{len(together.nodes) - 1} at once, {together.policy}"
     figures.hold(f"from joining to training, {who}", together.joined_s, 30)
 
 
-def test_learning_rate_is_the_swarms(together: Together) -> None:
+def test_each_node_uses_the_learning_rate_scheduled_for_the_tokens_of_the_swarm(together: Together) -> None:
     """Each node's rate is always the schedule's value for the tokens of the whole swarm."""
     seen: dict[str, set[tuple[int, int]]] = {node.name: set() for node in together.nodes}
 
@@ -89,7 +89,7 @@ def expected_rates(status: dict[str, Any], policy: str) -> tuple[float, float]:
     return low * (1 - 1e-4), high * (1 + 1e-4)
 
 
-def test_all_agree_after_each_of_ten_rounds(together: Together) -> None:
+def test_all_nodes_have_the_same_state_digest_after_each_of_ten_rounds(together: Together) -> None:
     last = together.joined_at_round + 11
     for node in together.nodes:
         node.until_round(last, 2 * START_S)
@@ -101,7 +101,7 @@ def test_all_agree_after_each_of_ten_rounds(together: Together) -> None:
     assert all(len(records[number]["members"]) == len(together.nodes) for number in wanted), records
 
 
-def test_founder_leaves_and_a_later_start_finds_the_rest(together: Together, figures: Figures) -> None:
+def test_restarted_node_finds_the_swarm_after_the_founder_has_left(together: Together, figures: Figures) -> None:
     """The founder was the only bootstrap peer."""
     if len(together.nodes) < 3:
         pytest.skip("needs two that stay")
@@ -134,7 +134,7 @@ def agree_on(nodes: Sequence[Node], rounds: int) -> None:
     wait_for(agreed, START_S, f"{rounds} rounds of {', '.join(node.name for node in nodes)} together")
 
 
-def test_a_founder_that_waits_for_others_has_an_invite_for_them(tmp_path: Path) -> None:
+def test_founder_that_waits_for_other_members_offers_an_invite(tmp_path: Path) -> None:
     """It may learn its addresses only after it has begun to wait."""
     with Swarm(tmp_path, tiny(round={"min_peers": 2, "inner_steps": 1})) as swarm:
         node = swarm.found()

@@ -38,7 +38,7 @@ def rejected(node: Node) -> float:
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
 
 
-def test_an_invite_works_after_its_author_has_left(swarm: Swarm) -> None:
+def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swarm) -> None:
     founder = swarm.found()
     (second,) = swarm.join("second")
     second_id = second.until_training()["node"]["peer_id"]
@@ -56,7 +56,7 @@ def test_an_invite_works_after_its_author_has_left(swarm: Swarm) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_joiner_continues_its_download(tmp_path: Path) -> None:
+def test_joining_node_that_was_killed_continues_its_download_after_a_restart(tmp_path: Path) -> None:
     """The founder has newer checkpoints by then, but keeps the one that is read."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
         founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
@@ -81,7 +81,7 @@ def test_a_killed_joiner_continues_its_download(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_one_that_serves_garbage_is_caught_and_the_join_succeeds(tmp_path: Path) -> None:
+def test_peer_that_serves_corrupt_data_is_dropped_and_the_download_succeeds(tmp_path: Path) -> None:
     """It happens within the first round, so both servers have the same state."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 1_000_000})) as swarm:
         founder = swarm.found()
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(240)
-def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swarm, figures: Figures) -> None:
+def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swarm: Swarm, figures: Figures) -> None:
     founder = swarm.node("founder")
     founder.listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
     founder.start()
@@ -128,7 +128,7 @@ def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swa
 
 
 @pytest.mark.timeout(300)
-def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figures: Figures) -> None:
+def test_nodes_that_were_all_killed_at_once_return_to_the_newest_saved_state(tmp_path: Path, figures: Figures) -> None:
     """Each node has checkpoints of its own rounds; rounds that none had saved are trained again."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"

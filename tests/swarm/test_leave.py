@@ -47,7 +47,7 @@ def party(request: pytest.FixtureRequest, swarm: Swarm) -> Party:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_node_leaves_at_once_and_the_others_continue(party: Party, way: str, figures: Figures) -> None:
+def test_node_leaves_promptly_and_the_others_continue_training(party: Party, way: str, figures: Figures) -> None:
     node = party.go[way]
     if party.moment == "inner":
         status = node.until_training()

@@ -37,7 +37,7 @@ def busiest_share(worker: psutil.Process) -> float:
 
 @pytest.mark.skipif(psutil.cpu_count() == 1, reason="needs two cores")
 @pytest.mark.timeout(200)
-def test_threads_change_while_it_trains(tmp_path: Path) -> None:
+def test_number_of_cpu_threads_changes_while_the_node_trains(tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 8})) as swarm:
         node = swarm.found("--limits.cpu_threads=2")
@@ -85,7 +85,7 @@ class DiskWatch:
 
 
 @pytest.mark.timeout(300)
-def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+def test_disk_quota_is_never_exceeded_and_the_oldest_checkpoints_are_removed_first(tmp_path: Path) -> None:
     quota_gb, lower_gb = 0.040, 0.034
     with Swarm(tmp_path, tiny(model=MODEL, round={"inner_steps": 3})) as swarm:
         node = swarm.node("founder")
@@ -118,7 +118,7 @@ def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -
 
 
 @pytest.mark.timeout(100)
-def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) -> None:
+def test_node_ends_and_names_the_needed_size_if_its_disk_quota_is_too_small(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(model=MODEL)) as swarm:
         node = swarm.found("--limits.disk_gb=0.025")
         assert node.wait_end(60) == 3
@@ -127,7 +127,7 @@ def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) 
 
 
 @pytest.mark.timeout(200)
-def test_name_and_log_level_change_while_it_trains(tmp_path: Path) -> None:
+def test_node_name_and_log_level_change_while_the_node_trains(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny()) as swarm:
         first = swarm.found()
         first.until_training()

@@ -15,7 +15,7 @@ TRIES = 3
 
 
 @pytest.mark.timeout(500)
-def test_streams_and_requests_cost_the_training_little_and_are_answered_soon(tmp_path: Path) -> None:
+def test_many_api_requests_slow_training_little_and_are_answered_quickly(tmp_path: Path) -> None:
     kept: list[float] = []
     p99_s: list[float] = []
     for number in range(TRIES):

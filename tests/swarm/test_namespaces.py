@@ -104,7 +104,7 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
 
 
 @pytest.mark.timeout(550)
-def test_a_partitioned_swarm_continues_on_both_sides_and_heals(
+def test_both_sides_of_a_network_split_keep_training_and_agree_again_after_it(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
@@ -150,7 +150,9 @@ def test_a_partitioned_swarm_continues_on_both_sides_and_heals(
 
 
 @pytest.mark.timeout(450)
-def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path: Path, figures: Figures) -> None:
+def test_nodes_behind_nat_contribute_to_rounds_but_reduce_no_chunks(
+    network: World, tmp_path: Path, figures: Figures
+) -> None:
     direct, hidden = 2, 2
     hosts = [network.attach(DIRECT) for _ in range(direct)] + [network.attach(BEHIND_NAT) for _ in range(hidden)]
     names = [f"direct {i}" for i in range(1, direct)] + [f"hidden {i}" for i in range(hidden)]
@@ -209,7 +211,7 @@ def most_mbit_s(
 
 
 @pytest.mark.timeout(550)
-def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, tmp_path: Path) -> None:
+def test_upload_and_download_limits_hold_from_the_start_and_after_each_change(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(DIRECT) for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
@@ -254,7 +256,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, t
 
 
 @pytest.mark.timeout(450)
-def test_a_slow_uplink_reduces_less(network: World, tmp_path: Path) -> None:
+def test_node_with_a_slow_uplink_is_assigned_fewer_chunks_to_reduce(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(Home("public", lines=(up_mbit_s, 100.0))) for up_mbit_s in (100.0, 100.0, 10.0)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)

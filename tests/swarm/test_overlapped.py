@@ -40,7 +40,7 @@ def has_landed(node: Node, rounds: int) -> bool:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["overlapped", "streaming"])
-def test_overlapped_nodes_keep_training_and_agree(mode: str, tmp_path: Path) -> None:
+def test_nodes_keep_training_during_overlapped_rounds_and_agree(mode: str, tmp_path: Path) -> None:
     with Swarm(tmp_path, run_of(mode)) as swarm:
         env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
         founder = swarm.found(env=env)
@@ -58,7 +58,7 @@ def test_overlapped_nodes_keep_training_and_agree(mode: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(240)
-def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
+def test_node_killed_while_it_sends_a_contribution_returns_to_the_rounds(tmp_path: Path) -> None:
     with Swarm(tmp_path, run_of("streaming")) as swarm:
         founder = swarm.found()
         founder.calm()
@@ -75,7 +75,7 @@ def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_with_auto_rounds_become_as_long_as_their_transfers_need(tmp_path: Path) -> None:
+def test_automatic_sync_lengthens_rounds_until_the_transfers_fit(tmp_path: Path) -> None:
     """H of 0.4 s and transfers of 2 s. Without overlap a node computes at most a fifth of the time."""
     run = tiny(
         round={"policy": "time", "inner_steps": 20, "most_inner_steps": 400, "min_peers": 2},

@@ -30,7 +30,7 @@ def until_evaluating(node: Node) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Path) -> None:
+def test_node_stopped_during_an_evaluation_saves_the_round_that_it_evaluates(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": 20}, evaluation={"batches": 60_000, "budget_s": BUDGET_S})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
@@ -48,7 +48,7 @@ def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Path) -> None:
+def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path) -> None:
     """The main thread is in a long operation when the node must leave."""
     busy_s = SupervisorTimings().stop_s + 4
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
@@ -61,7 +61,7 @@ def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Pa
 
 
 @pytest.mark.timeout(240)
-def test_a_stop_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
+def test_node_stopped_before_its_first_inner_step_writes_no_checkpoint(tmp_path: Path) -> None:
     """The checkpoint that the node has just read holds everything."""
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
@@ -78,7 +78,7 @@ def test_a_stop_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_stop_drops_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+def test_stopping_node_abandons_an_unfinished_checkpoint_and_saves_the_newest_state(tmp_path: Path) -> None:
     """A stop must not take the time of two checkpoints, as only the newer one counts."""
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": "save@3=stall:8"})
@@ -92,7 +92,9 @@ def test_a_stop_drops_the_checkpoint_that_is_being_written(tmp_path: Path) -> No
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "number", "saved"), [("blocking", 5, 3), ("streaming", 2, -1)])
-def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, number: int, saved: int) -> None:
+def test_node_that_trains_alone_recovers_all_its_rounds_after_being_killed(
+    tmp_path: Path, mode: str, number: int, saved: int
+) -> None:
     """All processes are killed in the middle of a round. `saved`: the round of the newest checkpoint."""
     run = tiny(round={"inner_steps": 40}, sync={"mode": mode, "fragments": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:

@@ -58,7 +58,7 @@ def describe(nodes: Sequence[Node]) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
+def test_member_on_a_slow_line_takes_part_in_at_least_every_second_round(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     lines = [None, None, None, (MBIT_S, MBIT_S)]
@@ -99,7 +99,7 @@ SPEED_ROUNDS = 6
 
 
 @pytest.mark.timeout(400)
-def test_what_members_of_different_speed_do_is_merged(tmp_path: Path) -> None:
+def test_work_of_members_with_different_speeds_is_merged(tmp_path: Path) -> None:
     """The slowest node does five steps in a round; a sixth would end too late."""
     run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
     with Swarm(tmp_path, run) as swarm:

@@ -13,7 +13,7 @@ STEPS = 150
 
 
 @pytest.mark.timeout(180)
-def test_the_first_round_is_over_when_the_fast_one_is_ready(tmp_path: Path) -> None:
+def test_first_round_ends_before_a_slow_peer_has_done_all_its_inner_steps(tmp_path: Path) -> None:
     run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         fast = swarm.found()

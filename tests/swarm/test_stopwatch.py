@@ -17,7 +17,7 @@ LOOK_S = 0.02
 
 
 @pytest.mark.timeout(240)
-def test_activities_utilisation_and_sync_time_agree_with_a_stopwatch(tmp_path: Path) -> None:
+def test_reported_compute_and_sync_times_agree_with_an_external_clock(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": STEPS})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env={"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}, rendezvous@*=stall:{HELD_S}"})
