@@ -1,4 +1,4 @@
-"""The actions of the owner: pause, resume, drain and leave, with the fake worker as a real process."""
+"""The owner's actions pause, resume, drain and leave. The supervisor and a fake worker run as real processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_pause_kills_an_unresponsive_worker_and_reports_the_lost_work_until_resu
         reason = daemon.until_phase("paused", "paused")["reason"]
         assert "since its last checkpoint is lost" in reason and "did not end within" in reason
         assert not alive(trainer)
-        # A kill after an order to stop is no crash.
+        # A worker that is killed after an order to stop does not count as crashed.
         assert daemon.http.get("/api/v1/logs?level=error").json()["records"] == []
         daemon.worker_pid(other_than=trainer)
         daemon.act("pause", {"for_s": 3600})
@@ -139,7 +139,7 @@ def test_pause_and_resume_are_refused_after_drain_or_leave(tmp_path: Path) -> No
         daemon.ready().until_phase("training")
         assert daemon.act("drain").status_code == 202
         assert [daemon.act(a).status_code for a in ("drain", "pause", "resume")] == [202, 409, 409]
-        # A drain has no deadline, because its round may be long.
+        # A drain has no deadline, because the round that it finishes may be long.
         time.sleep(3.5)
         assert daemon.status()["phase"] == "draining"
         assert daemon.act("leave").json() == {"phase": "leaving"}

@@ -1,4 +1,4 @@
-"""Who may call the API. Loops go over the OpenAPI document, so a new route is tested from its first day."""
+"""Who may call the API. The tests take the routes from the OpenAPI document, so they include every new route."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def routes(client: ClientMaker) -> list[tuple[str, str]]:
 
 
 def problem(http: HttpClient, method: str, path: str, **options: Any) -> httpx.Response:
-    """The response, which must be a problem with security headers."""
+    """Return the response. Asserts that it is a problem document (RFC 9457) with the security headers."""
     response = http.request(method, path, **options)
     assert response.headers["content-type"] == "application/problem+json", (method, path, response.text)
     assert response.json()["status"] == response.status_code

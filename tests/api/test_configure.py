@@ -1,4 +1,4 @@
-"""The configuration over HTTP: valid changes apply and last, invalid ones are explained, and a patch is atomic."""
+"""Changes of the configuration over HTTP: valid ones apply and persist, and invalid ones change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on connections: silent ones and those beyond the maximum are closed, and the others are served."""
+"""Limits on connections to the API: silent connections and those beyond the maximum are closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Served:
-    """A real server on a free port, and its clients."""
+    """A real API server on a free port, and the connections that a test opens to it."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None) -> None:
         self.url = url_of(sock, tls=tls is not None)
@@ -61,7 +61,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, tls: Tls | None, *, most: int = 64, head_s: float = SHORT_S) -> AsyncIterator[Served]:
-    """The server must end within twice the grace period, because silent connections may be open then."""
+    """Run the server. Asserts that it ends within twice the grace period even if silent connections are open."""
     with bind("127.0.0.1", 0, connections_max=most) as sock:
         server = make_server(app, tls, head_s=head_s)
         running = asyncio.create_task(server.serve(sockets=[sock]))
@@ -97,14 +97,14 @@ async def answer(pair: Pair) -> int:
 
 
 async def ended_at(pair: Pair) -> float:
-    """When the server closed the connection."""
+    """Wait until the server closes the connection. Returns the time on the monotonic clock."""
     with suppress(ConnectionError):
         assert await asyncio.wait_for(pair[0].read(), PATIENCE_S) == b""
     return time.monotonic()
 
 
 async def drip(pair: Pair) -> None:
-    """Send single bytes faster than any idle timeout, and never a complete head."""
+    """Send single bytes more often than any idle timeout, but never a complete request head."""
     while True:
         pair[1].write(b"x")
         await asyncio.sleep(SHORT_S / 4)

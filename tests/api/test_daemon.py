@@ -181,7 +181,7 @@ def test_livez_fails_while_the_worker_hangs_and_the_worker_is_replaced(tmp_path:
 
 
 def test_node_that_was_frozen_for_a_while_keeps_its_worker(tmp_path: Path) -> None:
-    """As with `docker pause`: both processes stop while the clock goes on."""
+    """Both processes stop while the clock continues, as with `docker pause`."""
     with Daemon(tmp_path, grace_s=0.5, hung_s=2.0, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         worker, supervisor = daemon.worker_pid(), daemon.process.pid
@@ -194,7 +194,7 @@ def test_node_that_was_frozen_for_a_while_keeps_its_worker(tmp_path: Path) -> No
         os.kill(worker, signal.SIGCONT)
         time.sleep(1)
         assert daemon.worker_pid() == worker and alive(worker)
-        # The extension is not unlimited.
+        # A worker that hangs after the freeze is still replaced.
         os.kill(worker, signal.SIGSTOP)
         daemon.worker_pid(other_than=worker)
 
@@ -227,7 +227,7 @@ def test_failed_background_task_ends_the_node(tmp_path: Path) -> None:
 
 
 def test_stop_signal_right_after_a_worker_crash_ends_the_node(tmp_path: Path) -> None:
-    """After a crash the supervisor reads a file about the GPU's power limit; here a pipe keeps it waiting."""
+    """After a crash the supervisor reads a file about the GPU's power limit. A pipe in its place delays the read."""
     pipe = tmp_path / "gpu-power.json"
     with Daemon(tmp_path, "crash", backoff_s=[]) as daemon:
         daemon.ready().until_phase("error", "worker_crashes")
@@ -235,7 +235,7 @@ def test_stop_signal_right_after_a_worker_crash_ends_the_node(tmp_path: Path) ->
         assert daemon.act("resume").status_code == 202
 
         def open_for_reader() -> int | None:
-            """The pipe's other end, once there is a reader."""
+            """The writing end of the pipe, or None while nothing reads from it."""
             try:
                 return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:

@@ -1,4 +1,4 @@
-"""Names, types and labels of the Prometheus metrics are a public interface; PROMISED lists them."""
+"""The names, types and labels of the Prometheus metrics are a public interface. PROMISED lists them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def scrape(node: FakeNode) -> tuple[dict[str, str], dict[Key, float]]:
-    """(family name -> type), (sample -> value), without the prefix."""
+    """The type of each metric family and the value of each sample. The names have no prefix `diloco_`."""
     types: dict[str, str] = {}
     samples: dict[Key, float] = {}
     for family in text_string_to_metric_families(node.metrics.render().decode()):
@@ -112,7 +112,7 @@ def test_node_with_one_gpu_has_at_most_220_metric_series(fake_node: FakeNode) ->
     fake_node.board.apply_report(Report(devices=(GPU,)))
     lines = fake_node.metrics.render().decode().splitlines()
     series = [line for line in lines if line and not line.startswith("#")]
-    # A real node has three more kinds of disk use.
+    # A real node has three more series, for three more kinds of disk use.
     assert len(series) + 3 <= 220
 
 
@@ -163,7 +163,7 @@ def test_counters_never_decrease_when_workers_restart(fake_node: FakeNode) -> No
     assert update(Phase.CONNECTING, 0) == (150, 9)
     assert update(Phase.TRAINING, 152) == (152, 9)
     assert update(Phase.SYNCING, 160) == (160, 9)
-    # After a crash it starts from an older checkpoint: steps made twice count twice.
+    # After a crash the worker starts from an older checkpoint. Steps that it repeats count again.
     metrics.worker_started()
     assert update(Phase.DOWNLOADING, 0) == (160, 9)
     assert update(Phase.TRAINING, 140) == (160, 9)
@@ -176,7 +176,7 @@ def test_counters_never_decrease_when_workers_restart(fake_node: FakeNode) -> No
 
 
 def test_restart_of_the_node_does_not_increase_its_counters(fake_node: FakeNode) -> None:
-    """The first scrape has the previous totals, and the first worker reports the same ones."""
+    """The first scrape after the restart has the previous totals, and the first worker reports the same totals."""
     known = Counters(inner_steps=1000, tokens_processed=64_000, last_sync_at_s=5.0)
     fake_node.metrics = Metrics(Build("1.2"), fake_node.view, space=lambda: Space({}, 1, 4), known=known)
 

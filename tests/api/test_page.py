@@ -1,4 +1,4 @@
-"""The dashboard's files over HTTP: public, cached by name, compressed on request, and a notice without a build."""
+"""The dashboard's files over HTTP: caching, compression, and a notice if the dashboard was not built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX = b'<!doctype html><script type="module" src="/assets/index-1a2b3c.js"></s
 
 @pytest.fixture
 def static(tmp_path: Path) -> Path:
-    """A small build."""
+    """A folder with a small stand-in for the built dashboard."""
     folder = tmp_path / "static"
     (folder / "assets").mkdir(parents=True)
     for name, content in (("index.html", INDEX), ("assets/index-1a2b3c.js", SCRIPT)):
@@ -71,7 +71,7 @@ def test_page_says_how_to_build_the_dashboard_if_it_was_not_built(tmp_path: Path
 
 
 def test_dashboard_page_needs_no_token_and_has_no_inline_scripts_or_styles(client: ClientMaker) -> None:
-    """The page of this checkout, built or not, behind the guard."""
+    """The page is the one of this checkout, whether built or not, behind the API's access checks."""
     http = client(token=None)
     page = http.get("/")
     assert page.status_code == 200

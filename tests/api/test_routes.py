@@ -1,4 +1,4 @@
-"""What each endpoint answers, in process."""
+"""The answers of each API route. The application is called in this process."""
 
 from __future__ import annotations
 

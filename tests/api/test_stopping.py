@@ -1,4 +1,4 @@
-"""How a node stops: time to save, a full disk, and `node.persist`, with which only a signal ends the process."""
+"""How a node stops: the time to save, a full disk, and persistent nodes (`node.persist`), which only a signal ends."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_stopped_persistent_node_stays_stopped_after_a_restart(tmp_path: Path, n
         daemon.act("resume")
         daemon.until_phase("training")
         assert daemon.terminate(number)[0] == 0
-    # The signal is not remembered as a request to stop.
+    # The node does not remember the signal as a request to stop, so its next start trains.
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
         daemon.until_phase("stopped")
         assert daemon.terminate(number)[0] == 0
-    # Without `persist` there is no page to resume on, so a start resumes.
+    # A node without `persist` has no page while stopped, so its start resumes training.
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.terminate(number)[0] == 0

@@ -1,4 +1,4 @@
-"""The support bundle holds what a helper needs, and no secret or address."""
+"""The support bundle contains the data that helps to find a fault, but no secret and no address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRETS = [
 
 
 def plant_secrets(node: FakeNode, folder: Path) -> None:
-    """Put every secret into the places of a node where it can occur."""
+    """Put each secret into every place of a node where it can occur."""
     row = PeerRow(
         peer_id="QmPeer", short_id="QmPeer", name="Ada", phase="training", round=1, tokens_per_second=1.0,
         transport="direct", version="1", state_digest="", last_seen_s=0.0,

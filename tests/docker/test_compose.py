@@ -1,4 +1,4 @@
-"""compose.yaml: valid for each profile, and the swarm runs. The command is Debian's `docker-compose`, or the plugin."""
+"""compose.yaml is valid for each profile, and its swarm runs. Uses `docker-compose` or the plugin `docker compose`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_profile_of_the_compose_file_is_valid(profile: str) -> None:
     assert PROFILES[profile] <= set(services)
     for name, service in services.items():
         for port in service.get("ports", []):
-            # Only the port for peers is open to others.
+            # Only the port for peers is published to other machines.
             assert "31337" in str(port) or "127.0.0.1" in str(port), (name, port)
         if "diloco-node" in service["image"]:
             assert service["read_only"] and service["cap_drop"] == ["ALL"]

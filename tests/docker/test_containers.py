@@ -1,4 +1,4 @@
-"""Containers as volunteers start them: read-only, unprivileged, as user nobody. They train, agree and restart."""
+"""Containers train, agree and restart when started as volunteers start them: read-only and without privileges."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def worker_of(container: Container) -> int:
-    """Its process id inside the container."""
+    """The process id of the container's worker, inside the container."""
     return int(wait_for(lambda: container.execute("python3", "-c", WORKER, check=False).strip(), 60, "a worker"))
 
 
 def known(container: Container) -> dict[str, Any]:
-    """The node's state one round ago, which must survive."""
+    """Return the node's status after waiting for one more round. Its values must survive an interruption."""
     told = container.status()
     joined = told["contribution"]["rounds_joined"]
     container.until(lambda s: s["contribution"]["rounds_joined"] > joined, 180, "one more round")
@@ -40,7 +40,7 @@ def known(container: Container) -> dict[str, Any]:
 
 
 def kept(container: Container, before: dict[str, Any], timeout_s: float = 240) -> None:
-    """Assert that the restarted node has its identity and totals and takes part in rounds."""
+    """Assert that the restarted node has the identity and totals of `before` and takes part in rounds."""
     container.forget()
     first = container.until(lambda s: s["contribution"]["tokens_total"], 120, "totals")["contribution"]
     for total in ("tokens_total", "rounds_joined", "rounds_attempted", "training_s"):
@@ -53,7 +53,7 @@ def kept(container: Container, before: dict[str, Any], timeout_s: float = 240) -
     assert status["node"]["peer_id"] == before["node"]["peer_id"]
 
 
-# One
+# tests with one container
 
 
 def test_container_becomes_healthy_and_its_commands_answer(alone: Container, figures: Figures) -> None:
@@ -73,7 +73,7 @@ def test_container_becomes_healthy_and_its_commands_answer(alone: Container, fig
     assert httpx.get(f"{base}/api/v1/status", trust_env=False).status_code == 401
     assert httpx.get(f"{base}/livez", headers={"Host": "evil.example"}, trust_env=False).status_code == 403
     assert httpx.get(base, trust_env=False).status_code == 200
-    # Only the volume was written to.
+    # The node has written only to the volume.
     assert alone.docker("diff", alone.name) == ""
 
 
@@ -82,7 +82,7 @@ def test_hung_worker_is_replaced_without_a_restart_of_its_container(alone: Conta
     alone.until_round(0)
     started = alone.state()["StartedAt"]
     worker = worker_of(alone)
-    # The supervisor allows a worker a minute to start, then half a minute without a heartbeat.
+    # The supervisor gives a worker a minute to start. After that it replaces one that sends no heartbeat for 30 s.
     alone.execute("python3", "-c", f"import os; os.kill({worker}, 19)")
     wait_for(lambda: worker_of(alone) != worker, 180, "another worker")
     before = alone.status()["run"]["round"]
@@ -107,7 +107,7 @@ def test_container_keeps_running_after_leave_and_trains_again_after_resume(alone
 
 
 def test_container_with_a_fatal_error_keeps_running_and_shows_the_error(alone: Container) -> None:
-    """A model that needs more memory than any machine has: exit code 3 outside of containers."""
+    """The model needs more memory than any machine has. Outside of a container the node ends with exit code 3."""
     huge = (
         "--run.model.hidden_size=65536",
         "--run.model.num_hidden_layers=512",
@@ -126,7 +126,7 @@ def test_container_with_a_fatal_error_keeps_running_and_shows_the_error(alone: C
 
 
 def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone: Container) -> None:
-    """Exit code 2 outside of containers. In one the engine would restart it forever without showing the reason."""
+    """If the container ended with exit code 2, the engine would restart it forever, without a page for the reason."""
     alone.run("run", THREAD, env={"DILOCO_JOIN": "diloco1-cut-short"})
     status = alone.until_phase("error")
     assert status["code"] == "bad_invite" and "copy the whole string again" in status["reason"]
@@ -134,7 +134,7 @@ def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone
     alone.execute("diloco-node", "resume")
     alone.until(lambda s: s["phase"] == "error" and s["since"] != status["since"], 60, "error again")
     assert (alone.state()["Status"], alone.restarts()) == ("running", 0)
-    # The remedy: the same volume with another invite, or here without one.
+    # The remedy is to use the same volume with another invite or, as in this test, without one.
     alone.remove()
     alone.run("run", THREAD, *SMALL)
     alone.until_round(0)
@@ -150,7 +150,7 @@ def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone
 def test_container_whose_api_cannot_start_ends_with_exit_code_2(
     alone: Container, words: tuple[str, ...], said: str
 ) -> None:
-    """Without an API the container ends: the engine tries again, and the log gives the reason."""
+    """A container without an API ends, so that the engine starts it again. The log gives the reason."""
     alone.run("run", *words)
     wait_for(lambda: alone.restarts() >= 2, 120, "the engine starts it again")
     alone.docker("update", "--restart", "no", alone.name)
@@ -176,7 +176,7 @@ def test_second_container_on_a_volume_ends_with_exit_code_2(docker: Engine, alon
     assert alone.status()["phase"] in ("training", "syncing")
 
 
-# Four, in this order
+# tests with four containers, which must run in this order
 
 
 def test_four_containers_train_and_agree(four: list[Container]) -> None:
@@ -187,7 +187,7 @@ def test_four_containers_train_and_agree(four: list[Container]) -> None:
 
 
 def stop_seen_by(leaver: Container, others: list[Container]) -> tuple[float, float]:
-    """Seconds from the stop signal until the container has ended, and until all others count one peer less."""
+    """Stop a container. Returns the seconds until it has ended, and until all others count one peer less."""
     members = len(others) + 1
     began_s = time.monotonic()
 

@@ -1,6 +1,6 @@
-"""The Grafana dashboard against the published schema of the Grafana version that compose.yaml pins.
+"""The Grafana dashboard matches the published schema of the Grafana version that compose.yaml pins.
 
-Grafana itself does not run: TypeScript finds unknown fields and invalid values.
+Grafana itself does not run. The TypeScript compiler finds unknown fields and invalid values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.docker.test_monitoring import DASHBOARD, DOCKER, PANELS
 SCHEMA = "./node_modules/@grafana/schema/dist/esm"
 TSC = ROOT / "dashboard" / "node_modules" / ".bin" / "tsc"
 OPTIONS = {"stat": "StatPanelCfg", "timeseries": "TimeSeriesPanelCfg", "state-timeline": "StateTimelinePanelCfg"}
-# Enums are words in JSON, and keys with a default are optional. The keys of queries and
-# annotations belong to the data source.
+# In JSON, enums are words, and keys with a default are optional. The keys of queries and annotations belong to the
+# data source.
 TYPES = """
 import type { Dashboard, DataQuery } from "@grafana/schema";
 type Plain<T> = unknown extends T ? T : T extends string ? `${T}` : T extends number | boolean | null | undefined ? T

@@ -1,4 +1,4 @@
-"""The image: its labels, what it contains, and what it must not contain."""
+"""The image has the right labels and contents, and no secrets."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_image_has_no_secrets_in_its_history_and_layers(built: Built, tmp_path: 
 
 
 def test_python_packages_in_the_image_are_compatible(docker: Engine) -> None:
-    """pip is not in the image, so this machine's pip checks it from outside."""
+    """The image does not contain pip, so the test mounts this machine's pip into a container."""
     (wheel,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
     told = docker(
         "run", "--rm", "--network", "none", "--volume", f"{wheel}:/pip/{wheel.name}:ro", "--entrypoint", "python3",

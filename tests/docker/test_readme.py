@@ -48,7 +48,7 @@ def test_systemd_unit_file_is_valid_and_prevents_restarts_after_fatal_errors(tmp
     assert (settings["Restart"], settings["KillSignal"]) == ("on-failure", "SIGTERM")
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed, so only the text was looked at")
-    # Without an installation, another program replaces the node.
+    # diloco-node is not installed at that path, so the test puts another program there.
     copy = tmp_path / UNIT.name
     copy.write_text(text.replace("/opt/diloco/bin/diloco-node", "/bin/true"))
     words = ["systemd-analyze", "verify", "--man=no", str(copy)]
@@ -83,7 +83,7 @@ def test_docker_command_in_the_readme_joins_a_swarm_and_upgrades_a_node(
         if line.startswith("docker exec diloco "):
             assert alone.execute(*shlex.split(line)[3:])
     began_as = alone.status()["node"]["peer_id"]
-    # The upgrade as documented: stop, rm, and the same command again.
+    # The documented upgrade is `docker stop`, `docker rm`, and the same `docker run` command again.
     docker("stop", alone.name)
     alone.remove()
     docker(*(replaced.get(word, word) for word in words[1:]))

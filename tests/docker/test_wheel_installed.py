@@ -32,7 +32,7 @@ def test_wheel_can_be_installed_and_run_in_an_empty_environment(tmp_path: Path) 
     assert [name for name in names if name.startswith(("tests", "dashboard", "docker")) or name.endswith(".ts")] == []
     assert "node/api/static/index.html" in names
 
-    # Otherwise pip finds this checkout on the path and considers it installed.
+    # With PYTHONPATH set, pip would find this checkout and consider the package installed.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO"))}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120, env=environment)
     python = tmp_path / "venv" / "bin" / "python"

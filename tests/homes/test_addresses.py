@@ -1,4 +1,4 @@
-"""Nodes in homes learn at which address others reach them, and are dialed there. Real nodes, real NAT."""
+"""Real nodes behind real NAT learn at which addresses other nodes can reach them, and are dialed there."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_nodes_with_published_container_ports_announce_outer_addresses_and_train
 
 @pytest.mark.timeout(600)
 def test_node_counts_as_unreachable_if_its_forwarded_port_leads_to_another_program(tmp_path: Path) -> None:
-    """Both homes forward port 31337 to the first machine; these nodes listen on 31337 of the second."""
+    """Both homes forward port 31337 to their first machine, but these nodes listen on the second machine."""
     homes = [Home("public"), Home("forwarded", machines=2), Home("forwarded", machines=2)]
     with world(homes) as built, Swarm(tmp_path, tiny()) as swarm:
         founder = found(swarm, built[0], pace=CALM)

@@ -1,4 +1,4 @@
-"""Real nodes behind NATs without a port: hole punching connects those whose NATs allow it; the others use relays."""
+"""Real nodes behind NATs without a forwarded port: hole punching connects them if the NATs allow it, else relays do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
 ROUNDS = 6 if HEAVY else 2
 DIRECT_S = 90.0
 GOSSIP_BYTES = 5_000
-"""Bytes that may still use a relay while a call that began there ends."""
+"""Bytes that a relay may still carry for calls that began before the direct connection."""
 heavy = pytest.mark.skipif(not HEAVY, reason="takes minutes: set DILOCO_TEST_HOMES=1")
 
 
@@ -25,7 +25,7 @@ def homes_of(*kinds: Kind) -> list[Home]:
 
 
 def transports(members: Sequence[Node]) -> set[str]:
-    """The transports between members, from each member's status."""
+    """The transports between the members, read from each member's peer list. Empty while a member is missing there."""
     everybody = {peer_id(node) for node in members}
     rows = [row for node in members for row in node.peers() if row["peer_id"] in everybody and not row["this_node"]]
     return {row["transport"] for row in rows} if len(rows) == len(members) * (len(members) - 1) else set()

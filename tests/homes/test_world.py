@@ -1,4 +1,4 @@
-"""The simulated homes themselves, with plain sockets and without nodes."""
+"""Tests of the simulated homes themselves, with plain sockets and without nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.homes.world import AttachedHome, Machine, World, remove_orphans, worl
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 5.0
-"""For what must arrive on a busy machine."""
+"""Timeout for data that must arrive on a busy machine."""
 SILENCE_S = 1.0
-"""For what must not."""
+"""Time after which data that must not arrive counts as lost."""
 LINE_S = 2.5
 
 
@@ -37,7 +37,7 @@ def listen(machine: Machine, port: int = PORT, family: socket.AddressFamily = so
 def dial(
     machine: Machine, address: str, port: int = PORT, *, from_port: int = 0, timeout_s: float = ANSWER_S
 ) -> socket.socket:
-    """A TCP connection from this machine. Raises OSError."""
+    """Open a TCP connection from this machine. Raises OSError."""
     with inside(machine.namespace):
         calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -58,14 +58,14 @@ def reaches(machine: Machine, address: str, port: int = PORT, *, timeout_s: floa
 
 
 def reached(machine: Machine, addresses: Sequence[str], timeout_s: float = SILENCE_S) -> list[str]:
-    """The addresses at which PORT answers. All are dialed at once."""
+    """Dial all addresses at the same time. Returns those at which PORT answers."""
     with ThreadPoolExecutor(len(addresses)) as pool:
         answers = list(pool.map(lambda address: reaches(machine, address, timeout_s=timeout_s), addresses))
     return [address for address, answered in zip(addresses, answers, strict=True) if answered]
 
 
 def datagrams(machine: Machine, port: int = 0) -> socket.socket:
-    """A UDP socket of this machine, bound to the port."""
+    """Open a UDP socket on this machine, bound to the port."""
     with inside(machine.namespace):
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind(("0.0.0.0", port))
@@ -74,7 +74,7 @@ def datagrams(machine: Machine, port: int = 0) -> socket.socket:
 
 
 def received(opened: socket.socket, timeout_s: float) -> tuple[bytes, str, int] | None:
-    """A datagram and where it came from; None at the timeout."""
+    """Receive a datagram. Returns it with the address and the port of its sender, or None at the timeout."""
     opened.settimeout(timeout_s)
     try:
         data, (address, port) = opened.recvfrom(2048)
@@ -84,7 +84,7 @@ def received(opened: socket.socket, timeout_s: float) -> tuple[bytes, str, int] 
 
 
 def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHome, port: int) -> int:
-    """The port that an observer at this home's address sees this UDP socket come from."""
+    """The source port of this UDP socket, as an observer at the home's address sees it."""
     opened.sendto(b"where am I", (home.address, port))
     seen = received(observer, ANSWER_S)
     assert seen is not None
@@ -92,7 +92,7 @@ def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHom
 
 
 def ask(connection: socket.socket, accepted: socket.socket, timeout_s: float = ANSWER_S) -> bytes:
-    """Send one word and return the answer, or b"" without one in time."""
+    """Send a word and return the answer, or b"" if none arrives in time."""
     for end in (connection, accepted):
         end.settimeout(timeout_s)
     try:
@@ -158,7 +158,7 @@ def test_machine_reaches_its_own_outer_address_only_through_a_router_with_hairpi
 
 
 def outer_ports(home: AttachedHome, outside: Sequence[AttachedHome]) -> dict[str, list[int]]:
-    """The source ports of one UDP socket and one TCP port of this home, as observers at the others see them."""
+    """The source ports of one UDP socket and one TCP port of this home, as observers in the other homes see them."""
     ports: dict[str, list[int]] = {"udp": [], "tcp": []}
     with datagrams(home.machine, 5000) as sending:
         for observing in outside:
@@ -261,7 +261,7 @@ def test_ipv6_firewall_admits_inbound_connections_only_where_it_is_opened() -> N
 
 @contextmanager
 def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) -> Iterator[None]:
-    """A TCP connection that sends as fast as it can."""
+    """Keep a TCP connection that sends as fast as it can."""
     with (
         listen(receiver, port) as listener,
         dial(sender, address, port) as connection,
@@ -292,11 +292,11 @@ def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) 
 
 
 TRIES = 5
-"""A busy machine may not fill a line."""
+"""Number of measurements, because a busy machine may fail to fill a line."""
 
 
 def rates_mbit_s(counts: Sequence[Callable[[], int]], seconds: float = LINE_S) -> list[float]:
-    """Rates of these byte counters, after one second of TCP slow start."""
+    """Measure the rates of these byte counters, after one second for TCP slow start."""
     time.sleep(1.0)
     since_s, before = time.monotonic(), [count() for count in counts]
     time.sleep(seconds)
@@ -346,7 +346,7 @@ def test_inbound_connection_ends_when_a_home_changes_its_address_and_the_new_one
             assert home.address != before[0] and home.machine.ipv6 != before[1]
             connection.sendall(b"word")
             accepted.settimeout(SILENCE_S)
-            with suppress(OSError):  # Dropped or reset.
+            with suppress(OSError):  # The connection is dropped or reset.
                 assert accepted.recv(4) == b""
         assert not reaches(other.machine, before[0], timeout_s=SILENCE_S)
         with dial(other.machine, home.address) as connection, listener.accept()[0] as accepted:
@@ -438,7 +438,7 @@ def test_simulated_network_that_cannot_be_built_leaves_no_namespace() -> None:
     def clash() -> None:
         with World() as homes:
             made.append(homes.internet)
-            homes.make(homes.internet)  # It exists.
+            homes.make(homes.internet)  # This namespace already exists.
 
     made: list[str] = []
     with pytest.raises(subprocess.CalledProcessError):

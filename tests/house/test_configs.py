@@ -18,7 +18,7 @@ NODE_TOML = ROOT / "configs" / "node.toml"
 
 
 def uncommented() -> str:
-    """node.toml with every key uncommented."""
+    """The text of node.toml with every key uncommented."""
     return re.sub(r"^#(?=[a-z0-9_]+ = )", "", NODE_TOML.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -84,6 +84,6 @@ def test_promised_presets_exist() -> None:
 
 
 def test_configuration_survives_conversion_to_json_and_back() -> None:
-    """The worker receives it as JSON."""
+    """The supervisor sends the configuration to the worker as JSON."""
     config = load(file=None, environ={}, flags=["--swarm.bootstrap", "1.2.3.4:1"]).config
     assert Config.model_validate(json.loads(config.model_dump_json())) == config

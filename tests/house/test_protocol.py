@@ -1,4 +1,4 @@
-"""PROTOCOL.md names functions, classes, files and verbs that exist."""
+"""PROTOCOL.md names only functions, classes, files and verbs that exist in the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", PROTOCOL.read_text())))
 
 
 def exists(quoted: str) -> bool:
-    """Whether a quotation is a path, or its last part is defined or written as a string in the code."""
+    """Whether a quoted name is an existing path, or its last part is defined or written as a string in the code."""
     if "/" in quoted or quoted.endswith((".py", ".md")):
         return (PROTOCOL.parent / quoted).exists()
     name = re.escape(quoted.split(".")[-1])

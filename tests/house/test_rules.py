@@ -1,4 +1,4 @@
-"""Rules of this repository that no linter checks: import circles, imports at run time, exit codes, forbidden words."""
+"""Rules of this repository that no linter checks, such as import circles, exit codes and forbidden words."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from node import errors
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "node").rglob("*.py"))
 NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
-"""Each module's file by its dotted name."""
+"""The file of each module, by the module's dotted name."""
 MAX_FUNCTION_LINES = 50
 
 
 def tracked_texts() -> list[Path]:
-    """Text files of the checkout, also those not committed yet; ignored ones are left out."""
+    """Text files of the checkout, including files that are not committed yet. Files that git ignores are left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT, capture_output=True, check=True, timeout=30,
@@ -37,7 +37,7 @@ def test_imports_obey_the_import_contracts() -> None:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of node that this one imports anywhere in its text: also in functions and under TYPE_CHECKING."""
+    """Modules of node that this file imports, including imports in functions and under TYPE_CHECKING."""
     found: set[str] = set()
     for item in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(item, ast.Import):
@@ -61,12 +61,12 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
 
 
 def test_no_module_has_imports_for_type_checking_only() -> None:
-    """They hide a circle of imports from the interpreter."""
+    """Such imports hide a circle of imports from the interpreter."""
     assert [name for name, path in NAMES.items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
 
 
 def test_each_class_name_is_defined_in_one_module_only() -> None:
-    """A class that is nested in another one may repeat a name, as the other one qualifies it."""
+    """Nested classes are exempt, because the outer class qualifies their names."""
     homes: dict[str, list[str]] = {}
     for module, path in NAMES.items():
         for item in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -89,7 +89,7 @@ def test_each_module_has_a_docstring_and_short_functions(path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["cli", "daemon", "api", "config", "host"])
 def test_package_does_not_import_torch(package: str) -> None:
-    """A fresh interpreter imports the package with all its modules."""
+    """The test imports the package with all its modules in a fresh interpreter."""
     code = f"""
 import importlib, pkgutil, sys
 package = importlib.import_module("node.{package}")
@@ -106,7 +106,7 @@ print(sorted({{"torch", "transformers", "hivemind"}} & set(sys.modules)))
 
 def test_no_file_names_a_folder_of_its_developers_or_a_package_registry() -> None:
     registries = ["pypi" + ".org", "python" + "hosted.org", "registry.npm" + "js.org", "deb.deb" + "ian.org"]
-    # The folders of its developers and of this clone, unless that is directly under the root, such as /app.
+    # Folders of the developers, and this checkout's folder unless that is directly under the root, such as /app.
     folders = ["/".join(("", "work", name)) for name in ("main", "shared")]
     folders += [str(ROOT)] if len(ROOT.parts) > 2 else []
     pattern = re.compile("|".join([*map(re.escape, registries), *(re.escape(name) + r"\b" for name in folders)]))

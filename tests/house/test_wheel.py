@@ -1,4 +1,4 @@
-"""The built wheel holds all that a node reads at run time: presets, the built dashboard, the type marker."""
+"""The built wheel contains all files that a node reads at run time: presets, the dashboard and the type marker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_wheel_contains_every_file_that_a_node_needs(tmp_path: Path) -> None:
     for name in ("node", "configs", "dashboard"):
         unwanted = shutil.ignore_patterns("__pycache__", "node_modules")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
-    # A stand-in for the dashboard where it is not built.
+    # This stands in for a dashboard that was not built.
     assets = source / "node" / "api" / "static" / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "stand-in-1a2b3c.js.gz").write_bytes(b"")

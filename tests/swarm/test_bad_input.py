@@ -1,4 +1,4 @@
-"""Wrong input and broken machines: one sentence with the remedy, the right exit code, and no loss."""
+"""Wrong input and broken machines lead to one sentence with the remedy and the right exit code, without loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with Swarm(tmp_path_factory.mktemp("founder")) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")
         node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
-        # It still answers, and does not delay the others.
+        # A paused founder still answers, and leaves the processor to the other nodes.
         node.act("pause")
         node.until(lambda s: s["phase"] == "paused" and s["devices"] == [] and s["run"]["invite"], START_S)
         yield node
@@ -49,7 +49,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], code: int, remedy: str, *
 
 
 def ended(node: Node, code: int) -> str:
-    """The line that says why the node ended. Asserts that there is no traceback and no process left."""
+    """Return the line that says why the node ended. Asserts that there is no traceback and no process left."""
     assert node.wait_end(START_S) == code, node.said()
     said = node.said()
     assert "Traceback" not in said, said
@@ -88,7 +88,7 @@ def test_run_command_refuses_a_damaged_invite(tmp_path: Path, invite: str, capsy
 
 
 def test_persistent_node_with_a_damaged_invite_keeps_running_and_shows_the_remedy(swarm: Swarm) -> None:
-    """As in the image: the node stays, because a restart policy would start it again. The page shows the remedy."""
+    """Persistent nodes are used in containers, where a restart policy would restart a node that ends."""
     node = swarm.node("persists", join="diloco1-damaged").start("--node.persist=true")
     told = node.until(lambda s: s["phase"] == "error", START_S)
     assert told["code"] == "bad_invite" and "copy the whole text again" in told["reason"]
@@ -101,7 +101,7 @@ def test_persistent_node_with_a_damaged_invite_keeps_running_and_shows_the_remed
 
 
 def test_invite_with_the_manifest_hash_of_another_run_is_refused(founder: Node, swarm: Swarm) -> None:
-    """The bootstrap peer belongs to another run, so waiting does not help."""
+    """The bootstrap peer belongs to another run, so the node does not wait for it."""
     right = parse_invite(founder.invite())
     node = swarm.node("stranger", join=str(Invite("ab" * 32, right.addresses)))
     assert "for a new invite" in ended(node.start(), 4)
@@ -145,7 +145,7 @@ def test_node_refuses_the_data_folder_of_another_run_and_leaves_it_unchanged(fou
 
 
 def test_node_refuses_a_data_folder_of_a_newer_protocol_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:
-    """After a downgrade the node says so and changes nothing."""
+    """This happens after a downgrade of diloco-node."""
     node = swarm.node("older")
     node.folder.mkdir()
     manifest = json.loads((founder.folder / "manifest.json").read_text()) | {"novelty": {"a": 1}}
@@ -171,7 +171,7 @@ def test_joining_node_waits_while_no_peer_is_reachable(swarm: Swarm) -> None:
 
 
 def test_node_skips_a_damaged_checkpoint_and_resumes_from_the_older_one(founder: Node) -> None:
-    """The last test that needs the founder, because it stops and restarts it."""
+    """This is the last test that uses the founder, because it stops and restarts the founder."""
     founder.running.terminate()
     assert founder.wait_end(10 * PATIENCE) == 0
     newest, older = founder.checkpoints()
@@ -192,7 +192,7 @@ def test_node_skips_a_damaged_checkpoint_and_resumes_from_the_older_one(founder:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A real file system that can be filled. Skips where this user may not mount one."""
+    """Mount a small file system that the test can fill. Skips the test if this user may not mount one."""
     folder.mkdir()
     mount = shutil.which("mount")
     done = mount and subprocess.run(

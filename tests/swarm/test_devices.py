@@ -1,4 +1,4 @@
-"""Failing steps, and steps shared by several processes, in real nodes."""
+"""Real nodes whose inner steps fail, or whose inner steps are shared by several rank processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
 
 
 def helpers(node: Node) -> list[psutil.Process]:
-    """The rank processes other than the worker."""
+    """The node's rank processes other than the worker."""
     return node.with_word("node.worker.rank_processes")
 
 
 @pytest.mark.timeout(240)
 def test_node_recovers_after_one_of_its_rank_processes_was_killed(tmp_path: Path) -> None:
-    """Of two nodes, the one with two ranks is one member before and after."""
+    """The node with two ranks counts as one member of the swarm, before and after the kill."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
         kill_a_rank(swarm)
 
@@ -83,7 +83,7 @@ def test_node_ends_and_names_the_remedy_if_memory_is_too_small_for_one_sequence(
 
 @pytest.mark.timeout(240)
 def test_node_with_sharded_ranks_restarts_with_a_smaller_micro_batch_if_memory_runs_out(swarm: Swarm) -> None:
-    """Memory runs out in round 0, before anything was saved. The supervisor restarts all ranks."""
+    """Memory runs out in round 0, before the node has saved anything. The supervisor restarts all ranks."""
     flags = ("--devices.ranks=2", "--devices.sharding=fsdp", "--devices.micro_batch=2")
     node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, 3 * START_S)
@@ -102,7 +102,7 @@ def test_loss_evaluated_by_one_member_reaches_all_members(tmp_path_factory: pyte
             node.until(lambda s: s["contribution"]["rounds_joined"] >= 5, 2 * START_S)
 
         def told() -> list[set[float | None]]:
-            """The losses that all ranks report, for each common round."""
+            """The different losses that the nodes report, for each common round."""
             records = [{r["round"]: r["evaluation_loss"] for r in node.rounds()} for node in swarm.nodes]
             common = set.intersection(*(set(by_round) for by_round in records))
             return [{by_round[number] for by_round in records} for number in sorted(common)]

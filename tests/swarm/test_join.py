@@ -1,4 +1,4 @@
-"""Nodes that join by the founder's invite train with it, agree after every round, and continue without it."""
+"""Nodes that join with the founder's invite train with the founder, agree with it, and continue without it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.swarm.harness import PATIENCE, START_S, TINY, Node, Swarm, common_rou
 
 INNER_STEPS = 60
 WARMUP_TOKENS = 100_000_000
-"""Long enough that the learning rate rises steeply all the time, so a wrong position in the schedule shows."""
+"""The learning rate rises steeply during the whole test, so a wrong position in the schedule is noticed."""
 
 
 NAMES = {"steps": ("second",), "time": ("second", "third")}
 
 
 class Together:
-    """A founder and joined nodes, all training, with the time that joining took."""
+    """A founder and the nodes that joined it, all training, and the seconds that joining took."""
 
     def __init__(self, swarm: Swarm, policy: str) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ def test_joining_nodes_start_training_within_the_promised_time(together: Togethe
 
 
 def test_each_node_uses_the_learning_rate_scheduled_for_the_tokens_of_the_swarm(together: Together) -> None:
-    """Each node's rate is always the schedule's value for the tokens of the whole swarm."""
+    """The learning-rate schedule depends on the number of tokens that the whole swarm has trained on."""
     seen: dict[str, set[tuple[int, int]]] = {node.name: set() for node in together.nodes}
 
     def look() -> bool:
@@ -71,9 +71,9 @@ def test_each_node_uses_the_learning_rate_scheduled_for_the_tokens_of_the_swarm(
 
 
 def expected_rates(status: dict[str, Any], policy: str) -> tuple[float, float]:
-    """Lowest and highest possible rate of the newest inner step. `progress_ratio` is the value after it."""
+    """The lowest and highest possible learning rate of the newest inner step, which `progress_ratio` includes."""
     done = status["sync"]["progress_ratio"]
-    # Under `time` the duration of a step depends on this machine.
+    # Under the policy `time` the progress of a step depends on the speed of this machine.
     before = done - 1 / INNER_STEPS if policy == "steps" else done - 0.5
     tokens = sum(m["weight"] for m in status["sync"]["last"]["members"] if m["included"])
     at = [swarm_tokens_at(status["run"]["swarm_tokens"], ratio, tokens) for ratio in (before, done)]
@@ -122,7 +122,7 @@ def test_restarted_node_finds_the_swarm_after_the_founder_has_left(together: Tog
 
 
 def agree_on(nodes: Sequence[Node], rounds: int) -> None:
-    """Assert that the next rounds include all of these nodes and end in one digest."""
+    """Wait for `rounds` more rounds that include all of these nodes. Asserts that their digests are equal."""
 
     def agreed() -> bool:
         shared = common_rounds(nodes)
@@ -135,7 +135,7 @@ def agree_on(nodes: Sequence[Node], rounds: int) -> None:
 
 
 def test_founder_that_waits_for_other_members_offers_an_invite(tmp_path: Path) -> None:
-    """It may learn its addresses only after it has begun to wait."""
+    """The founder may learn its addresses only after it has begun to wait."""
     with Swarm(tmp_path, tiny(round={"min_peers": 2, "inner_steps": 1})) as swarm:
         node = swarm.found()
         node.until(lambda s: s["code"] == "waiting_for_peers", START_S)

@@ -1,5 +1,5 @@
-"""Late and returning nodes: an interrupted download, a lying server, an absent bootstrap peer, and a swarm whose nodes
-had all stopped."""
+"""Nodes that join late or return: after an interrupted download, from a lying peer, without a bootstrap peer, or after
+all nodes of the swarm were killed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LARGE: dict[str, Any] = {
     "model": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5},
     "inner": {"batch_size": 1, "sequence_length": 16},
 }
-"""5.4 million parameters: a state of 12 leaves, 43 MB."""
+"""A model of 5.4 million parameters. Its state has 43 MB in 12 leaves."""
 OFTEN = ("--checkpoint.every_s=0.5",)
 
 
 def state_bytes(node: Node) -> float:
-    """Bytes of states that this start of the node has received."""
+    """The bytes of model state that the node has received since its newest start."""
     for line in node.http.get("/metrics").text.splitlines():
         if line.startswith("diloco_network_received_bytes_total") and 'channel="state"' in line:
             return float(line.rsplit(" ", 1)[1])
@@ -57,7 +57,7 @@ def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swar
 
 @pytest.mark.timeout(240)
 def test_joining_node_that_was_killed_continues_its_download_after_a_restart(tmp_path: Path) -> None:
-    """The founder has newer checkpoints by then, but keeps the one that is read."""
+    """When the node returns, the founder has newer checkpoints but has kept the one that the node was downloading."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
         founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
         founder.until_round(2, 2 * START_S)
@@ -82,7 +82,7 @@ def test_joining_node_that_was_killed_continues_its_download_after_a_restart(tmp
 
 @pytest.mark.timeout(240)
 def test_peer_that_serves_corrupt_data_is_dropped_and_the_download_succeeds(tmp_path: Path) -> None:
-    """It happens within the first round, so both servers have the same state."""
+    """The download happens during the first round, so both peers that serve it have the same state."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 1_000_000})) as swarm:
         founder = swarm.found()
         founder.until_training()
@@ -129,7 +129,7 @@ def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swar
 
 @pytest.mark.timeout(300)
 def test_nodes_that_were_all_killed_at_once_return_to_the_newest_saved_state(tmp_path: Path, figures: Figures) -> None:
-    """Each node has checkpoints of its own rounds; rounds that none had saved are trained again."""
+    """The nodes' newest checkpoints are of different rounds. Rounds that no node has saved are trained again."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
         swarm.found(rarely)

@@ -1,4 +1,4 @@
-"""Limits and names of a real node, set at its start or while it runs."""
+"""Limits, name and log level of a real node, set at its start or while it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_threads(node: Node, threads: int) -> bool:
 
 
 def busiest_share(worker: psutil.Process) -> float:
-    """Share of the busiest thread in the worker's processor time. Threads share an inner step evenly."""
+    """The busiest thread's share of the worker's processor time. The threads of an inner step share its work evenly."""
     before = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
     time.sleep(MEASURE_S)
     spent = {t.id: t.user_time + t.system_time - before.get(t.id, 0.0) for t in worker.threads()}
@@ -56,7 +56,7 @@ def test_number_of_cpu_threads_changes_while_the_node_trains(tmp_path: Path) -> 
 
 
 class DiskWatch:
-    """Polls the size of a folder."""
+    """Polls the size of a folder and keeps the largest one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most, self.gaps = folder, 0, 0
@@ -73,7 +73,7 @@ class DiskWatch:
 
     def used(self) -> int:
         total = 0
-        for root, _, names in os.walk(self.folder):  # `rglob` fails if a folder is removed meanwhile.
+        for root, _, names in os.walk(self.folder):  # `rglob` would fail if a folder is removed meanwhile.
             for name in names:
                 with suppress(OSError):
                     total += Path(root, name).lstat().st_size
@@ -102,10 +102,10 @@ def test_disk_quota_is_never_exceeded_and_the_oldest_checkpoints_are_removed_fir
             size = max(sum(f.stat().st_size for f in p.iterdir()) for p in node.checkpoints()[1:3])
             print(f"at most {watch.most / 1e6:.1f} of {1e3 * quota_gb:.0f} MB; {len(kept)} of {size / 1e6:.1f} MB kept")
             assert 0.6 * quota_gb * 1e9 < watch.most <= quota_gb * 1e9
-        # All removed ones were older than the remaining ones.
+        # The checkpoints were removed in the order of their age.
         removed = [int(rest[:8]) for rest in node.said().split("Removed round-")[1:]]
         assert removed == sorted(removed)
-        # Lowered while it runs: enforced at once and from then on.
+        # A quota that is lowered while the node runs applies at once.
         assert change(node, disk_gb=lower_gb).status_code == 200
         wait_for(lambda: DiskWatch(node.folder).used() <= lower_gb * 1e9, 20, "the lower quota is not kept")
         with DiskWatch(node.folder) as watch:

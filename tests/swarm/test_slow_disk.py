@@ -1,4 +1,4 @@
-"""A slow disk does not make a worker count as hung, neither while it writes its last state nor while it reads it."""
+"""A worker that reads or writes its state on a slow disk does not count as hung."""
 
 from __future__ import annotations
 

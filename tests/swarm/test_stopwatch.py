@@ -1,4 +1,4 @@
-"""Compute and sync time in /metrics, compared with an outside clock: steps that sleep, rounds that are held."""
+"""Compute and sync times in /metrics agree with an external clock. Faults give steps and rounds a known length."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_reported_compute_and_sync_times_agree_with_an_external_clock(tmp_path: 
 
 
 def at_round_end(node: Node) -> tuple[dict[str, float], float]:
-    """All series and the time of the first scrape that shows one more round."""
+    """Wait for one more round. Returns all series and the time of the first scrape that shows the round."""
     first = scrape(node)["diloco_local_round"]
     end_s = time.monotonic() + PATIENCE * START_S
     while (found := scrape(node))["diloco_local_round"] == first:

@@ -1,4 +1,4 @@
-"""One run from end to end: found, join, agree, pause, resume, kill -9, come back, leave, export."""
+"""One run from its founding to its export, with joins, a pause, a kill by SIGKILL, a return and clean stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' own text and models in real nodes: a data set shaped like C4, a start from an export, and bad input."""
+"""Real nodes with the user's own text and models: a data set like C4, a start from an exported model, and bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE = "parquet:c4/en/*.parquet"
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set with C4's columns, from the standard library's text."""
+    """A data set with the columns of C4, made from the source text of Python's standard library."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "c4" / "en").mkdir(parents=True)
     found: list[str] = []
@@ -61,7 +61,7 @@ def newest(node: Node) -> dict[str, Any]:
 def state_after(
     meta: dict[str, Any], steps: int, manifest: dict[str, Any], peer_id: str, texts: Path
 ) -> dict[str, Any]:
-    """The state of a reader that has read so many batches after a checkpoint."""
+    """Read `steps` batches after a checkpoint. Returns the state of the reader after them."""
     run = RunConfig.model_validate(manifest["run"])
     reader = open_text(run, texts, texts / "cache").reader(manifest["run_id"], peer_id, meta["text"] or None)
     assert isinstance(reader, Prefetcher)
@@ -76,7 +76,7 @@ def state_after(
 
 @pytest.mark.timeout(240)
 def test_killed_node_continues_its_data_set_at_the_last_checkpoint(swarm_of_texts: Swarm, texts: Path) -> None:
-    """No batch is skipped, and none repeated except those since the last checkpoint, at most four rounds."""
+    """The data set has the format of C4. No batch is skipped; only batches since the last checkpoint are repeated."""
     flags = (f"--node.text_dir={texts}", "--checkpoint.every_s=0.5")
     node = swarm_of_texts.found(*flags)
     node.until_round(4, 2 * START_S)
@@ -122,7 +122,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.mark.timeout(240)
 def test_training_resumes_after_an_outage_of_the_hugging_face_hub(hub: Hub, tmp_path: Path) -> None:
-    """Training continues from the buffer, then waits with a reason, and resumes when the hub returns."""
+    """Training continues from the buffer, then waits and says why, and resumes when the hub answers again."""
     run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 40})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env=hub.environment)
@@ -139,7 +139,7 @@ def test_training_resumes_after_an_outage_of_the_hugging_face_hub(hub: Hub, tmp_
 
 @pytest.mark.timeout(240)
 def test_all_members_read_the_hub_commits_that_the_founder_recorded(hub: Hub, bad_texts: Path, tmp_path: Path) -> None:
-    """The hub's branch changes between founding and joining."""
+    """The branch on the hub changes between the founding of the run and the join."""
     for file in (bad_texts / "words").iterdir():
         shutil.copy(file, hub.folder)
     data = {"sources": ["hub:own/text?config=en&field=text"], "tokenizer": "hub:own/text@main"}
@@ -183,7 +183,7 @@ def test_node_ends_with_exit_code_3_if_it_cannot_reach_the_hub_at_its_start(hub:
 
 @pytest.fixture(scope="module")
 def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A stopped node with a trained model."""
+    """A node that has trained a model and was then stopped."""
     run = tiny(round={"min_peers": 1}, evaluation={"batches": 4})
     with Swarm(tmp_path_factory.mktemp("trained"), run) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")

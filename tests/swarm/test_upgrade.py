@@ -1,8 +1,8 @@
-"""Nodes of this version and of an older checkout share a run, and each reads the data folder of the older one.
+"""Nodes of this version and of an older checkout share a run, and this version reads data folders of the older one.
 
     make test-upgrade OTHER=/path/to/older/checkout
 
-The older checkout needs its dashboard built (`make dashboard`) and no environment of its own.
+The dashboard of the older checkout must be built (`make dashboard`). It needs no virtual environment of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-# PYTHONSAFEPATH keeps the working directory, which is this checkout, out of the search path.
+# PYTHONSAFEPATH keeps the working directory, which is this checkout, out of Python's search path.
 OTHER_PROTOCOL = (
     int(re.findall(r"(?m)^PROTOCOL_VERSION = (\d+)", Path(OTHER, "node/config/manifest.py").read_text())[0])
     if OTHER
@@ -40,7 +40,7 @@ OLD_CODE = {"PYTHONPATH": OTHER, "PYTHONSAFEPATH": "1"}
 
 
 def start(node: Node, *, is_old: bool) -> Node:
-    """Start a node with this version's code or the older checkout's."""
+    """Start a node with the code of this version or of the older checkout."""
     node.program = "node.cli"
     return node.start(env={**(OLD_CODE if is_old else {}), "SWARM_TEST_WARM": ""})
 
@@ -54,7 +54,7 @@ def test_old_nodes_import_the_code_of_the_older_checkout() -> None:
 
 
 def wait_for_common_round(nodes: list[Node], after: int) -> None:
-    """Wait for a record after this round that includes all nodes."""
+    """Wait for a round after `after` that includes all nodes. Asserts that their digests are equal."""
     everybody = {node.status()["node"]["peer_id"] for node in nodes}
 
     def has_all() -> bool:
