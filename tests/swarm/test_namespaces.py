@@ -104,7 +104,7 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
 
 
 @pytest.mark.timeout(550)
-def test_both_sides_of_a_network_split_keep_training_and_agree_again_after_it(
+def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
