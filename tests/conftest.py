@@ -1,4 +1,4 @@
-"""For all tests: few threads, no settings from the environment, the slow tier, and the order in several processes."""
+"""Settings for all tests: threads, environment, the slow tier, and the order of tests in several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.swarm import fork_server
 
-# Set before torch is imported: all processes share two cores.
+# These must be set before torch is imported. All processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -27,7 +27,7 @@ def no_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """Undo what a test changes in logging: a handler that stays would write to a stream that is closed."""
+    """Undo changes of a test to logging. A handler that a test left behind would write to a closed stream."""
     root, ours = logging.getLogger(), logging.getLogger("node")
     handlers, level, own_level = list(root.handlers), root.level, ours.level
     yield
@@ -41,7 +41,7 @@ WITH_NODES = ("tests/benchmarks/", "tests/browser/", "tests/homes/", "tests/swar
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_servers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nodes under test are forked from processes that have imported what they need."""
+    """Run the servers that fork nodes under test. The servers have already imported the modules that nodes need."""
     if sys.platform == "linux" and any(item.nodeid.startswith(WITH_NODES) for item in request.session.items):
         with fork_server.servers():
             yield
@@ -56,7 +56,7 @@ TIMED_SWARMS = tuple(
         "slow_peer",
     )
 )  # fmt: skip
-"""Swarms of real processes that need the processor at certain moments. They run one after the other."""
+"""Tests with swarms of real processes that depend on timing. They run one after the other."""
 LONGEST = (
     "tests/swarm/test_slow_lines.py",
     "tests/swarm/test_namespaces.py",
@@ -69,11 +69,11 @@ LONGEST = (
     "tests/homes/",
     "tests/swarm/",
 )
-"""What starts first after the timed swarms, in this order."""
+"""Tests that take longest. They start first after the timed swarms, in this order."""
 
 
 def scope_of(nodeid: str) -> str:
-    """The unit that one process of pytest-xdist runs in a row: all timed swarms, one benchmark, or one file."""
+    """The group of tests that one pytest-xdist process runs in a row: all timed swarms, one benchmark, or one file."""
     file = nodeid.split("::")[0]
     if file == "tests/benchmarks/test_smoke.py":
         return nodeid
@@ -81,7 +81,7 @@ def scope_of(nodeid: str) -> str:
 
 
 def rank_of(nodeid: str) -> int:
-    """The place of a test's scope in the order of the scopes."""
+    """The position of a test's scope in the order in which scopes start."""
     if scope_of(nodeid) == "timed swarms":
         return -1
     return next((rank for rank, start in enumerate(LONGEST) if nodeid.startswith(start)), len(LONGEST))
@@ -112,17 +112,17 @@ SLOW = (
     "tests/contract/test_slow_lines.py",
     "tests/unit/test_reference.py",
 )
-"""Folders and files that only `make test-all` runs: real processes, or minutes of waiting."""
+"""Folders and files that only `make test-all` runs, because they start real processes or wait for minutes."""
 QUICK = (
     "tests/api/test_daemon.py",
-    "tests/browser/test_swarm.py::test_each_view_shows_what_the_node_says",
+    "tests/browser/test_swarm.py::test_each_view_of_the_dashboard_shows_data_of_the_node",
     "tests/swarm/test_story.py",
 )
-"""What `make test` runs although it starts processes: the supervisor, one story of a swarm, each view in a browser."""
+"""Tests that `make test` runs although they start real processes."""
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether only `make test-all` runs this: also API tests of a real supervisor, and contract tests over libp2p."""
+    """Whether only `make test-all` runs this test, as it does for tests with a real supervisor or over libp2p."""
     if item.nodeid.startswith(QUICK):
         return False
     if item.nodeid.startswith("tests/api/"):

@@ -12,7 +12,7 @@ TIMEOUT_S = 40.0
 
 
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run the test with `asyncio.run`; a TimeoutError after TIMEOUT_S."""
+    """Run the test with `asyncio.run`. It raises TimeoutError after TIMEOUT_S."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

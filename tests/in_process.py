@@ -1,7 +1,7 @@
-"""A `Wire` for tests, between nodes that are threads of one process.
+"""An implementation of `Wire` for tests. It connects nodes that run as threads of one process.
 
-Each node has its own asyncio loop; a call hands the message to the other loop. Messages are packed and
-unpacked as on a real wire, so both transports refuse the same things.
+Each node has its own asyncio event loop, and a call passes the message to the event loop of the called node. Messages
+are packed and unpacked as on a real wire, so both transports refuse the same messages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InProcessNetwork:
             (self._cuts.add if cut else self._cuts.discard)(frozenset((one, other)))
 
     def hide(self, peer_id: str, *, hidden: bool = True) -> None:
-        """Put a peer behind NAT or take it out: only peers that it has called since may call it."""
+        """Put a peer behind NAT, or take it out. Only peers that a peer behind NAT has called since can call it."""
         with self._lock:
             (self._hidden.add if hidden else self._hidden.discard)(peer_id)
             self._dialed = {pair for pair in self._dialed if pair[0] != peer_id}
@@ -76,7 +76,7 @@ class InProcessNetwork:
 
 
 class InProcessWire:
-    """One node's wire. Created on the loop that serves it."""
+    """The wire of one node. It must be created on the event loop that serves it."""
 
     def __init__(self, hub: InProcessNetwork, peer_id: str) -> None:
         self.peer_id = peer_id
@@ -89,7 +89,7 @@ class InProcessWire:
         self._call_limiter = CallLimiter()
         self._answering: set[asyncio.Task[Any]] = set()
         self._carried: set[asyncio.Future[Any]] = set()
-        """Calls of others that this node relays, on their callers' loops."""
+        """Calls that this node relays for other nodes. Each belongs to the event loop of its caller."""
         self._closed = False
         hub.join(self)
 
@@ -115,7 +115,7 @@ class InProcessWire:
         return reply
 
     async def _call(self, peer_id: str, request: bytes, blobs: Sequence[bytes], channel: Channel) -> Message:
-        """Directly, else over the peer's relays, one after another."""
+        """Call the peer directly. If that is impossible, try the peer's relays one after another."""
         try:
             return await self._ask(self._hub.find(self.peer_id, peer_id), None, request, blobs, channel)
         except PeerError as exc:
@@ -160,7 +160,7 @@ class InProcessWire:
             future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, other._loop))
             future.add_done_callback(retrieve_exception)
             with self._over(relay, future):
-                # As on a real wire, the handler goes on when the caller gives up.
+                # As on a real wire, the handler continues when the caller gives up.
                 reply = await asyncio.shield(future)
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
@@ -192,7 +192,7 @@ class InProcessWire:
             self.traffic.received_bytes[Channel.RELAY] += relayed_bytes
             self.traffic.sent_bytes[Channel.RELAY] += relayed_bytes
 
-        with suppress(RuntimeError):  # Its loop has ended.
+        with suppress(RuntimeError):  # The event loop has ended.
             self._loop.call_soon_threadsafe(add)
 
     async def _answer(self, caller: str, request: bytes, blobs: Sequence[bytes]) -> Message:
@@ -232,7 +232,7 @@ class InProcessWire:
 
 
 async def _pass(limiter: RateLimiter, size: int) -> None:
-    """Wait until `size` bytes have passed, in pieces that concurrent calls share evenly."""
+    """Wait until `size` bytes have passed the limiter. Small pieces let concurrent calls share the rate evenly."""
     for start in range(0, size if limiter.bytes_s else 0, PIECE_BYTES):
         await limiter.acquire(min(PIECE_BYTES, size - start))
 

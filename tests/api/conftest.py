@@ -1,4 +1,4 @@
-"""A fake node behind the real application, and clients for it."""
+"""Fixtures: a fake node behind the real API application, and clients that call it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUILD = Build("1.2", "abc", "2.13", "1.1")
 
 @dataclass
 class FakeNode:
-    """A node that records the actions on it; state, metrics and history are the real ones."""
+    """A node that only records the actions it is asked for. Its state, metrics and history are the real classes."""
 
     board: NodeState
     folder: Path
@@ -71,7 +71,7 @@ class FakeNode:
 
 @dataclass(frozen=True)
 class HttpClient:
-    """Synchronous calls of an ASGI application, each in its own event loop."""
+    """Calls an ASGI application synchronously. Each call runs in its own event loop."""
 
     app: ASGIApp
     token: str | None
@@ -115,7 +115,7 @@ def app(fake_node: FakeNode) -> ASGIApp:
 
 @pytest.fixture
 def client(app: ASGIApp) -> ClientMaker:
-    """Makes clients: `client()` sends the token, `client(token=None)` none."""
+    """A function that makes clients: `client()` sends the token, and `client(token=None)` sends none."""
 
     def make(token: str | None = TOKEN, address: str = "127.0.0.1") -> HttpClient:
         return HttpClient(app, token, address)

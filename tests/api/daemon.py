@@ -1,4 +1,4 @@
-"""Runs `node_main.py` as a process, talks to it over its real port, and ends it by its own id."""
+"""Runs `node_main.py` as a process, calls its API over a real port, and ends it by its process id."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
-"""For what takes a second on an idle machine."""
+"""Timeout for steps that take a second on an idle machine."""
 ASK_S = 20.0
 
 
 def wait_for(what: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """The first true value of `what`; fails after the timeout."""
+    """Poll `what` and return its first true value. Raises AssertionError after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not (value := what()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain"
@@ -30,7 +30,7 @@ def wait_for(what: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs. A zombie does not count as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -62,7 +62,7 @@ class Daemon:
         self.process.communicate()
 
     def until_there(self) -> None:
-        """Wait until its address is known."""
+        """Wait until the supervisor has written its address to api.json."""
         wait_for((self.data_dir / "api.json").exists)
 
     def ready(self) -> Daemon:
@@ -97,7 +97,7 @@ class Daemon:
         return dict(wait_for(reached))
 
     def worker_pid(self, other_than: int = 0) -> int:
-        """Process id of the present worker, which the fake worker reports as its peer id."""
+        """The process id of the current worker, which the fake worker reports as its peer id."""
 
         def found() -> int:
             pid = int(self.status()["node"]["peer_id"].removeprefix("fake-") or 0)
@@ -106,7 +106,7 @@ class Daemon:
         return int(wait_for(found))
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str, float]:
-        """Exit code, stdout, stderr, seconds."""
+        """Send the signal and wait for the end. Returns exit code, stdout, stderr and seconds."""
         began_s = time.monotonic()
         self.process.send_signal(number)
         return *self.end(), time.monotonic() - began_s

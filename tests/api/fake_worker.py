@@ -1,9 +1,9 @@
 """A worker without torch: a real process that speaks the worker protocol. Run as `fake_worker.py BEHAVIOUR --fd N`.
 
-BEHAVIOUR: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU), port-taken,
-complete, rubbish (send a line that is no message), deaf (ignore orders), silent (send no heartbeat), attempts (each
-round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it ends), disk-full
-(fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
+BEHAVIOUR is one of: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU),
+port-taken, complete, rubbish (send an invalid line), deaf (ignore orders), silent (send no heartbeat), attempts (each
+round fails twice before it is committed), save:SECONDS (report unsaved work for that long before the end), disk-full
+(fail to save at the end), brood:FILE (start a child process that holds all pipes, and write its process id to FILE).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FakeWorker:
         self._send(LogReport(level=level, logger="node.fake", message=message, at=utc_now(), round=round_))
 
     def _tick(self) -> bool:
-        """Report, and obey an order or end a round. Returns False at the worker's end."""
+        """Send a report, then obey an order or end a round. Returns False when the worker must end."""
         if self._behaviour != "silent":
             self._send(Beat())
         self._send(StatusReport(report=self._report(), last_round=self._round))

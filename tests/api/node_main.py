@@ -1,7 +1,7 @@
 """A supervisor as a process: `node_main.py DATA_DIR BEHAVIOUR [TIMINGS as JSON]`. Its worker is `fake_worker.py`.
 
-Optional files set its environment: DATA_DIR.config (configuration tables as JSON), DATA_DIR.clock (Unix time, read
-again and again), DATA_DIR.probes (JSON: `battery`, `idle_s`).
+Optional files set the supervisor's environment: DATA_DIR.config (configuration tables as JSON), DATA_DIR.clock (Unix
+time, read at every use of the clock), DATA_DIR.probes (JSON with `battery` and `idle_s`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The actions of the owner: pause, resume, drain and leave, with the fake worker as a real process."""
+"""The owner's actions pause, resume, drain and leave. The supervisor and a fake worker run as real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.api.daemon import Daemon, alive, wait_for
 
 
-def test_pause_ends_the_worker_and_resume_starts_one(tmp_path: Path) -> None:
+def test_pause_ends_the_training_worker_and_resume_starts_a_new_one(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         trainer = daemon.worker_pid()
@@ -29,7 +29,7 @@ def test_pause_ends_the_worker_and_resume_starts_one(tmp_path: Path) -> None:
         assert not (tmp_path / "pause.json").exists()
 
 
-def test_a_pause_of_some_seconds_ends(tmp_path: Path) -> None:
+def test_pause_for_some_seconds_ends_by_itself(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("pause", {"for_s": 2})
@@ -38,7 +38,7 @@ def test_a_pause_of_some_seconds_ends(tmp_path: Path) -> None:
         daemon.until_phase("training")
 
 
-def test_pause_until_a_moment_survives_a_restart(tmp_path: Path) -> None:
+def test_pause_until_a_given_time_survives_a_restart(tmp_path: Path) -> None:
     until = datetime.now(UTC) + timedelta(hours=1)
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
@@ -56,7 +56,7 @@ def test_pause_until_a_moment_survives_a_restart(tmp_path: Path) -> None:
         assert not (tmp_path / "pause.json").exists()
 
 
-def test_moments_out_of_range_are_refused(tmp_path: Path) -> None:
+def test_pause_until_a_time_out_of_range_is_refused(tmp_path: Path) -> None:
     moments = {
         "9999-12-31T23:59:59-12:00": 422,
         "9999-12-31T23:59:59Z": 422,
@@ -75,7 +75,7 @@ def test_moments_out_of_range_are_refused(tmp_path: Path) -> None:
         assert daemon.terminate()[0] == 0
 
 
-def test_pause_after_a_round(tmp_path: Path) -> None:
+def test_pause_after_a_round_waits_for_that_round(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         after = daemon.status()["run"]["round"] + 10
@@ -86,7 +86,7 @@ def test_pause_after_a_round(tmp_path: Path) -> None:
         assert after <= rounds[0]["round"] <= after + 3
 
 
-def test_failed_attempt_does_not_trigger_a_pause_after_its_round(tmp_path: Path) -> None:
+def test_failed_attempt_at_a_round_does_not_trigger_a_pause_after_that_round(tmp_path: Path) -> None:
     with Daemon(tmp_path, "attempts") as daemon:
         after = daemon.ready().until_phase("training")["run"]["round"] + 5
         assert daemon.act("pause", {"after_round": after}).status_code == 202
@@ -105,7 +105,7 @@ def test_resume_cancels_a_pending_pause(tmp_path: Path) -> None:
         assert daemon.status()["phase"] == "training"
 
 
-def test_pause_kills_a_deaf_worker_and_names_the_lost_work_until_resume(tmp_path: Path) -> None:
+def test_pause_kills_an_unresponsive_worker_and_reports_the_lost_work_until_resume(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=0.5) as daemon:
         daemon.ready().until_phase("training")
         trainer = daemon.worker_pid()
@@ -113,7 +113,7 @@ def test_pause_kills_a_deaf_worker_and_names_the_lost_work_until_resume(tmp_path
         reason = daemon.until_phase("paused", "paused")["reason"]
         assert "since its last checkpoint is lost" in reason and "did not end within" in reason
         assert not alive(trainer)
-        # A kill after an order to stop is no crash.
+        # A worker that is killed after an order to stop does not count as crashed.
         assert daemon.http.get("/api/v1/logs?level=error").json()["records"] == []
         daemon.worker_pid(other_than=trainer)
         daemon.act("pause", {"for_s": 3600})
@@ -124,7 +124,7 @@ def test_pause_kills_a_deaf_worker_and_names_the_lost_work_until_resume(tmp_path
 
 
 @pytest.mark.parametrize(("action", "phase"), [("drain", "draining"), ("leave", "leaving")])
-def test_drain_and_leave_end_with_code_0(tmp_path: Path, action: str, phase: str) -> None:
+def test_drain_and_leave_end_the_node_with_exit_code_0(tmp_path: Path, action: str, phase: str) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.act(action).json() == {"phase": phase}
@@ -134,12 +134,12 @@ def test_drain_and_leave_end_with_code_0(tmp_path: Path, action: str, phase: str
         assert f"{phase} {phase}" in out
 
 
-def test_drain_and_leave_are_final(tmp_path: Path) -> None:
+def test_pause_and_resume_are_refused_after_drain_or_leave(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=3.0) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.act("drain").status_code == 202
         assert [daemon.act(a).status_code for a in ("drain", "pause", "resume")] == [202, 409, 409]
-        # A drain has no deadline, because its round may be long.
+        # A drain has no deadline, because the round that it finishes may be long.
         time.sleep(3.5)
         assert daemon.status()["phase"] == "draining"
         assert daemon.act("leave").json() == {"phase": "leaving"}
@@ -150,7 +150,7 @@ def test_drain_and_leave_are_final(tmp_path: Path) -> None:
         assert daemon.end()[0] == 0
 
 
-def test_pause_that_cannot_be_stored_holds_with_a_notice(tmp_path: Path) -> None:
+def test_pause_that_cannot_be_stored_still_holds_and_shows_a_notice(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         (tmp_path / "pause.json.new").mkdir()

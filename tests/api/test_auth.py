@@ -1,4 +1,4 @@
-"""Who may call the API. Loops go over the OpenAPI document, so a new route is tested from its first day."""
+"""Who may call the API. The tests take the routes from the OpenAPI document, so they include every new route."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def routes(client: ClientMaker) -> list[tuple[str, str]]:
 
 
 def problem(http: HttpClient, method: str, path: str, **options: Any) -> httpx.Response:
-    """The response, which must be a problem with security headers."""
+    """Return the response. Asserts that it is a problem document (RFC 9457) with the security headers."""
     response = http.request(method, path, **options)
     assert response.headers["content-type"] == "application/problem+json", (method, path, response.text)
     assert response.json()["status"] == response.status_code
@@ -36,7 +36,7 @@ def problem(http: HttpClient, method: str, path: str, **options: Any) -> httpx.R
     return response
 
 
-def test_every_route_needs_the_token(client: ClientMaker) -> None:
+def test_every_route_that_is_not_public_needs_the_token(client: ClientMaker) -> None:
     for method, path in [*routes(client), ("GET", "/openapi.json"), ("GET", "/no/such"), ("GET", "/docs")]:
         if path not in PUBLIC:
             response = problem(client(token=None), method, path, headers=SAME_ORIGIN)
@@ -46,7 +46,7 @@ def test_every_route_needs_the_token(client: ClientMaker) -> None:
             assert wrong.status_code in (401, 429), (method, path)
 
 
-def test_every_route_refuses_foreign_hosts(client: ClientMaker) -> None:
+def test_every_route_refuses_requests_with_a_foreign_host_name(client: ClientMaker) -> None:
     hosts = ("evil.example", "localhost.evil.example", "localhost@evil.example", "", "[::1", "10.1.1")
     for method, path in [*routes(client), ("GET", "/"), ("GET", "/assets/any.js")]:
         for host in hosts:
@@ -54,7 +54,9 @@ def test_every_route_refuses_foreign_hosts(client: ClientMaker) -> None:
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::"])
-def test_binding_to_all_addresses_allows_no_further_hosts(fake_node: FakeNode, client: ClientMaker, bound: str) -> None:
+def test_api_bound_to_all_addresses_still_refuses_foreign_host_names(
+    fake_node: FakeNode, client: ClientMaker, bound: str
+) -> None:
     http = HttpClient(make_app(fake_node, hosts=[bound]), TOKEN, "127.0.0.1")
     assert http.get(STATUS).status_code == 200
     assert http.get(STATUS, headers={"Host": "node.example:1"}).status_code == 200
@@ -64,7 +66,7 @@ def test_binding_to_all_addresses_allows_no_further_hosts(fake_node: FakeNode, c
     assert fake_node.acted == []
 
 
-def test_every_unsafe_route_refuses_foreign_origins(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_every_route_that_changes_the_node_refuses_foreign_origins(client: ClientMaker, fake_node: FakeNode) -> None:
     foreign = [
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
@@ -84,7 +86,7 @@ def test_every_unsafe_route_refuses_foreign_origins(client: ClientMaker, fake_no
     assert fake_node.acted == []
 
 
-def test_every_route_refuses_large_bodies(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_every_route_refuses_bodies_above_the_size_limit(client: ClientMaker, fake_node: FakeNode) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(BODY_BYTES_MAX // 1000 + 2):
             yield b" " * 1000
@@ -97,7 +99,7 @@ def test_every_route_refuses_large_bodies(client: ClientMaker, fake_node: FakeNo
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8080", "node.example", "[::1]"])
-def test_own_hosts_are_allowed(client: ClientMaker, host: str) -> None:
+def test_api_accepts_loopback_and_configured_host_names(client: ClientMaker, host: str) -> None:
     assert client().get(STATUS, headers={"Host": host}).status_code == 200
 
 
@@ -108,12 +110,14 @@ def test_host_name_parses_the_host_header() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"Sec-Fetch-Site": "same-origin", "Cookie": "a=b"}, {"Origin": BASE}, {}])
-def test_own_page_and_command_line_may_act(client: ClientMaker, fake_node: FakeNode, headers: dict[str, str]) -> None:
+def test_dashboard_and_command_line_can_pause_the_node(
+    client: ClientMaker, fake_node: FakeNode, headers: dict[str, str]
+) -> None:
     assert client().post(PAUSE, headers=headers).status_code == 202
     assert [action for action, _ in fake_node.acted] == ["pause"]
 
 
-def test_a_session_replaces_the_token_until_it_is_closed(client: ClientMaker) -> None:
+def test_session_cookie_replaces_the_token_until_the_session_is_closed(client: ClientMaker) -> None:
     cookie = client().post("/api/v1/session").headers["set-cookie"]
     assert all(part in cookie for part in ("HttpOnly", "SameSite=strict", "Path=/"))
     browser = {"Cookie": cookie.split(";")[0]}
@@ -145,7 +149,7 @@ def test_cookies_of_other_programs_do_not_prevent_login(client: ClientMaker, fak
         assert response.status_code == 200, sent
 
 
-def test_the_last_of_several_cookies_counts_and_a_hostile_one_costs_no_time() -> None:
+def test_last_session_cookie_counts_and_a_hostile_cookie_is_parsed_quickly() -> None:
     assert session_key(Headers({"cookie": "own=of a path; other=x; own=ours"}), "own") == "ours"
     assert session_key(Headers({"cookie": "other=own; owner=1; own"}), "own") == ""
     assert session_key(Headers({}), "own") is None
@@ -154,7 +158,7 @@ def test_the_last_of_several_cookies_counts_and_a_hostile_one_costs_no_time() ->
     assert time.process_time() - began_s < 0.05
 
 
-def test_sessions_expire_and_are_bounded() -> None:
+def test_sessions_expire_and_their_number_is_limited() -> None:
     now = [0.0]
     keys = Keys(TOKEN, lambda: now[0])
     first = keys.open_session()
@@ -168,14 +172,14 @@ def test_sessions_expire_and_are_bounded() -> None:
     assert keys.cookie_name != Keys("u" * 43, lambda: 0.0).cookie_name
 
 
-def test_wrong_tokens_are_throttled_and_the_right_one_never(client: ClientMaker) -> None:
+def test_wrong_tokens_are_throttled_but_the_right_token_is_not(client: ClientMaker) -> None:
     codes = [problem(client(token="wrong"), "GET", STATUS).status_code for _ in range(FAILURES_MAX + 2)]
     assert codes == [401] * FAILURES_MAX + [429] * 2
     assert client().get(STATUS).status_code == 200
     assert client(token="wrong", address="127.0.0.2").get(STATUS).status_code == 401
 
 
-def test_throttling_ends_after_its_window() -> None:
+def test_throttling_of_wrong_tokens_ends_after_a_minute() -> None:
     now = [0.0]
     keys = Keys(TOKEN, lambda: now[0])
     assert [keys.record_failure("a") for _ in range(FAILURES_MAX + 1)] == [False] * FAILURES_MAX + [True]

@@ -1,4 +1,4 @@
-"""The configuration over HTTP: valid changes apply and last, invalid ones are explained, and a patch is atomic."""
+"""Changes of the configuration over HTTP: valid ones apply and persist, and invalid ones change nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.api.daemon import Daemon, wait_for
 PATH = "/api/v1/config"
 
 
-def test_every_changeable_key_exists() -> None:
+def test_every_setting_that_the_api_can_change_exists_in_the_configuration() -> None:
     assert set(CHANGEABLE) <= set(known_keys())
     fixed = [key for key in CHANGEABLE if key.startswith(("run.", "api.", "swarm."))]
     assert fixed == ["swarm.relay_mbit_s"], "a limit; the others define the node"
 
 
-def test_a_patch_applies_and_returns_the_configuration(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_patch_changes_the_configuration_and_returns_the_result(client: ClientMaker, fake_node: FakeNode) -> None:
     patch = {"limits": {"upload_mbit_s": 20}, "schedule": {"active": ["sat 10:00-12:00"]}}
     response = client().request("PATCH", PATH, json=patch)
     assert response.status_code == 200, response.text
@@ -55,7 +55,7 @@ def test_a_patch_applies_and_returns_the_configuration(client: ClientMaker, fake
         ({"limits": {"upload_mbit_s": "x", "cpu_threads": -1}}, {"limits.upload_mbit_s": "", "limits.cpu_threads": ""}),
     ],
 )
-def test_an_invalid_patch_changes_nothing_and_names_each_fault(
+def test_invalid_patch_of_the_configuration_changes_nothing_and_names_each_fault(
     client: ClientMaker, fake_node: FakeNode, patch: dict[str, Any], faults: dict[str, str]
 ) -> None:
     before = fake_node.config
@@ -69,11 +69,11 @@ def test_an_invalid_patch_changes_nothing_and_names_each_fault(
 
 
 @pytest.mark.parametrize("body", [[], "x", None, 5])
-def test_a_patch_must_be_an_object(client: ClientMaker, body: object) -> None:
+def test_patch_of_the_configuration_must_be_a_json_object(client: ClientMaker, body: object) -> None:
     assert client().request("PATCH", PATH, json=body).status_code == 422
 
 
-def test_changes_apply_at_once_and_after_restarts(tmp_path: Path) -> None:
+def test_changed_settings_apply_at_once_and_survive_restarts(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         before = daemon.http.get(PATH).json()
@@ -112,7 +112,7 @@ def logged(daemon: Daemon) -> list[str]:
     ("text", "upload_mbit_s"),
     [("{", 0), ("[]", 0), ('{"limits.upload_mbit_s": 7, "limits.cpu_threads": "x", "limits.gone": 1}', 7)],
 )
-def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path, text: str, upload_mbit_s: float) -> None:
+def test_damaged_settings_file_is_set_aside_with_a_warning(tmp_path: Path, text: str, upload_mbit_s: float) -> None:
     (tmp_path / "settings.json").write_text(text)
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
@@ -131,7 +131,7 @@ def test_a_setting_that_the_worker_refuses_can_be_reset(tmp_path: Path) -> None:
         daemon.until_phase("training")
 
 
-def test_a_taken_port_ends_the_node_despite_overrides(tmp_path: Path) -> None:
+def test_node_with_changed_settings_still_ends_with_exit_code_3_if_its_port_is_taken(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"limits.upload_mbit_s": 7}')
     with Daemon(tmp_path, "port-taken") as daemon:
         assert daemon.end()[0] == 3

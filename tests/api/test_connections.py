@@ -1,4 +1,4 @@
-"""Limits on connections: silent ones and those beyond the maximum are closed, and the others are served."""
+"""Limits on connections to the API: silent connections and those beyond the maximum are closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Served:
-    """A real server on a free port, and its clients."""
+    """A real API server on a free port, and the connections that a test opens to it."""
 
     def __init__(self, sock: socket.socket, tls: Tls | None) -> None:
         self.url = url_of(sock, tls=tls is not None)
@@ -61,7 +61,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, tls: Tls | None, *, most: int = 64, head_s: float = SHORT_S) -> AsyncIterator[Served]:
-    """The server must end within twice the grace period, because silent connections may be open then."""
+    """Run the server. Asserts that it ends within twice the grace period even if silent connections are open."""
     with bind("127.0.0.1", 0, connections_max=most) as sock:
         server = make_server(app, tls, head_s=head_s)
         running = asyncio.create_task(server.serve(sockets=[sock]))
@@ -97,20 +97,20 @@ async def answer(pair: Pair) -> int:
 
 
 async def ended_at(pair: Pair) -> float:
-    """When the server closed the connection."""
+    """Wait until the server closes the connection. Returns the time on the monotonic clock."""
     with suppress(ConnectionError):
         assert await asyncio.wait_for(pair[0].read(), PATIENCE_S) == b""
     return time.monotonic()
 
 
 async def drip(pair: Pair) -> None:
-    """Send single bytes faster than any idle timeout, and never a complete head."""
+    """Send single bytes more often than any idle timeout, but never a complete request head."""
     while True:
         pair[1].write(b"x")
         await asyncio.sleep(SHORT_S / 4)
 
 
-def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> None:
+def test_server_closes_connections_that_send_no_complete_request(app: ASGIApp, tls: Tls | None) -> None:
     async def main() -> None:
         async with serving(app, tls) as served:
             refused = asking("/livez", "POST", "Origin: http://evil.example\r\nContent-Length: 9999\r\n")
@@ -136,7 +136,7 @@ def test_connections_without_a_request_end(app: ASGIApp, tls: Tls | None) -> Non
     asyncio.run(main())
 
 
-def test_streams_uploads_and_active_connections_outlive_the_timeout(
+def test_event_streams_uploads_and_active_connections_outlive_the_idle_timeout(
     app: ASGIApp, tls: Tls | None, fake_node: FakeNode
 ) -> None:
     async def upload(pair: Pair) -> int:
@@ -188,7 +188,7 @@ def test_connections_beyond_the_maximum_are_closed_at_once(
     assert len([text for text in caplog.messages if "8 connections open" in text]) == 1
 
 
-def test_a_node_answers_its_owner_despite_the_maximum_of_silent_connections_and_closes_them(
+def test_node_answers_its_owner_and_closes_silent_connections_when_too_many_are_open(
     tmp_path: Path,
 ) -> None:
     with Daemon(tmp_path) as daemon, ExitStack() as opened:
@@ -220,7 +220,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(256, 4096, 4096), (256, 20000, FILES), (9000, 20000, 9000)])
-def test_the_limit_of_open_files_is_raised_up_to_a_maximum(soft: int, hard: int, then: int) -> None:
+def test_server_raises_its_limit_of_open_files_up_to_a_maximum(soft: int, hard: int, then: int) -> None:
     if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         pytest.skip("this machine allows fewer files")
     limits = f"ulimit -S -n {soft} && ulimit -H -n {hard} && exec {sys.executable} -c '{FILES_CODE}'"

@@ -48,7 +48,7 @@ def test_signal_ends_the_node_and_its_event_streams(tmp_path: Path, number: sign
         assert not (tmp_path / "api.json").exists()
 
 
-def test_signal_right_after_the_start(tmp_path: Path) -> None:
+def test_signal_right_after_the_start_ends_the_node(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready()
         code, _, _, seconds = daemon.terminate()
@@ -56,7 +56,7 @@ def test_signal_right_after_the_start(tmp_path: Path) -> None:
         assert seconds < 15
 
 
-def test_second_interrupt_kills_the_worker(tmp_path: Path) -> None:
+def test_second_interrupt_kills_a_worker_that_does_not_stop(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=60.0) as daemon:
         daemon.ready().until_phase("training")
         daemon.process.send_signal(signal.SIGINT)
@@ -78,7 +78,7 @@ def test_killed_supervisor_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
         assert daemon.terminate()[0] == 0
 
 
-def test_resident_memory_and_private_token(tmp_path: Path) -> None:
+def test_supervisor_uses_little_memory_and_keeps_its_token_private(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         for path in ("/metrics", "/openapi.json", "/", "/api/v1/config", "/readyz"):
@@ -98,7 +98,7 @@ def inner_steps(daemon: Daemon) -> float:
     return float(found[1])
 
 
-def test_worker_metrics_logs_and_records_are_served(tmp_path: Path) -> None:
+def test_api_serves_the_metrics_logs_and_round_records_of_the_worker(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         wait_for(lambda: daemon.status()["run"]["round"] >= 2)
@@ -111,7 +111,7 @@ def test_worker_metrics_logs_and_records_are_served(tmp_path: Path) -> None:
         assert daemon.http.get("/api/v1/swarm").json()["peers"][0]["peer_id"] == "fake-other"
 
 
-def test_killed_worker_is_replaced_and_counters_continue_over_restarts(tmp_path: Path) -> None:
+def test_killed_worker_is_replaced_and_counters_continue_after_restarts(tmp_path: Path) -> None:
     with Daemon(tmp_path, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         first = daemon.worker_pid()
@@ -138,7 +138,9 @@ def test_killed_worker_is_replaced_and_counters_continue_over_restarts(tmp_path:
     ("backoff_s", "beginning"),
     [(QUICK["backoff_s"], "The worker crashed 5 times in a row ("), ([], "The worker crashed (")],
 )
-def test_too_many_crashes_are_an_error_until_resume(tmp_path: Path, backoff_s: list[float], beginning: str) -> None:
+def test_node_whose_worker_crashes_too_often_stays_in_error_until_resume(
+    tmp_path: Path, backoff_s: list[float], beginning: str
+) -> None:
     with Daemon(tmp_path, "crash", backoff_s=backoff_s) as daemon:
         status = daemon.ready().until_phase("error", "worker_crashes")
         assert status["reason"].startswith(beginning)
@@ -153,18 +155,18 @@ def test_too_many_crashes_are_an_error_until_resume(tmp_path: Path, backoff_s: l
         assert daemon.end()[0] == 0
 
 
-def test_invalid_message_counts_as_a_crash(tmp_path: Path) -> None:
+def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> None:
     with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
         assert "no message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
-def test_worker_without_heartbeat_counts_as_a_crash_however_long_it_lived(tmp_path: Path) -> None:
+def test_worker_that_sends_no_heartbeat_counts_as_crashed(tmp_path: Path) -> None:
     with Daemon(tmp_path, "silent", grace_s=0.6, hung_s=0.6, healthy_s=0.5, **QUICK) as daemon:
         reason = daemon.ready().until_phase("error", "worker_crashes")["reason"]
         assert "crashed 5 times in a row" in reason and "no heartbeat" in reason
 
 
-def test_hung_worker_fails_livez_and_is_replaced(tmp_path: Path) -> None:
+def test_livez_fails_while_the_worker_hangs_and_the_worker_is_replaced(tmp_path: Path) -> None:
     with Daemon(tmp_path, grace_s=1.0, stale_s=0.7, hung_s=2.5, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         time.sleep(1.0)
@@ -178,8 +180,8 @@ def test_hung_worker_fails_livez_and_is_replaced(tmp_path: Path) -> None:
         assert not alive(worker)
 
 
-def test_frozen_node_keeps_its_worker(tmp_path: Path) -> None:
-    """As with `docker pause`: both processes stop while the clock goes on."""
+def test_node_that_was_frozen_for_a_while_keeps_its_worker(tmp_path: Path) -> None:
+    """Both processes stop while the clock continues, as with `docker pause`."""
     with Daemon(tmp_path, grace_s=0.5, hung_s=2.0, **QUICK) as daemon:
         daemon.ready().until_phase("training")
         worker, supervisor = daemon.worker_pid(), daemon.process.pid
@@ -192,13 +194,13 @@ def test_frozen_node_keeps_its_worker(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGCONT)
         time.sleep(1)
         assert daemon.worker_pid() == worker and alive(worker)
-        # The extension is not unlimited.
+        # A worker that hangs after the freeze is still replaced.
         os.kill(worker, signal.SIGSTOP)
         daemon.worker_pid(other_than=worker)
 
 
 @pytest.mark.parametrize("how", ["crash", "leave"])
-def test_children_of_the_worker_end_with_it(tmp_path: Path, how: str) -> None:
+def test_child_processes_of_the_worker_end_with_the_worker(tmp_path: Path, how: str) -> None:
     with Daemon(tmp_path / "data", f"brood:{tmp_path / 'pid'}", **QUICK) as daemon:
         daemon.ready().until_phase("training")
         grandchild = int((tmp_path / "pid").read_text())
@@ -224,8 +226,8 @@ def test_failed_background_task_ends_the_node(tmp_path: Path) -> None:
         wait_for(lambda: not Path(f"/proc/{worker}").exists())
 
 
-def test_order_right_after_a_crash_is_obeyed(tmp_path: Path) -> None:
-    """After a crash the supervisor reads a file about the GPU's power limit; here a pipe keeps it waiting."""
+def test_stop_signal_right_after_a_worker_crash_ends_the_node(tmp_path: Path) -> None:
+    """After a crash the supervisor reads a file about the GPU's power limit. A pipe in its place delays the read."""
     pipe = tmp_path / "gpu-power.json"
     with Daemon(tmp_path, "crash", backoff_s=[]) as daemon:
         daemon.ready().until_phase("error", "worker_crashes")
@@ -233,7 +235,7 @@ def test_order_right_after_a_crash_is_obeyed(tmp_path: Path) -> None:
         assert daemon.act("resume").status_code == 202
 
         def open_for_reader() -> int | None:
-            """The pipe's other end, once there is a reader."""
+            """The writing end of the pipe, or None while nothing reads from it."""
             try:
                 return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
@@ -247,7 +249,7 @@ def test_order_right_after_a_crash_is_obeyed(tmp_path: Path) -> None:
         assert daemon.end()[0] == 0
 
 
-def test_locked_directory_names_its_holder(tmp_path: Path) -> None:
+def test_second_node_on_a_data_folder_is_told_which_process_holds_it(tmp_path: Path) -> None:
     with Daemon(tmp_path) as one, Daemon(tmp_path) as other:
         wait_for(lambda: one.process.poll() is not None or other.process.poll() is not None)
         winner, loser = (one, other) if one.process.poll() is None else (other, one)
@@ -258,7 +260,7 @@ def test_locked_directory_names_its_holder(tmp_path: Path) -> None:
         winner.ready().until_phase("training")
 
 
-def test_unusable_port_directory_and_host_are_refused(tmp_path: Path) -> None:
+def test_unusable_port_data_folder_and_host_are_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = Config.model_validate({"node": {"data_dir": tmp_path / "a"}, "api": {"port": port}})

@@ -1,6 +1,6 @@
-"""The dashboard's TypeScript types are generated from the OpenAPI document, and must be up to date.
+"""The dashboard's TypeScript types are generated from the OpenAPI document and must match it.
 
-`UPDATE_TYPES=1 python -m pytest tests/api/test_dashboard_types.py` writes them after a change of the API.
+After a change of the API, `UPDATE_TYPES=1 python -m pytest tests/api/test_dashboard_types.py` writes the new types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRIMITIVES = {"string": "string", "number": "number", "integer": "number", "bool
 
 
 def typescript(document: dict[str, Any]) -> str:
-    """One exported type for each schema of the document. The node sends every field; only requests omit some."""
+    """One exported type for each schema of the document. Fields are optional only in requests."""
     requests = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(list(find_values(document, "requestBody")))))
     parts = [HEADER]
     for name, schema in sorted(document["components"]["schemas"].items()):
@@ -57,7 +57,7 @@ def type_of(schema: dict[str, Any], *, optional: bool = False) -> str:
     return PRIMITIVES.get(schema.get("type", ""), "unknown")
 
 
-def test_the_types_of_the_dashboard_are_up_to_date(client: ClientMaker) -> None:
+def test_typescript_types_of_the_dashboard_match_the_openapi_document(client: ClientMaker) -> None:
     wanted = typescript(client().get("/openapi.json").json())
     if os.environ.get("UPDATE_TYPES"):
         TYPES.write_text(wanted, encoding="utf-8")

@@ -13,11 +13,11 @@ from tests.api.daemon import Daemon, alive, wait_for
 HOURS = {"schedule": {"timezone": "UTC", "active": ["mon-fri 22:00-08:00"]}}
 MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 PROBE_INTERVAL_S = 0.2
-"""How often `node_main` reads the probes."""
+"""Seconds between two readings of the probes by `node_main`."""
 
 
 class Environment:
-    """Configuration, clock and probes of the supervisor of a data folder."""
+    """Sets the configuration, the clock and the probes that the supervisor of a data folder reads."""
 
     def __init__(self, folder: Path, config: object = HOURS) -> None:
         self.folder = folder / "data"
@@ -30,7 +30,7 @@ class Environment:
         new.replace(file)
 
     def set_clock(self, hour: float) -> None:
-        """Hours since Monday, 0:00."""
+        """Set the clock. `hour` counts from Monday, 0:00."""
         self._write("clock", (MONDAY + timedelta(hours=hour)).timestamp())
 
     def set_probes(self, **values: object) -> None:
@@ -41,7 +41,7 @@ def errors(daemon: Daemon) -> list[str]:
     return [r["message"] for r in daemon.http.get("/api/v1/logs?level=error").json()["records"]]
 
 
-def test_the_node_trains_inside_its_hours_and_frees_the_device_outside(tmp_path: Path) -> None:
+def test_node_trains_inside_its_active_hours_and_frees_the_device_outside_them(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -57,7 +57,7 @@ def test_the_node_trains_inside_its_hours_and_frees_the_device_outside(tmp_path:
         environment.set_clock(32)
         daemon.until_phase("paused", "scheduled")
         assert not alive(trainer)
-        # Repeated changes count as no crash and block nothing.
+        # Repeated stops by the schedule do not count as crashes.
         for day in range(1, 7):
             environment.set_clock(24 * (day % 4) + 23)
             daemon.until_phase("training", "train")
@@ -68,7 +68,7 @@ def test_the_node_trains_inside_its_hours_and_frees_the_device_outside(tmp_path:
         assert daemon.end()[0] == 0
 
 
-def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
+def test_pause_and_resume_by_the_owner_override_the_active_hours_after_restarts(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -81,7 +81,7 @@ def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
         daemon.ready().until_phase("training", "train")
         environment.set_clock(23)
         wait_for(lambda: not (environment.folder / "pause.json").exists())
-        # A pause that ends outside of the hours continues as a pause of the schedule.
+        # If the owner's pause ends outside of the active hours, the schedule continues the pause.
         daemon.act("pause", {"for_s": 12 * 3600})
         status = daemon.until_phase("paused", "paused")
         assert status["pause"] == {"by": "owner", "until": "2026-11-17T11:00:00Z", "after_round": None}
@@ -95,7 +95,7 @@ def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
         assert alive(worker), "a continued pause keeps its worker"
         environment.set_clock(24 + 22)
         daemon.until_phase("training", "train")
-        # The node is off while the hours change.
+        # The node is not running while its active hours begin.
         daemon.act("pause", {"for_s": 3600})
         daemon.until_phase("paused", "paused")
         assert daemon.terminate()[0] == 0
@@ -104,7 +104,7 @@ def test_the_owner_overrides_the_hours_over_restarts(tmp_path: Path) -> None:
         daemon.ready().until_phase("training", "train")
 
 
-def test_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
+def test_active_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
     environment = Environment(tmp_path, {})
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
@@ -116,7 +116,7 @@ def test_hours_set_on_a_running_node_apply_at_once(tmp_path: Path) -> None:
         daemon.until_phase("training", "train")
 
 
-def test_battery_and_user(tmp_path: Path) -> None:
+def test_node_pauses_on_battery_and_while_its_user_is_active(tmp_path: Path) -> None:
     environment = Environment(tmp_path, {"schedule": {"user_active": "pause", "user_idle_s": 60}})
     environment.set_clock(12)
     environment.set_probes(battery=True)
@@ -124,7 +124,7 @@ def test_battery_and_user(tmp_path: Path) -> None:
         status = daemon.ready().until_phase("paused", "on_battery")
         assert status["pause"]["by"] == "battery"
         environment.set_probes(battery=False, idle_s=100)
-        time.sleep(3 * PROBE_INTERVAL_S)  # the probes are evaluated before the clock changes
+        time.sleep(3 * PROBE_INTERVAL_S)  # The probes must be evaluated before the clock changes.
         environment.set_clock(12.5)
         daemon.until_phase("training", "train")
         environment.set_probes(battery=False, idle_s=1)
@@ -134,7 +134,7 @@ def test_battery_and_user(tmp_path: Path) -> None:
         assert errors(daemon) == []
 
 
-def test_drain_and_leave_override_the_hours(tmp_path: Path) -> None:
+def test_drain_and_leave_override_the_active_hours(tmp_path: Path) -> None:
     environment = Environment(tmp_path)
     environment.set_clock(23)
     with Daemon(environment.folder, "deaf", stop_s=20.0) as daemon:

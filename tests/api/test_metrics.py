@@ -1,4 +1,4 @@
-"""Names, types and labels of the Prometheus metrics are a public interface; PROMISED lists them."""
+"""The names, types and labels of the Prometheus metrics are a public interface. PROMISED lists them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def scrape(node: FakeNode) -> tuple[dict[str, str], dict[Key, float]]:
-    """(family name -> type), (sample -> value), without the prefix."""
+    """The type of each metric family and the value of each sample. The names have no prefix `diloco_`."""
     types: dict[str, str] = {}
     samples: dict[Key, float] = {}
     for family in text_string_to_metric_families(node.metrics.render().decode()):
@@ -85,7 +85,7 @@ def scrape(node: FakeNode) -> tuple[dict[str, str], dict[Key, float]]:
     return types, samples
 
 
-def test_all_series_exist_from_the_start(fake_node: FakeNode) -> None:
+def test_all_promised_metric_series_exist_from_the_start(fake_node: FakeNode) -> None:
     types, samples = scrape(fake_node)
     families = {name: kind for name, (kind, _) in PROMISED.items()}
     assert {name: kind for name, kind in types.items() if not name.startswith("gpu_")} == families
@@ -108,15 +108,15 @@ GPU = DeviceInfo(
 )  # fmt: skip
 
 
-def test_a_node_with_one_gpu_has_at_most_220_series(fake_node: FakeNode) -> None:
+def test_node_with_one_gpu_has_at_most_220_metric_series(fake_node: FakeNode) -> None:
     fake_node.board.apply_report(Report(devices=(GPU,)))
     lines = fake_node.metrics.render().decode().splitlines()
     series = [line for line in lines if line and not line.startswith("#")]
-    # A real node has three more kinds of disk use.
+    # A real node has three more series, for three more kinds of disk use.
     assert len(series) + 3 <= 220
 
 
-def test_promtool_accepts_the_page(fake_node: FakeNode) -> None:
+def test_promtool_accepts_the_metrics_page(fake_node: FakeNode) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: it is in Debian's package prometheus")
@@ -127,7 +127,7 @@ def test_promtool_accepts_the_page(fake_node: FakeNode) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_gauges_follow_the_status(fake_node: FakeNode) -> None:
+def test_gauges_follow_the_status_of_the_node(fake_node: FakeNode) -> None:
     gpu = DeviceInfo(kind="cuda", name="x", utilization_ratio=0.5, memory_used_bytes=7, energy_joules=9.0)
     devices = (DeviceInfo(kind="cpu", name="c"), gpu)
     fake_node.board.apply_report(Report(state=PhaseState(phase=Phase.SYNCING), devices=devices, reachability="relay"))
@@ -141,7 +141,7 @@ def test_gauges_follow_the_status(fake_node: FakeNode) -> None:
     assert samples[("reachability", (("status", "relay"),))] == 1
 
 
-def test_counters_never_decrease_and_count_nothing_twice(fake_node: FakeNode) -> None:
+def test_counters_never_decrease_when_workers_restart(fake_node: FakeNode) -> None:
     metrics = fake_node.metrics
 
     def update(phase: Phase, steps: int, paused_s: float = 0.0) -> tuple[float, float]:
@@ -163,7 +163,7 @@ def test_counters_never_decrease_and_count_nothing_twice(fake_node: FakeNode) ->
     assert update(Phase.CONNECTING, 0) == (150, 9)
     assert update(Phase.TRAINING, 152) == (152, 9)
     assert update(Phase.SYNCING, 160) == (160, 9)
-    # After a crash it starts from an older checkpoint: steps made twice count twice.
+    # After a crash the worker starts from an older checkpoint. Steps that it repeats count again.
     metrics.worker_started()
     assert update(Phase.DOWNLOADING, 0) == (160, 9)
     assert update(Phase.TRAINING, 140) == (160, 9)
@@ -175,8 +175,8 @@ def test_counters_never_decrease_and_count_nothing_twice(fake_node: FakeNode) ->
     assert update(Phase.TRAINING, 3) == (187, 9)
 
 
-def test_a_restart_of_the_node_is_not_an_increase(fake_node: FakeNode) -> None:
-    """The first scrape has the previous totals, and the first worker reports the same ones."""
+def test_restart_of_the_node_does_not_increase_its_counters(fake_node: FakeNode) -> None:
+    """The first scrape after the restart has the previous totals, and the first worker reports the same totals."""
     known = Counters(inner_steps=1000, tokens_processed=64_000, last_sync_at_s=5.0)
     fake_node.metrics = Metrics(Build("1.2"), fake_node.view, space=lambda: Space({}, 1, 4), known=known)
 
@@ -194,13 +194,13 @@ def test_a_restart_of_the_node_is_not_an_increase(fake_node: FakeNode) -> None:
     assert totals()[0] == 1001
 
 
-def test_tokens_of_the_swarm_are_nan_until_they_are_known(fake_node: FakeNode) -> None:
+def test_metric_of_the_swarms_tokens_is_nan_until_their_number_is_known(fake_node: FakeNode) -> None:
     assert math.isnan(scrape(fake_node)[1][("swarm_tokens", ())])
     fake_node.board.apply_report(Report(run=RunInfo(swarm_tokens=0, state_digest="ab")))
     assert scrape(fake_node)[1][("swarm_tokens", ())] == 0
 
 
-def test_unknown_reasons_count_under_the_fallback(fake_node: FakeNode) -> None:
+def test_failures_with_an_unknown_reason_count_under_the_fallback_reason(fake_node: FakeNode) -> None:
     counters = Counters(sync_failures={"cosmic": 2, "timeout": 1}, last_sync_at_s=5.0)
     fake_node.metrics.update(Report(counters=counters))
     _, samples = scrape(fake_node)
@@ -209,7 +209,7 @@ def test_unknown_reasons_count_under_the_fallback(fake_node: FakeNode) -> None:
     assert samples[("last_sync_timestamp_seconds", ())] == 5
 
 
-def test_histograms_observe_each_duration(fake_node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
+def test_histograms_count_each_reported_duration(fake_node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
     fake_node.metrics.observe({"inner_step": [0.02, 0.2], "sync.reduce": [3.0], "blocked.apply": [1.0], "sync.x": [1]})
     _, samples = scrape(fake_node)
     assert samples[("inner_step_duration_seconds_count", ())] == 2

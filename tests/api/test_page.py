@@ -1,4 +1,4 @@
-"""The dashboard's files over HTTP: public, cached by name, compressed on request, and a notice without a build."""
+"""The dashboard's files over HTTP: caching, compression, and a notice if the dashboard was not built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX = b'<!doctype html><script type="module" src="/assets/index-1a2b3c.js"></s
 
 @pytest.fixture
 def static(tmp_path: Path) -> Path:
-    """A small build."""
+    """A folder with a small stand-in for the built dashboard."""
     folder = tmp_path / "static"
     (folder / "assets").mkdir(parents=True)
     for name, content in (("index.html", INDEX), ("assets/index-1a2b3c.js", SCRIPT)):
@@ -34,7 +34,7 @@ def get(static: Path, path: str, accept: str = "identity") -> httpx.Response:
     return HttpClient(app, None, "127.0.0.1").get(path, headers={"Accept-Encoding": accept})
 
 
-def test_index_is_revalidated_and_assets_are_cached(static: Path) -> None:
+def test_browsers_revalidate_the_index_page_and_cache_the_assets(static: Path) -> None:
     index = get(static, "/")
     assert (index.status_code, index.content) == (200, INDEX)
     assert index.headers["content-type"] == "text/html; charset=utf-8"
@@ -49,7 +49,7 @@ def test_index_is_revalidated_and_assets_are_cached(static: Path) -> None:
     ("accept", "compressed"),
     [("gzip, br", True), ("br;q=1, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False)],
 )
-def test_compressed_for_clients_that_accept_it(static: Path, accept: str, compressed: bool) -> None:
+def test_assets_are_compressed_for_clients_that_accept_gzip(static: Path, accept: str, compressed: bool) -> None:
     response = get(static, "/assets/index-1a2b3c.js", accept)
     assert response.content == SCRIPT
     assert response.headers["vary"] == "Accept-Encoding"
@@ -59,19 +59,19 @@ def test_compressed_for_clients_that_accept_it(static: Path, accept: str, compre
 @pytest.mark.parametrize(
     "name", ["index-1a2b3c.js.gz", "other.js", "..%2findex.html", "../index.html", "%2e%2e/app.py"]
 )
-def test_only_assets_are_served(static: Path, name: str) -> None:
+def test_assets_route_serves_only_existing_assets(static: Path, name: str) -> None:
     assert get(static, f"/assets/{name}").status_code == 404
 
 
-def test_without_a_build_the_page_says_how_to_make_one(tmp_path: Path) -> None:
+def test_page_says_how_to_build_the_dashboard_if_it_was_not_built(tmp_path: Path) -> None:
     page = get(tmp_path / "nothing", "/")
     assert page.status_code == 200
     assert "npm run build" in page.text
     assert get(tmp_path / "nothing", "/assets/index.js").status_code == 404
 
 
-def test_the_page_needs_no_token_and_has_no_inline_content(client: ClientMaker) -> None:
-    """The page of this checkout, built or not, behind the guard."""
+def test_dashboard_page_needs_no_token_and_has_no_inline_scripts_or_styles(client: ClientMaker) -> None:
+    """The page is the one of this checkout, whether built or not, behind the API's access checks."""
     http = client(token=None)
     page = http.get("/")
     assert page.status_code == 200

@@ -1,4 +1,4 @@
-"""What each endpoint answers, in process."""
+"""The answers of each API route. The application is called in this process."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def log(node: FakeNode, text: str, level: int = logging.INFO, logger: str = "nod
     node.board.add_log(logging.LogRecord(logger, level, "", 0, text, (), None))
 
 
-def test_status_is_the_whole_snapshot(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_status_route_returns_the_complete_status_of_the_node(client: ClientMaker, fake_node: FakeNode) -> None:
     fake_node.board.apply_report(Report(run=RunInfo(round=4)))
     status = get(client, "status")
     assert Status.model_validate(status) == fake_node.board.status
     assert (status["schema_version"], status["run"]["round"]) == (1, 4)
 
 
-def test_swarm_and_rounds_come_in_objects(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_swarm_and_rounds_routes_return_lists_inside_objects(client: ClientMaker, fake_node: FakeNode) -> None:
     row = peer_row(2, "ab")
     fake_node.board.apply_report(Report(swarm=(row,)))
     for number in range(5):
@@ -53,7 +53,9 @@ def test_swarm_and_rounds_come_in_objects(client: ClientMaker, fake_node: FakeNo
     assert [record["round"] for record in get(client, "rounds?limit=2")["rounds"]] == [4, 3]
 
 
-def test_digests_are_compared_per_round_and_without_dropped_rounds(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_digests_of_peers_are_compared_by_round_and_dropped_rounds_are_ignored(
+    client: ClientMaker, fake_node: FakeNode
+) -> None:
     board = fake_node.board
     for number in range(5):
         board.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE, state_digest=f"d{number}"))
@@ -68,7 +70,7 @@ def test_digests_are_compared_per_round_and_without_dropped_rounds(client: Clien
     assert [peer["digest_agrees"] for peer in get(client, "swarm")["peers"]] == list(expected.values())
 
 
-def test_logs_by_level_and_position(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_logs_route_filters_by_level_and_position(client: ClientMaker, fake_node: FakeNode) -> None:
     for number, level in enumerate((logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.INFO)):
         log(fake_node, f"m{number}", level)
 
@@ -91,7 +93,7 @@ def test_log_search_ignores_case(client: ClientMaker, fake_node: FakeNode) -> No
     assert get(client, "logs?search=%25") == {"records": [], "last_id": 0}
 
 
-def test_hostile_text_stays_text(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_hostile_names_are_returned_as_plain_json_text(client: ClientMaker, fake_node: FakeNode) -> None:
     name = "<script>alert(1)</script>"
     member = Member(peer_id="Qm1", name=name, weight=5, included=True)
     fake_node.board.apply_report(Report(swarm=(peer_row(1, "d", name),)))
@@ -106,7 +108,7 @@ def test_hostile_text_stays_text(client: ClientMaker, fake_node: FakeNode) -> No
     assert (wrong.status_code, wrong.headers["content-type"]) == (422, "application/problem+json")
 
 
-def test_history_and_contributions(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_history_and_contributions_routes_return_what_was_recorded(client: ClientMaker, fake_node: FakeNode) -> None:
     members = (Member(peer_id="Qm123456789", name="me", weight=5, included=True),)
     fake_node.board.apply_report(Report(peer_id="Qm123456789"))
     fake_node.board.add_round(RoundRecord(round=3, outcome=Outcome.COMPLETE, head="h", members=members))
@@ -125,18 +127,18 @@ def test_history_and_contributions(client: ClientMaker, fake_node: FakeNode) -> 
     ["points=0", "points=2001", "points=x", "since=yesterday", "since=2026-01-01T00:00:00", "series=nonsense",
      "series=" + "a," * 900],
 )  # fmt: skip
-def test_history_refuses_invalid_queries(client: ClientMaker, query: str) -> None:
+def test_history_route_refuses_invalid_queries(client: ClientMaker, query: str) -> None:
     response = client().get(f"/api/v1/history?{query}")
     assert response.status_code == 422
     assert "nonsense" not in query or "training_loss" in response.text
 
 
 @pytest.mark.parametrize("since", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "1e9", "-1e10"])
-def test_history_of_extreme_moments_does_not_fail(client: ClientMaker, since: str) -> None:
+def test_history_route_does_not_fail_for_extreme_dates(client: ClientMaker, since: str) -> None:
     assert client().get(f"/api/v1/history?since={since}").status_code in (200, 422)
 
 
-def test_version_and_config(client: ClientMaker) -> None:
+def test_version_and_config_routes_return_versions_settings_and_origins(client: ClientMaker) -> None:
     version = get(client, "version")
     del version["python"]
     assert version == {"version": "1.2", "revision": "abc", "torch": "2.13", "hivemind": "1.1"}
@@ -146,13 +148,13 @@ def test_version_and_config(client: ClientMaker) -> None:
     assert answer["origins"] == {"api.allowed_hosts": "file"}
 
 
-def test_secrets_of_the_configuration_are_hidden() -> None:
+def test_secrets_in_the_configuration_are_hidden() -> None:
     hidden = hide_secrets({"a": {"api_token": "x", "total_tokens": 5, "tokenizer": "bytes"}, "password": ""})
     assert hidden == {"a": {"api_token": "(hidden)", "total_tokens": 5, "tokenizer": "bytes"}, "password": ""}
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_health(client: ClientMaker, fake_node: FakeNode, phase: Phase) -> None:
+def test_livez_and_readyz_reflect_the_state_of_the_node(client: ClientMaker, fake_node: FakeNode, phase: Phase) -> None:
     def codes() -> tuple[int, int]:
         http = client(token=None)
         return http.get("/livez").status_code, http.get("/readyz").status_code
@@ -164,7 +166,9 @@ def test_health(client: ClientMaker, fake_node: FakeNode, phase: Phase) -> None:
     assert codes() == (503, 503)
 
 
-def test_actions(client: ClientMaker, fake_node: FakeNode) -> None:
+def test_action_routes_pass_the_action_to_the_node_and_report_a_refusal(
+    client: ClientMaker, fake_node: FakeNode
+) -> None:
     for action, options in (
         ("pause", {"json": {"for_s": 60}}), ("pause", {"json": {}}), ("pause", {}), ("resume", {}), ("drain", {}),
         ("leave", {}),
@@ -185,7 +189,7 @@ def test_actions(client: ClientMaker, fake_node: FakeNode) -> None:
         {"after_round": -1}, {"for": 60}, [1],
     ],
 )  # fmt: skip
-def test_pause_refuses_invalid_orders(client: ClientMaker, fake_node: FakeNode, body: Any) -> None:
+def test_pause_route_refuses_invalid_orders(client: ClientMaker, fake_node: FakeNode, body: Any) -> None:
     response = client().post("/api/v1/actions/pause", json=body)
     assert response.status_code == 422
     assert response.json()["faults"]
@@ -203,13 +207,15 @@ def test_pause_refuses_invalid_orders(client: ClientMaker, fake_node: FakeNode, 
         ("GET", "/api/v1/logs?level=loud", 422),
     ],
 )
-def test_errors_are_problems(client: ClientMaker, method: str, path: str, status: int) -> None:
+def test_http_errors_are_returned_as_problem_documents(
+    client: ClientMaker, method: str, path: str, status: int
+) -> None:
     response = client().request(method, path)
     assert (response.status_code, response.headers["content-type"]) == (status, "application/problem+json")
     assert response.json()["status"] == status
 
 
-def test_an_internal_error_is_a_problem_without_details(
+def test_internal_error_is_returned_as_a_problem_document_without_details(
     client: ClientMaker, fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -222,7 +228,7 @@ def test_an_internal_error_is_a_problem_without_details(
     assert response.headers["x-frame-options"] == "DENY"
 
 
-def test_the_openapi_document_is_complete(client: ClientMaker) -> None:
+def test_openapi_document_describes_every_route_completely(client: ClientMaker) -> None:
     document = client().get("/openapi.json").json()
     for part in json.dumps(document).split('"#/components/schemas/')[1:]:
         assert part.split('"')[0] in document["components"]["schemas"]
@@ -240,7 +246,7 @@ def test_the_openapi_document_is_complete(client: ClientMaker) -> None:
             assert parameter.get("description"), (method, path, parameter["name"])
 
 
-def test_events_start_with_the_status_are_paced_and_end_with_the_node(fake_node: FakeNode) -> None:
+def test_event_stream_starts_with_the_status_is_paced_and_ends_with_the_node(fake_node: FakeNode) -> None:
     async def main() -> None:
         board = fake_node.board
         events = stream_events(fake_node, interval_s=0.2, keep_alive_s=0.3)

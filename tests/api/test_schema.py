@@ -1,4 +1,4 @@
-"""schemathesis checks a running node against its OpenAPI document, with valid and invalid requests."""
+"""The tool schemathesis sends valid and invalid requests to a running node and checks the answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CHECKS = (
 )
 SEED = "7"
 EXAMPLES = "8"
-"""Per kind and route."""
+"""Number of requests of each kind for each route."""
 EXCLUDED = "/api/v1/actions/(drain|leave)|/api/v1/events|/readyz"
-"""Actions that end the node, an endless stream, and a documented 503 that schemathesis always reports as an error.
-Other tests of this folder cover them."""
+"""Routes that schemathesis does not call: actions that end the node, an endless stream, and a documented 503 that it
+always reports as an error. Other tests of this folder cover them."""
 
 
 @pytest.mark.timeout(180)
-def test_every_response_matches_the_document(tmp_path: Path) -> None:
+def test_every_response_matches_the_openapi_document(tmp_path: Path) -> None:
     with Daemon(tmp_path / "data") as daemon:
         daemon.ready().until_phase("training")
         url = str(daemon.http.base_url).rstrip("/")

@@ -1,4 +1,4 @@
-"""How a node stops: time to save, a full disk, and `node.persist`, with which only a signal ends the process."""
+"""How a node stops: the time to save, a full disk, and persistent nodes (`node.persist`), which only a signal ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOP_S = 0.5
 
 
 @pytest.mark.parametrize("cause", ["leave", "signal"])
-def test_worker_that_reports_unsaved_work_has_more_time(tmp_path: Path, cause: str) -> None:
+def test_worker_that_reports_unsaved_work_gets_more_time_to_stop(tmp_path: Path, cause: str) -> None:
     with Daemon(tmp_path, "save:3", stop_s=STOP_S) as daemon:
         daemon.ready().until_phase("training")
         began_s = time.monotonic()
@@ -27,7 +27,7 @@ def test_worker_that_reports_unsaved_work_has_more_time(tmp_path: Path, cause: s
     assert "is killed" not in out + err and "lost" not in out + err
 
 
-def test_save_that_takes_too_long_is_killed_and_reported(tmp_path: Path) -> None:
+def test_worker_that_saves_for_too_long_is_killed_and_the_loss_is_reported(tmp_path: Path) -> None:
     with Daemon(tmp_path, "save:60", stop_s=STOP_S, save_s=2.0, persist=True) as daemon:
         daemon.ready().until_phase("training")
         began_s = time.monotonic()
@@ -38,7 +38,7 @@ def test_save_that_takes_too_long_is_killed_and_reported(tmp_path: Path) -> None
         assert daemon.terminate()[0] == 0
 
 
-def test_heartbeats_do_not_extend_the_time_to_stop(tmp_path: Path) -> None:
+def test_heartbeats_do_not_extend_the_time_that_a_worker_has_to_stop(tmp_path: Path) -> None:
     with Daemon(tmp_path, "deaf", stop_s=1.0, save_s=60.0) as daemon:
         daemon.ready().until_phase("training")
         worker = daemon.worker_pid()
@@ -47,7 +47,7 @@ def test_heartbeats_do_not_extend_the_time_to_stop(tmp_path: Path) -> None:
         assert not alive(worker)
 
 
-def test_leave_with_a_full_disk_ends_the_node_after_a_change_of_settings(tmp_path: Path) -> None:
+def test_node_with_a_full_disk_ends_on_leave_although_its_settings_were_changed(tmp_path: Path) -> None:
     with Daemon(tmp_path, "disk-full") as daemon:
         daemon.ready().until_phase("training")
         assert daemon.http.patch("/api/v1/config", json={"limits": {"upload_mbit_s": 9}}).status_code == 200
@@ -55,7 +55,7 @@ def test_leave_with_a_full_disk_ends_the_node_after_a_change_of_settings(tmp_pat
         assert daemon.end()[0] == 3
 
 
-def test_leave_with_a_full_disk_stops_a_persistent_node(tmp_path: Path) -> None:
+def test_persistent_node_with_a_full_disk_reports_it_on_leave_and_stays_stopped(tmp_path: Path) -> None:
     with Daemon(tmp_path, "disk-full", persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
@@ -65,7 +65,7 @@ def test_leave_with_a_full_disk_stops_a_persistent_node(tmp_path: Path) -> None:
         assert daemon.ready().status()["phase"] == "stopped"
 
 
-def test_persistent_node_stops_and_resumes(tmp_path: Path) -> None:
+def test_persistent_node_stops_on_leave_and_trains_again_on_resume(tmp_path: Path) -> None:
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         worker = daemon.worker_pid()
@@ -88,7 +88,7 @@ def test_persistent_node_stops_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_node_stays_stopped_over_a_restart(tmp_path: Path, number: signal.Signals) -> None:
+def test_stopped_persistent_node_stays_stopped_after_a_restart(tmp_path: Path, number: signal.Signals) -> None:
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
@@ -99,20 +99,20 @@ def test_stopped_node_stays_stopped_over_a_restart(tmp_path: Path, number: signa
         daemon.act("resume")
         daemon.until_phase("training")
         assert daemon.terminate(number)[0] == 0
-    # The signal is not remembered as a request to stop.
+    # The node does not remember the signal as a request to stop, so its next start trains.
     with Daemon(tmp_path, persist=True) as daemon:
         daemon.ready().until_phase("training")
         daemon.act("leave")
         daemon.until_phase("stopped")
         assert daemon.terminate(number)[0] == 0
-    # Without `persist` there is no page to resume on, so a start resumes.
+    # A node without `persist` has no page while stopped, so its start resumes training.
     with Daemon(tmp_path) as daemon:
         daemon.ready().until_phase("training")
         assert daemon.terminate(number)[0] == 0
 
 
 @pytest.mark.parametrize(("action", "phase"), [("drain", "draining"), ("leave", "leaving")])
-def test_signal_ends_a_persistent_node_that_stops_and_keeps_its_request(
+def test_persistent_node_that_gets_a_signal_while_it_stops_is_stopped_at_its_next_start(
     tmp_path: Path, action: str, phase: str
 ) -> None:
     with Daemon(tmp_path, "deaf", persist=True, stop_s=STOP_S) as daemon:
@@ -129,7 +129,7 @@ def test_signal_ends_a_persistent_node_that_stops_and_keeps_its_request(
     ("behaviour", "exit_code", "phase", "code"),
     [("refuse", 4, "error", "refused"), ("complete", 0, "stopped", "run_complete")],
 )
-def test_worker_that_ends_on_its_own_ends_only_a_node_without_persist(
+def test_worker_that_ends_on_its_own_ends_the_node_unless_the_node_is_persistent(
     tmp_path: Path, behaviour: str, exit_code: int, phase: str, code: str
 ) -> None:
     with Daemon(tmp_path / "a", behaviour) as daemon:
@@ -145,7 +145,7 @@ def test_worker_that_ends_on_its_own_ends_only_a_node_without_persist(
         assert (returned, seconds < 15) == (0, True)
 
 
-def test_signal_after_an_error_ends_a_persistent_node_with_0(tmp_path: Path) -> None:
+def test_signal_after_an_error_ends_a_persistent_node_with_exit_code_0(tmp_path: Path) -> None:
     with Daemon(tmp_path, "crash", persist=True, backoff_s=[]) as daemon:
         daemon.ready().until_phase("error", "worker_crashes")
         assert daemon.terminate()[0] == 0

@@ -1,4 +1,4 @@
-"""The support bundle holds what a helper needs, and no secret or address."""
+"""The support bundle contains the data that helps to find a fault, but no secret and no address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRETS = [
 
 
 def plant_secrets(node: FakeNode, folder: Path) -> None:
-    """Put every secret into the places of a node where it can occur."""
+    """Put each secret into every place of a node where it can occur."""
     row = PeerRow(
         peer_id="QmPeer", short_id="QmPeer", name="Ada", phase="training", round=1, tokens_per_second=1.0,
         transport="direct", version="1", state_digest="", last_seen_s=0.0,
@@ -63,7 +63,7 @@ def unpack(content: bytes) -> dict[str, str]:
         return {name.rpartition("/")[2]: archive.read(name).decode() for name in archive.namelist()}
 
 
-def test_no_secret_and_no_address_is_inside(fake_node: FakeNode, tmp_path: Path) -> None:
+def test_support_bundle_contains_no_secret_and_no_address(fake_node: FakeNode, tmp_path: Path) -> None:
     plant_secrets(fake_node, tmp_path / "data")
 
     async def download_twice() -> list[httpx.Response]:
@@ -89,7 +89,9 @@ def test_no_secret_and_no_address_is_inside(fake_node: FakeNode, tmp_path: Path)
     assert "torch" in parts["versions.json"]
 
 
-def test_its_size_is_bounded(fake_node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_the_support_bundle_is_limited(
+    fake_node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(support_bundle, "PART_BYTES_MAX", 20_000)
     plant_secrets(fake_node, tmp_path / "data")
     (tmp_path / "data" / "logs" / "node.log").write_bytes(b"first line\n" + b"x" * 100_000 + b"\nlast line\n")
@@ -120,11 +122,11 @@ def test_its_size_is_bounded(fake_node: FakeNode, tmp_path: Path, monkeypatch: p
         ("s3cret and more", "(hidden) and more"),
     ],
 )
-def test_redaction_of_text(text: str, expected: str) -> None:
+def test_redaction_replaces_secrets_and_addresses_in_text(text: str, expected: str) -> None:
     assert Redactor(["s3cret"], [])(text) == expected
 
 
-def test_redaction_of_long_lines_takes_no_time() -> None:
+def test_redaction_of_very_long_lines_is_fast() -> None:
     redact = Redactor(["s3cret"], [])
     for text in ("a" * 10**6, ":." * 500_000, "1.1.1.1:" * 100_000, "-----BEGIN X-----" * 1000, "/ip4/" * 10**5):
         redact(text)

@@ -1,4 +1,4 @@
-"""HTTPS with the owner's certificate: the API, the command line, and errors of unusable files."""
+"""HTTPS with the owner's certificate: the API, the command line, and errors about unusable files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.api.daemon import Daemon
 
 
 def make_certificate(folder: Path, name: str = "node", password: bytes | None = None) -> tuple[Path, Path]:
-    """A self-signed certificate and its key."""
+    """Write a self-signed certificate and its key. Returns both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = dt.datetime.now(dt.UTC)
@@ -45,7 +45,7 @@ def make_certificate(folder: Path, name: str = "node", password: bytes | None = 
     return cert, private
 
 
-def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
+def test_api_sessions_and_the_command_line_work_over_https(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     data = tmp_path / "data"
     Path(f"{data}.config").write_text(json.dumps({"api": {"tls_cert": str(cert), "tls_key": str(key)}}))
@@ -64,7 +64,7 @@ def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
         client = Client(data)
         assert client.is_there()
         assert client.act("pause") == {"phase": "paused"}
-        # A node with another certificate does not get the token.
+        # The command line does not send the token to a node with another certificate.
         other, _ = make_certificate(tmp_path, "other")
         (data / "api.json").write_text(json.dumps(address | {"certificate": other.read_text()}))
         assert not client.is_there()
@@ -72,7 +72,7 @@ def test_api_session_and_command_line_over_https(tmp_path: Path) -> None:
         assert not client.is_there()
 
 
-def test_unusable_files_are_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_unusable_certificate_or_key_file_is_refused_with_the_name_of_its_setting(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     _, other = make_certificate(tmp_path, "other")
     _, locked = make_certificate(tmp_path, "locked", b"secret")

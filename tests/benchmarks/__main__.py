@@ -1,13 +1,13 @@
-"""Runs the benchmarks one after the other, each as a process. Prints a table; exit code 1 if a figure fails.
+"""Runs the benchmarks one after the other, each as a process, and prints a table. Exit code 1 if a figure fails.
 
     python -m tests.benchmarks [first_run] [inner] [data] [rounds] [memory] [codecs] [load] [pause]
     python -m tests.benchmarks slow_peer | slow_line | churn | scaling | hostile | join | homes
     python -m tests.benchmarks gpu | tab
     python -m tests.benchmarks kills | stops
 
-Those of the second line take about 15 minutes each and run only by name. So do `gpu` and `tab`, which exit with
-code 3 without a GPU or a browser, and `kills` and `stops`, which take half an hour and two hours. Each has its own
-options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
+Only the benchmarks of the first line run by default. Those of the second line take about 15 minutes each. `gpu` and
+`tab` exit with code 3 without a GPU or a browser. `kills` takes half an hour, and `stops` takes two hours. Each has its
+own options: `python -m tests.benchmarks.rounds --help`. Full results are in results/*.json.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NOT_HERE = MachineError.exit_code
 
 
 class NotHere(Exception):
-    """This machine lacks what the benchmark needs, and the benchmark has said so."""
+    """This machine lacks something that the benchmark needs, and the benchmark has printed what."""
 
 
 def run(name: str) -> list[Figure]:
-    """Run one benchmark. Returns its figures, also failing ones; none after a crash. Raises NotHere."""
+    """Run one benchmark. Returns all its figures, or none if it crashed. Raises NotHere."""
     file = RESULTS / f"{name}.json"
     file.unlink(missing_ok=True)
     limit_s = LIMITS_S.get(name, LONG_LIMIT_S if name in LONG else LIMIT_S)

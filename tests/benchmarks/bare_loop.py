@@ -1,7 +1,7 @@
-"""The baseline of the inner loop: plain PyTorch only. Run by `inner` and `gpu`.
+"""The baseline of the inner loop, in plain PyTorch. The benchmarks `inner` and `gpu` run it.
 
 It uses the worker's model, batches, optimizer and number of threads, and on a GPU the same precision, micro-batch and
-loss. The batches are on the device beforehand. It reads only the last loss of a turn.
+loss. All batches are on the device before the measurement. The loop reads only the last loss of a turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from node.training.model import autocast, build_model, next_token_loss
 from tests.benchmarks.processes import answer, orders
 
 BATCHES = 64
-"""On a GPU 64 of 64 x 1,025 tokens are 34 MB."""
+"""Number of batches on the device. 64 batches of 64 x 1,025 tokens take 34 MB."""
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""Convergence under churn: in each round one node is killed and one joins. Compares the loss at equal tokens.
+"""Compares the loss of a swarm under churn with the loss of an undisturbed swarm after the same number of tokens.
 
-There are two arms from the same parameters. In the first, one of four nodes is killed with SIGKILL after each round and
-another starts: in turn a new node with an invite, and the node killed last, with its old folder. In the second, four
-nodes train undisturbed until the swarm has trained on as many tokens. A killed node must leave no process. The founder,
-leaders and bootstrap peers may be killed like any other node.
+Both arms start from the same parameters. In the first, one of four nodes is killed by SIGKILL after each round and
+another starts: alternately a new node with an invite, and the node killed last with its old folder. In the second, four
+nodes train undisturbed until the swarm has trained on the same number of tokens. A killed node must leave no process.
+The founder, leaders and bootstrap peers can be killed like any other node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NODES = 4
 ALLOWED_RATIO = 1.02
 LOOK_S = 0.5
 GONE_S = 15.0
-"""Time for all processes of a killed node to end on a loaded machine."""
+"""Longest time until all processes of a killed node have ended, on a loaded machine."""
 ROUND_LIMIT_S = 120.0
 
 RUN = small_run(
@@ -41,17 +41,17 @@ RUN = small_run(
 
 @dataclass(slots=True)
 class Watched:
-    """A swarm and its observations."""
+    """A swarm and what was observed of it."""
 
     swarm: Swarm
     rng: random.Random
     curve: Curve = field(default_factory=Curve)
     members: list[float] = field(default_factory=list)
-    """Contributions in each round's record that counts in the curve."""
+    """The number of contributions in each round that is part of the curve."""
     began_s: float = field(default_factory=time.monotonic)
     up: list[Node] = field(default_factory=list)
     calm: set[Node] = field(default_factory=set)
-    """Whose training yields to nodes that start."""
+    """Nodes whose training has a lower priority than nodes that start."""
     dead: Node | None = None
     kills: int = 0
     fresh: int = 0
@@ -72,7 +72,7 @@ class Watched:
                     self.members.append(float(sum(member["included"] for member in members)))
 
     def status_of(self, node: Node) -> dict[str, Any]:
-        """Raises AssertionError while its API is not up."""
+        """Return the node's status. Raises AssertionError while the node's API is not up."""
         assert (node.folder / "api.json").exists(), "not up yet"
         return node.status()
 

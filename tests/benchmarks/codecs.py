@@ -1,8 +1,8 @@
-"""How fast each codec encodes and decodes on one core (GB/s of fp32, compared with a plain copy), and its error.
+"""Measures the error of each codec and its speed on one core, in GB/s of fp32 and compared with a plain copy.
 
     python -m tests.benchmarks.codecs [--parameters 15000000] [--repeats 9]
 
-The input is Gaussian, at the scale of pseudo-gradients. The limit is 2 GB/s of fp32 input for encoding 8 and 4 bits.
+The input is Gaussian, at the scale of pseudo-gradients. Encoding to 8 and 4 bits must reach 2 GB/s of fp32 input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMISED = ("int8", "int4", "e3m0")
 
 
 def gb_per_s(work: Callable[[], object], size_bytes: int, repeats: int) -> list[float]:
-    """Rates of `repeats` runs after one warm-up."""
+    """The rates of `repeats` runs, after one run to warm up."""
     work()
     rates = []
     for _ in range(repeats):

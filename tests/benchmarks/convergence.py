@@ -1,11 +1,12 @@
-"""The loss that fewer bits, overlap and fragments cost, with paired seeds and equal tokens.
+"""Measures how much fewer bits, overlap and fragments increase the loss, with paired seeds and equal tokens.
 
     python -m tests.benchmarks.convergence [--seeds 4] [--rounds 24] [--arms fp32,int4,...] [--jobs 2]
-    python -m tests.benchmarks.convergence --tune       tunes outer lr and momentum of the arms TUNED
+    python -m tests.benchmarks.convergence --tune       tunes outer lr and momentum of the arms in TUNED
 
 Eight simulated workers in one process train on the standard library's text. Codecs, clipped mean, outer step, merge,
-error feedback and fragments are the node's. There is no network and no clock, so tau, the number of steps from sending
-to applying, is exact. The loss is the anchor's. Each finished cell is stored in results/convergence.json and reused.
+error feedback and fragments are the node's own code. There is no network and no clock, so tau, the number of steps from
+sending to applying, is exact. The loss is that of the anchor. Each finished cell (an arm with a seed) is stored in
+results/convergence.json and reused.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ INNER_STEPS = 30
 CELLS = RESULTS / "convergence.json"
 CPU = torch.device("cpu")
 ALLOWED_RATIO = 1.01
-"""An arm that is worse than blocking fp32 by more than this cannot be a default."""
+"""An arm whose loss exceeds this multiple of the loss of blocking fp32 cannot be a default."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train on the same tokens."""
+    """One method of training. All arms train on the same tokens."""
 
     name: str
     kind: str = "diloco"
-    """`diloco`; `data-parallel`: one model, all workers' batches in each step; `one`: one worker, as many tokens."""
+    """`diloco`, `data-parallel` (one model, the batches of all workers in each step) or `one` (one worker)."""
     codec: str = "fp32"
     feedback: float = 0.0
-    """beta; 0: none."""
+    """The factor beta of the error feedback; 0 means no feedback."""
     tau: int = 0
-    """Inner steps from sending to applying."""
+    """Number of inner steps from sending an update to applying it."""
     merge: str = "mix"
     fragments: int = 1
     sign: float = 1.0
     outer_lr: float = 0.7
     momentum: float = 0.6
-    """Both as `--tune` found them best for fp32 and for int4; blocking arms share them."""
+    """`--tune` found these values of outer lr and momentum to be best for fp32 and int4. All blocking arms use them."""
 
 
 OVERLAPPED = 0.8
@@ -87,7 +88,7 @@ ARMS = {
 }
 TUNED = ("fp32", "int4", "overlap-20%")
 DEFAULT = tuple(name for name in ARMS if name not in ("int8", "correction-20%", "wrong sign"))
-"""Twelve."""
+"""The twelve arms that run if `--arms` is not given."""
 
 
 def config(rounds: int) -> RunConfig:
@@ -99,7 +100,7 @@ def config(rounds: int) -> RunConfig:
 
 
 class Worker:
-    """One node's inner loop; its text does not depend on the arm."""
+    """The inner loop of one node. Its text does not depend on the arm."""
 
     def __init__(self, run: RunConfig, corpus: Corpus, anchor: Tensor, seed: int, number: int) -> None:
         self._run = run
@@ -108,7 +109,7 @@ class Worker:
         self._inner = InnerLoop(self._model, run.inner, CPU)
         self._stream = Stream(corpus, f"{seed:064x}", f"worker {number}", 0)
         self.flights: dict[int, tuple[Tensor, Tensor]] = {}
-        """By fragment: what was sent, as parameters and as it arrives."""
+        """For each fragment in flight: the parameters that were sent, and the update as it arrives."""
         self.feedback: dict[int, ErrorFeedback] = {}
 
     def batch(self) -> Tensor:
@@ -126,7 +127,7 @@ class Worker:
 
 
 class Trial:
-    """One arm with one seed."""
+    """Trains one arm with one seed."""
 
     def __init__(self, arm: Arm, seed: int, rounds: int) -> None:
         self.arm, self.rounds, self.run = arm, rounds, config(rounds)
@@ -146,7 +147,7 @@ class Trial:
         )
 
     def play(self) -> float:
-        """Train. Returns the anchor's final held-out loss, nats per token; infinite after divergence."""
+        """Train. Returns the anchor's final held-out loss in nats per token, or infinity if training diverged."""
         try:
             {"diloco": self._diloco, "data-parallel": self._data_parallel, "one": self._one}[self.arm.kind]()
         except (ValueError, ArithmeticError, RuntimeError):
@@ -168,7 +169,7 @@ class Trial:
         self.state = replace(self.state, anchor=first.parameters)
 
     def _diloco(self) -> None:
-        """Fragment f is sent at the steps f H / F + H, + 2H, .. (the last one at the end), and applied tau later."""
+        """Send fragment f at steps f H / F + H, + 2H, ... (the last time at the end), and apply it tau steps later."""
         steps = self.rounds * INNER_STEPS
         count = len(self._fragments)
         for step in range(1, steps + 1):
@@ -203,7 +204,7 @@ class Trial:
         return self._codec.decode(self._codec.encode(x), x.numel())
 
     def _land(self, f: int) -> None:
-        """The clipped mean, itself encoded once; the outer step; the merge at each worker."""
+        """Apply fragment f: take the clipped mean, encode it once, make the outer step, and merge at each worker."""
         ranges = self._fragments[f]
         parts = [worker.flights[f][1] for worker in self.workers]
         weights = [1] * len(parts)
@@ -241,7 +242,7 @@ def key(arm: Arm, seed: int, rounds: int) -> str:
 
 
 def cells_of(arms: Sequence[Arm], seeds: int, rounds: int, jobs: int) -> dict[tuple[Arm, int], float]:
-    """Losses, from the file if present. Each new one is written there at once."""
+    """Return the losses of all cells. Stored losses are reused, and each new one is stored at once."""
     kept: dict[str, float] = json.loads(CELLS.read_text()) if CELLS.exists() else {}
     wanted = [(arm, seed) for seed in range(seeds) for arm in arms]
     with ProcessPoolExecutor(jobs) as pool:
@@ -258,7 +259,7 @@ def cells_of(arms: Sequence[Arm], seeds: int, rounds: int, jobs: int) -> dict[tu
 
 
 def compare(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
-    """Mean of the paired ratios, and half of its 95 % interval (Student's t)."""
+    """The mean of the paired ratios, and the half width of its 95 % interval (Student's t)."""
     ratios = [one / other for one, other in zip(losses, baseline, strict=True)]
     if len(ratios) < 2 or not all(map(math.isfinite, ratios)):
         return statistics.fmean(ratios), math.inf
@@ -268,14 +269,14 @@ def compare(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An arm compared with blocking fp32."""
+    """The comparison of an arm with blocking fp32."""
 
     arm: str
     loss: float
-    """Mean over the seeds, nats per token."""
+    """The mean over all seeds, in nats per token."""
     ratio: float
     half: float
-    """Of the 95 % interval of the ratio."""
+    """The half width of the 95 % interval of the ratio."""
 
     @property
     def may_be_default(self) -> bool:

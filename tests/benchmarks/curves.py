@@ -10,24 +10,24 @@ from itertools import pairwise
 from typing import Any
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, two-sided 95 %, by degrees of freedom."""
+"""Two-sided 95 % quantiles of Student's t distribution by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The anchor after one round."""
+    """The evaluation loss of the anchor after one round."""
 
     round: int
     at_s: float
-    """When it was seen, since the curve's zero."""
+    """Seconds from the curve's zero until the point was seen."""
     tokens: int
-    """Of the swarm."""
+    """Tokens that the swarm had trained on."""
     loss: float
 
 
 @dataclass(slots=True)
 class Curve:
-    """One point a round, in the order of rounds."""
+    """The points of a curve, one for each round, in the order of the rounds."""
 
     points: list[Point] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Curve:
         loss = status["training"]["evaluation_loss"]
         if last is None or loss is None or run["round"] != last["round"] or last["outcome"] == "failed":
             return
-        # A node whose contribution was excluded continues with it and has not evaluated this anchor.
+        # A node whose contribution was excluded keeps its parameters and has not evaluated this anchor.
         mine = [member for member in last["members"] if member["peer_id"] == status["node"]["peer_id"]]
         if not mine or not mine[0]["included"] or any(point.round >= run["round"] for point in self.points):
             return
@@ -50,13 +50,13 @@ class Curve:
         return _interpolate([(float(p.tokens), p.loss) for p in self.points], tokens)
 
     def coarse(self, points: int) -> list[Point]:
-        """`count` evenly spaced points, including the last one."""
+        """Return `points` evenly spaced points of the curve, including the last one."""
         every = max(1, len(self.points) // points)
         return self.points[::-1][::every][::-1]
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate between the two points around x; beyond the ends, the end's value. ValueError without points."""
+    """Interpolate between the two points around x. Beyond an end, return its value. ValueError without points."""
     if not curve:
         raise ValueError("no round was evaluated")
     if x <= curve[0][0]:
@@ -68,7 +68,7 @@ def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def interval_95(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of the 95 % t-interval of paired differences; the half is infinite for fewer than two."""
+    """The mean and the half width of its 95 % t-interval. The half width is infinite for fewer than two differences."""
     mean = statistics.fmean(differences)
     if len(differences) < 2:
         return mean, math.inf

@@ -1,4 +1,4 @@
-"""Tokens per second that one core makes from text, compared with what a device consumes.
+"""Measures how many tokens per second one core makes from text, compared with how many a device consumes.
 
 Parquet files of the standard library's text are read, tokenised (bytes, and byte-level BPE with 8,192 tokens) and
 packed on one thread by the node's classes. The baseline is the inner step of the built-in preset on all cores. A note
@@ -32,7 +32,7 @@ VOCABULARY = 8192
 BATCH, LENGTH = 8, 1024
 LEAST_RATIO = 10.0
 FLOPS_150M = 6 * 182e6
-"""Operations per token of the 150M preset count all weights but the input embedding."""
+"""Operations per token of the 150M preset, for all weights except the input embedding."""
 
 
 def write_text(folder: Path) -> list[str]:
@@ -65,7 +65,7 @@ def tokens_s(documents: Documents, tokenizer: Tokenizer, seconds: float) -> floa
 
 
 def need_s(steps: int) -> float:
-    """Tokens per second of the built-in preset here."""
+    """The tokens per second that the built-in preset trains on this machine."""
     run = load(file=None, environ={}, flags=[]).config.run
     torch.set_num_threads(usable_cores())
     inner = InnerLoop(build_model(run.model, seed=0), run.inner, torch.device("cpu"))

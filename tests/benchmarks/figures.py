@@ -1,4 +1,4 @@
-"""The result of a benchmark: figures with their baselines and limits, as a table and as JSON."""
+"""The result of a benchmark as a table and as JSON: figures with their baselines and limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("figure", "ours", "baseline", "ratio", "allowed", "verdict")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number with a verdict."""
+    """One measured number with its baseline and its limits."""
 
     name: str
     unit: str
@@ -27,11 +27,11 @@ class Figure:
     baseline: float
     baseline_name: str
     low: float | None = None
-    """Least ratio (ours / baseline) that passes; None: any."""
+    """Smallest ratio (ours / baseline) that passes; None means no limit."""
     high: float | None = None
-    """Largest ratio that passes; None: any."""
+    """Largest ratio that passes; None means no limit."""
     ratio_measured: float | None = None
-    """Where the ratio is a median of paired ratios, rather than the ratio of the two medians."""
+    """The ratio, if it is a median of paired ratios instead of the ratio of the two medians."""
 
     @property
     def ratio(self) -> float:
@@ -61,9 +61,9 @@ class Result:
     benchmark: str
     figures: Sequence[Figure]
     notes: Sequence[str] = ()
-    """Lines for people, printed under the table."""
+    """Lines that are printed under the table."""
     samples: Mapping[str, object] = field(default_factory=dict)
-    """All that was measured, for the JSON file."""
+    """All measurements, for the JSON file."""
 
     def conclude(self) -> int:
         """Store and print the result. Returns the exit code."""
@@ -104,7 +104,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, minimum and maximum."""
+    """Text with median, minimum and maximum."""
     return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
 
 

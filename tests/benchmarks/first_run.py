@@ -1,4 +1,4 @@
-"""The first minutes of a new user: one node on the built-in run, started like `make run`, until its loss has fallen."""
+"""Measures a new user's first minutes: one node runs as `make run` starts it, until its loss has fallen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.benchmarks.processes import wait_until
 TRAINING_S = 60.0
 LEARNT_S = 300.0
 LEARNT_NATS = 2.4
-"""Loss of the anchor on held-out text, per byte."""
+"""The loss at which the measurement ends: that of the anchor on held-out text, in nats per byte."""
 
 
 def measure(learnt_nats: float) -> Result:

@@ -1,7 +1,7 @@
-"""Swarms of real nodes with equal initial parameters, identities and run id, and so the same order of data.
+"""Prepares swarms of real nodes that have the same initial parameters, identities and run id, and thus the same data.
 
-A node draws its text by run id, peer id and round; the founder draws the initial parameters. Arms of a comparison
-(`arms`) get both from a seed. This module writes data folders and starts no node.
+A node chooses its text by run id, peer id and round, and the founder draws the initial parameters. This module derives
+both from a seed, so that the arms of a comparison share them. It writes data folders and starts no node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_config(run: Mapping[str, Any]) -> RunConfig:
 
 
 def found(folder: Path, run: RunConfig, seed: int) -> Manifest:
-    """Write a data folder as its founder would: manifest and initial checkpoint. All of it follows from the seed."""
+    """Write manifest and initial checkpoint to a data folder, as its founder would. Both follow from the seed."""
     folder.mkdir(parents=True, exist_ok=True)
     state = genesis(flatten(build_model(run.model, seed=seed)))
     run_id = hashlib.sha256(f"benchmark {seed}".encode()).hexdigest()[:32]
@@ -41,7 +41,7 @@ def found(folder: Path, run: RunConfig, seed: int) -> Manifest:
 
 
 def lend_identity(keys: Path, folder: Path, name: str) -> str:
-    """Give the folder the identity that belongs to this name. Returns its peer id."""
+    """Copy the identity that belongs to this name into the data folder. Returns its peer id."""
     keys.mkdir(parents=True, exist_ok=True)
     identity = load_identity(keys / f"{name}.key")
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def lend_identity(keys: Path, folder: Path, name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that is free at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -63,5 +63,5 @@ def listen_at(port: int) -> str:
 
 
 def invite_to(manifest: Manifest, port: int, peer_id: str) -> str:
-    """The invite of a node that may not be up yet."""
+    """Return the invite of a node that may not have started yet."""
     return str(Invite(manifest.hash, (f"{listen_at(port)}/p2p/{peer_id}",)))

@@ -1,7 +1,7 @@
-"""Simulates gossip in virtual time with more peers than this machine can run: traffic, and detection of dead peers.
+"""Simulates gossip among more peers than this machine can run: its traffic, and how soon dead peers are noticed.
 
-Once a second each peer pulls newer records from `fanout` others, as `gossip` does, without signatures, losses or load.
-After a while some peers are killed. Times are simulated seconds.
+Once a second each peer pulls newer records from some others, as `gossip` does, without signatures, losses or load.
+After a while some peers are killed. All times are simulated seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from node.swarm.membership.peer_table import GOSSIP_AGE_S
 from node.swarm.membership.timings import MemberTimings
 
 RECORD_BYTES, WANTED_BYTES = 800, 27
-"""Bytes of a signed record with an address and a digest, and of its entry in a request."""
+"""Bytes of a signed record with an address and a digest, and bytes of a record's entry in a request."""
 SETTLED_S, KILL_S, END_S = 15.0, 22.0, 33.0
 KILLED = 4
 PULSE_S, DEAD_S = MemberTimings().gossip_s, MemberTimings().dead_s
@@ -28,11 +28,11 @@ class Seen:
 
     peers: int
     records: float
-    """Told to a peer in a second."""
+    """Number of records that a peer receives in a second."""
     wrongly_dead: int
-    """Times that somebody who lives was counted dead by somebody."""
+    """How often a peer counted a live peer as dead."""
     last_gone_s: float
-    """From the kill until the last peer knew."""
+    """Seconds from the kill until the last peer had noticed it."""
 
     def line(self) -> str:
         sent_kb = (self.records * RECORD_BYTES + fanout(self.peers - 1) * self.peers * WANTED_BYTES) / 1000

@@ -1,20 +1,20 @@
-"""The shipped models on a GPU: tokens/s and utilisation compared with a bare loop, and the cost of a round.
+"""Measures the shipped models on a GPU: tokens/s and utilisation compared with a bare loop, and the cost of a round.
 
     python -m tests.benchmarks gpu                 exit code 3 without a GPU
     python -m tests.benchmarks.gpu --cpu           the same with tiny models on a CPU, to test the script
 
 1. `llama-150m`: a real worker and a bare PyTorch loop with the same precision, micro-batch and loss take turns (see
-   `inner`). The limit is 0.97 of the bare loop. The text is the built-in one as bytes; the vocabulary is the preset's,
-   because its size determines the cost.
-2. The same model in this process: peak memory of its steps; encoding of the pseudo-gradient by each codec on the device
-   that holds the parameters, from the anchor on the host to bytes on the host; and the parts of a round with the
-   preset's codec. These are wall seconds with an idle device before and after, an upper bound of the device's time.
+   `inner`). The worker must reach 0.97 of the bare loop's rate. The text is the built-in one as bytes. The vocabulary
+   has the preset's size, which determines the cost.
+2. The same model in this process: the peak memory of its steps; the encoding of the pseudo-gradient by each codec on
+   the GPU, from the anchor on the host to bytes on the host; and the parts of a round with the preset's codec. Times
+   are wall seconds with an idle device before and after, which is an upper bound of the device's time.
 3. A step of `llama-1b` with the micro-batch that fits.
 
 Model FLOP utilisation follows PaLM (arXiv 2204.02311, appendix B): a token costs 6 N + 12 L H Q T operations. N is the
 number of weights in matrix products (without the input embedding, unless it is tied to the output), L the number of
-layers, H the heads, Q the width of a head, T the sequence length. The causal half of the attention is not subtracted.
-Recomputation (logits in parts, activation checkpointing) counts once.
+layers, H the heads, Q the width of a head, T the sequence length. The half of the attention that the causal mask hides
+is not subtracted. Operations that are computed twice (logits in parts, activation checkpointing) count once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PEAK_FLOPS = (
     ("H200 NVL", 836e12), ("H200", 989e12), ("H100 NVL", 836e12), ("H100 PCIe", 756e12), ("H100", 989e12),
     ("A100", 312e12), ("A40", 150e12), ("L40S", 362e12), ("L4", 121e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12),
 )  # fmt: skip
-"""Dense bf16 products with sums in fp32, a second, by a part of the device's name; the first that fits. NVIDIA's data
-sheets of each, halved where they tell it with sparsity; for RTX cards the Ada and Ampere GA102 whitepapers."""
+"""Peak rate of dense bf16 products with sums in fp32, in operations per second, for the first name that the device's
+name contains. Sources: NVIDIA's data sheets (halved if given with sparsity), and its Ada and GA102 whitepapers."""
 TEXT = (
     "--run.data.sources=builtin:python-stdlib", "--run.data.tokenizer=bytes", "--run.data.held_out_source=",
     "--run.evaluation.batches=0",
@@ -68,7 +68,7 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and how its steps are computed here."""
+    """A model, and how this machine computes its steps."""
 
     name: str
     flags: tuple[str, ...]
@@ -82,7 +82,7 @@ class Case:
 
 
 def case_of(name: str, flags: Sequence[str]) -> Case:
-    """The micro-batch is found by trying, as a node does."""
+    """Make a case. The micro-batch is found by trying, as in a node."""
     config = load(file=None, environ={}, flags=flags).config
     chosen = choose_device(config.devices, config.limits.cpu_threads)
     model = build_model(config.run.model, seed=0)
@@ -94,7 +94,7 @@ def case_of(name: str, flags: Sequence[str]) -> Case:
 
 
 def flops_a_token(run: RunConfig) -> float:
-    """Operations of forward and backward pass, by the formula at the head of this file."""
+    """Operations per token of forward and backward pass, by the formula at the top of this file."""
     model = run.model
     looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = sum(unit_elements(model)) - looked_up
@@ -103,12 +103,12 @@ def flops_a_token(run: RunConfig) -> float:
 
 
 def peak_flops(name: str) -> float | None:
-    """None for a device that the table does not know."""
+    """The peak rate of a device in operations per second, or None if PEAK_FLOPS does not contain it."""
     return next((flops for part, flops in PEAK_FLOPS if part in name), None)
 
 
 def utilization(case: Case, tokens_s: float) -> str:
-    """As text."""
+    """The model FLOP utilisation as text."""
     peak = peak_flops(case.chosen.name)
     made = tokens_s * flops_a_token(case.run)
     if peak is None or case.chosen.precision not in ("bf16", "fp16"):
@@ -144,7 +144,7 @@ def inner_loop(case: Case, pairs: int, seconds: float) -> tuple[list[Figure], li
 
 
 def timed_s(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median wall seconds of `work`, the device idle before and after; once more before, to warm up."""
+    """Median wall seconds of `work`, after one run to warm up. The device is idle before and after each run."""
     work()
     found = []
     for _ in range(repeats):
@@ -162,14 +162,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Memory without an owner must be free for other processes, too."""
+    """Return unused GPU memory to the device, so that other processes can use it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def begin(case: Case) -> Replica:
-    """A replica that has made a step, so that all its memory is taken; the count of the peak begins before it."""
+    """Make a replica and one step, so that all its memory is allocated. The peak is counted from before that."""
     release(case.chosen.device)
     if case.chosen.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(case.chosen.device)
@@ -181,7 +181,7 @@ def begin(case: Case) -> Replica:
 
 
 def batch_of(case: Case) -> Tensor:
-    """int64 cpu [B, T + 1]"""
+    """A random batch, int64 cpu [B, T + 1]."""
     inner = case.run.inner
     return torch.randint(case.run.model.vocab_size, (inner.batch_size, inner.sequence_length + 1))
 
@@ -195,7 +195,7 @@ def peak(case: Case) -> str:
 
 
 def steps(case: Case, replica: Replica) -> tuple[float, list[str]]:
-    """Median seconds of a step of the whole batch, and what to say of it."""
+    """The median seconds of a step with the whole batch, and lines that describe it."""
     batch = batch_of(case)
     step_s = timed_s(case.chosen.device, lambda: replica.step(batch, 1e-4), STEPS)
     tokens_s = case.run.tokens_per_inner_step / step_s
@@ -205,7 +205,7 @@ def steps(case: Case, replica: Replica) -> tuple[float, list[str]]:
 
 
 def encoded(layout: ChunkLayout, anchor: Tensor, sent: Tensor) -> list[bytes]:
-    """Encode as `worker.encoder` does: the anchor comes from the host, and only bytes go back, a chunk at a time."""
+    """Encode as `worker.encoder` does: chunk by chunk, the anchor comes from the host and only bytes return to it."""
     return [
         layout.codec.encode(pseudo_gradient(anchor[low:high].to(sent.device), sent[low:high]))
         for low, high in layout.bounds
@@ -213,7 +213,7 @@ def encoded(layout: ChunkLayout, anchor: Tensor, sent: Tensor) -> list[bytes]:
 
 
 def codecs(case: Case, anchor: Tensor, sent: Tensor) -> list[str]:
-    """Time of each codec to encode the whole pseudo-gradient, fp32 [P]."""
+    """Measure how long each codec takes to encode the whole pseudo-gradient, fp32 [P]. Returns lines of text."""
     notes = [f"{case.name}: a pseudo-gradient of {anchor.numel():,} parameters encoded on {case.chosen.name}"]
     for name in CODECS:
         (layout,) = chunk_layouts(make_codec(name), [((0, anchor.numel()),)])
@@ -226,7 +226,7 @@ def codecs(case: Case, anchor: Tensor, sent: Tensor) -> list[str]:
 
 
 def round_cost(case: Case, replica: Replica, anchor: Tensor, step_s: float) -> tuple[list[Figure], list[str]]:
-    """The parts of a round that use the device or its data, compared with the round's H inner steps."""
+    """Measure the parts of a round that use the device or its data, compared with the round's H inner steps."""
     run, device = case.run, case.chosen.device
     units = unit_elements(run.model)
     layout = chunk_layouts(make_codec(run.sync.codec), strided(units, run.sync.fragment_count))[0]

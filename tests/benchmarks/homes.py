@@ -1,15 +1,15 @@
-"""Eight homes with the internet access that volunteers have: how many members each round includes.
+"""Measures how many members each round includes in a swarm of eight homes with typical internet access.
 
     python -m tests.benchmarks.homes [--scenarios all,founder_gone,address_changed] [--rounds 20]
 
-The homes are two published containers, a forwarded port, two cone NATs, two symmetric NATs and an IPv6-only home; the
-others are dual-stack. Their lines have 2/2 to 1000/1000 Mbit/s. All join by the founder's first invite; the founder is
-a published container that announces its outer address. Inner steps are simulated by sleeping, so eight nodes fit on two
-cores. After two rounds for joining, each round is judged: whether it was committed, how many members it includes, and
-whether all nodes have one digest.
+The homes are two containers with published ports, a forwarded port, two cone NATs, two symmetric NATs and an IPv6-only
+home; all but the last are dual-stack. Their lines have 2/2 to 1000/1000 Mbit/s. All nodes join with the founder's first
+invite. The founder is a container with a published port that announces its outer address. Inner steps are simulated by
+sleeping, so that eight nodes fit on two cores. After two rounds for joining, each round is judged: whether it was
+committed, how many members it includes, and whether all nodes have the same digest.
 
-Scenarios: `all` changes nothing. `founder_gone` kills the founder with SIGKILL after judged round 5. `address_changed`
-gives the home with the forwarded port another outer address after judged round 10.
+Scenarios: `all` changes nothing. `founder_gone` kills the founder by SIGKILL after the fifth judged round.
+`address_changed` gives the home with the forwarded port another outer address after the tenth judged round.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ HOMES = (
 )
 FORWARDED = 2
 GETTING_IN = 2
-"""Rounds after the last home has started to train that are not judged."""
+"""Number of rounds that are not judged after the last home has started to train."""
 FOUNDER_GONE_AFTER = 5
 ADDRESS_CHANGED_AFTER = 10
-"""Judged rounds."""
+"""Number of judged rounds before the address changes."""
 SCENARIOS = ("all", "founder_gone", "address_changed")
 LOOK_S = 1.0
 ROUND_LIMIT_S = 180.0
-"""Longest wait for one round."""
+"""Longest time to wait for one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Found:
     scenario: str
     first_round: int
     included: dict[int, list[str]]
-    """Round to the homes whose contributions were included."""
+    """For each round, the homes whose contributions were included."""
     expected: dict[int, int]
-    """Round to the number of homes that were there."""
+    """For each round, the number of homes that were present."""
     digests: dict[int, int]
-    """Round to the number of different digests that the nodes tell."""
+    """For each round, the number of different digests that the nodes report."""
 
     @property
     def complete(self) -> int:
-        """Rounds that included all present homes."""
+        """The number of rounds that included all present homes."""
         return sum(len(homes) == self.expected[number] for number, homes in self.included.items())
 
     def lines(self) -> list[str]:
@@ -84,7 +84,7 @@ class Found:
 
 
 def run(scenario: str, folder: Path, rounds: int, pace: Pace, count: int) -> Found:
-    """Raises AssertionError if a home does not join or no round is committed in time."""
+    """Run a scenario. Raises AssertionError if a home does not join or no round is committed in time."""
     with world(HOMES[:count]) as homes, Swarm(folder) as swarm:
         nodes = start(swarm, homes, pace)
         names = {peer_id(node): home.name for node, home in zip(nodes, homes, strict=True)}
@@ -104,7 +104,7 @@ def run(scenario: str, folder: Path, rounds: int, pace: Pace, count: int) -> Fou
 
 
 def start(swarm: Swarm, homes: World, pace: Pace) -> list[Node]:
-    """Start the founder, then all others at once with its first invite only."""
+    """Start the founder, then all other nodes at the same time with only the founder's first invite."""
     founder = found(swarm, homes[0], pace=pace)
     invite = founder.invite()
     nodes = [founder, *(join(swarm, home, invite, pace=pace) for home in homes[1:])]
@@ -116,7 +116,7 @@ def start(swarm: Swarm, homes: World, pace: Pace) -> list[Node]:
 def _until_round(node: Node, number: int) -> None:
     deadline_s = time.monotonic() + ROUND_LIMIT_S
     while True:
-        with suppress(httpx.HTTPError):  # A busy machine; the deadline decides.
+        with suppress(httpx.HTTPError):  # Requests may fail on a busy machine. The deadline decides.
             if node.status()["run"]["round"] >= number:
                 return
         assert time.monotonic() < deadline_s, f"round {number} did not commit within {ROUND_LIMIT_S:.0f} s"

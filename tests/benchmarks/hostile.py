@@ -1,4 +1,4 @@
-"""How much worse the model gets if one of five members sends a scaled pseudo-gradient. There is no network.
+"""Measures how much worse the model gets if one of five members sends a scaled pseudo-gradient, without a network.
 
     python -m tests.benchmarks.hostile [--rounds 12] [--seeds 3]
 
@@ -28,11 +28,11 @@ from tests.swarm.harness import tiny
 MEMBERS = "abcde"
 DEVICE = torch.device("cpu")
 ALLOWED_RATIO = 1.05
-"""Limit of the held-out loss's increase for a norm that is a hundred times too long."""
+"""Largest allowed ratio of the held-out losses if the pseudo-gradient's norm is a hundred times too large."""
 
 
 class Liar(reference.ReferenceMember):
-    """Trains like the others and sends a multiple of its pseudo-gradient."""
+    """A member that trains like the others and sends a multiple of its pseudo-gradient."""
 
     factor = 1.0
 
@@ -45,7 +45,7 @@ class Liar(reference.ReferenceMember):
 
 
 def held_out_loss(run: RunConfig, anchor: Tensor) -> float:
-    """Held-out loss with these parameters, fp32 [P]; nats per byte."""
+    """The held-out loss in nats per byte with the parameters `anchor`, fp32 [P]."""
     batches = held_out_batches(load_corpus(), 16, run.inner.batch_size, run.inner.sequence_length)
     model = build_model(run.model, seed=0)
 

@@ -1,11 +1,10 @@
-"""Tokens per second of a running worker, compared with a bare PyTorch loop.
+"""Measures the tokens per second of a running worker, compared with a bare PyTorch loop.
 
 The worker is the real process (`python -m node.worker`), alone in its swarm, with p2pd, swarm thread, round log and
-reports. This benchmark takes the place of the supervisor. Rounds are too long to end meanwhile. Worker and loop take
-turns, A B B A; the one that is not measured is stopped by a signal, including p2pd. Both have the supervisor's OpenMP
-settings, because threads that spin at barriers make a loop several times slower when other programs run.
-
-The worker's time is the sum of its `activity_seconds`, so everything between steps counts.
+reports. This benchmark takes the place of the supervisor. Rounds are too long to end during the measurement. Worker and
+loop take turns in the order A B B A. A signal stops the one that is not measured, including p2pd. Both have the
+supervisor's OpenMP settings, because threads that spin at barriers slow a loop down severalfold when other programs
+run. The worker's time is the sum of its `activity_seconds`, which includes the time between steps.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ REPORT_S = 30.0
 WARM_S = 3.0
 LEAST_RATIO = 0.95
 MOST_WAIT = 1.0
-"""Per cent."""
+"""Largest allowed share of its time in which the device waits for text, in per cent."""
 
 
 class Worker:
-    """The worker process, from the supervisor's end of the channel."""
+    """Controls the worker process from the supervisor's end of the channel."""
 
     def __init__(self, config: Config, log: Path) -> None:
         self._socket, theirs = socket.socketpair()
@@ -78,7 +77,7 @@ class Worker:
         self._socket.close()
 
     def report(self) -> Report:
-        """The next report."""
+        """Wait for the worker's next report and return it."""
         while True:
             message = decode_worker_message(self._file.readline())
             if isinstance(message, StatusReport):
@@ -104,7 +103,7 @@ class Worker:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """Tokens and seconds of the loop between the first report and one `seconds` later."""
+        """The tokens and seconds of the worker between its next report and a report about `seconds` later."""
         self.go_on()
         first, first_cpu_s = self.report(), processor_s(self.process.pid)
         end_s = time.monotonic() + seconds
@@ -131,7 +130,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The measurements: for each turn, `Worker.measure` and the bare loop's answer."""
+    """The results of all turns: those of `Worker.measure` and the answers of the bare loop."""
 
     ours: Sequence[dict[str, float]]
     bare: Sequence[dict[str, float]]
@@ -139,13 +138,13 @@ class Turns:
 
     @property
     def rates(self) -> tuple[list[float], list[float]]:
-        """Tokens per second of each turn."""
+        """The tokens per second in each turn of the worker and of the bare loop."""
         ours, bare = ([one["tokens"] / one["seconds"] for one in some] for some in (self.ours, self.bare))
         return ours, bare
 
     @property
     def ratios(self) -> list[float]:
-        """The ratio of each pair."""
+        """The ratio of worker to bare loop for each pair of turns."""
         return [a / b for a, b in zip(*self.rates, strict=True)]
 
 
@@ -154,7 +153,7 @@ def measure(pairs: int, seconds: float, threads: int) -> Result:
 
 
 def take_turns(pairs: int, seconds: float, threads: int, flags: Sequence[str] = (), bare: Sequence[str] = ()) -> Turns:
-    """`flags`: more flags of the node; `bare`: flags of `bare_loop`."""
+    """Let worker and bare loop take turns. `flags` are more flags of the node; `bare` are flags of `bare_loop`."""
     ours: list[dict[str, float]] = []
     alone: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:

@@ -1,11 +1,11 @@
-"""A node that joins three training nodes over shaped lines: its download speed, and what the three lose.
+"""Measures the download speed of a node that joins three training nodes over shaped lines, and what the three lose.
 
-Each node has its own network namespace with a line shaped by `tc` (`tests.homes`; needs root). The limit is the lower
-of the joiner's downlink and the sum of the servers' uplinks. The speed is measured from the first request for a leaf to
-the last answer, from the joiner's log. Utilisation is the share of `compute` in all activities of the three nodes'
-/metrics during the download, compared with an equal time before it. No round ends meanwhile. All nodes share this
-machine's cores, so the joiner's start, hashing and loading slow the others' steps: tokens/s show it, utilisation does
-not.
+Each node has its own network namespace with a line shaped by `tc` (`tests.homes`, which needs root). The download is
+compared with the lower of the joiner's downlink and the sum of the servers' uplinks. Its speed is read from the
+joiner's log, from the first request for a leaf to the last answer. Utilisation is the share of `compute` in all
+activities of the three nodes' /metrics during the download, compared with an equal time before it. No round ends during
+the download. All nodes share this machine's cores, so the joiner's start, hashing and loading slow the others' steps.
+This lowers their tokens/s, but not their utilisation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DONE = re.compile(r"Downloaded the state after round (-?\d+): ([\d.]+) MB in ([\
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is trained."""
+    """The size of the model and the length of a round."""
 
     hidden: int
     layers: int
@@ -67,7 +67,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One node's counters at one moment."""
+    """The counters of one node at one moment."""
 
     compute_s: float
     all_s: float
@@ -108,7 +108,7 @@ def settle(node: Node, home: AttachedHome) -> Node:
 
 
 def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
-    """Start a founder and two more. Returns after their first round is saved."""
+    """Start a founder and two more nodes. Returns when their first round is saved."""
     flags = ("--checkpoint.every_s=1",)
     founder = settle(swarm.node("founder"), hosts[0]).start(*flags)
     invite = founder.invite()
@@ -125,7 +125,7 @@ def start_three(swarm: Swarm, hosts: Sequence[AttachedHome]) -> list[Node]:
 
 
 def watch_download(joiner: Node, nodes: Sequence[Node]) -> tuple[list[Counted], list[Counted]]:
-    """Read the others' counters when the download begins and when it ends."""
+    """Read the counters of the three nodes when the download begins and when it ends."""
     end_s = time.monotonic() + ROUND_S
     while "Downloading the state after round" not in joiner.said():
         _in_time(end_s, joiner)

@@ -2,14 +2,14 @@
 
     python -m tests.benchmarks.kills [--kills 200] [--seed 1] [--minutes 70]
 
-Three real nodes train a tiny model in rounds of a second or two. At random moments all their processes are killed with
-SIGKILL, supervisors, workers and libp2p's daemons alike, and started again on the same disks. A quarter of the kills
-falls into the start of the nodes.
+Three real nodes train a tiny model in rounds of one or two seconds. At random moments all their processes (supervisors,
+workers and libp2p daemons) are killed by SIGKILL, and the nodes are started again with the same data folders. A quarter
+of the kills hit the start of the nodes.
 
-What a node shows counts as committed: the position in its status, the records of its rounds, the lines of its log, and
-the positions of its peers. After each kill the disk of each node must lead to every round that it has shown, and its
-next start must not begin before that round. No round may have two heads, on any node, ever. Results of several seeds
-add up in results/kills.json.
+A round that a node has shown counts as committed, whether in its status, its round records, its log or the positions of
+its peers. After each kill each node must be able to restore every round that it has shown from its disk, and its next
+start must not begin before that round. No round may ever have two heads on any node. The results of several seeds are
+collected in results/kills.json.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ NAMES = ("first", "second", "third")
 RUN = tiny(round={"inner_steps": 40, "min_peers": 2})
 LOOK_S = 0.1
 EARLY_RATIO = 0.25
-"""Share of the kills that fall into a start."""
+"""Share of the kills that hit the start of the nodes."""
 START_SPAN_S = 6.0
-"""An early kill comes within this time from the start."""
+"""An early kill comes within this time after the start."""
 ROUNDS_SPAN_S = 5.0
-"""Any other kill comes within this time from the first round after the start."""
+"""Any other kill comes within this time after the first round since the start."""
 RECOVERY_S = 60.0
 """Longest time from a start to the next committed round on all nodes."""
 ROUND_LINE = re.compile(r"Round (\d+): .* digest ([0-9a-f]+)\.")
 CHECKPOINT_LINE = re.compile(r"Resuming from the checkpoint of round (-?\d+)\.")
 REPLAY_LINE = re.compile(r"Replayed rounds \d+ to (\d+) from the disk\.")
 DIGEST_DIGITS = 12
-"""Digits of a digest in a line of the log."""
+"""Number of digits of a digest in the log."""
 
 
 @dataclass(slots=True)
 class Shown:
-    """All that the nodes have ever shown. Several threads write to it."""
+    """All rounds that the nodes have ever shown. Several threads write to it."""
 
     newest: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, -1))
-    """Node to the highest round that it, or a peer about it, has shown."""
+    """For each node, the highest round that the node or a peer has shown for it."""
     heads: dict[int, dict[str, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
-    """Round to head to the nodes that have shown it."""
+    """For each round and head, the nodes that have shown that head."""
     digests: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     names: dict[str, str] = field(default_factory=dict)
-    """Peer id to node."""
+    """The name of each node by peer id."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def see(self, name: str, round_: int, head: str, digest: str) -> None:
@@ -94,7 +94,7 @@ class Shown:
 
 
 class Watcher:
-    """Reads what one start of a node shows, until `end`."""
+    """Reads what a node shows from one start until `end` is called."""
 
     def __init__(self, node: Node, shown: Shown) -> None:
         self._node, self._shown, self._pid = node, shown, node.running.pid
@@ -139,7 +139,7 @@ class Watcher:
 
 
 def stored_chain(folder: Path) -> dict[int, str]:
-    """The heads that the disk of a dead node leads to, by round: those of the newest checkpoint, then of the proofs."""
+    """The heads, by round, that a dead node can restore from its newest checkpoint and its stored proofs."""
     chain: dict[int, str] = {}
     for checkpoint in sorted((folder / "checkpoints").glob("*round-*"), key=lambda path: path.name[-8:]):
         with suppress(OSError, ValueError, KeyError):
@@ -165,28 +165,28 @@ class Kill:
     number: int
     early: bool
     after_s: float
-    """From the start before it, or from the first round after that."""
+    """Seconds from the previous start, or from the first round after that start."""
     round: int
-    """The highest round shown before it."""
+    """The highest round that was shown before the kill."""
     stages: dict[str, str]
-    """Node to its phase, or its stage of the round, shortly before."""
+    """The phase of each node, or its stage of the round, shortly before the kill."""
 
 
 class Swarms:
-    """The three nodes, over all their lives."""
+    """The three nodes, over all their starts."""
 
     def __init__(self, swarm: Swarm, rng: random.Random) -> None:
         self.shown = Shown()
         self.losses: list[str] = []
         self.lost: set[tuple[str, int]] = set()
-        """(node, round) of every round that was shown and lost."""
+        """Each (node, round) that the node has shown and lost."""
         self.recoveries_s: list[float] = []
-        """From each start that was not killed early to the next committed round on all nodes."""
+        """Seconds from each start that was not killed early to the next committed round on all nodes."""
         self.first_s: list[float] = []
-        """From each such start to the next committed round on any node."""
+        """Seconds from each such start to the next committed round on any node."""
         self._rng, self._read = rng, dict.fromkeys(NAMES, 0)
         self._on_disk = dict.fromkeys(NAMES, -1)
-        """Node to the round that its disk led to at its newest start."""
+        """For each node, the round that its disk could restore at its newest start."""
         self._watchers: list[Watcher] = []
         self.nodes = [swarm.node(NAMES[0])]
         self._started_s = time.monotonic()
@@ -223,7 +223,7 @@ class Swarms:
         self.compare(kill)
 
     def compare(self, kill: int) -> None:
-        """Compare the records that the living nodes keep with all that was ever shown."""
+        """Compare the records of the live nodes with all rounds that were ever shown."""
         for node in self.nodes:
             for record in node.rounds():
                 if record["dropped"]:
@@ -241,7 +241,7 @@ class Swarms:
                     self._lose("all", number, f"kill {kill}: round {number} has the digests {sorted(digests)}")
 
     def stages(self) -> dict[str, str]:
-        """What the nodes do now. A node without an API starts."""
+        """What each node does now. A node whose API is not up counts as starting."""
         stages = {}
         for node in self.nodes:
             stages[node.name] = "starting"
@@ -260,14 +260,14 @@ class Swarms:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         for node in self.nodes:
-            while node.end_by_force():  # A process that was about to start another one.
+            while node.end_by_force():  # A killed process may just have started another one.
                 pass
         for watcher in self._watchers:
             watcher.end()
         self._watchers.clear()
 
     def check_disks(self, kill: int) -> None:
-        """After a kill: read what the nodes have logged, and check that the disks lead to all that was shown."""
+        """After a kill, read the nodes' logs and check that the disks can restore all rounds that were shown."""
         for node in self.nodes:
             text = node.said()[self._read[node.name] :]
             self._read[node.name] += len(text)
@@ -289,11 +289,11 @@ class Swarms:
             self._on_disk[node.name] = newest
 
     def _check_start(self, kill: int, name: str, text: str) -> None:
-        """Check that the life that has ended now did not begin before what its disk led to."""
+        """Check that the node's last start did not begin before the round that its disk could restore."""
         expected = self._on_disk[name]
         resumed, replayed = CHECKPOINT_LINE.findall(text), REPLAY_LINE.findall(text)
         if ROUND_LINE.search(text) is None or not resumed:
-            return  # It did not come as far, or started from round 0.
+            return  # The node was killed before it had resumed, or it started from round 0.
         began = max(int(number) for number in resumed + replayed)
         if began < expected:
             self._lose(name, expected, f"kill {kill}: {name} began at round {began}, and had {expected} on its disk")
@@ -306,7 +306,7 @@ class Swarms:
 
 
 def _tree(node: Node) -> list[psutil.Process]:
-    """The living processes of a node. A forked worker is no child of its supervisor."""
+    """The live processes of a node. A forked worker is not a child process of its supervisor."""
     roots = {node.running.pid, *fork_server.forked(node.mark)}
     found: dict[int, psutil.Process] = {}
     for pid in roots:
@@ -317,7 +317,7 @@ def _tree(node: Node) -> list[psutil.Process]:
 
 
 def _free_address() -> str:
-    """An address that a node keeps over its starts, with a port outside of the range that the kernel hands out."""
+    """An address that a node can keep over all its starts. The kernel does not assign its port to other programs."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):
@@ -326,7 +326,7 @@ def _free_address() -> str:
 
 
 def play(folder: Path, kills: int, seed: int, minutes: float) -> dict[str, Any]:
-    """Kill all nodes so many times, or until the minutes are over. Returns the samples of a series."""
+    """Kill all nodes `kills` times, or until `minutes` are over. Returns the samples of a series."""
     rng = random.Random(seed)
     done: list[Kill] = []
     began_s = time.monotonic()

@@ -1,11 +1,11 @@
-"""Lines that become slow during a run and recover, with `sync.auto`: how soon nodes are busy again, and agree.
+"""Measures how soon nodes with `sync.auto` are busy again after their lines become slow, and whether they agree.
 
     python -m tests.benchmarks.link_drop [--high 100] [--low 10] [--phase 150] [--nodes 4]
 
-Four nodes in network namespaces; `overlapped`, int8, 15M parameters, H of 10 s (inner steps sleep, see `sync`). A
-round's bytes do not fit into that time at the lower rate. All lines have the high rate, then the low one, then the high
-one again. Utilisation is each node's own figure for its last complete round; the table also shows the formula's figure
-for rounds of fixed length. Needs root.
+Four nodes run in network namespaces with mode `overlapped`, int8, 15M parameters and H of 10 s (inner steps sleep, see
+`sync`). At the lower rate a round's bytes do not fit into that time. All lines have the high rate, then the low rate,
+then the high rate again. Utilisation is each node's own figure for its last complete round. The table also shows the
+formula's figure for rounds of fixed length. It needs root.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Seen:
     node: int
     phase: int
     at_s: float
-    """Since the measurement began."""
+    """Seconds since the measurement began."""
     round: int
     utilization: float
-    """Of this round."""
+    """The utilisation in this round."""
     inner_steps: int
-    """H of the next one."""
+    """H of the next round."""
     digest: str
 
 
@@ -71,7 +71,7 @@ def limit(hosts: Sequence[AttachedHome], mbit_s: float) -> None:
 
 
 def watch(nodes: Sequence[Node], phase: int, seconds: float, began_s: float, seen: dict[tuple[int, int], Seen]) -> None:
-    """Watch each round of each node."""
+    """Record the figures of each round of each node."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         for number, node in enumerate(nodes):
@@ -112,7 +112,7 @@ def play(count: int, rates: Sequence[float], seconds: float) -> list[Seen]:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, over all nodes."""
+    """The figures of one round over all nodes."""
 
     round: int
     phase: int
@@ -121,7 +121,7 @@ class Round:
     least: float
     inner_steps: int
     agree: bool
-    """One decision and one digest on all nodes that told of it."""
+    """Whether all nodes that reported the round have the same H and the same digest."""
 
 
 def rounds_of(seen: Sequence[Seen]) -> list[Round]:
@@ -143,9 +143,9 @@ def rounds_of(seen: Sequence[Seen]) -> list[Round]:
 
 
 def rounds_to_recover(rounds: Sequence[Round], phase: int) -> int:
-    """Which of the phase's rounds is the first with utilisation back at WANTED, counting from the first below it.
+    """The number of the first round in this phase whose utilisation is back at WANTED, counted from the first below it.
 
-    0 if none is below; one more than the phase has if it does not come back.
+    The result is 0 if no round is below WANTED, and greater than the number of rounds if the utilisation stays below.
     """
     ratios = [one.utilization for one in rounds if one.phase == phase]
     dip = next((number for number, ratio in enumerate(ratios) if ratio < WANTED), None)

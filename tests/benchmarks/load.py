@@ -1,12 +1,12 @@
-"""How much a busy API slows the training, and how soon it answers: 50 event streams and 200 requests a second.
+"""Measures how much a busy API slows training and how soon it answers, with 50 streams and 200 requests a second.
 
     python -m tests.benchmarks.load [--seconds 60] [--streams 50] [--rate 200]
 
-One real node trains alone on a small model. Its worker, including libp2p, is pinned to one core; the supervisor, which
-serves the API, shares the other core with the load. Slices with and without load take turns. Requests follow a fixed
-schedule over all reading routes of the OpenAPI document, and a delay counts from the scheduled moment, so a stalled API
-cannot hide it. Tokens/s come from the worker's counters, with the time subtracted in which the trainer waited for its
-core, because only other programs run there. At the end comes SIGTERM with all streams open.
+One real node trains a small model alone. Its worker, including libp2p, is pinned to one core. The supervisor, which
+serves the API, shares the other core with the load. Slices with and without load alternate. Requests to all GET routes
+of the OpenAPI document follow a fixed schedule. A delay counts from the scheduled moment, so it shows even if the API
+stalls. Tokens/s come from the worker's counters, without the time in which other programs used the trainer's core. At
+the end the node gets SIGTERM while all streams are open.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ DROP_RATIO = 0.03
 P99_S = 0.05
 END_S = 10.0
 SLICE_S = 5.0
-"""Seconds of load; an equal time without load comes before and after."""
+"""Seconds of a slice with load. An equal time without load comes before and after it."""
 SETTLE_S = 1.2
-"""Time after a turn for the worker's next report, which comes once a second."""
+"""Time to wait after a slice for the worker's next report, which comes once a second."""
 FIRST = -15
-"""Niceness of worker, supervisor and load."""
+"""The niceness of worker, supervisor and load."""
 CONNECTIONS = 16
 ANSWER_S = 30.0
 STATUS = "/api/v1/status"
 NOT_ASKED = ("/api/v1/events", "/api/v1/support-bundle")
-"""Not requested: the streams are opened separately, and a bundle is requested rarely."""
+"""Routes that are not requested. Streams are opened separately, and users request a bundle rarely."""
 
 RUN = small_run("load", round={"policy": "steps", "inner_steps": 50, "min_peers": 1}, evaluation={"batches": 0})
 
 
 class Server:
-    """The node's server. Understands answers with a Content-Length only."""
+    """A client of the node's API server. It understands only answers with a Content-Length."""
 
     def __init__(self, node: Node) -> None:
         address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ class Server:
         writer.write(b"GET " + path.encode() + self._rest)
 
     async def answer(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
-        """Status code and body."""
+        """Read an answer. Returns status code and body."""
         code, head = await self.head(reader)
         length = re.search(rb"(?i)content-length: (\d+)", head)
         assert length is not None, head
@@ -94,44 +94,44 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The worker's counters and processor time."""
+    """The worker's counters and processor times at one moment."""
 
     tokens: float
     seconds: float
-    """Of all activities."""
+    """Seconds of all the worker's activities."""
     waited_s: float
-    """By the trainer's thread, ready to run, for its core."""
+    """Seconds in which the trainer's thread was ready to run but waited for its core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     with_load: bool
     tokens_per_s: float
-    """Of the seconds in which the trainer had its core, or wanted none."""
+    """Tokens per second, without the time in which the trainer waited for its core."""
     waited_ratio: float
-    """Of the slice: other programs had the core."""
+    """Share of the slice in which other programs used the trainer's core."""
 
 
 @dataclass
 class Seen:
-    """The observations of a measurement."""
+    """All observations of a measurement."""
 
     slices: list[Slice] = field(default_factory=list)
     delay_s: dict[str, list[float]] = field(default_factory=dict)
-    """By path."""
+    """Delays of the answers, by path."""
     refused: int = 0
-    """Answers other than 200."""
+    """Number of answers with a status code other than 200."""
     events: list[int] = field(default_factory=list)
-    """By stream, while it was open."""
+    """Number of events that each stream received."""
     api_s: float = 0.0
-    """Processor seconds of the supervisor under load."""
+    """Processor seconds that the supervisor used under load."""
     loaded_s: float = 0.0
     end_s: float = 0.0
-    """From SIGTERM to the supervisor's end."""
+    """Seconds from SIGTERM to the end of the supervisor."""
 
     @property
     def kept_ratios(self) -> list[float]:
-        """Each slice with load against the mean of its two neighbours, because a machine's speed drifts."""
+        """The rate of each slice with load, divided by the mean of its neighbours, because a machine's speed drifts."""
         rates = [one.tokens_per_s for one in self.slices]
         return [2 * rates[i] / (rates[i - 1] + rates[i + 1]) for i in range(1, len(rates), 2)]
 
@@ -141,7 +141,7 @@ class Seen:
 
 
 def pin(process: psutil.Process, core: int) -> None:
-    """Pin all its threads and descendants. Their later children inherit it."""
+    """Pin all threads of the process and of its descendants to a core. Processes that they start later inherit it."""
     for one in (process, *process.children(recursive=True)):
         for _ in range(2):  # A thread that was not pinned yet may have started another one.
             for thread in one.threads():
@@ -150,7 +150,7 @@ def pin(process: psutil.Process, core: int) -> None:
 
 
 def give_way_to(process: psutil.Process, niceness: int) -> None:
-    """Lower our niceness, and that of the session's autogroup if permitted."""
+    """Set the niceness of the process and, if permitted, of its session's autogroup."""
     with suppress(psutil.AccessDenied):
         process.nice(niceness)
     with suppress(OSError):
@@ -166,7 +166,7 @@ def pinned(node: Node) -> Iterator[None]:
     cores = sorted(mine)[:2]
     supervisor, worker = node.find("supervisor"), node.find("worker")
     pin(supervisor, cores[1])
-    pin(worker, cores[0])  # After the supervisor, because it is its child.
+    pin(worker, cores[0])  # The worker is pinned last, because it is a child of the supervisor.
     assert [os.sched_getaffinity(one.pid) for one in (worker, supervisor)] == [{cores[0]}, {cores[1]}]
     for process in (supervisor, worker, psutil.Process()):
         give_way_to(process, FIRST)
@@ -179,7 +179,7 @@ def pinned(node: Node) -> Iterator[None]:
 
 
 async def moment(server: Server, worker: psutil.Process) -> Moment:
-    """Counters after the next report, so slices do not overlap."""
+    """Return the counters after the worker's next report, so that slices do not overlap."""
     text = (await server.get("/metrics")).decode()
     end_s = time.monotonic() + ANSWER_S
     while (newer := (await server.get("/metrics")).decode()) and tokens_of(newer) == tokens_of(text):
@@ -190,7 +190,7 @@ async def moment(server: Server, worker: psutil.Process) -> Moment:
 
 
 def waited_s(process: psutil.Process) -> float:
-    """Seconds for which its main thread was ready but another had its core."""
+    """Seconds in which the main thread was ready to run but another program used its core."""
     return int(Path(f"/proc/{process.pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
 
 
@@ -202,7 +202,7 @@ def tokens_of(text: str) -> float:
 
 @asynccontextmanager
 async def streams(server: Server, count: int, seen: Seen) -> Any:
-    """Open event streams and read them. Their data is counted in `seen`."""
+    """Open event streams and read them. The events are counted in `seen`."""
     seen.events = seen.events or [0] * count
 
     async def follow(number: int) -> None:
@@ -252,7 +252,7 @@ async def ask_by_schedule(server: Server, paths: Sequence[str], rate: float, sec
 
 
 async def reading_routes(server: Server) -> list[str]:
-    """All reading routes of the OpenAPI document without parameters."""
+    """All GET routes of the OpenAPI document that have no parameters."""
     document = json.loads(await server.get("/openapi.json"))
     paths = [
         path
@@ -263,7 +263,7 @@ async def reading_routes(server: Server) -> list[str]:
 
 
 async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: int, rate: float) -> Seen:
-    """Measure slices in turn (none, load, none, load, ... none), then the end."""
+    """Measure slices without and with load alternately, from one without to one without, then the end of the node."""
     server, seen = Server(node), Seen()
     worker, supervisor = node.find("worker"), node.find("supervisor")
     paths = await reading_routes(server)
@@ -294,7 +294,7 @@ async def measure_node(node: Node, *, seconds: float, slice_s: float, streams_: 
 
 
 async def end_under_load(node: Node, server: Server, count: int, seen: Seen) -> None:
-    """Send SIGTERM while all streams are open. Returns the time to the end, and whether each stream ended properly."""
+    """Send SIGTERM while all streams are open. Stores the seconds until the node has ended in `seen`."""
     async with streams(server, count, Seen()) as following:
         await asyncio.sleep(SETTLE_S)
         began_s = time.monotonic()

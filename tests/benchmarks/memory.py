@@ -1,4 +1,4 @@
-"""Resident memory of the supervisor while its worker trains and its API is up, with and without an event stream."""
+"""Measures the supervisor's resident memory while its worker trains, with and without an open event stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP_S = 30.0
 LIMIT_MB = 100.0
 SAMPLE_S = 0.25
 SHORT_ROUNDS = ("--limits.cpu_threads=1", "--run.round.inner_steps=20")
-"""Short rounds, so round records pass through the supervisor during the measurement."""
+"""Flags that make rounds short, so that round records pass through the supervisor during the measurement."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def running_node(folder: Path, flags: Sequence[str]) -> Iterator[subprocess.Pope
         node.send_signal(signal.SIGTERM)
         node.wait(STOP_S)
     finally:
-        # The worker leads its own process group; the kernel ends it with the supervisor.
+        # The worker leads its own process group, but the kernel ends it with the supervisor.
         end_group(node)
 
 
@@ -55,7 +55,7 @@ def is_training(client: Client) -> bool:
 
 @contextmanager
 def open_stream(folder: Path) -> Iterator[list[int]]:
-    """Read the event stream in a thread. Yields the running count of its lines."""
+    """Read the event stream in a thread. Yields a list whose element is the number of lines read so far."""
     url = json.loads((folder / "api.json").read_text(encoding="utf-8"))["url"]
     token = (folder / "api-token").read_text(encoding="utf-8").strip()
     request = Request(f"{url}/api/v1/events", headers={"Authorization": f"Bearer {token}"})

@@ -1,10 +1,10 @@
-"""How soon a pause frees the machine.
+"""Measures how soon a pause frees the machine.
 
     python -m tests.benchmarks.pause [--times 3]
 
-One real node trains alone, including libp2p. After `POST /actions/pause` the processor time of the supervisor and of
-all processes that it started is read once a second, including short-lived ones. The machine counts as free from the
-first second after which no process uses more than a tenth of a core.
+One real node trains alone, including libp2p. After `POST /actions/pause`, the processor time of the supervisor and of
+all processes that it has started is read once a second, including short-lived ones. The machine counts as free from the
+first second after which they use no more than a tenth of a core.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FREE_S = 5.0
 BUSY_CORE = 0.1
 QUIET_S = 10.0
 WATCHED_S = 30.0
-"""Longest wait after the order."""
+"""Longest time to watch the processes after the order to pause."""
 RUN = small_run("pause", round={"policy": "steps", "inner_steps": 50, "min_peers": 1}, evaluation={"batches": 0})
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Seconds from the order to each event."""
+    """Seconds from the order to pause to each event."""
 
     memory_s: float
-    """The process that held the model, and a device's memory, has ended."""
+    """Seconds until the process that held the model and the memory of a device has ended."""
     processor_s: float
     told: str
-    """What the processor did, second by second."""
+    """The share of a core that was used, second by second, as text."""
 
 
 def pause(node: Node) -> Freed:

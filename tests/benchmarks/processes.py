@@ -1,6 +1,6 @@
-"""Helpers that run as separate processes and answer each JSON line with one.
+"""Runs helpers as separate processes, which answer each JSON line with one JSON line.
 
-Each helper leads a session, so everything that it started (hivemind's processes, p2pd) is ended by its group id.
+Each helper leads a session, so all processes that it has started (hivemind's, p2pd) can be ended by its group id.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_all_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so context managers end all child processes."""
+    """Turn SIGTERM into SystemExit, so that context managers end all child processes."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class Helper:
-    """`python -m MODULE ARGUMENTS`, which takes orders on stdin. Use as a context manager."""
+    """A process `python -m MODULE ARGUMENTS` that takes orders on stdin. Use it as a context manager."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, namespace: str = ""
     ) -> None:
-        """`namespace`: the network namespace to run in; empty for the machine's."""
+        """`namespace` is the network namespace of the helper. If it is empty, the helper runs in the machine's own."""
         there = ["ip", "netns", "exec", namespace] if namespace else []
         self._module, self._log, self._rest = module, log, b""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
@@ -70,7 +70,7 @@ class Helper:
         self.process.stdin.flush()
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next answer. Raises RuntimeError with the end of the helper's log."""
+        """Return the next answer. Raises RuntimeError with the end of the helper's log if none comes."""
         assert self.process.stdout is not None
         end_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -94,7 +94,7 @@ class Helper:
 
 
 def processor_s(pid: int) -> dict[str, float]:
-    """Processor seconds of a process and its children so far, with p2pd separate."""
+    """The processor seconds that a process and its children have used so far, with p2pd counted separately."""
     total = {"python": 0.0, "p2pd": 0.0}
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
@@ -104,13 +104,13 @@ def processor_s(pid: int) -> dict[str, float]:
 
 
 def answer(content: dict[str, Any]) -> None:
-    """The helper's side: write one answer."""
+    """Write one answer. Helpers call this."""
     sys.stdout.write(json.dumps(content) + "\n")
     sys.stdout.flush()
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """The helper's side: read orders until the end of stdin or `end`."""
+    """Read orders until stdin ends or the order `end` comes. Helpers call this."""
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("do") == "end":

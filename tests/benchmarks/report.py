@@ -1,9 +1,9 @@
-"""One report on the cost of synchronising, from all stored results: Markdown, JSON and plots.
+"""Writes one report on the cost of synchronisation from all stored results, as Markdown, JSON and plots.
 
     python -m tests.benchmarks.report
 
-Reads the results of `sync`, `link_drop`, `codecs` and `convergence` in results/, and writes report.md, report.json and
-the plots in the same folder. The report names what was not measured.
+It reads the results of `sync`, `link_drop`, `codecs` and `convergence` in results/, and writes report.md, report.json
+and the plots to the same folder. The report names the measurements that are missing.
 """
 
 from __future__ import annotations

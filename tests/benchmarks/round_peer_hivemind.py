@@ -1,6 +1,6 @@
-"""A peer with hivemind's averager, started as its documentation says. Run by `rounds`.
+"""A peer with hivemind's averager, started as its documentation says. The benchmark `rounds` runs it.
 
-Only the all-reduce is timed, from the assembled group to the averaged tensor, not the search for the group.
+The peer measures only the all-reduce, from the assembled group to the averaged tensor, without the search for a group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUND_S = 90.0
 
 
 class TimedAverager(DecentralizedAverager):  # type: ignore[misc]
-    """Records when its all-reduce begins and ends, and the size of the group."""
+    """An averager that records when its all-reduce begins and ends, and the size of the group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.times = multiprocessing.Array("d", 3)
@@ -67,7 +67,7 @@ class Peer:
         )
 
     def round(self, inner_s: float) -> dict[str, object]:
-        """Average once. With an inner phase (slept), the group is sought before its end, as in hivemind"""
+        """Average once, after an inner phase (slept). As in hivemind, the group is sought before that phase ends."""
         at = get_dht_time() + max(inner_s, MATCHMAKING_S)
         round_ = self.averager.step(scheduled_time=at, wait=False, require_trigger=True, timeout=inner_s + ROUND_S)
         time.sleep(inner_s)

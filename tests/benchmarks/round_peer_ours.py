@@ -1,7 +1,7 @@
-"""A peer with our swarm thread, unchanged and without training. Run by `rounds`.
+"""A peer with our unchanged swarm thread but without training. The benchmark `rounds` runs it.
 
-Orders: `meet` waits for all peers; `round` offers a contribution and answers when it is committed; `traffic` answers
-with the bytes so far.
+Orders: `meet` waits for all peers. `round` offers a contribution and answers when the round is committed. `traffic`
+answers with the bytes sent and received so far.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEET_S = 60.0
 
 
 class NoState:
-    """No peer joins late here, so no checkpoint is served."""
+    """A store without a state. No peer joins late in this benchmark, so no state is requested."""
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         return None
@@ -49,12 +49,12 @@ class NoState:
 
 
 class Peer:
-    """A swarm thread, and the trainer's side of a round."""
+    """Runs a swarm thread, and acts as its trainer in a round."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
         (self.layout,) = layouts = chunk_layouts(make_codec("fp16"), [((0, n),)])
-        # With outer lr 1 and no momentum the anchor is minus the sum of the means, so the means can be checked.
+        # With outer lr 1 and no momentum, the anchor is minus the sum of all means, so the means can be checked.
         rules = Rules(RUN, layouts, ClosingRule("time", self.peers, 0.5), OuterRule(1.0, 0.0, 100), 2**40)
         self.vector = contribution(self.rank, n)
         self.norm = self.layout.norm(

@@ -1,11 +1,11 @@
-"""Seconds and bytes of a round of 15 million parameters in fp16 among local peers, ours and hivemind's averager.
+"""Compares our rounds with hivemind's averager: seconds and bytes for 15 million parameters in fp16 among local peers.
 
-Both swarms have their own processes and p2pd; their rounds take turns. The judged time is that of the average, from the
-closed group until the last peer has decoded it. Ours includes the encoding before it and the commit; hivemind's
-includes the update of the averaged tensors. Neither includes the wait for a group. The report also gives our outer
-step, state digest and write to disk, for which hivemind's averager has no counterpart.
+Both swarms have their own processes and p2pd, and their rounds take turns. The judged time is that of the averaging,
+from the closed group until the last peer has decoded the mean. Our time includes the encoding and the commit;
+hivemind's includes the update of the averaged tensors. Neither includes the wait for a group. The report also gives our
+outer step, state digest and write to disk, for which hivemind's averager has no counterpart.
 
-If the kernel allows it, all runs in a separate network namespace, so no other traffic is on the interface.
+If the kernel allows it, all processes run in a separate network namespace, whose interface has no other traffic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.benchmarks.processes import ROOT, Helper, processor_s
 START_S = 60.0
 ROUND_S = 120.0
 QUIET_S = 1.0
-"""Time after a round for data in transit, before the counters are read."""
+"""Time to wait after a round for data in transit before the counters are read."""
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net", "--")
 ENVIRONMENT = {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
@@ -40,7 +40,7 @@ STAGES = ("rendezvous", "reduce", "commit", "apply")
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over loopback in this network namespace so far, including TCP and IP headers."""
+    """The bytes sent over loopback in this network namespace so far, including TCP and IP headers."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -49,7 +49,7 @@ def loopback_bytes() -> int:
 
 
 def raise_loopback() -> None:
-    """Set loopback up, which is down in a new namespace."""
+    """Set up the loopback interface, which is down in a new namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("16sh14x", b"lo", 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(sock, SIOCGIFFLAGS, request))
@@ -58,7 +58,7 @@ def raise_loopback() -> None:
 
 
 def start_peers(stack: ExitStack, module: str, arguments: Callable[[int], list[str]], peers: int, folder: Path) -> Any:
-    """Start the first peer, then the others with its address. Returns the helpers and their first answers."""
+    """Start the first peer, then the others with its address. Returns all helpers and their first answers."""
     helpers: list[Helper] = []
     said: list[dict[str, Any]] = []
     for rank in range(peers):
@@ -167,7 +167,7 @@ def _result(
 ) -> Result:
     seconds, their_seconds = [one["averaged_s"] for one in ours], [one["seconds"] for one in theirs]
     ideal_bytes = 2 * (peers - 1) / peers * payload_bytes
-    # The node farthest from the ideal by its median over the rounds. Sent bytes are received by another node.
+    # This takes the node whose median over the rounds is farthest from the ideal.
     by_node = [
         median([one[way][rank] for one in ours]) for way in ("sent_bytes", "received_bytes") for rank in range(peers)
     ]
@@ -205,7 +205,7 @@ def _processor(rounds: list[dict[str, Any]]) -> str:
 
 
 def isolation() -> tuple[str, ...]:
-    """The command prefix that gives a program its own network. Empty if that is not permitted."""
+    """The command prefix that gives a program its own network namespace. Empty if that is not permitted."""
     try:
         done = subprocess.run([*ISOLATED, "true"], capture_output=True, timeout=10, check=False)
     except OSError:

@@ -1,10 +1,10 @@
-"""How control traffic and time grow with the number of peers: whole swarms in this process, with tiny tensors.
+"""Measures how control traffic and time grow with the number of peers, in swarms with tiny tensors.
 
-Each peer is all of `node.swarm` without the trainer, on its own thread and event loop, and over `p2p` with its own
-libp2p daemon. Idle traffic is gossip. A round's control traffic is the traffic on channel `reduce` minus the payload of
-2 (n - 1) encoded vectors for n peers. The largest `p2p` swarm must commit all its rounds in a row as one group with
-equal digests. The peers share one interpreter, so a round's seconds are the work of all rather than the wait of one.
-`gossip_model` simulates gossip for larger swarms.
+All peers run in this process. Each peer is all of `node.swarm` without the trainer, on its own thread and event loop.
+With transport `p2p` it has its own libp2p daemon. Idle traffic is gossip. A round's control traffic is the traffic on
+channel `reduce` minus the payload of 2 (n - 1) encoded vectors for n peers. The largest `p2p` swarm must commit all
+rounds in a row as one group with equal digests. The peers share one interpreter, so the seconds of a round show the
+work of all peers rather than the wait of one. `gossip_model` simulates gossip for larger swarms.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.benchmarks.processes import wait_until
 from tests.contract.harness import Host, HostPool, Node, Swarm, Transport, offer_all
 
 PARAMETERS = 300_000
-"""About 600 kB in fp16 and 74 chunks, so each of 64 peers reduces some."""
+"""The tensor has about 600 kB in fp16 and 74 chunks, so that each of 64 peers reduces at least one."""
 BATCH = 4
-"""Daemons that start at once."""
+"""Number of daemons that start at the same time."""
 ROUND_S = 120.0
 MEET_S = 120.0
 
@@ -43,20 +43,20 @@ class Row:
     transport: str
     peers: int
     meet_s: float
-    """From one bootstrap peer that all know, until all know all."""
+    """Seconds from knowing only one bootstrap peer until all peers know each other."""
     gossip_bytes: float
-    """Sent by a node in a second, while nothing else happens."""
+    """Bytes that a node sends in a second while no round takes place."""
     idle_cpu: float
-    """Seconds of processor per node and second meanwhile, its daemon included."""
+    """Processor seconds per node and second while no round takes place, including the daemon."""
     round_s: Sequence[float]
     control_bytes: float
-    """Sent by a node in a round, payload apart."""
+    """Bytes that a node sends in a round, without the payload."""
     control_ratio: float
-    """The same as a share of the payload that a node sends."""
+    """`control_bytes` divided by the payload that a node sends."""
     round_cpu: float
-    """Seconds of processor per node and round."""
+    """Processor seconds per node and round."""
     one_group: bool
-    """Whether every round's record includes all peers."""
+    """Whether the record of every round includes all peers."""
     one_state: bool
 
     def line(self) -> str:
@@ -84,7 +84,7 @@ HEAD = (
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and its daemons."""
+    """The processor seconds that this process and its daemons have used."""
     total = 0.0
     for process in (own := psutil.Process(os.getpid()), *own.children(recursive=True)):
         times = process.cpu_times()
@@ -97,7 +97,7 @@ def sent(nodes: Sequence[Node], channel: Channel) -> int:
 
 
 def assemble(host_pool: HostPool, swarm: Swarm, peers: int) -> tuple[list[Node], float]:
-    """Start nodes that know only one peer and find the others by gossip. Returns the seconds until all are known."""
+    """Start nodes that know one peer and find the others by gossip. Returns them and the seconds that this took."""
     hosts: list[Host] = []
     while len(hosts) < peers:
         hosts += host_pool.take(min(BATCH, peers - len(hosts)))

@@ -1,6 +1,6 @@
-"""Series of a benchmark that adds up over several calls: one series per seed, all in one report.
+"""Combines the results of several calls of a benchmark in one report. Each call with another seed adds a series.
 
-A series that was measured before with the same seed is replaced.
+A call with a seed that was measured before replaces the series of that seed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from node.host.revision import revision
 from tests.benchmarks.figures import RESULTS
 
 COMMIT = revision()
-"""Read before the measurement: the checkout may change meanwhile."""
+"""The revision before the measurement, because the checkout may change meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one call has measured, as JSON, and how to measure it again."""
+    """The measurements of one call as JSON, and how to repeat them."""
 
     seed: int
     samples: dict[str, Any]
@@ -35,12 +35,12 @@ class Series:
 
 
 def _words() -> list[str]:
-    """The benchmark's name and its arguments."""
+    """The name of the benchmark and its arguments."""
     return [sys.argv[0].rsplit("/", 1)[-1].removesuffix(".py"), *sys.argv[1:]]
 
 
 def with_earlier(benchmark: str, newest: Series) -> list[Series]:
-    """The series that results/BENCHMARK.json has of other seeds, then the newest."""
+    """Return the stored series of all other seeds from results/BENCHMARK.json, followed by the newest series."""
     file = RESULTS / f"{benchmark}.json"
     earlier = json.loads(file.read_text())["samples"]["series"] if file.exists() else []
     return [*(series for one in earlier if (series := Series(**one)).seed != newest.seed), newest]

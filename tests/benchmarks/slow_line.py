@@ -1,15 +1,15 @@
-"""Members on slow lines and members of different speed: how much of their work counts, and what it costs the others.
+"""Measures how much of the work of slow members counts, and how much it slows the others.
 
     python -m tests.benchmarks.slow_line [--parts line,speeds,big] [--rounds 30] [--beside 10] [--mbit 2]
 
-Real nodes in network namespaces; `blocking` fp16, 1.8 MB per contribution, rounds of 22 s; inner steps sleep. Needs
-root.
+Real nodes run in network namespaces with mode `blocking`, fp16, 1.8 MB per contribution and rounds of 22 s. Inner steps
+sleep. It needs root.
 
-- `line`: three nodes without limits, first alone, then with a fourth on a slow line. In how many rounds the fourth is
-  included, the share of its tokens in the records, and how busy the others are with and without it.
-- `speeds`: four nodes with speeds 1, 1, 1/4 and 1/16. The share of all tokens in the records.
+- `line`: three nodes without limits, first alone, then with a fourth one on a slow line. Measures how many rounds
+  include the fourth node, which share of its tokens counts, and how busy the others are with and without it.
+- `speeds`: four nodes with speeds 1, 1, 1/4 and 1/16. Measures which share of all tokens counts.
 - `big`: two nodes that train 85 million parameters, 170 MB per contribution, while other processes use half of the
-  machine. In how many rounds each is included.
+  machine. Measures how many rounds include each node.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-"""0.92 million parameters."""
+"""A model of 0.92 million parameters."""
 RUN: dict[str, Any] = {
     "name": "slow-line",
     "total_tokens": 10**12,
@@ -72,21 +72,21 @@ BIG_RUN = RUN | {
     },
     "round": {"policy": "time", "inner_steps": 20, "min_peers": 2},
 }
-"""85 million parameters. The inner steps are computed."""
+"""A run with a model of 85 million parameters, whose inner steps are computed instead of slept."""
 BIG_NODES = ("founder", "second")
 BIG_ROUND_S = 180.0
 LEARNT = 5
-"""Rounds before the judged ones, until members have measured and announced their uplinks."""
+"""Number of rounds that are not judged, in which members measure and announce their uplinks."""
 SPEEDS = (1.0, 1.0, 1 / 4, 1 / 16)
 PATIENCE = 3.0
 STOP_S = 90.0
-"""A node with 85M parameters saves its checkpoint before it ends, on a busy machine."""
+"""Timeout for the end of a node, which saves a checkpoint of 85 million parameters on a busy machine."""
 PARTS = ("line", "speeds", "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One node's totals at a moment."""
+    """The totals of one node at one moment."""
 
     name: str
     compute_s: float
@@ -99,24 +99,24 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The result of one swarm over its judged rounds."""
+    """The results of one swarm over its judged rounds."""
 
     name: str
     rounds: int
     in_rounds: dict[str, int]
-    """Of each node, in how many rounds its contribution is."""
+    """For each node, the number of rounds that include its contribution."""
     before: tuple[Given, ...]
     after: tuple[Given, ...]
     transfer_s: float
-    """Median seconds from the closed group to the commit, as the founder saw it."""
+    """Median seconds from the closed group to the commit, in the founder's records."""
 
     def busy(self, names: Sequence[str]) -> float:
-        """Mean share of the time in which these nodes computed."""
+        """The mean share of the time in which these nodes computed."""
         pairs = [pair for pair in zip(self.before, self.after, strict=True) if pair[0].name in names]
         return statistics.fmean((new.compute_s - old.compute_s) / (new.all_s - old.all_s) for old, new in pairs)
 
     def merged_ratio(self, names: Sequence[str]) -> float:
-        """Share of these nodes' tokens that is in the records."""
+        """The share of these nodes' tokens that rounds included."""
         pairs = [pair for pair in zip(self.before, self.after, strict=True) if pair[0].name in names]
         done = sum(new.tokens - old.tokens for old, new in pairs)
         return sum(new.merged - old.merged for old, new in pairs) / done
@@ -146,10 +146,10 @@ def play(
     run: Mapping[str, Any] = RUN,
     round_s: float,
 ) -> Arm:
-    """Run nodes, given by name with the seconds that an inner step sleeps (0: it is computed).
+    """Run nodes, given by name with the seconds that an inner step sleeps. 0 means that inner steps are computed.
 
-    The last one's line is slow if `slow_mbit_s` is above 0. `round_s`: expected length of a round; the run fails after
-    PATIENCE times that.
+    The last node's line is slow if `slow_mbit_s` is above 0. `round_s` is the expected length of a round. A round that
+    takes more than PATIENCE times as long is a failure.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder, World() as network:
         lines = [None] * (len(steps_s) - 1) + [(slow_mbit_s, slow_mbit_s) if slow_mbit_s else None]
@@ -171,7 +171,7 @@ def play(
 
 @contextmanager
 def busy_machine(processes: int) -> Iterator[None]:
-    """Keep some processes computing."""
+    """Keep this number of processes computing."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield

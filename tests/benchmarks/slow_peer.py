@@ -1,11 +1,11 @@
-"""A swarm of two, one of them three times slower: how busy each is, and the loss, by policy.
+"""Compares round policies in a swarm of two nodes, one of them three times slower: how busy each is, and the loss.
 
-There are three arms for each seed, with the same parameters and order of data: both under `time`, both under `steps`,
-and the fast node alone. An injected fault (`inner@*=slow:3`) makes each inner step of the slow node three times as
-long; the added time counts as compute, as on a slow device. Busy is the share of `compute` in all activities of
-`/metrics` over whole rounds, from the commit of round 0 (before it the length of a round is unknown) to the first
-commit after the window. The loss is the anchor's on held-out text after equal time since the first step of all,
-interpolated between the two nearest rounds.
+Each seed has three arms with the same parameters and order of data: both nodes under `time`, both under `steps`, and
+the fast node alone. An injected fault (`inner@*=slow:3`) makes each inner step of the slow node three times as long.
+The added time counts as compute, as on a slow device. A node's busy share is the share of `compute` in all activities
+of `/metrics` over whole rounds, from the commit of round 0 (before it the length of a round is unknown) to the first
+commit after the window. The loss is that of the anchor on held-out text at equal times after the first step of all
+nodes, interpolated between the two nearest rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOWER = 3
 BUSY_RATIO = 0.9
 LOOK_S = 0.25
 PATIENCE_S = 120.0
-"""Time after the window for the round that ends after it."""
+"""Longest time after the window until the round that it cuts has ended."""
 ARMS = ("time", "steps", "fast alone")
 
 RUN = small_run("slow-peer", outer={"lr": 0.7, "momentum": 0.6}, evaluation={"batches": 8})
@@ -38,18 +38,18 @@ RUN = small_run("slow-peer", outer={"lr": 0.7, "momentum": 0.6}, evaluation={"ba
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The result of one swarm."""
+    """The results of one swarm."""
 
     seed: int
     name: str
     busy: Mapping[str, float]
-    """Node to share of compute over the window."""
+    """For each node, the share of compute in its time."""
     pace_ratio: float
-    """Seconds per inner step of the slow node / of the fast one; 1 for an arm without."""
+    """Seconds per inner step of the slow node, divided by those of the fast one; 1 for an arm without a slow node."""
     rounds: int
     loss: float
     tokens: int
-    """Of the swarm, at the last round in the window."""
+    """Tokens that the swarm had trained on at the last round in the window."""
     curve: Curve
 
 
@@ -59,7 +59,7 @@ def manifest_of(arm: str, inner_steps: int) -> dict[str, Any]:
 
 
 def start(swarm: Swarm, keys: Path, arm: str, seed: int, inner_steps: int) -> list[Node]:
-    """Start the arm's nodes, the fast one first."""
+    """Start the nodes of the arm, the fast one first."""
     run, port = run_config(manifest_of(arm, inner_steps)), free_port()
     names = ["fast"] if arm == "fast alone" else ["fast", "slow"]
     ids, invite, nodes = {}, "", []
@@ -77,7 +77,7 @@ def start(swarm: Swarm, keys: Path, arm: str, seed: int, inner_steps: int) -> li
 
 
 def activity_s(node: Node) -> tuple[float, float]:
-    """Seconds of compute, and of all activities, since the worker's counters began."""
+    """The node's total seconds of compute, and of all activities."""
     text = node.http.get("/metrics").text
     found_s = re.findall(r'^diloco_activity_seconds_total\{activity="(\w+)"\} (\S+)$', text, re.MULTILINE)
     seconds = {name: float(value) for name, value in found_s}
@@ -85,7 +85,7 @@ def activity_s(node: Node) -> tuple[float, float]:
 
 
 def step_s(node: Node) -> float:
-    """Mean seconds per inner step so far."""
+    """The node's mean seconds per inner step so far."""
     text = node.http.get("/metrics").text
     total, count = (
         float(re.findall(rf"^diloco_inner_step_duration_seconds_{what} (\S+)$", text, re.MULTILINE)[0])
@@ -99,7 +99,7 @@ def measure_arm(folder: Path, keys: Path, arm: str, seed: int, inner_steps: int,
         nodes = start(swarm, keys, arm, seed, inner_steps)
         for node in nodes:
             node.until_training()
-        # The window begins when all have done a step; before that, one may train while the other starts.
+        # The window begins when all nodes have done a step. Before that, one may train while the other starts.
         began_s, before = time.monotonic(), list[tuple[float, float]]()
         curve = Curve()
         while len(curve.points) < 2 or curve.points[-1].at_s < window_s:
@@ -143,7 +143,7 @@ def describe(arms: Sequence[Arm]) -> list[str]:
 
 
 def compare(arms: Sequence[Arm]) -> list[str]:
-    """`time` against the others, paired by seed."""
+    """Compare the arm `time` with the other arms, paired by seed. Returns lines of text."""
     loss = {(arm.seed, arm.name): arm.loss for arm in arms}
     seeds = sorted({arm.seed for arm in arms})
     lines = [f"| loss of `time` less that of | mean of {len(seeds)} seeds | 95 % interval |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The small run that several benchmarks train. It learns something in a minute; a step takes milliseconds."""
+"""The small run that several benchmarks train. Its loss falls within a minute, and a step takes milliseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 def small_run(
     name: str, *, batch_size: int = 8, sequence_length: int = 128, **tables: dict[str, Any]
 ) -> dict[str, Any]:
-    """The `[run]` of a preset. `tables` are added unchanged."""
+    """Return the table `[run]` of a preset. `tables` are added to it unchanged."""
     return {
         "name": name,
         "total_tokens": 10**9,

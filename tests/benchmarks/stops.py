@@ -1,15 +1,15 @@
-"""No round and no inner step is lost when a node is stopped, and a stop ends in time.
+"""Checks that no round and no inner step is lost when a node is stopped, and that it stops in time.
 
     python -m tests.benchmarks.stops [--stops 100] [--seed 1] [--minutes 120]
 
 One real node trains a model of 150 million parameters alone on the processor. It is stopped by `leave`, by SIGTERM or
-by `pause` at random moments, and started again or resumed. A fifth of the stops falls into its start. README promises
-that all work is saved, that a stop takes at most 50 s, and exit code 0.
+by `pause` at random moments, and started again or resumed. A fifth of the stops hit the start of the node. The README
+promises that all work is saved, that a stop takes at most 50 s, and that the exit code is 0.
 
-Every round has the same number of inner steps, so the steps ever made must equal those of the saved rounds and of the
-round that is under way: a step that was lost would have been made twice. The checkpoint after each stop is compared
-with what the status showed before, and the status after the next start with that checkpoint. Results of several seeds
-add up in results/stops.json.
+Every round has the same number of inner steps, so the number of steps ever made must equal the steps of the saved
+rounds and of the current round. If a step were lost, it would be made twice. The checkpoint after each stop is compared
+with the status before the stop, and the status after the next start with that checkpoint. The results of several seeds
+are collected in results/stops.json.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ GIVE_UP_S = 2 * PROMISED_S
 START_S = 180.0
 LOOK_S = 0.2
 EARLY_RATIO = 0.2
-"""Share of the stops that fall into a start."""
+"""Share of the stops that hit a start of the node."""
 SEQUENCE = 32
 INNER_STEPS = 15
 
 
 def run_of(hidden: int, layers: int) -> dict[str, Any]:
-    """A Llama over bytes; 1024 wide with 12 layers it has 150 million parameters."""
+    """A run with a Llama over bytes. With 1024 hidden units and 12 layers it has 150 million parameters."""
     return tiny(
         name="stops",
         model={
@@ -66,7 +66,7 @@ def run_of(hidden: int, layers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """How far the node has come: the steps of whole rounds, and those of the round under way."""
+    """The progress of the node: its whole rounds, and the inner steps in the current round."""
 
     round: int = -1
     inner_step: int = 0
@@ -78,29 +78,29 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One stop of the node, and what was there afterwards."""
+    """One stop of the node, and what the node had saved afterwards."""
 
     number: int
     kind: str
     phase: str
     after_s: float
-    """From the start before it, or from the first inner step after that."""
+    """Seconds from the previous start, or from the first inner step after that start."""
     seconds: float
-    """From the order to the end of the process that trains."""
+    """Seconds from the order to stop until the training process has ended."""
     exit_code: int
     shown: Position
-    """What the status showed before it."""
+    """The position that the status showed before the stop."""
     saved: Position
-    """What the checkpoint holds after it."""
+    """The position in the checkpoint after the stop."""
     made: int
-    """Inner steps that the node has ever made, by its counters, less those lost at earlier stops."""
+    """Number of inner steps that the node has ever made by its counters, without those lost at earlier stops."""
     lost: int
-    """Inner steps that were made or shown and are not in the checkpoint."""
+    """Number of inner steps that were made or shown but are not in the checkpoint."""
     problems: list[str]
 
 
 class Stopped:
-    """The node, over all its lives."""
+    """The node, over all its starts and stops."""
 
     def __init__(self, swarm: Swarm, rng: random.Random, span_s: float) -> None:
         self.stops: list[Stop] = []
@@ -114,7 +114,7 @@ class Stopped:
         self._start("SIGTERM")
 
     def stop_once(self) -> Stop:
-        """Stop at a random moment, check what is there, and start again. Raises AssertionError if it does not go on."""
+        """Stop at a random moment, check what is saved, and start again. AssertionError if training does not resume."""
         if not self._kinds:
             self._kinds = self._rng.sample(KINDS, len(KINDS))
         kind, early = self._kinds.pop(), bool(self.stops) and self._rng.random() < EARLY_RATIO
@@ -141,7 +141,7 @@ class Stopped:
             self.node.start()
 
     def until_training(self) -> None:
-        """Wait for an inner step after the start. Nothing that was saved may be missing then."""
+        """Wait for an inner step after the start. Checks that no saved work is missing."""
         deadline_s = time.monotonic() + START_S
         while True:
             with suppress(httpx.HTTPError):
@@ -159,7 +159,7 @@ class Stopped:
             print(f"PROBLEM {problems}", flush=True)
 
     def _look(self) -> str:
-        """Note what the status shows. Returns the phase; empty without an answer."""
+        """Record what the status shows. Returns the phase, or an empty text if the node does not answer."""
         with suppress(httpx.HTTPError):
             status = self.node.status()
             if status["run"]["manifest_hash"] and status["phase"] in ("training", "syncing"):
@@ -179,7 +179,7 @@ class Stopped:
         return f"{phase}, with a checkpoint being written" if writes else phase
 
     def _stop(self, kind: str) -> tuple[float, int]:
-        """Returns the seconds until the process that trains has ended, and the node's exit code."""
+        """Stop the node. Returns the seconds until the training process has ended, and the node's exit code."""
         began_s = time.monotonic()
         if kind == "pause":
             assert self.node.act("pause").status_code == 202
@@ -193,17 +193,17 @@ class Stopped:
         return time.monotonic() - began_s, exit_code
 
     def _check(self, number: int, kind: str, phase: str, after_s: float, seconds: float, exit_code: int) -> Stop:
-        """Compare the checkpoint with what was shown, and its counters with its position."""
+        """Compare the checkpoint with the last status, and its counters with its position."""
         newest = max(self.node.checkpoints(), key=checkpoint_round)
         body = checkpoint_meta(newest)
         saved = Position(body["round"], body["inner_step"])
         counters = body["extra"].get("ledger", {}).get("counters", {})
         made = counters.get("inner_steps", 0)
-        # The newest totals also count steps of a worker that ended unsaved.
+        # The newest totals include steps of a worker that ended without saving.
         with suppress(OSError, ValueError, KeyError):
             totals = json.loads((self.node.folder / "totals.json").read_text())
             made = max(made, totals["counters"]["inner_steps"])
-        made -= sum(stop.lost for stop in self.stops)  # Those were told, and are made again.
+        made -= sum(stop.lost for stop in self.stops)  # Lost steps were reported and made again.
         problems = []
         if saved < max(self._shown, self._saved):
             problems.append(f"the checkpoint holds {saved}, and {max(self._shown, self._saved)} was there before")
@@ -228,7 +228,7 @@ def _position(status: dict[str, Any]) -> Position:
 
 
 def play(folder: Path, run: dict[str, Any], stops: int, seed: int, span_s: float, minutes: float) -> dict[str, Any]:
-    """Stop the node so many times, or until the minutes are over. Returns the samples of a series."""
+    """Stop the node `stops` times, or until `minutes` are over. Returns the samples of a series."""
     began_s = time.monotonic()
     stuck = ""
     with fork_server.servers(), Swarm(folder, run, stop_s=GIVE_UP_S) as swarm:

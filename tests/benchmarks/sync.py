@@ -1,14 +1,14 @@
-"""Compute utilisation and bytes over shaped lines: this node's modes and codecs, hivemind's averager, and the formula.
+"""Measures compute utilisation and bytes over shaped lines, for our modes and codecs and for hivemind's averager.
 
     python -m tests.benchmarks.sync [--cells 20:4:overlapped:int4,...] [--rounds 3] [--fresh]
 
-One real process per network namespace, on lines shaped with `tc` (tbf). Bytes are the interfaces' counters. Needs root.
-Inner steps sleep and count as compute, because two cores cannot train so many models at once. Encoding, sending,
-averaging and stepping are real.
+Each network namespace has one real process on a line shaped with `tc` (tbf). Bytes are the interfaces' counters. It
+needs root. Inner steps sleep and count as compute, because two cores cannot train so many models at once. Encoding,
+sending, averaging and stepping are real.
 
 Utilisation is the share of `compute` in all activities of the nodes' /metrics over whole rounds. For hivemind's
-averager, which blocks, it is the inner phase (also slept) divided by that phase plus the time that `step` adds; its
-group is sought before the phase ends, as hivemind's optimizer does. The formula is `node.diloco.forecast`'s. Each
+averager, which blocks, it is the inner phase (slept, too) divided by that phase plus the time that `step` adds. Its
+group is sought before the phase ends, as in hivemind's optimizer. The formula is that of `node.diloco.forecast`. Each
 finished cell is stored in results/sync.json and reused, unless --fresh is given.
 """
 
@@ -50,7 +50,7 @@ DEFAULT = (
     "500:4:streaming:int4", "100:8:streaming:int4", "20:4:streaming:int4", "100:4:overlapped:fp16",
     "10:4:blocking:fp16", "500:4:blocking:fp16", "100:2:streaming:int4",
 )  # fmt: skip
-"""The most important cells first."""
+"""The cells to measure, the most important ones first."""
 BITS = {"fp32": 32.0, "fp16": 16.0, "int8": 8.0, "int4": 4.0, "e3m0": 4.0, "topk": 0.8828}
 FRAGMENTS = 4
 MODEL = {
@@ -65,14 +65,14 @@ MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the table, with its limit."""
+    """The parameters of one measurement, which is one line of the table."""
 
     mbit_s: float
     nodes: int
     mode: str
     codec: str
     inner_s: float = INNER_S
-    """Seconds of H inner steps."""
+    """Length of H inner steps in seconds."""
 
     def __str__(self) -> str:
         text = f"{self.mbit_s:g}:{self.nodes}:{self.mode}:{self.codec}"
@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes that a node sends in H inner steps, in any mode."""
+        """The bytes that a node sends in H inner steps, in any mode."""
         return round_bytes(BITS[self.codec] * PARAMETERS / 8, self.nodes)
 
     @property
@@ -94,17 +94,17 @@ class Found:
     """The measurements of a cell."""
 
     utilization: float
-    """Mean over the nodes."""
+    """Mean utilisation of the nodes."""
     least: float
     round_s: float
-    """Seconds of H inner steps and all that comes with them."""
+    """Seconds of H inner steps and the synchronisation that belongs to them."""
     transfer_s: float
-    """Median seconds from the closed group to the commit; of all fragments together."""
+    """Median seconds from the closed group to the commit, summed over all fragments."""
     counted_bytes: float
-    """By our counters, sent by a node in H inner steps."""
+    """Bytes that a node sends in H inner steps, by the node's counters."""
     interface_bytes: float
     peak_mb: float
-    """Resident memory of a worker at its largest in these rounds, mean over the nodes."""
+    """Peak resident memory of a worker in these rounds in MB, mean over the nodes."""
     agree: bool
 
 
@@ -131,7 +131,7 @@ def settle(node: Node, home: AttachedHome) -> Node:
 
 
 def found_swarm(swarm: Swarm, network: World, count: int) -> tuple[list[Node], list[AttachedHome]]:
-    """Start nodes on separate hosts and wait until all train. Inner steps sleep."""
+    """Start nodes on separate hosts and wait until all train. Their inner steps sleep."""
     hosts = [network.attach(DIRECT) for _ in range(count)]
     env = {"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}"}
     nodes = [settle(swarm.node("founder"), hosts[0]).start(env=env)]
@@ -147,7 +147,7 @@ def found_swarm(swarm: Swarm, network: World, count: int) -> tuple[list[Node], l
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One node's counters at one moment."""
+    """The counters of one node at one moment."""
 
     compute_s: float
     all_s: float
@@ -172,7 +172,7 @@ def count(node: Node, home: AttachedHome) -> Counted:
 
 
 def wait_for_round(nodes: Sequence[Node], number: int, timeout_s: float) -> None:
-    """Wait until all have the round. Polls rarely, because each answer takes processor time from the measured nodes."""
+    """Wait until all nodes have the round. Polls rarely, because an answer takes processor time from measured nodes."""
     end_s = time.monotonic() + timeout_s
     for node in nodes:
         while node.status()["run"]["round"] < number:
@@ -187,7 +187,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def ours(cell: Cell, rounds: int) -> Found:
-    """Measure `rounds` times H inner steps, after one or two rounds."""
+    """Measure our node for `rounds` times H inner steps, after one or two rounds."""
     turns = FRAGMENTS if cell.mode == "streaming" else 1
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
@@ -196,13 +196,13 @@ def ours(cell: Cell, rounds: int) -> Found:
     ):
         nodes, hosts = found_swarm(swarm, network, cell.nodes)
         founder = nodes[0]
-        for host in hosts:  # Joining is not measured.
+        for host in hosts:  # Lines are limited now, because joining is not measured.
             host.limit((cell.mbit_s, cell.mbit_s))
         first = max(node.status()["run"]["round"] for node in nodes) + 1 + turns
         wait_for_round(nodes, first, ROUND_S)
         workers = [node.find("worker").pid for node in nodes]
         for pid in workers:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks are counted from here (proc(5)).
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # This resets the peak (proc(5)).
         before = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
         wait_for_round(nodes, before[0].round + rounds * turns, rounds * ROUND_S)
         after = [count(node, host) for node, host in zip(nodes, hosts, strict=True)]
@@ -243,7 +243,7 @@ def found(
 
 
 def hivemind(cell: Cell, rounds: int) -> Found:
-    """Measure the blocking fp16 round of hivemind's averager in the same loop: sleep, then `step`."""
+    """Measure the blocking fp16 round of hivemind's averager in the same loop of a sleep and `step`."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, World() as network, ExitStack() as stack:
         hosts = [network.attach(DIRECT) for _ in range(cell.nodes)]
         helpers: list[Helper] = []

@@ -1,4 +1,4 @@
-"""The cost of an open tab: processor time of all Chromium processes while the page shows a training node.
+"""Measures the cost of an open tab: the processor time of Chromium while the page shows a training node.
 
     python -m tests.benchmarks.tab [--seconds 60]
 
@@ -27,7 +27,7 @@ SHARE = 0.05
 
 
 def share_of_a_core(page: Page, seconds: float) -> float:
-    """The whole browser while this page is open and idle."""
+    """The share of a core that the whole browser uses while this page is open and idle."""
     meter, began_s = browser_meter(), time.monotonic()
     page.wait_for_timeout(1e3 * seconds)
     return meter.read_s() / (time.monotonic() - began_s)

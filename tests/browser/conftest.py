@@ -1,4 +1,4 @@
-"""One Chromium for a module's tests, with a fresh profile for each. Without Chromium they are skipped with a reason."""
+"""Fixtures: one Chromium for the tests of a module, and a new profile for each test. Skips tests without Chromium."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A node's page in a real Chromium, found by its roles, names and marks.
+"""Operates a node's page in a real Chromium. It finds elements by their roles, names and marks.
 
-The page has these marks: `data-phase` on the root (a phase, `locked` or `unknown`), and `data-testid` state, reason,
-stale, rounds, freshness.
+The page has these marks: `data-phase` on the root element (a phase, `locked` or `unknown`), and `data-testid` with the
+values state, reason, stale, rounds and freshness.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 RESULTS = Path(__file__).parent / "results"
-"""Screenshots of the newest run."""
+"""The folder for screenshots of the newest test run."""
 ARGUMENTS = ("--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update")
 VIEWS = ("Overview", "Swarm", "Logs", "Settings")
 FILLED = {
@@ -36,7 +36,7 @@ FILLED = {
     "Logs": ("h1", ".log .line"),
     "Settings": ("h1", ".row", ".about dt"),
 }
-"""Shown once a view has loaded all its data."""
+"""What each view shows after it has loaded all its data."""
 WIDE, NARROW = ViewportSize(width=1280, height=900), ViewportSize(width=360, height=740)
 WAIT_S = 60.0
 LISTEN = """
@@ -47,7 +47,7 @@ addEventListener("securitypolicyviolation", (event) =>
 
 
 def missing() -> str:
-    """What the browser tests lack on this machine, with the remedy. Empty if they can run."""
+    """What this machine lacks to run the browser tests, with the remedy. Empty if it lacks nothing."""
     if not Path(CHROMIUM).exists():
         return f"no browser at {CHROMIUM}: install Debian's package chromium, or say where one is in CHROMIUM"
     if not (STATIC / "index.html").is_file():
@@ -58,10 +58,10 @@ def missing() -> str:
 
 
 class Dashboard:
-    """One tab that shows one node."""
+    """One browser tab that shows the page of one node."""
 
     def __init__(self, context: BrowserContext, node: Node) -> None:
-        _ = node.http  # waiting for the address
+        _ = node.http  # This waits for the node's address.
         self.node = node
         address = json.loads((node.folder / "api.json").read_text(encoding="utf-8"))
         self.url = str(address["url"])
@@ -91,7 +91,7 @@ class Dashboard:
     # navigation
 
     def open(self, *, with_token: bool = True) -> Dashboard:
-        """Open the link that `run` prints."""
+        """Open the link that the `run` command prints, with or without the token."""
         self.page.goto(f"{self.url}/#token={self.token}" if with_token else f"{self.url}/")
         return self
 
@@ -114,7 +114,7 @@ class Dashboard:
         return self.page.locator("html").get_attribute("data-phase") or ""
 
     def until_phase(self, phase: str, *, word: str = "", wait_s: float = WAIT_S) -> Dashboard:
-        """Wait until the root has the phase and the page shows its word."""
+        """Wait until the root element has the phase and the page shows `word`."""
         self.page.locator(f"html[data-phase={phase}]").wait_for(state="attached", timeout=1e3 * wait_s)
         if word:
             self.mark("state").filter(has_text=word).wait_for(timeout=1e3 * wait_s)
@@ -145,7 +145,7 @@ class Dashboard:
         assert self.faults == []
 
     def serious(self) -> list[str]:
-        """Serious and critical findings of axe-core, with their places."""
+        """The serious and critical findings of axe-core, with their places on the page."""
         if not self.page.evaluate("typeof axe !== 'undefined'"):
             self.page.evaluate(AXE.read_text(encoding="utf-8"))
         found: list[dict[str, Any]] = self.page.evaluate(
@@ -158,11 +158,11 @@ class Dashboard:
         ]
 
     def overflow_px(self) -> int:
-        """By how much the page is wider than its window."""
+        """The number of pixels by which the page is wider than its window."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
     def focused(self) -> str:
-        """Role and text of the focused element."""
+        """The role and the text of the focused element."""
         return str(
             self.page.evaluate(
                 "(e => `${e.getAttribute('role') ?? e.tagName.toLowerCase()} ${e.innerText?.split('\\n')[0] ?? ''}`)"

@@ -1,4 +1,4 @@
-"""Processor time of a node's processes and of the browser's."""
+"""Measures the processor time of a node's processes and of the browser's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW_S = 1.0
 
 
 class Meter:
-    """Processor seconds of some processes, including those that started or ended since its creation."""
+    """Counts the processor seconds of some processes, including processes that start or end while it counts."""
 
     def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
         self._processes = processes
@@ -25,7 +25,7 @@ class Meter:
         self._before_s = self.read_s()
 
     def read_s(self) -> float:
-        """Seconds since its creation."""
+        """The processor seconds that the processes have used since this meter was created."""
         for process in self._processes():
             with suppress(psutil.Error):
                 self._used_s[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
@@ -33,12 +33,12 @@ class Meter:
 
 
 def node_meter(node: Node) -> Meter:
-    """Supervisor, worker, p2pd and all their children."""
+    """Return a meter of the node's supervisor, worker and p2pd and all their child processes."""
     return Meter(node.processes)
 
 
 def browser_meter() -> Meter:
-    """All Chromium processes that this process has started."""
+    """Return a meter of all Chromium processes that this process has started."""
 
     def processes() -> Iterable[psutil.Process]:
         for process in psutil.Process().children(recursive=True):
@@ -50,15 +50,15 @@ def browser_meter() -> Meter:
 
 
 def busy_ratio(meter: Meter, window_s: float = WINDOW_S) -> float:
-    """Share of a core over the next `seconds`."""
+    """Measure for `window_s` seconds. Returns the share of one core that the processes used."""
     before_s, began_s = meter.read_s(), time.monotonic()
     time.sleep(window_s)
     return (meter.read_s() - before_s) / (time.monotonic() - began_s)
 
 
 def quiet_after(meter: Meter, ratio: float, *, began_s: float, quiet_s: float, limit_s: float) -> tuple[float, str]:
-    """Seconds from `began_s` until the last window of a second began that took so much of a core: none did in the
-    `quiet_s` after it. And what the windows took. Gives up where one later than `limit_s` did."""
+    """Measure windows of one second until none has used `ratio` of a core for `quiet_s`. Returns the seconds from
+    `began_s` to the start of the last window that did, and a text with all shares. Gives up after `limit_s`."""
     reads: deque[tuple[float, float]] = deque([(time.monotonic(), meter.read_s())])
     loud_at_s = loud_until_s = began_s
     told: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The page shows each phase and error state of real nodes, and of a relay."""
+"""The dashboard shows each phase and error state of real nodes, and the state of a relay."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ pytestmark = pytest.mark.timeout(300)
 
 LONG_S = PATIENCE * START_S
 STOP_S = 3.0
-"""How long an unresponsive worker may take to stop: long enough to be seen."""
+"""Seconds that an unresponsive worker has to stop. They are enough to see the phase `leaving` on the page."""
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fault plan of all nodes of the module, which they read at each stage."""
+    """The file with the fault plan of all nodes in this module. The nodes read it at each stage."""
     return tmp_path_factory.mktemp("faults") / "plan"
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Iterator[Swarm]:
-    """A run whose rounds need two members, with its founder just started."""
+    """A swarm whose rounds need two members. Its founder has just been started."""
     if lacks := missing():
         pytest.skip(lacks)
     run = tiny(round={"inner_steps": 40, "min_peers": 2})
     with Swarm(tmp_path_factory.mktemp("phases"), run) as swarm:
         founder = swarm.node("founder")
-        founder.program = "node.cli"  # Its worker imports torch, which takes long enough to see that it is starting.
+        founder.program = "node.cli"  # The worker imports torch, which takes long enough to see the phase `starting`.
         founder.start(env={"DILOCO_FAULTS": f"file:{plan}"})
         yield swarm
 
 
 @pytest.fixture(scope="module")
 def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
-    """A node whose worker crashes during the other tests, with its fault plan."""
+    """A node whose worker crashes while the other tests run, and the file with its fault plan."""
     folder = tmp_path_factory.mktemp("crashing")
     plan = folder / "plan"
     plan.write_text("inner@*=fail")
@@ -55,7 +55,7 @@ def crashing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, P
 
 @pytest.fixture
 def tabs(context: BrowserContext) -> Iterator[list[Dashboard]]:
-    """Tabs that are checked at the end."""
+    """The list of the test's tabs. All of them are checked at the end of the test."""
     made: list[Dashboard] = []
     yield made
     for tab in made:
@@ -68,13 +68,13 @@ def show(tabs: list[Dashboard], context: BrowserContext, node: Node) -> Dashboar
 
 
 def seen(tab: Dashboard, name: str) -> None:
-    """Assert that the state is shown with a word and a reason, without findings of axe; save a screenshot."""
+    """Assert that the page shows the state as a word with a reason and that axe finds no fault. Saves a screenshot."""
     assert tab.mark("state").inner_text() and tab.mark("reason").inner_text()
     assert tab.serious() == [], name
     tab.shoot(f"phase-{name}")
 
 
-def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
+def test_dashboard_shows_each_phase_of_a_node_from_starting_to_draining(
     swarm: Swarm, plan: Path, crashing: object, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     founder = swarm.nodes[0]
@@ -118,14 +118,14 @@ def test_starting_waiting_downloading_training_syncing_leaving_ended_draining(
     relay = swarm.node("relay", join=founder.invite())
     relay.preset, relay.order = None, "relay"
     relay.start()
-    # Alone again, it cannot finish its round, so a drain waits.
+    # The founder is alone again and cannot finish its round, so a drain waits.
     first.until_phase("syncing", word="Waiting", wait_s=LONG_S)
     assert founder.act("drain").status_code == 202
     first.until_phase("draining", word="Finishing")
     seen(first, "draining")
 
 
-def test_a_worker_that_crashes_is_an_error_until_resume(
+def test_dashboard_shows_an_error_after_worker_crashes_until_resume(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     node, plan = crashing
@@ -139,7 +139,9 @@ def test_a_worker_that_crashes_is_an_error_until_resume(
     tab.until_phase("training", word="Training", wait_s=LONG_S)
 
 
-def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+def test_dashboard_of_a_relay_shows_the_run_but_no_training(
+    swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]
+) -> None:
     tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
     tab.page.get_by_text("This node does not train.").first.wait_for()
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
@@ -147,7 +149,7 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
     run = tab.page.locator("[aria-labelledby=run]")
     run.get_by_text("tiny", exact=True).wait_for()
-    number = swarm.nodes[0].status()["run"]["round"]  # None if its only round failed when the other node left.
+    number = swarm.nodes[0].status()["run"]["round"]  # -1 if the only round failed when the other node left.
     run.locator("dd").nth(1).filter(has_text=str(number) if number >= 0 else "–").wait_for()
     told = tab.page.locator("main").inner_text()
     for word in ("Compute time", "Inner step", "Speed of this node", "Time by activity", "GPU"):
@@ -165,7 +167,7 @@ def test_a_relay_is_a_window_on_the_run(swarm: Swarm, context: BrowserContext, t
     tab.shoot("relay-settings")
 
 
-def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
+def test_dashboard_shows_that_no_peer_answers(swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]) -> None:
     founder = swarm.nodes[0]
     invite = founder.invite()
     founder.end_by_force()
@@ -176,14 +178,14 @@ def test_the_page_shows_that_no_peer_answers(swarm: Swarm, context: BrowserConte
     seen(tab, "connecting")
 
 
-def test_what_was_mended_trains_and_pauses_after_its_round(
+def test_node_that_recovered_from_crashes_can_be_paused_after_its_round(
     crashing: tuple[Node, Path], context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     node, plan = crashing
     tab = show(tabs, context, node)
     tab.page.locator("html:not([data-phase=unknown])").wait_for(state="attached")
     tab.until_phase("training", word="Training", wait_s=LONG_S)
-    plan.write_text("inner@*=stall:0.1")  # The round lasts until the page has been checked.
+    plan.write_text("inner@*=stall:0.1")  # This makes the round last until the page has been checked.
     tab.button("Pause").click()
     tab.item("After this round").click()
     tab.page.get_by_text("Pauses after round").wait_for()

@@ -1,4 +1,4 @@
-"""A real swarm of three, operated through one node's page: read, pause, resume, restart, keyboard only."""
+"""A real swarm of three nodes, operated through the dashboard of one node."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SCRIPT = "<script>alert(1)</script>"
 BIDI = "good\u202elive\u2066"
 FREED_S = 5.0
 FREE_RATIO, FREE_S = 0.1, 10.0
-"""Share of a core below which a node counts as idle, and for how long."""
+"""A node is idle if it uses less than FREE_RATIO of a core for FREE_S seconds."""
 GONE_S = 15.0
 BUSY_RATIO = 0.25
-"""Share of a core above which a node counts as working."""
+"""A node is working if it uses more than this share of a core."""
 TAB_RATIO = 0.05
 TAB_S = 10.0
 SETTLED_S = 5.0
-"""Loading the page takes at most this long and is not counted."""
+"""Seconds for loading the page. This time is not measured."""
 TRIES = 10
-"""Wrong tokens per minute before requests are throttled."""
+"""Number of wrong tokens per minute after which requests are throttled."""
 READINGS = """
 () => {
   const bar = document.querySelector('[role=progressbar]'), texts = document.querySelectorAll('.readings dd');
@@ -44,7 +44,7 @@ READINGS = """
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    """The founder and two nodes with hostile names."""
+    """A swarm of a founder and two nodes with hostile names."""
     if lacks := missing():
         pytest.skip(lacks)
     run = tiny(round={"inner_steps": 60, "min_peers": 1}, evaluation={"batches": 1})
@@ -63,13 +63,13 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 @pytest.fixture
 def tab(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
-    """The founder's page, logged in, and checked at the end."""
+    """The founder's page with a login. It is checked at the end of the test."""
     yield from judged(Dashboard(context, swarm.nodes[0]))
 
 
 @pytest.fixture
 def other(swarm: Swarm, context: BrowserContext) -> Iterator[Dashboard]:
-    """The page of an undisturbed node."""
+    """The page of a node that the tests do not disturb."""
     yield from judged(Dashboard(context, swarm.nodes[1]))
 
 
@@ -79,7 +79,7 @@ def judged(tab: Dashboard) -> Iterator[Dashboard]:
     tab.check()
 
 
-def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
+def test_each_view_of_the_dashboard_shows_data_of_the_node(tab: Dashboard) -> None:
     tab.until_phase("training")
     assert tab.mark("reason").inner_text()
     tab.page.get_by_text("Tokens", exact=True).first.wait_for()
@@ -104,8 +104,8 @@ def test_each_view_shows_what_the_node_says(tab: Dashboard) -> None:
     tab.view("Overview")
 
 
-def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) -> None:
-    """Rounds count steps here, so the scale shows the steps, also right after a round."""
+def test_progress_bar_to_the_next_sync_restarts_with_each_round(tab: Dashboard) -> None:
+    """Rounds have a fixed number of steps, so the progress bar shows the share of the steps that are done."""
     tab.until_phase("training")
     seen: dict[int, float] = {}
     deadline_s = time.monotonic() + PATIENCE * START_S
@@ -119,7 +119,7 @@ def test_the_way_to_the_next_sync_begins_anew_with_each_round(tab: Dashboard) ->
     assert min(seen.values()) < 0.5, seen
 
 
-def test_names_of_strangers_are_text(tab: Dashboard) -> None:
+def test_dashboard_shows_hostile_peer_names_as_plain_text(tab: Dashboard) -> None:
     tab.until_phase("training").view("Swarm")
     peers = tab.page.get_by_role("region", name="Peers, table")
     peers.get_by_text(SCRIPT).wait_for()
@@ -130,7 +130,7 @@ def test_names_of_strangers_are_text(tab: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashboard, scheme: str) -> None:
+def test_each_view_of_the_dashboard_is_accessible_and_fits_on_a_phone(tab: Dashboard, scheme: str) -> None:
     tab.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     tab.until_phase("training")
     for view in VIEWS:
@@ -144,7 +144,9 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_a_phone(tab: Dashbo
     print(f"screenshots: {shown.parent}")
 
 
-def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: BrowserContext) -> None:
+def test_dashboard_opens_only_with_the_right_token_and_can_be_locked_again(
+    swarm: Swarm, context: BrowserContext
+) -> None:
     tab = Dashboard(context, swarm.nodes[0]).open(with_token=False).until_phase("locked", word="Locked")
     assert tab.serious() == []
     tab.page.get_by_label("Token").fill("wrong")
@@ -153,7 +155,7 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     fault.filter(has_text="This token is wrong").wait_for()
     tab.shoot("locked-wrong")
     for number in range(TRIES):
-        # Enter does nothing while the last request is pending.
+        # The Enter key does nothing while the previous request is pending.
         tab.page.locator("button[type=submit]:enabled").wait_for()
         tab.page.get_by_label("Token").fill(f"wrong {number}")
         with tab.page.expect_response("**/api/v1/session"):
@@ -175,7 +177,9 @@ def test_wrong_tokens_right_token_and_locking_again(swarm: Swarm, context: Brows
     tab.check()
 
 
-def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashboard, figures: Figures) -> None:
+def test_pause_button_frees_the_processor_and_resume_button_continues_training(
+    tab: Dashboard, figures: Figures
+) -> None:
     node = tab.node
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     worker, meter = node.find("worker"), node_meter(node)
@@ -199,7 +203,7 @@ def test_pause_by_click_frees_the_processor_and_resume_takes_it_again(tab: Dashb
     node.until_training(PATIENCE * START_S)
 
 
-def test_without_a_mouse(tab: Dashboard) -> None:
+def test_dashboard_can_be_operated_with_the_keyboard_alone(tab: Dashboard) -> None:
     tab.until_phase("training")
     keys = tab.page.keyboard
     tab.tab_to("button Pause")
@@ -228,7 +232,7 @@ def test_without_a_mouse(tab: Dashboard) -> None:
     tab.mark("reason").wait_for()
 
 
-def test_the_page_removes_a_killed_peer(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+def test_dashboard_removes_a_killed_peer_from_its_table(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
     other.until_phase("training", wait_s=PATIENCE * START_S).view("Swarm")
     peers = other.page.get_by_role("region", name="Peers, table").get_by_role("row")
     peers.filter(has_text="good").wait_for()
@@ -245,10 +249,10 @@ def test_the_page_removes_a_killed_peer(swarm: Swarm, other: Dashboard, figures:
     its.check()
     its.page.close()
     victim.end_by_force()
-    victim.start()  # The last test of this file checks its return.
+    victim.start()  # The last test of this file checks that the node returns.
 
 
-def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
+def test_open_tab_of_the_dashboard_uses_little_processor_time(swarm: Swarm, other: Dashboard, figures: Figures) -> None:
     other.until_phase("training", wait_s=PATIENCE * START_S)
     meter, settled_s = browser_meter(), time.monotonic() + SETTLED_S
     while busy_ratio(meter) > TAB_RATIO and time.monotonic() < settled_s:
@@ -257,7 +261,7 @@ def test_an_open_tab_costs_little(swarm: Swarm, other: Dashboard, figures: Figur
     figures.hold("an open tab's share of a core, per cent rather than", 100 * share, 100 * TAB_RATIO)
 
 
-def test_the_page_outlives_its_node_and_recovers(swarm: Swarm, tab: Dashboard) -> None:
+def test_dashboard_says_that_its_node_has_ended_and_recovers_when_it_restarts(swarm: Swarm, tab: Dashboard) -> None:
     node = tab.node
     port = tab.url.rpartition(":")[2]
     tab.until_phase("training", wait_s=PATIENCE * START_S)
@@ -266,14 +270,14 @@ def test_the_page_outlives_its_node_and_recovers(swarm: Swarm, tab: Dashboard) -
     tab.until_stale(True)
     tab.mark("stale").filter(has_text="The node has ended.").wait_for()
     node.start(f"--api.port={port}")
-    # Its sessions ended with it. The tab asks for the token without a reload.
+    # The node's sessions ended with it. The tab asks for the token again without a reload.
     tab.page.locator("html[data-phase=locked], html[data-stale=false]").first.wait_for(state="attached", timeout=60_000)
     if tab.phase == "locked":
         tab.page.get_by_label("Token").fill(tab.token)
         tab.button("Open").click()
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     tab.until_stale(False)
-    # So do the nodes that were killed or undisturbed.
+    # The page shows the other two nodes as well.
     tab.view("Swarm")
     peers = tab.page.get_by_role("region", name="Peers, table").get_by_role("row")
     for name in ("good", SCRIPT):

@@ -1,4 +1,4 @@
-"""The engine and the image for all container tests, and containers that are removed after each test."""
+"""Fixtures of the container tests: the engine, the image, and containers that are removed after each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["figures", "pytest_terminal_summary"]
 class Built:
     docker: Engine
     secret: str
-    """A word that was in the build's secrets."""
+    """A word that was in the secrets of the build and must not be in the image."""
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def alone(docker: Engine) -> Iterator[Container]:
 
 @pytest.fixture(scope="module")
 def four(docker: Engine) -> Iterator[list[Container]]:
-    """A swarm on a private bridge: a founder and three with its invite in their environment."""
+    """Four containers on a private bridge: a founder, and three with the founder's invite in their environment."""
     from tests.docker.container import SMALL, THREAD
 
     network = "diloco-test-bridge"

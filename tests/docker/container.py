@@ -1,4 +1,4 @@
-"""A node in a container: started as the README says, queried over its published port, and always removed."""
+"""Runs a node in a container as the README says, queries it over its published port, and removes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Container:
         return self
 
     def remove(self) -> None:
-        """Remove the container, but not its volume."""
+        """Remove the container but keep its volume."""
         self.forget()
         self.docker("rm", "--force", self.name, check=False)
 
@@ -72,7 +72,7 @@ class Container:
     # queries to the node
 
     def forget(self) -> None:
-        """Drop the client, because the port changes with each start."""
+        """Close the HTTP client, because the published port changes with each start."""
         if self._http is not None:
             self._http.close()
         self._http = None
@@ -119,12 +119,12 @@ class Container:
         return list(self.http.get("/api/v1/rounds?limit=200").raise_for_status().json()["rounds"])
 
     def digests(self) -> dict[int, str]:
-        """Digests by round of the current chain."""
+        """The state digests of the current chain by round number."""
         return {r["round"]: r["state_digest"] for r in reversed(self.rounds()) if r["outcome"] != "failed"}
 
     @contextmanager
     def page_open(self) -> Iterator[None]:
-        """An open event stream that is read."""
+        """Keep an event stream open and read it, as an open page does."""
 
         def read() -> None:
             with suppress(httpx.HTTPError), self.http.stream("GET", "/api/v1/events", timeout=120) as answer:

@@ -1,6 +1,6 @@
-"""A container engine for tests: a running one, or a dockerd started here; and the image, on a base built here.
+"""A container engine for tests, and the image that it builds. The engine is a running one or a dockerd started here.
 
-No image registry is used: the base is Debian 12 by debootstrap, kept in the cache folder together with the layers.
+No image registry is used. debootstrap makes the base image of Debian 12; the cache folder keeps it and the layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEEDED = ("dockerd", "debootstrap", "containerd", "iptables")
 
 
 def why_not() -> str:
-    """Why the tests cannot run here, or an empty text."""
+    """The reason why the container tests cannot run on this machine. Empty if they can."""
     if not os.environ.get(ASKED_FOR):
         return "containers are tested by `make test-docker`, as building the image takes minutes"
     missing = [name for name in NEEDED if not shutil.which(name)]
@@ -43,14 +43,14 @@ def why_not() -> str:
 
 
 class Engine:
-    """Runs docker's command line against one engine."""
+    """Runs the docker command line against one engine."""
 
     def __init__(self, host: str, client: str) -> None:
         self.host, self.client = host, client
         self.environment = {**os.environ, "DOCKER_HOST": host, "DOCKER_BUILDKIT": "1"}
 
     def __call__(self, *words: str, timeout_s: float = 120.0, check: bool = True, both: bool = False) -> str:
-        """Standard output; with `both`, standard error too."""
+        """Run a docker command and return its standard output. If `both` is true, standard error is included."""
         done = subprocess.run(
             [self.client, *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if both else subprocess.PIPE, text=True, timeout=timeout_s, check=False,
@@ -63,7 +63,7 @@ class Engine:
 
 
 def client() -> str:
-    """A docker client that supports BuildKit, by the plugin buildx or by itself."""
+    """The path of a docker client that supports BuildKit, by itself or through the plugin buildx."""
     for candidate in (shutil.which("docker"), "/usr/bin/docker"):
         if candidate and Path(candidate).exists():
             words = [candidate, "version", "--format", "{{.Client.Version}}"]
@@ -76,7 +76,7 @@ def client() -> str:
 
 @contextmanager
 def engine() -> Iterator[Engine]:
-    """The engine named by DOCKER_HOST or already running; otherwise one that ends with the tests."""
+    """The engine that DOCKER_HOST names or that already runs. Otherwise start one that ends with the tests."""
     command = client()
     running = Engine(os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"), command)
     if running("info", check=False) and "Server Version" in running("info", check=False):
@@ -105,7 +105,7 @@ def engine() -> Iterator[Engine]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
-        # It leaves a mount behind, which prevents removal of the cache folder.
+        # dockerd leaves a mount behind, which would prevent the removal of the cache folder.
         subprocess.run(["umount", CACHE / "exec" / "netns" / "default"], capture_output=True, timeout=30, check=False)
 
 
@@ -113,7 +113,7 @@ def engine() -> Iterator[Engine]:
 
 
 def make_base(docker: Engine) -> None:
-    """Make an image of Debian 12, about as small as Debian's slim images."""
+    """Make a base image of Debian 12 that is about as small as Debian's slim images."""
     if docker("images", "--quiet", BASE):
         return
     CACHE.mkdir(mode=0o700, exist_ok=True)
@@ -135,7 +135,7 @@ def make_base(docker: Engine) -> None:
 
 @contextmanager
 def served(folder: str) -> Iterator[str]:
-    """Serve a folder of this machine to the build over HTTP."""
+    """Serve a folder of this machine over HTTP, so that the build can read it."""
     handler = partial(_Quiet, directory=folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
@@ -154,7 +154,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def pip_settings() -> Mapping[str, str]:
-    """This machine's pip settings: index, folders with wheels, certificates. The last value wins, as in pip."""
+    """This machine's pip settings for index, wheel folders and certificates. The last value wins, as in pip."""
     listed = subprocess.run(
         ["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
     ).stdout
@@ -164,7 +164,7 @@ def pip_settings() -> Mapping[str, str]:
 
 @contextmanager
 def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
-    """Arguments that pass this machine's pip settings to a build, and a mark in them that no layer may contain."""
+    """Build arguments that pass this machine's pip settings as secrets, and a mark in them that no layer may have."""
     settings, mark = pip_settings(), f"secret-{uuid.uuid4().hex}"
     lines, words = ["[global]", f"# {mark}", "trusted-host = 127.0.0.1"], []
     with ExitStack() as stack:
@@ -181,7 +181,7 @@ def secrets(folder: Path) -> Iterator[tuple[list[str], str]]:
 
 
 def build(docker: Engine, folder: Path) -> str:
-    """`make image` for the CPU. Returns the mark of its secrets."""
+    """Run `make image` for the CPU. Returns the mark in the secrets of the build."""
     make_base(docker)
     with secrets(folder) as (words, mark):
         arguments = ["--network host", f"--build-arg BASE_IMAGE={BASE}", " ".join(words)]

@@ -1,4 +1,4 @@
-"""compose.yaml: valid for each profile, and the swarm runs. The command is Debian's `docker-compose`, or the plugin."""
+"""compose.yaml is valid for each profile, and its swarm runs. Uses `docker-compose` or the plugin `docker compose`."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def compose(*words: str, environment: Mapping[str, str] | None = None, timeout_s
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_each_profile_is_valid(profile: str) -> None:
+def test_each_profile_of_the_compose_file_is_valid(profile: str) -> None:
     services = yaml.safe_load(compose("--profile", profile, "config"))["services"]
     assert PROFILES[profile] <= set(services)
     for name, service in services.items():
         for port in service.get("ports", []):
-            # Only the port for peers is open to others.
+            # Only the port for peers is published to other machines.
             assert "31337" in str(port) or "127.0.0.1" in str(port), (name, port)
         if "diloco-node" in service["image"]:
             assert service["read_only"] and service["cap_drop"] == ["ALL"]
@@ -68,7 +68,9 @@ def project(docker: Engine) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.timeout(1200)
-def test_the_swarm_runs(docker: Engine, project: dict[str, str], tmp_path: Path) -> None:
+def test_swarm_profile_of_the_compose_file_starts_three_nodes_that_train(
+    docker: Engine, project: dict[str, str], tmp_path: Path
+) -> None:
     compose("--profile", "swarm", "up", "--detach", environment=project, timeout_s=400)
 
     def status(service: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Containers as volunteers start them: read-only, unprivileged, as user nobody. They train, agree and restart."""
+"""Containers train, agree and restart when started as volunteers start them: read-only and without privileges."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def worker_of(container: Container) -> int:
-    """Its process id inside the container."""
+    """The process id of the container's worker, inside the container."""
     return int(wait_for(lambda: container.execute("python3", "-c", WORKER, check=False).strip(), 60, "a worker"))
 
 
 def known(container: Container) -> dict[str, Any]:
-    """The node's state one round ago, which must survive."""
+    """Return the node's status after waiting for one more round. Its values must survive an interruption."""
     told = container.status()
     joined = told["contribution"]["rounds_joined"]
     container.until(lambda s: s["contribution"]["rounds_joined"] > joined, 180, "one more round")
@@ -40,7 +40,7 @@ def known(container: Container) -> dict[str, Any]:
 
 
 def kept(container: Container, before: dict[str, Any], timeout_s: float = 240) -> None:
-    """Assert that the restarted node has its identity and totals and takes part in rounds."""
+    """Assert that the restarted node has the identity and totals of `before` and takes part in rounds."""
     container.forget()
     first = container.until(lambda s: s["contribution"]["tokens_total"], 120, "totals")["contribution"]
     for total in ("tokens_total", "rounds_joined", "rounds_attempted", "training_s"):
@@ -53,10 +53,10 @@ def kept(container: Container, before: dict[str, Any], timeout_s: float = 240) -
     assert status["node"]["peer_id"] == before["node"]["peer_id"]
 
 
-# One
+# tests with one container
 
 
-def test_it_is_healthy_and_its_commands_answer(alone: Container, figures: Figures) -> None:
+def test_container_becomes_healthy_and_its_commands_answer(alone: Container, figures: Figures) -> None:
     began_s = time.monotonic()
     alone.run("run", "--name", "alone", THREAD, *SMALL)
     wait_for(alone.is_healthy, 2 * HEALTHY_S, "healthy")
@@ -73,16 +73,16 @@ def test_it_is_healthy_and_its_commands_answer(alone: Container, figures: Figure
     assert httpx.get(f"{base}/api/v1/status", trust_env=False).status_code == 401
     assert httpx.get(f"{base}/livez", headers={"Host": "evil.example"}, trust_env=False).status_code == 403
     assert httpx.get(base, trust_env=False).status_code == 200
-    # Only the volume was written to.
+    # The node has written only to the volume.
     assert alone.docker("diff", alone.name) == ""
 
 
-def test_a_hung_worker_is_restarted_from_inside(alone: Container) -> None:
+def test_hung_worker_is_replaced_without_a_restart_of_its_container(alone: Container) -> None:
     alone.run("run", THREAD, *SMALL)
     alone.until_round(0)
     started = alone.state()["StartedAt"]
     worker = worker_of(alone)
-    # The supervisor allows a worker a minute to start, then half a minute without a heartbeat.
+    # The supervisor gives a worker a minute to start. After that it replaces one that sends no heartbeat for 30 s.
     alone.execute("python3", "-c", f"import os; os.kill({worker}, 19)")
     wait_for(lambda: worker_of(alone) != worker, 180, "another worker")
     before = alone.status()["run"]["round"]
@@ -90,7 +90,7 @@ def test_a_hung_worker_is_restarted_from_inside(alone: Container) -> None:
     assert (alone.state()["StartedAt"], alone.restarts()) == (started, 0)
 
 
-def test_leave_and_resume(alone: Container) -> None:
+def test_container_keeps_running_after_leave_and_trains_again_after_resume(alone: Container) -> None:
     alone.run("run", THREAD, *SMALL)
     alone.until_round(0)
     before = alone.status()
@@ -106,8 +106,8 @@ def test_leave_and_resume(alone: Container) -> None:
     kept(alone, before)
 
 
-def test_a_fatal_error_stays_on_the_page(alone: Container) -> None:
-    """A model that needs more memory than any machine has: exit code 3 outside of containers."""
+def test_container_with_a_fatal_error_keeps_running_and_shows_the_error(alone: Container) -> None:
+    """The model needs more memory than any machine has. Outside of a container the node ends with exit code 3."""
     huge = (
         "--run.model.hidden_size=65536",
         "--run.model.num_hidden_layers=512",
@@ -125,8 +125,8 @@ def test_a_fatal_error_stays_on_the_page(alone: Container) -> None:
     assert alone.state()["ExitCode"] == 0
 
 
-def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
-    """Exit code 2 outside of containers. In one the engine would restart it forever without showing the reason."""
+def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone: Container) -> None:
+    """If the container ended with exit code 2, the engine would restart it forever, without a page for the reason."""
     alone.run("run", THREAD, env={"DILOCO_JOIN": "diloco1-cut-short"})
     status = alone.until_phase("error")
     assert status["code"] == "bad_invite" and "copy the whole string again" in status["reason"]
@@ -134,7 +134,7 @@ def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
     alone.execute("diloco-node", "resume")
     alone.until(lambda s: s["phase"] == "error" and s["since"] != status["since"], 60, "error again")
     assert (alone.state()["Status"], alone.restarts()) == ("running", 0)
-    # The remedy: the same volume with another invite, or here without one.
+    # The remedy is to use the same volume with another invite or, as in this test, without one.
     alone.remove()
     alone.run("run", THREAD, *SMALL)
     alone.until_round(0)
@@ -147,8 +147,10 @@ def test_a_bad_invite_stays_on_the_page(alone: Container) -> None:
         (("--api.tls_cert=/data/none.pem", "--api.tls_key=/data/none.key"), "none.pem"),
     ],
 )
-def test_where_there_is_no_page_it_ends_with_2(alone: Container, words: tuple[str, ...], said: str) -> None:
-    """Without an API the container ends: the engine tries again, and the log gives the reason."""
+def test_container_whose_api_cannot_start_ends_with_exit_code_2(
+    alone: Container, words: tuple[str, ...], said: str
+) -> None:
+    """A container without an API ends, so that the engine starts it again. The log gives the reason."""
     alone.run("run", *words)
     wait_for(lambda: alone.restarts() >= 2, 120, "the engine starts it again")
     alone.docker("update", "--restart", "no", alone.name)
@@ -158,7 +160,7 @@ def test_where_there_is_no_page_it_ends_with_2(alone: Container, words: tuple[st
     assert len(lines) >= 3 and all(said in line for line in lines)
 
 
-def test_two_containers_on_one_volume(docker: Engine, alone: Container, figures: Figures) -> None:
+def test_second_container_on_a_volume_ends_with_exit_code_2(docker: Engine, alone: Container, figures: Figures) -> None:
     alone.run("run", THREAD, *SMALL)
     alone.until_phase("training")
     second = Container(docker, "second", volume=alone.volume)
@@ -174,10 +176,10 @@ def test_two_containers_on_one_volume(docker: Engine, alone: Container, figures:
     assert alone.status()["phase"] in ("training", "syncing")
 
 
-# Four, in this order
+# tests with four containers, which must run in this order
 
 
-def test_four_agree(four: list[Container]) -> None:
+def test_four_containers_train_and_agree(four: list[Container]) -> None:
     number = agree(four)
     print(f"four containers agree on round {number}")
     for container in four:
@@ -185,7 +187,7 @@ def test_four_agree(four: list[Container]) -> None:
 
 
 def stop_seen_by(leaver: Container, others: list[Container]) -> tuple[float, float]:
-    """Seconds from the stop signal until the container has ended, and until all others count one peer less."""
+    """Stop a container. Returns the seconds until it has ended, and until all others count one peer less."""
     members = len(others) + 1
     began_s = time.monotonic()
 
@@ -200,7 +202,9 @@ def stop_seen_by(leaver: Container, others: list[Container]) -> tuple[float, flo
         return took_s, max(one.result(2 * STOP_S) for one in gone)
 
 
-def test_stop_in_a_round_with_a_page_open(four: list[Container], figures: Figures) -> None:
+def test_container_stops_promptly_in_mid_round_with_an_open_page_and_returns(
+    four: list[Container], figures: Figures
+) -> None:
     leaver, others = four[3], four[:3]
     before = known(leaver)
     with leaver.page_open():
@@ -214,7 +218,7 @@ def test_stop_in_a_round_with_a_page_open(four: list[Container], figures: Figure
     kept(leaver, before)
 
 
-def test_kill(four: list[Container]) -> None:
+def test_killed_container_keeps_its_identity_and_totals_after_a_start(four: list[Container]) -> None:
     before = known(four[2])
     four[2].docker("kill", four[2].name)
     assert four[2].state()["Status"] == "exited"
@@ -222,7 +226,7 @@ def test_kill(four: list[Container]) -> None:
     kept(four[2], before)
 
 
-def test_pause_for_a_minute(four: list[Container]) -> None:
+def test_container_returns_to_the_rounds_after_a_pause_of_a_minute(four: list[Container]) -> None:
     before = known(four[1])
     four[1].docker("pause", four[1].name)
     time.sleep(60)
@@ -230,13 +234,13 @@ def test_pause_for_a_minute(four: list[Container]) -> None:
     kept(four[1], before)
 
 
-def test_restart(four: list[Container]) -> None:
+def test_restarted_container_keeps_its_identity_and_totals(four: list[Container]) -> None:
     before = known(four[0])
     four[0].docker("restart", four[0].name)
     kept(four[0], before)
 
 
-def test_recreated_on_the_same_volume(four: list[Container]) -> None:
+def test_container_recreated_on_its_volume_keeps_its_identity_and_totals(four: list[Container]) -> None:
     before = known(four[3])
     four[3].docker("stop", four[3].name)
     four[3].remove()
@@ -244,6 +248,6 @@ def test_recreated_on_the_same_volume(four: list[Container]) -> None:
     kept(four[3], before)
 
 
-def test_all_agree_after_all_that(four: list[Container]) -> None:
+def test_four_containers_still_agree_after_stops_kills_pauses_and_restarts(four: list[Container]) -> None:
     agree(four)
     assert [c.restarts() for c in four] == [0, 0, 0, 0]

@@ -1,6 +1,6 @@
-"""The Grafana dashboard against the published schema of the Grafana version that compose.yaml pins.
+"""The Grafana dashboard matches the published schema of the Grafana version that compose.yaml pins.
 
-Grafana itself does not run: TypeScript finds unknown fields and invalid values.
+Grafana itself does not run. The TypeScript compiler finds unknown fields and invalid values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.docker.test_monitoring import DASHBOARD, DOCKER, PANELS
 SCHEMA = "./node_modules/@grafana/schema/dist/esm"
 TSC = ROOT / "dashboard" / "node_modules" / ".bin" / "tsc"
 OPTIONS = {"stat": "StatPanelCfg", "timeseries": "TimeSeriesPanelCfg", "state-timeline": "StateTimelinePanelCfg"}
-# Enums are words in JSON, and keys with a default are optional. The keys of queries and
-# annotations belong to the data source.
+# In JSON, enums are words, and keys with a default are optional. The keys of queries and annotations belong to the
+# data source.
 TYPES = """
 import type { Dashboard, DataQuery } from "@grafana/schema";
 type Plain<T> = unknown extends T ? T : T extends string ? `${T}` : T extends number | boolean | null | undefined ? T
@@ -61,7 +61,7 @@ def faults(folder: Path, text: str) -> str:
 
 
 @pytest.mark.skipif(not os.environ.get(ASKED_FOR), reason="part of `make test-docker`, as it fetches Grafana's schema")
-def test_the_dashboard_is_what_grafana_reads(tmp_path: Path) -> None:
+def test_grafana_dashboard_matches_the_schema_published_by_grafana(tmp_path: Path) -> None:
     if not (shutil.which("npm") and TSC.exists()):
         pytest.skip("npm and the dashboard's packages are not installed (make dashboard)")
     image = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))["services"]["grafana"]["image"]

@@ -1,4 +1,4 @@
-"""The image: its labels, what it contains, and what it must not contain."""
+"""The image has the right labels and contents, and no secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET_FILES = re.compile(
 PUBLIC_PEM = re.compile(r"^(etc/ssl/|usr/share/ca-certificates/|.*/(certifi|botocore|grpc)/)")
 
 
-def test_it_says_what_it_is(docker: Engine) -> None:
+def test_image_has_the_documented_settings_labels_and_version(docker: Engine) -> None:
     config = json.loads(docker("inspect", "--format", "{{json .Config}}", IMAGE))
     assert config["User"] == "31337:31337"
     assert config["StopSignal"] == "SIGTERM"
@@ -41,13 +41,13 @@ def test_it_says_what_it_is(docker: Engine) -> None:
     assert version == f"diloco-node {labels['version']}"
 
 
-def test_it_is_small(docker: Engine) -> None:
+def test_image_is_smaller_than_its_size_limit(docker: Engine) -> None:
     size_bytes = int(docker("inspect", "--format", "{{.Size}}", IMAGE))
     print(f"{size_bytes / 1e6:.0f} MB")
     assert size_bytes < SIZE_BYTES_MAX
 
 
-def test_no_secrets_in_history_and_layers(built: Built, tmp_path: Path) -> None:
+def test_image_has_no_secrets_in_its_history_and_layers(built: Built, tmp_path: Path) -> None:
     history = built.docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", IMAGE)
     assert built.secret not in history
     assert not re.search(r"https?://", history), "an index or a proxy is named"
@@ -74,8 +74,8 @@ def test_no_secrets_in_history_and_layers(built: Built, tmp_path: Path) -> None:
     assert faults == []
 
 
-def test_what_is_installed_fits_together(docker: Engine) -> None:
-    """pip is not in the image, so this machine's pip checks it from outside."""
+def test_python_packages_in_the_image_are_compatible(docker: Engine) -> None:
+    """The image does not contain pip, so the test mounts this machine's pip into a container."""
     (wheel,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
     told = docker(
         "run", "--rm", "--network", "none", "--volume", f"{wheel}:/pip/{wheel.name}:ro", "--entrypoint", "python3",
@@ -85,7 +85,7 @@ def test_what_is_installed_fits_together(docker: Engine) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_list_of_what_is_installed(docker: Engine) -> None:
+def test_make_sbom_lists_the_packages_in_the_image(docker: Engine) -> None:
     done = subprocess.run(
         ["make", "sbom", f"DOCKER={docker.client}"], cwd=ROOT, env=docker.environment,
         capture_output=True, text=True, timeout=240, check=False,

@@ -1,6 +1,6 @@
-"""Alerts, runbook and dashboard are consistent, and a real Prometheus scrapes real nodes.
+"""Alerts, runbook and Grafana dashboard are consistent, and a real Prometheus scrapes real nodes.
 
-The engine is Debian's package `prometheus` (with promtool). Without it the tests are skipped.
+The tests use Debian's package `prometheus`, which contains promtool. Without it they are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promto
 needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt)")
 
 
-# On paper
+# tests of the files
 
 
 @needs_promtool
@@ -49,13 +49,13 @@ needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="pr
     "words",
     [("check", "config", "prometheus.yml"), ("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
 )
-def test_promtool_is_content(words: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_prometheus_configuration_and_alert_rules(words: tuple[str, ...]) -> None:
     done = subprocess.run(["promtool", *words], cwd=CONFIG, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout + done.stderr
 
 
-def test_each_alert_has_a_test_and_a_paragraph() -> None:
+def test_each_alert_has_a_test_and_a_paragraph_in_the_runbook() -> None:
     names = [rule["alert"] for rule in ALERTS]
     tested = yaml.safe_load((CONFIG / "alerts_test.yml").read_text())["tests"]
     cases = [case for test in tested for case in test["alert_rule_test"]]
@@ -69,7 +69,7 @@ def test_each_alert_has_a_test_and_a_paragraph() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_the_dashboard_is_in_order() -> None:
+def test_grafana_panels_do_not_overlap_have_units_and_filter_by_node() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     taken: set[tuple[int, int]] = set()
@@ -85,7 +85,7 @@ def test_the_dashboard_is_in_order() -> None:
     assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "node"]
 
 
-def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
+def test_grafana_dashboard_and_alerts_use_only_existing_metrics() -> None:
     board = NodeState(NodeInfo(), {}, state=PhaseState())
     text = page_with_gpu(board, metrics_of(board))
     there = set(re.findall(r"^(diloco_\w+)", text, re.MULTILINE))
@@ -93,7 +93,7 @@ def test_dashboard_and_alerts_name_only_metrics_that_there_are() -> None:
     assert {name for expr in asked for name in re.findall(r"diloco_\w+", expr)} - there == set()
 
 
-# For real
+# tests with a running Prometheus
 
 
 def metrics_of(board: NodeState) -> Metrics:
@@ -103,7 +103,7 @@ def metrics_of(board: NodeState) -> Metrics:
 
 
 def page_with_gpu(board: NodeState, metrics: Metrics) -> str:
-    """The metrics of a node with a simulated GPU of 300 W."""
+    """The /metrics page of a node with a simulated GPU that draws 300 W."""
     gpu = DeviceInfo(
         kind="cuda", name="x", utilization_ratio=0.9, memory_used_bytes=7, memory_size_bytes=8,
         temperature_celsius=70.0, energy_joules=300.0 * time.monotonic(),
@@ -117,7 +117,7 @@ def page_with_gpu(board: NodeState, metrics: Metrics) -> str:
 
 @contextmanager
 def node_with_gpu() -> Iterator[str]:
-    """Its address."""
+    """Serve the metrics of a node with a simulated GPU. Yields the server's address."""
     board = NodeState(NodeInfo(), {}, state=PhaseState())
     metrics = metrics_of(board)
 
@@ -154,7 +154,7 @@ def ready_to_run(expression: str) -> str:
 
 
 def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str, Any]) -> None:
-    """Data of the panel's kind: one number for a stat, else series with the legend's labels; in the unit's range."""
+    """Assert that the query returns one number for a stat panel, and series with distinct legends for any other."""
     expression, title = ready_to_run(target["expr"]), panel["title"]
     if panel["type"] == "stat":
         (row,) = prometheus.query(expression)
@@ -173,7 +173,7 @@ def check_panel(prometheus: Prometheus, panel: dict[str, Any], target: dict[str,
 
 
 def bring_to_error(node: Node) -> None:
-    """Kill its worker after each restart until the supervisor gives up."""
+    """Kill the node's worker after each restart until the supervisor gives up."""
     deadline_s = time.monotonic() + 90
     while node.status()["phase"] != "error":
         assert time.monotonic() < deadline_s, "the supervisor has not given up"
@@ -185,7 +185,7 @@ def bring_to_error(node: Node) -> None:
 
 @needs_prometheus
 @pytest.mark.timeout(400)
-def test_a_real_prometheus_of_three_real_nodes(tmp_path: Path) -> None:
+def test_prometheus_evaluates_all_panels_and_alerts_for_three_real_nodes(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": 20, "min_peers": 2}, evaluation={"batches": 1})
     with Swarm(tmp_path / "swarm", run) as swarm, node_with_gpu() as gpu:
         nodes = [swarm.found(), *swarm.join("second", "third")]
@@ -203,7 +203,7 @@ def test_a_real_prometheus_of_three_real_nodes(tmp_path: Path) -> None:
             rules = {rule["name"]: rule for rule in prometheus.rules()}
             for rule in ALERTS:
                 assert rules[rule["alert"]]["health"] == "ok", rules[rule["alert"]]
-                # With `bool` a comparison yields 0 or 1 for each node instead of dropping nodes.
+                # With `bool`, a comparison yields 0 or 1 for each node instead of dropping nodes.
                 told = re.sub(r"(==|<=|>=|<|>)(?!~)", r"\1 bool", rule["expr"])
                 values = {row["metric"]["instance"]: row["value"] for row in prometheus.query(told)}
                 assert set(targets) <= set(values), (rule["alert"], values)

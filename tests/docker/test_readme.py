@@ -25,7 +25,7 @@ LINES = [
 UNIT = ROOT / "docker" / "systemd" / "diloco-node.service"
 
 
-def test_what_it_names_is_there() -> None:
+def test_files_and_make_targets_named_in_the_readme_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {line.split()[1] for line in LINES if line.startswith("make ")} <= set(targets)
     for link in re.findall(r"\]\(([^)]+)\)", SECTION):
@@ -35,7 +35,7 @@ def test_what_it_names_is_there() -> None:
             assert (ROOT / file).exists(), line
 
 
-def test_the_unit_file(tmp_path: Path) -> None:
+def test_systemd_unit_file_is_valid_and_prevents_restarts_after_fatal_errors(tmp_path: Path) -> None:
     text = UNIT.read_text(encoding="utf-8")
     settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
     fatal = sorted(
@@ -48,7 +48,7 @@ def test_the_unit_file(tmp_path: Path) -> None:
     assert (settings["Restart"], settings["KillSignal"]) == ("on-failure", "SIGTERM")
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed, so only the text was looked at")
-    # Without an installation, another program replaces the node.
+    # diloco-node is not installed at that path, so the test puts another program there.
     copy = tmp_path / UNIT.name
     copy.write_text(text.replace("/opt/diloco/bin/diloco-node", "/bin/true"))
     words = ["systemd-analyze", "verify", "--man=no", str(copy)]
@@ -64,7 +64,9 @@ def founder(docker: Engine) -> Iterator[Container]:
 
 
 @pytest.mark.timeout(600)
-def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> None:
+def test_docker_command_in_the_readme_joins_a_swarm_and_upgrades_a_node(
+    docker: Engine, founder: Container, alone: Container
+) -> None:
     founder.run("run", THREAD, *SMALL)
     (line,) = [line for line in LINES if line.startswith("docker run")]
     # The test uses its own names and ports, because other containers may run on this machine.
@@ -81,7 +83,7 @@ def test_the_one_line(docker: Engine, founder: Container, alone: Container) -> N
         if line.startswith("docker exec diloco "):
             assert alone.execute(*shlex.split(line)[3:])
     began_as = alone.status()["node"]["peer_id"]
-    # The upgrade as documented: stop, rm, and the same command again.
+    # The documented upgrade is `docker stop`, `docker rm`, and the same `docker run` command again.
     docker("stop", alone.name)
     alone.remove()
     docker(*(replaced.get(word, word) for word in words[1:]))

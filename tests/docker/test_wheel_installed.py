@@ -23,7 +23,7 @@ from tests.swarm.harness import wait_for
 @pytest.mark.skipif(
     not os.environ.get(ASKED_FOR), reason="part of `make test-docker`, as installing torch takes minutes"
 )
-def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
+def test_wheel_can_be_installed_and_run_in_an_empty_environment(tmp_path: Path) -> None:
     done = subprocess.run(["make", "wheel"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (ROOT / "dist").glob("diloco_node-*.whl")
@@ -32,7 +32,7 @@ def test_it_runs_in_an_empty_environment(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith(("tests", "dashboard", "docker")) or name.endswith(".ts")] == []
     assert "node/api/static/index.html" in names
 
-    # Otherwise pip finds this checkout on the path and considers it installed.
+    # With PYTHONPATH set, pip would find this checkout and consider the package installed.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO"))}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120, env=environment)
     python = tmp_path / "venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""A real Prometheus with the shipped configuration, for the duration of a test."""
+"""Runs a real Prometheus with the shipped configuration for the duration of a test."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ START_S = 60.0
 
 
 class Prometheus:
-    """A context manager. The configuration is the shipped one with a scrape interval of one second."""
+    """A context manager that runs Prometheus with the shipped configuration and a scrape interval of one second."""
 
     def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
-        """`targets`: host:port by the name used in dashboard and alerts."""
+        """`targets` maps the names of nodes, as dashboard and alerts show them, to HOST:PORT."""
         self._folder = folder
         shutil.copytree(CONFIG, folder / "config")
         file = folder / "config" / "prometheus.yml"
@@ -71,13 +71,13 @@ class Prometheus:
         return dict(answer["data"])
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """An instant vector: metric and value of each element."""
+        """Run an instant query. Returns metric and value of each element of the vector."""
         data = self._data("/api/v1/query", query=expression)
         assert data["resultType"] == "vector", data
         return [{"metric": row["metric"], "value": float(row["value"][1])} for row in data["result"]]
 
     def query_range(self, expression: str, last_s: float) -> list[dict[str, Any]]:
-        """Series over the last seconds: metric and values of each."""
+        """Run a range query over the last `last_s` seconds. Returns metric and values of each series."""
         now = time.time()
         data = self._data("/api/v1/query_range", query=expression, start=now - last_s, end=now, step=1)
         assert data["resultType"] == "matrix", data
@@ -87,6 +87,6 @@ class Prometheus:
         return [rule for group in self._data("/api/v1/rules")["groups"] for rule in group["rules"]]
 
     def firing(self, alert: str) -> list[str]:
-        """Instances for which the alert fires."""
+        """The instances for which the alert fires."""
         alerts = self._data("/api/v1/alerts")["alerts"]
         return [a["labels"]["instance"] for a in alerts if a["labels"]["alertname"] == alert and a["state"] == "firing"]

@@ -1,9 +1,9 @@
-"""Builds homes and runs a node in each: a founder, then joiners with its invite. Ctrl-C ends and removes everything.
+"""Builds simulated homes and runs a node in each: a founder, and nodes that join with its invite.
 
     python -m tests.homes --kinds published,cone,symmetric --lines 100/20,10/50,2/2
 
-Every few seconds it prints one line per home about its node. While it runs, it accepts commands on standard input:
-`address 2`, `cut 2`, `reconnect 2`, `line 2 10/50`, `kill 2`.
+Every few seconds it prints one line for each home about the node there. It accepts commands on standard input:
+`address 2`, `cut 2`, `reconnect 2`, `line 2 10/50`, `kill 2`. Ctrl-C ends all nodes and removes the homes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Member = tuple[AttachedHome, Node]
 
 
 def homes_of(options: argparse.Namespace) -> list[Home]:
-    """Homes with these kinds and lines in turn. If one is IPv6-only, the others are dual-stack."""
+    """Return homes that have the given kinds and lines in turn. If one home is IPv6-only, the others are dual-stack."""
     kinds = parse_kinds(options.kinds or ",".join(MIXED))
     count = options.homes or (len(kinds) if options.kinds else 6)
     pairs = islice(zip(cycle(kinds), cycle(parse_lines(options.lines)), strict=False), count)
@@ -43,7 +43,7 @@ def homes_of(options: argparse.Namespace) -> list[Home]:
 
 
 def line(member: Member) -> str:
-    """One line about the node of this home."""
+    """One line of text about the node of this home."""
     home, node = member
     head = f"{home.name:<14}{line_text(home.lines):>10} "
     code = node.process.poll() if node.process else None
@@ -67,7 +67,7 @@ def seen(status: dict[str, Any], records: Sequence[dict[str, Any]]) -> str:
 
 
 def obey(order: str, members: Sequence[Member]) -> str:
-    """Carry out one line of standard input. Returns what to print."""
+    """Carry out a command from standard input. Returns the text to print."""
     verb, number, *rest = [*order.split(), "", ""]
     try:
         home, node = {str(home.number): (home, node) for home, node in members}[number]
@@ -91,7 +91,7 @@ def obey(order: str, members: Sequence[Member]) -> str:
 
 
 def watch(members: Sequence[Member], every_s: float) -> None:
-    """Print until Ctrl-C."""
+    """Print the lines about all homes every `every_s` seconds, until Ctrl-C."""
     reading = [sys.stdin] if sys.stdin and not sys.stdin.closed else []
     while True:
         print(time.strftime("%H:%M:%S"))
@@ -148,7 +148,7 @@ def main() -> int:
         try:
             live(homes, swarm, options, flags)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):  # A second Ctrl-C leaves nothing behind either.
+            for number in (signal.SIGINT, signal.SIGTERM):  # A second Ctrl-C must not interrupt the removal.
                 signal.signal(number, signal.SIG_IGN)
             print("Ending the nodes and removing the homes ...", flush=True)
     return 0

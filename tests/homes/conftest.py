@@ -1,4 +1,4 @@
-"""Fixtures of the tests with homes: a machine that can run them, and nodes that end with the test."""
+"""Fixtures of the tests with homes. They skip tests that this machine cannot run, and end all nodes after a test."""
 
 from __future__ import annotations
 

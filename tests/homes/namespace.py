@@ -19,32 +19,32 @@ CLONE_NEWNET = 0x40000000
 NAMES = Path("/run/netns")
 NETLINK_NETFILTER = 12
 CONNTRACK_DELETE = (1 << 8) | 2
-"""Subsystem ctnetlink, message IPCTNL_MSG_CT_DELETE (linux/netfilter/nfnetlink_conntrack.h)."""
+"""Netlink message IPCTNL_MSG_CT_DELETE of subsystem ctnetlink (linux/netfilter/nfnetlink_conntrack.h)."""
 REQUEST_AND_ACKNOWLEDGE = 0x1 | 0x4
 NETLINK_HEADER = struct.Struct("=IHHII")
 _number = count()
 
 
 def run(*words: str, text: str = "") -> str:
-    """Run a command with `text` as its input, and return its output. Raises CalledProcessError or TimeoutExpired."""
+    """Run a command with `text` as input and return its output. Raises CalledProcessError or TimeoutExpired."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=True, timeout=COMMAND_S)
     return done.stdout
 
 
 def ip(namespace: str, *lines: str) -> None:
-    """Run these lines of `ip` in the namespace; the first that fails ends it."""
+    """Run these lines as `ip` commands in the namespace. The first line that fails ends the batch."""
     run("ip", "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
 
 
 def add(namespace: str) -> None:
-    """Make a namespace with loopback up and no address autoconfiguration."""
+    """Make a namespace whose loopback interface is up and which has no address autoconfiguration."""
     run("ip", "netns", "add", namespace)
     sysctl(namespace, {"net/ipv6/conf/default/accept_ra": 0, "net/ipv6/conf/default/accept_dad": 0})
     ip(namespace, "link set lo up")
 
 
 def delete(namespace: str) -> None:
-    """Kill the processes that still live in the namespace, by their ids, and remove it with its interfaces."""
+    """Kill the processes that still run in the namespace by their ids, and remove the namespace with its interfaces."""
     with suppress(subprocess.SubprocessError):
         for word in run("ip", "netns", "pids", namespace).split():
             if int(word) != os.getpid():
@@ -55,13 +55,13 @@ def delete(namespace: str) -> None:
 
 
 def filter_packets(namespace: str, rules: Sequence[str], *, family: int) -> None:
-    """Replace all rules of the tables that these lines of `iptables-save` name; family 4 or 6."""
+    """Replace all rules of the tables named in these lines of `iptables-save`. `family` is 4 or 6."""
     tool = "iptables-restore" if family == 4 else "ip6tables-restore"
     run("ip", "netns", "exec", namespace, tool, text="\n".join(rules) + "\n")
 
 
 def sysctl(namespace: str, values: Mapping[str, int]) -> None:
-    """Set kernel parameters of the namespace; a parameter that this kernel does not have is skipped."""
+    """Set kernel parameters of the namespace. Parameters that this kernel does not have are skipped."""
     with inside(namespace):
         for name, value in values.items():
             with suppress(FileNotFoundError):
@@ -69,23 +69,23 @@ def sysctl(namespace: str, values: Mapping[str, int]) -> None:
 
 
 def shape(namespace: str, device: str, mbit_s: float | None) -> None:
-    """Limit what leaves through a device, in Mbit/s of whole frames; None removes the limit.
+    """Limit the rate, in Mbit/s of whole frames, at which data leaves through a device. None removes the limit.
 
     A full queue holds 200 ms, as in a modem, and drops the rest.
     """
     if mbit_s is None:
-        with suppress(subprocess.CalledProcessError):  # There was no limit.
+        with suppress(subprocess.CalledProcessError):  # There may be no limit.
             run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
         return
     burst_bytes = max(8192, int(mbit_s * 1e6 / 8 * 0.005))
     words = ("rate", f"{mbit_s}mbit", "burst", f"{burst_bytes}b", "latency", "200ms")
-    # A new handle makes a new queue: a packet in the old one may be too large for a smaller burst.
+    # A new handle makes a new queue. A packet in the old queue could be too large for a smaller burst.
     handle = f"{next(_number) % 0xFFF0 + 1:x}:"
     run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "handle", handle, "tbf", *words)
 
 
 def counters(namespace: str, device: str) -> tuple[int, int]:
-    """Bytes that a device sent and received so far, Ethernet headers included."""
+    """The bytes that a device has sent and received so far, including Ethernet headers."""
     (link,) = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device))
     return int(link["stats64"]["tx"]["bytes"]), int(link["stats64"]["rx"]["bytes"])
 
@@ -105,7 +105,7 @@ def forget_connections(namespace: str) -> None:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """Sockets that this thread opens inside belong to the namespace for their lifetime."""
+    """Enter the namespace with this thread. Sockets that it opens inside belong to the namespace for their lifetime."""
     with Path("/proc/thread-self/ns/net").open("rb") as home, Path(NAMES, namespace).open("rb") as there:
         _enter(there.fileno())
         try:

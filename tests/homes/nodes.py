@@ -1,7 +1,7 @@
-"""Real nodes in homes, started as a volunteer would, and their view of the rounds.
+"""Starts real nodes in homes as a volunteer would start them, and reads their records of the rounds.
 
-A `Swarm` owns the processes and ends them. Each `Node` answers `status()`, `rounds()`, `peers()` and `logs()` from
-inside its namespace, and ends by `stop()` (SIGTERM) or `end_by_force()` (SIGKILL to all its processes).
+A `Swarm` owns the processes and ends them. `status()`, `rounds()`, `peers()` and `logs()` of a `Node` query it from
+inside its namespace. `stop()` ends a node by SIGTERM, and `end_by_force()` kills all its processes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tests.homes.world import AttachedHome, Machine, World
 from tests.swarm.harness import Node, Swarm, common_rounds, wait_for
 
 START_S = 240.0
-"""Until a node trains. Eight nodes start at once on two cores."""
+"""Timeout until a node trains. Eight nodes may start at the same time on two cores."""
 ROUND_S = 90.0
-"""Until a round ends on a busy machine."""
+"""Timeout for the end of a round on a busy machine."""
 PRESET = Path("builtin")
-"""Contributions of 1.8 MB."""
+"""The preset of the run. A contribution has 1.8 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast nodes train. Inner steps sleep, so eight nodes fit on two cores."""
+    """How fast nodes train. Their inner steps sleep, so that eight nodes fit on two cores."""
 
     step_s: float = 0.2
     inner_steps: int = 100
@@ -40,7 +40,7 @@ class Pace:
 
     @property
     def flags(self) -> list[str]:
-        """The founder's flags, which set the rounds of its run."""
+        """The founder's flags, which set the length of the run's rounds."""
         return [f"--run.round.inner_steps={self.inner_steps}", "--run.evaluation.batches=0"]
 
 
@@ -57,7 +57,7 @@ def found(
 ) -> Node:
     """Start the founder of a run on the first machine of this home.
 
-    `announce`: its owner has set `swarm.announce` to the home's reachable outer addresses.
+    If `announce` is true, the owner has set `swarm.announce` to the home's reachable outer addresses.
     """
     pace = pace or Pace()
     node = _node(swarm, home, home.machine)
@@ -77,7 +77,7 @@ def join(
 ) -> Node:
     """Start a node with the invite only, on the first machine of this home or on another one.
 
-    Each node may have its own pace. `announce`: as for the founder.
+    Each node may have its own pace. `announce` has the same meaning as for `found`.
     """
     node = _node(swarm, home, machine or home.machine)
     node.join, node.order = invite, order
@@ -90,7 +90,7 @@ def _node(swarm: Swarm, home: AttachedHome, machine: Machine) -> Node:
         name += f"-{home.machines.index(machine) + 1}"
     node = swarm.node(name)
     node.preset, node.namespace = None, machine.namespace
-    node.listen = ""  # The default listen addresses are under test.
+    node.listen = ""  # The tests use the default listen addresses.
     return node
 
 
@@ -109,7 +109,7 @@ def included(records: Iterable[Mapping[str, Any]], peer: str) -> dict[int, bool]
 
 
 def inclusion(records: Iterable[Mapping[str, Any]], peer: str, last: int) -> tuple[int, int]:
-    """In how many of the last `count` rounds this peer was included, and the number of those rounds."""
+    """The number of rounds among the last `last` that included this peer, and the number of rounds looked at."""
     rounds = included(records, peer)
     newest = sorted(rounds)[-last:]
     return sum(rounds[number] for number in newest), len(newest)
@@ -158,7 +158,7 @@ def _public_invite(relay: Node, home: AttachedHome) -> str:
 
 
 def complete_rounds(node: Node, everybody: set[str]) -> list[int]:
-    """Rounds that included the contributions of all these peers."""
+    """The rounds that included the contributions of all these peers."""
     records = node.rounds()
     return sorted(set.intersection(*({n for n, was in included(records, peer).items() if was} for peer in everybody)))
 
@@ -168,9 +168,9 @@ def relayed_bytes(relays: Sequence[Node]) -> int:
 
 
 def relayed_in_rounds(members: Sequence[Node], relay: Node, count: int) -> tuple[int, int]:
-    """Wait for so many rounds. Returns the bytes that the relay carried, and the number of attempts at those rounds.
+    """Wait for `count` rounds. Returns the bytes that the relay carried, and the number of attempts at those rounds.
 
-    Asserts that each round included all members and that their states agree.
+    Asserts that each round included all members and that the members' states agree.
     """
     everybody = {peer_id(node) for node in members}
     first, before = members[0].status()["run"]["round"], relayed_bytes([relay])

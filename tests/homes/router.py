@@ -1,4 +1,4 @@
-"""The packet filter of a home's router, as lines of `iptables-save`. It contains no address that may change."""
+"""The packet filter of a home's router, as lines of `iptables-save`. The rules contain no address that may change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ KNOWN = "-m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT"
 
 
 def rules_ipv4(home: Home, first_machine: str) -> list[str]:
-    """NAT to the outer interface `wan`, and the permitted inbound traffic."""
+    """Rules for NAT at the outer interface `wan` and for inbound traffic that is allowed."""
     return [
         "*nat",
         *_forwarded_port(home, first_machine),
@@ -17,7 +17,7 @@ def rules_ipv4(home: Home, first_machine: str) -> list[str]:
         "COMMIT",
         "*filter",
         f"-A INPUT -i wan {KNOWN}",
-        # A server refuses connections to closed ports; a home router drops them, or a simultaneous open would fail.
+        # A server refuses connections to closed ports. A home router drops them, so simultaneous opens can succeed.
         f"-A INPUT -i wan -j {'ACCEPT' if home.kind == 'published' else 'DROP'}",
         "-A FORWARD -i wan -m conntrack --ctstate ESTABLISHED,RELATED,DNAT -j ACCEPT",
         "-A FORWARD -i wan -j DROP",
@@ -26,16 +26,16 @@ def rules_ipv4(home: Home, first_machine: str) -> list[str]:
 
 
 def _forwarded_port(home: Home, machine: str) -> list[str]:
-    """A port forwarded as Docker does it: one chain for all addresses of the host, and masquerading for hairpins.
+    """Rules that forward a port as Docker does: one chain for all addresses of the host, and masquerading for hairpins.
 
-    Docker's default hairpin is a proxy process on the host; the machine sees the bridge's address as the source with
-    both.
+    Docker uses a proxy process on the host for hairpins by default. In both cases the machine sees the address of the
+    bridge as the source.
     """
     if home.kind not in ("published", "forwarded"):
         return []
     local, network = "-m addrtype --dst-type LOCAL", home.private_network
     only = "" if home.hairpin else "-i wan "
-    # A home router does not forward its inner address; Docker publishes on all addresses of the host.
+    # A home router does not forward packets to its inner address. Docker publishes on all addresses of the host.
     outer = "" if home.kind == "published" else f"! -d {network} "
     to = f"--dport {PORT} -j DNAT --to-destination {machine}:{PORT}"
     return [
@@ -49,8 +49,8 @@ def _forwarded_port(home: Home, machine: str) -> list[str]:
 
 
 def rules_ipv6(home: Home, first_machine: str) -> list[str]:
-    """A firewall without NAT. The end of `first_machine` stays the same when the prefix changes."""
-    # Only the lower half is compared: the provider's prefix changes, the machine's part does not.
+    """Rules for a firewall without NAT. The lower half of `first_machine` stays the same when the prefix changes."""
+    # The rule compares only the lower half of the address, because the provider's prefix may change.
     machine = f"-d ::{first_machine.rsplit('::', 1)[1]}/::ffff:ffff:ffff:ffff"
     opened = [f"-A FORWARD -i wan {machine} -p {p} --dport {PORT} -j ACCEPT" for p in ("tcp", "udp")]
     return [

@@ -1,4 +1,4 @@
-"""Nodes in homes learn at which address others reach them, and are dialed there. Real nodes, real NAT."""
+"""Real nodes behind real NAT learn at which addresses other nodes can reach them, and are dialed there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def web_server(machine: Machine) -> Iterator[None]:
 
 
 @pytest.mark.timeout(600)
-def test_published_containers_announce_their_outer_addresses_and_train_together(tmp_path: Path) -> None:
+def test_nodes_with_published_container_ports_announce_outer_addresses_and_train_together(tmp_path: Path) -> None:
     with world([Home("published")] * 3) as homes, Swarm(tmp_path, tiny()) as swarm:
         founder = found(swarm, homes[0], MEMBERS, pace=FAST)
         invite = invite_of(founder)
@@ -82,8 +82,8 @@ def test_published_containers_announce_their_outer_addresses_and_train_together(
 
 
 @pytest.mark.timeout(600)
-def test_a_node_is_not_reachable_if_its_forwarded_port_leads_to_another_node_or_a_web_server(tmp_path: Path) -> None:
-    """Both homes forward port 31337 to the first machine; these nodes listen on 31337 of the second."""
+def test_node_counts_as_unreachable_if_its_forwarded_port_leads_to_another_program(tmp_path: Path) -> None:
+    """Both homes forward port 31337 to their first machine, but these nodes listen on the second machine."""
     homes = [Home("public"), Home("forwarded", machines=2), Home("forwarded", machines=2)]
     with world(homes) as built, Swarm(tmp_path, tiny()) as swarm:
         founder = found(swarm, built[0], pace=CALM)
@@ -144,7 +144,7 @@ def test_nodes_of_a_run_on_one_network_find_each_other_without_a_bootstrap_peer(
 
 
 @pytest.mark.timeout(600)
-def test_a_home_without_ipv4_is_reached_over_ipv6(tmp_path: Path) -> None:
+def test_node_in_a_home_without_ipv4_is_reached_over_ipv6(tmp_path: Path) -> None:
     both = f"/ip4/0.0.0.0/tcp/{PORT},/ip6/::/tcp/{PORT}"
     homes = [Home("public", ipv6=True), Home("ipv6_only", inbound_ipv6=True)]
     with world(homes) as built, Swarm(tmp_path, tiny()) as swarm:

@@ -1,4 +1,4 @@
-"""Real nodes behind NATs without a port: hole punching connects those whose NATs allow it; the others use relays."""
+"""Real nodes behind NATs without a forwarded port: hole punching connects them if the NATs allow it, else relays do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = bool(os.environ.get("DILOCO_TEST_HOMES"))
 ROUNDS = 6 if HEAVY else 2
 DIRECT_S = 90.0
 GOSSIP_BYTES = 5_000
-"""Bytes that may still use a relay while a call that began there ends."""
+"""Bytes that a relay may still carry for calls that began before the direct connection."""
 heavy = pytest.mark.skipif(not HEAVY, reason="takes minutes: set DILOCO_TEST_HOMES=1")
 
 
@@ -25,7 +25,7 @@ def homes_of(*kinds: Kind) -> list[Home]:
 
 
 def transports(members: Sequence[Node]) -> set[str]:
-    """The transports between members, from each member's status."""
+    """The transports between the members, read from each member's peer list. Empty while a member is missing there."""
     everybody = {peer_id(node) for node in members}
     rows = [row for node in members for row in node.peers() if row["peer_id"] in everybody and not row["this_node"]]
     return {row["transport"] for row in rows} if len(rows) == len(members) * (len(members) - 1) else set()
@@ -43,9 +43,7 @@ def become_direct(homes: World, swarm: Swarm, count: int) -> tuple[list[Node], N
     [("cone", "cone"), pytest.param(("ipv6_only", "ipv6_only"), marks=heavy), pytest.param(("cone",) * 3, marks=heavy)],
     ids="-".join,
 )
-def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
-    swarm: Swarm, kinds: tuple[Kind, ...]
-) -> None:
+def test_members_whose_nats_allow_hole_punching_stop_using_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
     with world(homes_of(*kinds, "public")) as homes:
         members, relay = become_direct(homes, swarm, len(kinds))
         assert relayed_in_rounds(members, relay, ROUNDS)[0] < GOSSIP_BYTES
@@ -56,7 +54,7 @@ def test_members_behind_nats_that_keep_the_port_need_no_relay_after_a_while(
 @heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kinds", [("cone", "symmetric"), ("symmetric", "symmetric")], ids="-".join)
-def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
+def test_members_behind_symmetric_nats_keep_using_the_relay(swarm: Swarm, kinds: tuple[Kind, ...]) -> None:
     with world(homes_of(*kinds, "public")) as homes:
         members, (relay,) = start_behind_relays(swarm, homes, count=len(kinds))
         assert relayed_in_rounds(members, relay, ROUNDS)[0] > 1_000_000
@@ -65,7 +63,7 @@ def test_members_behind_symmetric_nats_go_on_over_the_relay(swarm: Swarm, kinds:
 
 @heavy
 @pytest.mark.timeout(900)
-def test_a_pair_whose_direct_connection_dies_goes_back_to_the_relay_and_connects_again(swarm: Swarm) -> None:
+def test_members_that_lose_their_direct_connection_complete_rounds_and_connect_again(swarm: Swarm) -> None:
     with world(homes_of("cone", "cone", "public")) as homes:
         members, _ = become_direct(homes, swarm, 2)
         since = members[0].status()["run"]["round"]

@@ -1,6 +1,6 @@
-"""Real nodes in homes: every home is in every round. Slow, so it runs only with DILOCO_TEST_HOMES=1.
+"""Real nodes in homes take part in every round. The tests are slow and run only with DILOCO_TEST_HOMES=1.
 
-The claims are checked with the rounds' records and the digests of all nodes, not with a node's own status.
+They check the records of the rounds and the digests of all nodes, rather than a node's own status.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif(not os.environ.get("DILOCO_TEST_HOMES"), reason=
 
 ROUNDS = 6
 GETTING_IN = 2
-"""Rounds after all nodes train that are not checked."""
+"""Number of rounds that are not checked after all nodes have started to train."""
 PATIENCE = 4.0
-"""How many times its length a round may take on a busy machine."""
+"""Factor by which a round may take longer than planned on a busy machine."""
 
 
 def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list[Node]:
-    """A founder in the first home, which announces its outer address, and a joiner in each other home.
+    """Start a founder in the first home and a node that joins it in each other home.
 
-    `announce`: the joiners announce their outer addresses, too.
+    The founder announces its outer address. If `announce` is true, the other nodes announce theirs.
     """
     nodes = [found(swarm, homes[0], pace=pace)]
     invite = nodes[0].invite()
@@ -38,7 +38,7 @@ def start_all(homes: World, swarm: Swarm, pace: Pace, *, announce: bool) -> list
 
 
 def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace) -> None:
-    """Assert that every home is in each of ROUNDS rounds, after GETTING_IN."""
+    """Assert that each of ROUNDS rounds includes the nodes of all homes. The first GETTING_IN rounds do not count."""
     since = max(node.status()["run"]["round"] for node in nodes) + GETTING_IN
     wanted = range(since + 1, since + ROUNDS + 1)
     for node in nodes:
@@ -61,7 +61,7 @@ def assert_all_are_in_all_rounds(homes: World, nodes: Sequence[Node], pace: Pace
 
 
 @pytest.mark.timeout(1200)
-def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(swarm: Swarm) -> None:
+def test_nodes_whose_owners_announce_an_address_take_part_in_every_round(swarm: Swarm) -> None:
     pace = Pace()
     with world([Home("published")] * 3) as homes:
         nodes = start_all(homes, swarm, pace, announce=True)
@@ -74,7 +74,7 @@ def test_homes_whose_owners_set_their_address_by_hand_are_in_every_round(swarm: 
     [("published", "published", "published"), ("published", "forwarded", "forwarded", "cone")],
     ids=["three published", "published, forwarded, forwarded, cone"],
 )
-def test_every_home_is_in_every_round(swarm: Swarm, kinds: Sequence[str]) -> None:
+def test_nodes_that_find_their_own_address_take_part_in_every_round(swarm: Swarm, kinds: Sequence[str]) -> None:
     pace = Pace()
     with world([Home(kind) for kind in kinds]) as homes:  # type: ignore[arg-type]
         nodes = start_all(homes, swarm, pace, announce=False)

@@ -1,4 +1,4 @@
-"""The simulated homes themselves, with plain sockets and without nodes."""
+"""Tests of the simulated homes themselves, with plain sockets and without nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.homes.world import AttachedHome, Machine, World, remove_orphans, worl
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 5.0
-"""For what must arrive on a busy machine."""
+"""Timeout for data that must arrive on a busy machine."""
 SILENCE_S = 1.0
-"""For what must not."""
+"""Time after which data that must not arrive counts as lost."""
 LINE_S = 2.5
 
 
@@ -37,7 +37,7 @@ def listen(machine: Machine, port: int = PORT, family: socket.AddressFamily = so
 def dial(
     machine: Machine, address: str, port: int = PORT, *, from_port: int = 0, timeout_s: float = ANSWER_S
 ) -> socket.socket:
-    """A TCP connection from this machine. Raises OSError."""
+    """Open a TCP connection from this machine. Raises OSError."""
     with inside(machine.namespace):
         calling = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -58,14 +58,14 @@ def reaches(machine: Machine, address: str, port: int = PORT, *, timeout_s: floa
 
 
 def reached(machine: Machine, addresses: Sequence[str], timeout_s: float = SILENCE_S) -> list[str]:
-    """The addresses at which PORT answers. All are dialed at once."""
+    """Dial all addresses at the same time. Returns those at which PORT answers."""
     with ThreadPoolExecutor(len(addresses)) as pool:
         answers = list(pool.map(lambda address: reaches(machine, address, timeout_s=timeout_s), addresses))
     return [address for address, answered in zip(addresses, answers, strict=True) if answered]
 
 
 def datagrams(machine: Machine, port: int = 0) -> socket.socket:
-    """A UDP socket of this machine, bound to the port."""
+    """Open a UDP socket on this machine, bound to the port."""
     with inside(machine.namespace):
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     opened.bind(("0.0.0.0", port))
@@ -74,7 +74,7 @@ def datagrams(machine: Machine, port: int = 0) -> socket.socket:
 
 
 def received(opened: socket.socket, timeout_s: float) -> tuple[bytes, str, int] | None:
-    """A datagram and where it came from; None at the timeout."""
+    """Receive a datagram. Returns it with the address and the port of its sender, or None at the timeout."""
     opened.settimeout(timeout_s)
     try:
         data, (address, port) = opened.recvfrom(2048)
@@ -84,7 +84,7 @@ def received(opened: socket.socket, timeout_s: float) -> tuple[bytes, str, int] 
 
 
 def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHome, port: int) -> int:
-    """The port that an observer at this home's address sees this UDP socket come from."""
+    """The source port of this UDP socket, as an observer at the home's address sees it."""
     opened.sendto(b"where am I", (home.address, port))
     seen = received(observer, ANSWER_S)
     assert seen is not None
@@ -92,7 +92,7 @@ def outer_port(opened: socket.socket, observer: socket.socket, home: AttachedHom
 
 
 def ask(connection: socket.socket, accepted: socket.socket, timeout_s: float = ANSWER_S) -> bytes:
-    """Send one word and return the answer, or b"" without one in time."""
+    """Send a word and return the answer, or b"" if none arrives in time."""
     for end in (connection, accepted):
         end.settimeout(timeout_s)
     try:
@@ -103,7 +103,7 @@ def ask(connection: socket.socket, accepted: socket.socket, timeout_s: float = A
         return b""
 
 
-def test_outer_addresses_are_global_and_inner_ones_are_private() -> None:
+def test_simulated_homes_have_global_outer_and_private_inner_addresses() -> None:
     with world([Home("public", ipv6=True), Home("published"), Home("cone", ipv6=True), Home("ipv6_only")]) as homes:
         assert all(ip_address(home.address).is_global for home in homes if home.address)
         assert all(ip_address(home.machine.ipv6).is_global for home in homes if home.machine.ipv6)
@@ -136,14 +136,16 @@ def test_a_home_without_a_forwarded_port_cannot_be_dialled() -> None:
             assert all(reaches(home.machine, outside.address) for home in hidden)
 
 
-def test_only_the_forwarded_port_is_open() -> None:
+def test_router_opens_only_the_forwarded_port() -> None:
     with world([Home("forwarded"), Home("cone")]) as homes, listen(homes[0].machine, PORT + 1):
         assert not reaches(homes[1].machine, homes[0].address, PORT + 1, timeout_s=SILENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["published", "forwarded"])
 @pytest.mark.parametrize("hairpin", [True, False])
-def test_a_router_with_hairpin_nat_connects_a_machine_to_its_own_outer_address(kind: Kind, hairpin: bool) -> None:
+def test_machine_reaches_its_own_outer_address_only_through_a_router_with_hairpin_nat(
+    kind: Kind, hairpin: bool
+) -> None:
     with world([Home(kind, hairpin=hairpin)]) as homes, listen(homes[0].machine) as listener:
         machine = homes[0].machine
         if hairpin:
@@ -156,7 +158,7 @@ def test_a_router_with_hairpin_nat_connects_a_machine_to_its_own_outer_address(k
 
 
 def outer_ports(home: AttachedHome, outside: Sequence[AttachedHome]) -> dict[str, list[int]]:
-    """The source ports of one UDP socket and one TCP port of this home, as observers at the others see them."""
+    """The source ports of one UDP socket and one TCP port of this home, as observers in the other homes see them."""
     ports: dict[str, list[int]] = {"udp": [], "tcp": []}
     with datagrams(home.machine, 5000) as sending:
         for observing in outside:
@@ -170,7 +172,7 @@ def outer_ports(home: AttachedHome, outside: Sequence[AttachedHome]) -> dict[str
     return ports
 
 
-def test_a_cone_keeps_its_outer_port_for_all_destinations_and_a_symmetric_nat_does_not() -> None:
+def test_cone_nat_keeps_one_outer_port_for_all_destinations_and_a_symmetric_nat_does_not() -> None:
     with world([Home("cone"), Home("symmetric"), Home("public"), Home("public")]) as homes:
         cone, symmetric, *outside = homes
         assert outer_ports(cone, outside) == {"udp": [5000, 5000], "tcp": [6000, 6000]}
@@ -203,13 +205,13 @@ def open_simultaneously(
     [(("cone", "cone"), True), (("cone", "symmetric"), False), (("symmetric", "symmetric"), False)],
     ids=["two cones", "cone and symmetric", "two symmetric"],
 )
-def test_simultaneous_open_by_udp_passes_cones_only(kinds: tuple[Kind, Kind], meet: bool) -> None:
+def test_simultaneous_udp_packets_pass_between_two_cone_nats_only(kinds: tuple[Kind, Kind], meet: bool) -> None:
     with world([Home(kinds[0]), Home(kinds[1]), Home("public")]) as homes:
         got = open_simultaneously(homes[:2], homes[2], ANSWER_S if meet else SILENCE_S)
         assert got == ([b"from right", b"from left"] if meet else [None, None])
 
 
-def test_simultaneous_open_by_tcp_passes_two_cones() -> None:
+def test_simultaneous_tcp_dials_connect_two_homes_behind_cone_nats() -> None:
     with world([Home("cone"), Home("cone")]) as homes:
         made: list[socket.socket | None] = [None, None]
 
@@ -231,7 +233,7 @@ def test_simultaneous_open_by_tcp_passes_two_cones() -> None:
             assert ask(left, right) == b"word"
 
 
-def test_an_ipv6_only_home_reaches_dual_stack_homes_and_no_others() -> None:
+def test_home_with_ipv6_only_reaches_dual_stack_homes_and_no_others() -> None:
     with world([Home("ipv6_only"), Home("public", ipv6=True), Home("published")]) as homes:
         alone, dual, old = homes
         with listen(dual.machine, family=socket.AF_INET6), listen(old.machine):
@@ -241,7 +243,7 @@ def test_an_ipv6_only_home_reaches_dual_stack_homes_and_no_others() -> None:
             assert reaches(dual.machine, old.address)
 
 
-def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened() -> None:
+def test_ipv6_firewall_admits_inbound_connections_only_where_it_is_opened() -> None:
     kinds: list[Kind] = ["ipv6_only", "cone", "published"]
     wanted = [Home(kind, ipv6=True, inbound_ipv6=inbound) for kind in kinds for inbound in (True, False)]
     with world([*wanted, Home("public", ipv6=True)]) as homes, ExitStack() as stack:
@@ -259,7 +261,7 @@ def test_a_firewall_lets_strangers_in_by_ipv6_only_where_it_is_opened() -> None:
 
 @contextmanager
 def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) -> Iterator[None]:
-    """A TCP connection that sends as fast as it can."""
+    """Keep a TCP connection that sends as fast as it can."""
     with (
         listen(receiver, port) as listener,
         dial(sender, address, port) as connection,
@@ -290,11 +292,11 @@ def pouring(sender: Machine, receiver: Machine, address: str, port: int = PORT) 
 
 
 TRIES = 5
-"""A busy machine may not fill a line."""
+"""Number of measurements, because a busy machine may fail to fill a line."""
 
 
 def rates_mbit_s(counts: Sequence[Callable[[], int]], seconds: float = LINE_S) -> list[float]:
-    """Rates of these byte counters, after one second of TCP slow start."""
+    """Measure the rates of these byte counters, after one second for TCP slow start."""
     time.sleep(1.0)
     since_s, before = time.monotonic(), [count() for count in counts]
     time.sleep(seconds)
@@ -302,7 +304,7 @@ def rates_mbit_s(counts: Sequence[Callable[[], int]], seconds: float = LINE_S) -
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_line_carries_what_it_is_said_to(way: str) -> None:
+def test_simulated_line_carries_its_configured_rate(way: str) -> None:
     lines = [(2.0, 2.0), (10.0, 50.0), (100.0, 20.0)]
     with world([Home("public", lines=None), *(Home("forwarded", lines=rates) for rates in lines)]) as homes:
         outside, *others = homes
@@ -321,7 +323,7 @@ def test_a_line_carries_what_it_is_said_to(way: str) -> None:
             assert are_full, f"{lines}: {carried}"
 
 
-def test_a_line_changes_while_it_is_used() -> None:
+def test_rate_of_a_simulated_line_can_change_while_it_is_used() -> None:
     with world([Home("cone", lines=(50.0, 50.0)), Home("public", lines=None)]) as homes:
         home, outside = homes
         with pouring(home.machine, outside.machine, outside.address):
@@ -334,7 +336,7 @@ def test_a_line_changes_while_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("kind", ["public", "published", "forwarded"])
-def test_after_a_change_of_address_old_connections_are_dead_and_the_new_address_works(kind: Kind) -> None:
+def test_inbound_connection_ends_when_a_home_changes_its_address_and_the_new_one_works(kind: Kind) -> None:
     with world([Home(kind, ipv6=True), Home("cone")]) as homes, listen(homes[0].machine) as listener:
         home, other = homes
         before = home.address, home.machine.ipv6
@@ -344,14 +346,14 @@ def test_after_a_change_of_address_old_connections_are_dead_and_the_new_address_
             assert home.address != before[0] and home.machine.ipv6 != before[1]
             connection.sendall(b"word")
             accepted.settimeout(SILENCE_S)
-            with suppress(OSError):  # Dropped or reset.
+            with suppress(OSError):  # The connection is dropped or reset.
                 assert accepted.recv(4) == b""
         assert not reaches(other.machine, before[0], timeout_s=SILENCE_S)
         with dial(other.machine, home.address) as connection, listener.accept()[0] as accepted:
             assert ask(connection, accepted) == b"word"
 
 
-def test_an_outbound_connection_dies_with_the_address_that_it_was_made_from() -> None:
+def test_outbound_connection_ends_when_its_home_changes_its_address() -> None:
     with world([Home("cone"), Home("public")]) as homes, listen(homes[1].machine) as listener:
         with dial(homes[0].machine, homes[1].address) as connection, listener.accept()[0] as accepted:
             assert ask(connection, accepted) == b"word"
@@ -361,7 +363,7 @@ def test_an_outbound_connection_dies_with_the_address_that_it_was_made_from() ->
             assert accepted.getpeername()[0] == homes[0].address
 
 
-def test_a_home_that_is_cut_off_is_silent_until_it_is_reconnected() -> None:
+def test_home_that_is_cut_off_exchanges_no_data_with_others_until_it_is_reconnected() -> None:
     with world([Home("published"), Home("cone"), Home("cone")]) as homes, listen(homes[0].machine) as listener:
         with dial(homes[1].machine, homes[0].address) as connection, listener.accept()[0] as accepted:
             homes.cut_off(homes[:2])
@@ -391,7 +393,7 @@ def test_machines_of_one_home_share_its_network_and_its_outer_address() -> None:
                     assert accepted.getpeername()[0] == homes[0].address
 
 
-def test_nothing_is_left_after_the_end_even_if_it_fails() -> None:
+def test_simulated_network_is_removed_completely_even_after_a_failure() -> None:
     def fail() -> None:
         with world([Home("published"), Home("cone", machines=2)]) as homes:
             names.extend(path.name for path in NAMES.glob(f"{homes.internet.rpartition('-')[0]}-*"))
@@ -417,7 +419,7 @@ def test_nothing_is_left_after_the_end_even_if_it_fails() -> None:
     ], "the machine's own firewall was touched"
 
 
-def test_the_world_of_a_killed_process_can_be_removed() -> None:
+def test_simulated_network_of_a_killed_process_can_be_removed() -> None:
     build = "from tests.homes.world import World; print(World().__enter__().internet, flush=True); input()"
     words = [sys.executable, "-c", build]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as builder:
@@ -429,14 +431,14 @@ def test_the_world_of_a_killed_process_can_be_removed() -> None:
     assert not Path(NAMES, name).exists()
 
 
-def test_a_world_that_cannot_be_built_leaves_nothing() -> None:
+def test_simulated_network_that_cannot_be_built_leaves_no_namespace() -> None:
     with pytest.raises(ValueError, match="no kind of home"):
         Home("castle")  # type: ignore[arg-type]
 
     def clash() -> None:
         with World() as homes:
             made.append(homes.internet)
-            homes.make(homes.internet)  # It exists.
+            homes.make(homes.internet)  # This namespace already exists.
 
     made: list[str] = []
     with pytest.raises(subprocess.CalledProcessError):

@@ -4,9 +4,9 @@
         with inside(homes[1].machine.namespace):
             connection = socket.create_connection((homes[0].address, PORT), timeout=5)
 
-Needs root, iproute2 and iptables; `why_not` says what is missing. All namespaces carry this process's id in their
-names; the machine's own interfaces and firewall are not touched. At the end, also after a failure, all namespaces are
-removed and the processes in them killed.
+It needs root, iproute2 and iptables; `why_not` says what is missing. The names of all namespaces contain this process's
+id. The machine's own interfaces and firewall are not touched. At the end, even after a failure, all processes in the
+namespaces are killed and the namespaces are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.homes.router import rules_ipv4, rules_ipv6
 
 GATEWAY = "11.255.0.1"
 GATEWAY_IPV6 = "fe80::1"
-"""The provider's address on every home's line, and each router's on its own network."""
+"""The address of the provider on every home's line, and of each router on its private network."""
 ROUTER_IPV6 = "fe80::2"
 MOST_HOMES = 250
 _number = count()
@@ -38,13 +38,13 @@ _number = count()
 
 @dataclass(slots=True)
 class Machine:
-    """A computer in a home: its network namespace and its addresses, which may be empty."""
+    """A computer in a home, with its network namespace and its addresses. An address may be empty."""
 
     namespace: str
     address: str = ""
-    """IPv4; a private one behind a router."""
+    """The IPv4 address, which is private behind a router."""
     ipv6: str = ""
-    """Global."""
+    """The global IPv6 address."""
 
 
 class AttachedHome:
@@ -54,16 +54,16 @@ class AttachedHome:
         self.home, self.number = home, number
         self.name = f"{number} {home.kind}"
         self.lines = home.lines
-        """Mbit/s up and down at present."""
+        """The current rates of the line in Mbit/s up and down, or None."""
         self.lease = Lease(number)
         self.port = f"home{number}"
-        """The provider's end of the line, an interface in the internet's namespace."""
+        """The provider's end of the line. It is an interface in the namespace of the internet."""
         self.machines = [
             Machine(f"{prefix}-home{number}{f'-{i}' if i else ''}", f"{home.subnet}.{i + 2}" if home.has_ipv4 else "")
             for i in range(home.machines)
         ]
         self.router = self.machine.namespace if home.kind == "public" else f"{prefix}-router{number}"
-        """Namespace with the outer interface; a public machine's own."""
+        """The namespace with the outer interface. For a public machine it is the machine's own namespace."""
         self.wan = "eth0" if home.kind == "public" else "wan"
         self._world = world
 
@@ -79,7 +79,7 @@ class AttachedHome:
 
     @property
     def announce(self) -> list[str]:
-        """Multiaddresses at which unrelated hosts reach PORT of the first machine now. Empty if unreachable."""
+        """The multiaddresses at which any host can now reach PORT of the first machine. Empty if there are none."""
         ipv4 = [f"/ip4/{self.address}/tcp/{PORT}"] if self.home.has_open_port else []
         open_ipv6 = self.home.has_ipv6 and (self.home.inbound_ipv6 or self.home.kind == "public")
         return [*ipv4, *([f"/ip6/{self.machine.ipv6}/tcp/{PORT}"] if open_ipv6 else [])]
@@ -94,14 +94,14 @@ class AttachedHome:
         self.lines = lines
 
     def sent_bytes(self) -> int:
-        """Bytes that the home has sent over its line, including headers."""
+        """The bytes that the home has sent over its line, including headers."""
         return namespace.counters(self._world.internet, self.port)[1]
 
     def received_bytes(self) -> int:
         return namespace.counters(self._world.internet, self.port)[0]
 
     def cut_off(self) -> None:
-        """Drop everything on the line. Interfaces stay up, so no program notices."""
+        """Drop all packets on the line. The interfaces stay up, so programs get no error."""
         self._world.cut_off([self])
 
     def reconnect(self) -> None:
@@ -110,7 +110,7 @@ class AttachedHome:
     def change_address(self) -> None:
         """Give the home a new IPv4 address and a new IPv6 prefix.
 
-        Old connections die: the router forgets them, and the old addresses are no longer routed.
+        Old connections end, because the router forgets them and the old addresses are no longer routed.
         """
         old, self.lease = self.lease, Lease(self.number, self.lease.changes + 1)
         self._lease_addresses()
@@ -152,7 +152,7 @@ class AttachedHome:
             self.limit(home.lines)
 
     def _build_inside(self) -> None:
-        """Make the private network: a bridge in the router with the machines on it."""
+        """Make the private network, a bridge in the router to which the machines are connected."""
         home = self.home
         namespace.ip(
             self.router,
@@ -162,7 +162,7 @@ class AttachedHome:
             *([f"address add {home.subnet}.1/{home.private_network.split('/')[1]} dev {home.bridge}"]
               if home.has_ipv4 else []),
         )  # fmt: skip
-        # Frames between machines do not pass the router. Older kernels filter them if Docker is running.
+        # Older kernels send frames between the machines through the packet filter if Docker is running.
         off = {f"net/bridge/bridge-nf-call-{table}tables": 0 for table in ("ip", "ip6")}
         namespace.sysctl(self.router, off)
         for number, machine in enumerate(self.machines, 1):
@@ -180,7 +180,7 @@ class AttachedHome:
                 namespace.ip(machine.namespace, f"route add default via {GATEWAY_IPV6} dev eth0")
 
     def _lease_addresses(self) -> None:
-        """Set the addresses of the lease on the outer interface and, for IPv6, on the machines, and route them."""
+        """Set and route the addresses of the lease: on the outer interface and, for IPv6, on the machines."""
         home, lease = self.home, self.lease
         routes, outer = [], []
         if home.has_ipv4:
@@ -203,22 +203,22 @@ class AttachedHome:
 
 
 class World(Sequence[AttachedHome]):
-    """The internet and the homes on it, in the order in which they were attached. A context manager."""
+    """A context manager for the internet and its homes, in the order in which they were attached."""
 
     def __init__(self) -> None:
         self._prefix = f"dn{os.getpid()}-{next(_number)}"
         self._made: list[str] = []
         self._homes: list[AttachedHome] = []
         self._islands: dict[int, int] = {}
-        """Of the homes that are cut off, by number: those of one island reach one another."""
+        """The island of each home that is cut off, by the home's number. Homes of one island reach each other."""
         self.internet = f"{self._prefix}-internet"
-        """Namespace of the provider of all homes."""
+        """The namespace of the provider that connects all homes."""
 
     def __enter__(self) -> World:
         try:
             self.make(self.internet)
             forwards = {"net/ipv4/ip_forward": 1, "net/ipv6/conf/all/forwarding": 1}
-            # A provider drops packets from addresses that it has not assigned.
+            # A provider drops packets whose source address it has not assigned.
             namespace.sysctl(self.internet, {**forwards, "net/ipv4/conf/all/rp_filter": 1})
             blackholes = ("route add blackhole default", "route add blackhole ::/0")
             namespace.ip(self.internet, f"address add {GATEWAY}/32 dev lo", *blackholes)
@@ -236,7 +236,7 @@ class World(Sequence[AttachedHome]):
             namespace.delete(self._made.pop())
 
     def make(self, name: str) -> None:
-        """A namespace that is removed with the world."""
+        """Make a namespace that is removed with the world."""
         self._made.append(name)
         namespace.add(name)
 
@@ -261,7 +261,7 @@ class World(Sequence[AttachedHome]):
         return attached
 
     def cut_off(self, homes: Iterable[AttachedHome]) -> None:
-        """Split the world in two: these homes, and the others. Interfaces stay up."""
+        """Split the world in two: these homes, and all others. The interfaces stay up."""
         island = max(self._islands.values(), default=0) + 1
         self._islands.update({home.number: island for home in homes})
         self._filter()
@@ -284,7 +284,7 @@ class World(Sequence[AttachedHome]):
 
 @contextmanager
 def world(homes: Iterable[Home]) -> Iterator[World]:
-    """A world of these homes, in this order; removed at the end."""
+    """Build a world of these homes in this order. It is removed at the end of the context."""
     with World() as made:
         for home in homes:
             made.attach(home)
@@ -292,7 +292,7 @@ def world(homes: Iterable[Home]) -> Iterator[World]:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the worlds of killed processes, with the programs that run in them. Returns their namespaces."""
+    """Remove the worlds of killed processes and kill the programs in them. Returns the names of their namespaces."""
     names = [path.name for path in namespace.NAMES.glob("dn*-*")]
     owners = {name: int(name[2:].partition("-")[0]) for name in names if name[2:].partition("-")[0].isdigit()}
     orphans = sorted(name for name, pid in owners.items() if not psutil.pid_exists(pid))
@@ -303,7 +303,7 @@ def remove_orphans() -> list[str]:
 
 @cache
 def why_not() -> str:
-    """One sentence on why this machine cannot build a world; empty if it can."""
+    """Say in one sentence why this machine cannot build a world. Empty if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "Homes are made of network namespaces, which need root: run as root to include these."
     if missing := [tool for tool in ("ip", "tc", "iptables", "ip6tables") if shutil.which(tool) is None]:

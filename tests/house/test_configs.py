@@ -18,7 +18,7 @@ NODE_TOML = ROOT / "configs" / "node.toml"
 
 
 def uncommented() -> str:
-    """node.toml with every key uncommented."""
+    """The text of node.toml with every key uncommented."""
     return re.sub(r"^#(?=[a-z0-9_]+ = )", "", NODE_TOML.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -37,23 +37,23 @@ def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
     ]
 
 
-def test_every_key_has_a_docstring() -> None:
+def test_every_configuration_key_has_a_docstring() -> None:
     assert [key for key, known in known_keys().items() if not known.doc] == []
     assert [section.__name__ for section in sections(Config) if not section.__doc__] == []
 
 
-def test_node_toml_has_exactly_the_known_keys() -> None:
+def test_node_toml_lists_exactly_the_known_configuration_keys() -> None:
     found = keys_of(tomllib.loads(uncommented()))
     assert sorted(found) == sorted(known_keys()), "configs/node.toml and the classes of node.config.schema differ"
 
 
-def test_node_toml_contains_each_docstring() -> None:
+def test_node_toml_contains_the_docstring_of_each_key() -> None:
     prose = " ".join(line.lstrip("# ") for line in NODE_TOML.read_text(encoding="utf-8").splitlines())
     missing = {key: doc for key, known in known_keys().items() if (doc := " ".join(known.doc.split())) not in prose}
     assert missing == {}
 
 
-def test_the_values_in_node_toml_are_the_defaults(tmp_path: Path) -> None:
+def test_values_in_node_toml_are_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text(uncommented(), encoding="utf-8")
     loaded = load(file=file, environ={"HOME": "/home/somebody"}, flags=[])
@@ -62,13 +62,13 @@ def test_the_values_in_node_toml_are_the_defaults(tmp_path: Path) -> None:
         assert loaded.value_of(key) == expected, key
 
 
-def test_node_toml_as_shipped_changes_nothing() -> None:
+def test_node_toml_as_shipped_changes_no_default() -> None:
     shipped = load(file=NODE_TOML, environ={}, flags=[])
     assert shipped == load(file=None, environ={}, flags=[])
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
-def test_every_shipped_file_parses(name: str) -> None:
+def test_every_shipped_configuration_file_can_be_loaded(name: str) -> None:
     path = PRESETS_FOLDER / name
     assert path.samefile(ROOT / "configs" / name)
     if path.stem in preset_names():
@@ -79,11 +79,11 @@ def test_every_shipped_file_parses(name: str) -> None:
         load(file=path, environ={}, flags=[])
 
 
-def test_the_promised_presets_exist() -> None:
+def test_promised_presets_exist() -> None:
     assert {"builtin", "llama-150m", "llama-1b"} <= set(preset_names())
 
 
-def test_a_configuration_survives_json() -> None:
-    """The worker receives it as JSON."""
+def test_configuration_survives_conversion_to_json_and_back() -> None:
+    """The supervisor sends the configuration to the worker as JSON."""
     config = load(file=None, environ={}, flags=["--swarm.bootstrap", "1.2.3.4:1"]).config
     assert Config.model_validate(json.loads(config.model_dump_json())) == config

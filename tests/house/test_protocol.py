@@ -1,4 +1,4 @@
-"""PROTOCOL.md names functions, classes, files and verbs that exist."""
+"""PROTOCOL.md names only functions, classes, files and verbs that exist in the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", PROTOCOL.read_text())))
 
 
 def exists(quoted: str) -> bool:
-    """Whether a quotation is a path, or its last part is defined or written as a string in the code."""
+    """Whether a quoted name is an existing path, or its last part is defined or written as a string in the code."""
     if "/" in quoted or quoted.endswith((".py", ".md")):
         return (PROTOCOL.parent / quoted).exists()
     name = re.escape(quoted.split(".")[-1])
@@ -26,11 +26,11 @@ def exists(quoted: str) -> bool:
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
-def test_a_name_in_the_protocol_exists_in_the_code(quoted: str) -> None:
+def test_each_name_quoted_in_protocol_md_exists_in_the_code(quoted: str) -> None:
     assert exists(quoted)
 
 
-def test_every_verb_of_the_swarm_is_in_the_protocol() -> None:
+def test_protocol_md_names_every_verb_of_the_swarm() -> None:
     verbs = set(re.findall(r'"(\w+)": (?:small|large|Service)\(', CODE))
     assert verbs
     assert verbs <= set(QUOTED)

@@ -1,4 +1,4 @@
-"""Rules of this repository that no linter checks: import circles, imports at run time, exit codes, forbidden words."""
+"""Rules of this repository that no linter checks, such as import circles, exit codes and forbidden words."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from node import errors
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "node").rglob("*.py"))
 NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
-"""Each module's file by its dotted name."""
+"""The file of each module, by the module's dotted name."""
 MAX_FUNCTION_LINES = 50
 
 
 def tracked_texts() -> list[Path]:
-    """Text files of the checkout, also those not committed yet; ignored ones are left out."""
+    """Text files of the checkout, including files that are not committed yet. Files that git ignores are left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT, capture_output=True, check=True, timeout=30,
@@ -30,14 +30,14 @@ def tracked_texts() -> list[Path]:
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8192]]
 
 
-def test_import_contracts() -> None:
+def test_imports_obey_the_import_contracts() -> None:
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of node that this one imports anywhere in its text: also in functions and under TYPE_CHECKING."""
+    """Modules of node that this file imports, including imports in functions and under TYPE_CHECKING."""
     found: set[str] = set()
     for item in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(item, ast.Import):
@@ -51,7 +51,7 @@ def imports_of(path: Path) -> set[str]:
     return found & NAMES.keys()
 
 
-def test_no_circle_of_imports() -> None:
+def test_modules_do_not_import_each_other_in_circles() -> None:
     graph = {name: imports_of(path) for name, path in NAMES.items()}
     assert sum(map(len, graph.values())) > len(graph)
     try:
@@ -60,13 +60,13 @@ def test_no_circle_of_imports() -> None:
         pytest.fail(" -> ".join(exc.args[1]))
 
 
-def test_no_imports_for_type_checking_only() -> None:
-    """They hide a circle of imports from the interpreter."""
+def test_no_module_has_imports_for_type_checking_only() -> None:
+    """Such imports hide a circle of imports from the interpreter."""
     assert [name for name, path in NAMES.items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")] == []
 
 
-def test_each_class_name_has_one_meaning() -> None:
-    """A class that is nested in another one may repeat a name, as the other one qualifies it."""
+def test_each_class_name_is_defined_in_one_module_only() -> None:
+    """Nested classes are exempt, because the outer class qualifies their names."""
     homes: dict[str, list[str]] = {}
     for module, path in NAMES.items():
         for item in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -77,7 +77,7 @@ def test_each_class_name_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_module_has_a_docstring_and_short_functions(path: Path) -> None:
+def test_each_module_has_a_docstring_and_short_functions(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     assert ast.get_docstring(tree), "a module starts with a docstring"
@@ -89,7 +89,7 @@ def test_module_has_a_docstring_and_short_functions(path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["cli", "daemon", "api", "config", "host"])
 def test_package_does_not_import_torch(package: str) -> None:
-    """A fresh interpreter imports the package with all its modules."""
+    """The test imports the package with all its modules in a fresh interpreter."""
     code = f"""
 import importlib, pkgutil, sys
 package = importlib.import_module("node.{package}")
@@ -106,7 +106,7 @@ print(sorted({{"torch", "transformers", "hivemind"}} & set(sys.modules)))
 
 def test_no_file_names_a_folder_of_its_developers_or_a_package_registry() -> None:
     registries = ["pypi" + ".org", "python" + "hosted.org", "registry.npm" + "js.org", "deb.deb" + "ian.org"]
-    # The folders of its developers and of this clone, unless that is directly under the root, such as /app.
+    # Folders of the developers, and this checkout's folder unless that is directly under the root, such as /app.
     folders = ["/".join(("", "work", name)) for name in ("main", "shared")]
     folders += [str(ROOT)] if len(ROOT.parts) > 2 else []
     pattern = re.compile("|".join([*map(re.escape, registries), *(re.escape(name) + r"\b" for name in folders)]))
@@ -119,7 +119,7 @@ def test_no_file_names_a_folder_of_its_developers_or_a_package_registry() -> Non
     assert faults == []
 
 
-def test_lock_pins_every_dependency_exactly() -> None:
+def test_lock_file_pins_every_dependency_exactly() -> None:
     lines = [line for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.]+", line)] == []
     locked = {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines}
@@ -131,7 +131,7 @@ def test_lock_pins_every_dependency_exactly() -> None:
     assert "torch==2.13.0" in lines
 
 
-def test_installed_packages_fit_together() -> None:
+def test_installed_packages_are_compatible() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=60, check=False
     )
@@ -143,7 +143,7 @@ def test_no_documentation_file_is_empty(name: str) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").split()) > 20
 
 
-def test_exit_codes_are_those_of_the_documentation() -> None:
+def test_error_classes_have_the_documented_exit_codes() -> None:
     promised = {
         errors.UsageError: 2, errors.ConfigError: 2, errors.InviteError: 2, errors.DataFolderError: 2,
         errors.MachineError: 3, errors.RefusedError: 4, errors.ManifestError: 4, errors.ProtocolError: 10,

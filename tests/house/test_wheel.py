@@ -1,4 +1,4 @@
-"""The built wheel holds all that a node reads at run time: presets, the built dashboard, the type marker."""
+"""The built wheel contains all files that a node reads at run time: presets, the dashboard and the type marker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
+def test_wheel_contains_every_file_that_a_node_needs(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -19,7 +19,7 @@ def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     for name in ("node", "configs", "dashboard"):
         unwanted = shutil.ignore_patterns("__pycache__", "node_modules")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
-    # A stand-in for the dashboard where it is not built.
+    # This stands in for a dashboard that was not built.
     assets = source / "node" / "api" / "static" / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "stand-in-1a2b3c.js.gz").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Fixtures of the swarm tests: a swarm for each test, and the figures that tests measure and compare with limits."""
+"""Fixtures of the swarm tests: a swarm for each test, and durations that tests compare with promised limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FIGURE = "figure"
 
 
 class Figures:
-    """Promised and measured seconds, printed at the end of the run."""
+    """Measured durations and their promised limits. They are printed at the end of the test run."""
 
     def __init__(self, properties: list[tuple[str, object]]) -> None:
         self._properties = properties
 
     def tell(self, what: str, seconds: float) -> None:
-        """A figure without a promised limit."""
+        """Report a duration that has no promised limit."""
         self._properties.append((FIGURE, f"{what}: {seconds:.3g} s"))
 
     def hold(self, what: str, seconds: float, promised_s: float) -> None:

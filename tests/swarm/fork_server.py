@@ -1,14 +1,14 @@
-"""Servers that fork the processes of nodes under test. They have already imported what the processes need.
+"""Servers that fork the processes of nodes under test. The servers have already imported the modules that nodes need.
 
-    python -m tests.swarm.fork_server MODULE FOLDER     a server; each process of pytest has two of them
+Each process of pytest starts two servers with `python -m tests.swarm.fork_server MODULE FOLDER`.
 
 One server forks supervisors for the harness, the other forks workers for supervisors. The imports take 1 s of processor
 time in a supervisor and 6 s in a worker, most of it for torch. A forked process runs the same `main` with the same
-arguments, environment and files, in its own session. The server kills it when the connection of the process that asked
-closes, as the kernel would, and sends its exit status over that connection.
+arguments, environment and files, in its own session. The process that asked for it keeps a connection to the server. If
+that connection closes, the server kills the forked process. If the process ends, the server sends its exit status.
 
-The file `FOLDER/MARK/PID` exists while a forked process lives. MARK is the node's mark in its environment. It is needed
-because the kernel shows the server's environment and command line for a forked process.
+The file `FOLDER/MARK/PID` exists while a forked process lives. MARK identifies the node. The file is needed because the
+kernel shows the server's environment and command line for a forked process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from typing import Any
 from node.worker.parent_death import die_with_parent
 
 FOLDER_VARIABLE = "SWARM_TEST_FORK_SERVER"
-"""Environment variable: the servers' folder, where they run."""
+"""Environment variable with the servers' folder. It is set while the servers run."""
 SUPERVISOR = "tests.swarm.node_main"
 WORKER = "node.worker"
-"""The modules that are run. The first argument of a server, so that its processes are found by their command lines."""
+"""SUPERVISOR and WORKER are the modules that forked processes run. A server's command line contains its module."""
 CONNECT_S = 60.0
 MARK = "SWARM_TEST_MARK"
 CLONE_NEWNET = 0x40000000
@@ -48,7 +48,7 @@ MAX_REQUEST_BYTES = 1 << 20
 
 @contextmanager
 def servers() -> Iterator[None]:
-    """Run both servers; nodes find them through the environment."""
+    """Run both servers. Nodes find them through the environment variable."""
     with tempfile.TemporaryDirectory(prefix="fork-server-") as folder:
         processes = [
             subprocess.Popen(
@@ -69,7 +69,7 @@ def servers() -> Iterator[None]:
 
 
 def forked(mark: str) -> list[int]:
-    """Process ids of the living forked processes of the node with this mark."""
+    """The process ids of the live forked processes of the node with this mark."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return [int(path.name) for path in (Path(folder) / mark).glob("*")] if folder else []
 
@@ -78,7 +78,7 @@ def forked(mark: str) -> list[int]:
 
 
 def _import(module: str) -> Callable[[], int]:
-    """Import what processes that run `module` need. Returns its `main`."""
+    """Import all modules that a process of `module` needs. Returns the `main` function of `module`."""
     if module == SUPERVISOR:
         import node.commands.terminal
         import node.daemon.app
@@ -94,7 +94,7 @@ def _import(module: str) -> Callable[[], int]:
 
 
 def serve(module: str, folder: Path) -> None:
-    """Fork a process that runs `module` for each connection, until killed."""
+    """Fork a process that runs `module` for each connection. The server runs until it is killed."""
     die_with_parent(os.getppid())
     main = _import(module)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,14 +104,14 @@ def serve(module: str, folder: Path) -> None:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     children: dict[int, tuple[socket.socket, int, Path]] = {}
-    """By the file descriptor that tells of its end, and by its connection's: connection, process id, file."""
+    """Connection, process id and file of each process, by the descriptors of its connection and of its process."""
     while True:
         for key, _ in selector.select():
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 try:
                     request, fds = _receive(connection)
-                except EOFError:  # The process that asked has ended.
+                except EOFError:  # The process that asked for a fork has ended.
                     connection.close()
                     continue
                 ready_fd, leads_fd = os.pipe()
@@ -125,7 +125,7 @@ def serve(module: str, folder: Path) -> None:
                         other.close()
                     _be_process(request, fds, leads_fd, main)
                 os.close(leads_fd)
-                os.read(ready_fd, 1)  # Wait until it leads a session; before that, a signal to its group has no effect.
+                os.read(ready_fd, 1)  # Wait until the child leads a session, so that its group can get signals.
                 for fd in (*fds, ready_fd):
                     os.close(fd)
                 file = folder / request["env"].get(MARK, "unmarked") / str(pid)
@@ -148,7 +148,7 @@ def serve(module: str, folder: Path) -> None:
                     connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
                 connection.close()
             elif key.data in children:
-                # The process that asked for it is gone.
+                # The process that asked for this one has ended.
                 connection, pid, _ = children[key.data]
                 selector.unregister(connection)
                 os.kill(pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _be_process(request: dict[str, Any], fds: list[int], leads_fd: int, main: Callable[[], int]) -> None:
-    """Prepare the process as `exec` would, then run `main`. `fds`: its output, and the worker's channel."""
+    """Prepare the process as `exec` would, then run `main`. `fds` are its output and, for a worker, its channel."""
     output_fd, *channel_fds = fds
     status = 70
     try:
@@ -193,14 +193,14 @@ def _be_process(request: dict[str, Any], fds: list[int], leads_fd: int, main: Ca
 
 
 def _read_hub_settings() -> None:
-    """Read the settings of the hub's library again, as it reads them at import: in the server's environment."""
+    """Read the settings of the Hugging Face library again. It read them at import, from the server's environment."""
     if (hf_api := sys.modules.get("huggingface_hub.hf_api")) is not None:
         constants = importlib.reload(sys.modules["huggingface_hub.constants"])
         hf_api.api.endpoint = constants.ENDPOINT
 
 
 def _enter_network(path: str) -> None:
-    """Enter the supervisor's network namespace if it differs."""
+    """Enter the supervisor's network namespace if it differs from the server's."""
     if Path(path).samefile("/proc/self/ns/net"):
         return
     with Path(path).open("rb") as network:
@@ -208,11 +208,11 @@ def _enter_network(path: str) -> None:
             raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
 
 
-# for the processes that ask
+# in the processes that ask for a fork
 
 
 def _ask(module: str, words: Sequence[str], env: Mapping[str, str], network: str, fds: Sequence[int]) -> socket.socket:
-    """The connection to the server of `module`, over which a process was asked for. Waits while the server starts."""
+    """Ask the server of `module` for a process. Returns the connection. Waits while the server starts."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     deadline_s = time.monotonic() + CONNECT_S
     while True:
@@ -230,7 +230,7 @@ def _ask(module: str, words: Sequence[str], env: Mapping[str, str], network: str
 
 
 class ForkedSupervisor:
-    """The part of `subprocess.Popen` that the harness uses. `network`: path of a network namespace."""
+    """The part of `subprocess.Popen` that the harness uses. `network` is the path of a network namespace."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], network: str, output: int) -> None:
         self.args = words
@@ -245,7 +245,7 @@ class ForkedSupervisor:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, negative for a signal. Raises TimeoutExpired."""
+        """Return the exit code, which is negative for a signal. Raises TimeoutExpired."""
         if self.returncode is None:
             ready, _, _ = select.select([self._connection], [], [], timeout)
             if not ready:
@@ -258,7 +258,7 @@ class ForkedSupervisor:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # It ended just now, and the server has already reaped it.
+            with suppress(ProcessLookupError):  # The process has ended, and the server has already reaped it.
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -276,14 +276,14 @@ class ForkedWorker:
         self._reader, self._writer = reader, writer
 
     async def wait(self) -> int:
-        """The exit code, negative for a signal."""
+        """Return the exit code, which is negative for a signal."""
         line = await self._reader.readline()
         self._writer.close()
         return int(line) if line else -signal.SIGKILL
 
 
 def install() -> None:
-    """Make this process, a supervisor, fork its workers from the server instead of starting an interpreter."""
+    """Make this supervisor get its workers from the fork server instead of starting an interpreter for each."""
 
     async def start(*command: str, env: dict[str, str], pass_fds: tuple[int], stdout: Any, **_: Any) -> ForkedWorker:
         assert command[1:4] == ("-m", WORKER, "--fd"), command

@@ -1,6 +1,6 @@
-"""Starts, queries, disturbs and reliably ends real nodes on loopback, through command line, HTTP API and signals.
+"""Starts, queries, disturbs and ends real nodes on loopback, through the command line, the HTTP API and signals.
 
-Each process of a node carries the node's mark in its environment, so orphans are found as well. Every process is ended
+Each process of a node has the node's mark in its environment, so orphaned processes are found. Every process is ended
 by its own id.
 """
 
@@ -30,7 +30,7 @@ from tests.swarm.node_main import PROGRAM
 ROOT = Path(__file__).parents[2]
 MARK = fork_server.MARK
 PATIENCE = 3.0
-"""How many times a promised duration may take in tests, which run on shared machines."""
+"""Factor by which tests may exceed a promised duration, because they run on shared machines."""
 START_S = 60.0
 ASK_S = 10.0
 LOOK_S = 0.1
@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
 
 
 def tiny(**tables: Any) -> dict[str, Any]:
-    """`TINY` with other values: `tiny(round={"inner_steps": 5}, total_tokens=10)`."""
+    """Return `TINY` with other values, for example `tiny(round={"inner_steps": 5}, total_tokens=10)`."""
     return {
         key: {**TINY.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in {**TINY, **tables}.items()
@@ -72,7 +72,7 @@ def write_preset(path: Path, run: Mapping[str, Any]) -> Path:
 
 
 def wait_for(what: Callable[[], Any], timeout_s: float, why: str) -> Any:
-    """The first true value of `what`. AssertionError at the timeout."""
+    """Poll `what` and return its first true value. Raises AssertionError at the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := what()):
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s in vain: {why}"
@@ -81,7 +81,7 @@ def wait_for(what: Callable[[], Any], timeout_s: float, why: str) -> Any:
 
 
 def command(*words: str, env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str, str]:
-    """Run a command that ends by itself. Returns exit code, stdout and stderr."""
+    """Run a `diloco-node` command that ends by itself. Returns exit code, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "node.cli", *words],
         env=environment(env or {}), capture_output=True, text=True, timeout=timeout_s, check=False,
@@ -94,7 +94,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 class Node:
-    """One node and its data folder, over any number of starts."""
+    """A node and its data folder. The node can be started any number of times."""
 
     def __init__(self, folder: Path, name: str, *, preset: Path | None, join: str | None) -> None:
         self.folder, self.name, self.preset, self.join = folder, name, preset, join
@@ -102,13 +102,13 @@ class Node:
         self.mark = uuid.uuid4().hex
         self.process: subprocess.Popen[bytes] | fork_server.ForkedSupervisor | None = None
         self.namespace = ""
-        """Network namespace that it lives in; empty: the machine's own."""
+        """The network namespace in which the node runs. If it is empty, the node runs in the machine's own."""
         self.listen = "/ip4/127.0.0.1/tcp/0"
-        """Empty: where a node listens by default."""
+        """The listen address. If it is empty, the node listens at its default addresses."""
         self.order = "run"
-        """Or `relay`."""
+        """The command that starts the node: `run` or `relay`."""
         self.program = PROGRAM if fork_server.FOLDER_VARIABLE in os.environ else "node.cli"
-        """The module that is run, with the command line's words."""
+        """The module that runs as the command line."""
         self._client: httpx.Client | None = None
 
     # start and end
@@ -141,19 +141,19 @@ class Node:
         return self.process
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """End it by SIGTERM. Returns its exit code."""
+        """End the node by SIGTERM. Returns its exit code."""
         self.running.send_signal(signal.SIGTERM)
         return self.wait_end(timeout_s)
 
     def wait_end(self, timeout_s: float) -> int:
-        """Exit code of the supervisor. Fails with the end of the log if it does not end in time."""
+        """Wait for the supervisor's end and return its exit code. Fails with the end of the log at the timeout."""
         try:
             return self.running.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
             raise AssertionError(f"{self.name} did not end within {timeout_s:g} s:\n{self.said()[-3000:]}") from exc
 
     def processes(self) -> list[psutil.Process]:
-        """Live processes with this node's mark: supervisor, worker, p2pd. Without zombies."""
+        """The live processes with this node's mark (supervisor, worker, p2pd), without zombies."""
         found = []
         forked = fork_server.forked(self.mark)
         for process in psutil.process_iter():
@@ -165,28 +165,28 @@ class Node:
         return found
 
     def with_word(self, word: str) -> list[psutil.Process]:
-        """Its processes with this word in their command line."""
+        """The node's processes that have this word in their command line."""
         found = []
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):  # It may end between being listed and being asked.
+            with suppress(psutil.NoSuchProcess):  # A listed process may have ended meanwhile.
                 if any(word in part for part in process.cmdline()):
                     found.append(process)
         return found
 
     def find(self, what: str) -> psutil.Process:
-        """`supervisor`, `worker` or `p2pd`."""
+        """Wait for a process of the node and return it. `what` is `supervisor`, `worker` or `p2pd`."""
         word = {"supervisor": self.program, "worker": "node.worker", "p2pd": "-hostAddrs"}[what]
         found: list[psutil.Process] = wait_for(lambda: self.with_word(word), 10, f"{self.name} has no {what}")
         return found[0]
 
     def calm(self) -> None:
-        """Lower the priority of training, so other nodes can start. The swarm thread keeps its niceness."""
+        """Lower the priority of training, so that other nodes can start. The swarm thread keeps its priority."""
         if sys.platform == "linux" and self.process is not None and self.process.poll() is None:
             with suppress(psutil.Error):
                 self.find("worker").nice(CALM)
 
     def end_by_force(self) -> list[str]:
-        """Kill all live processes by their ids. Returns them."""
+        """Kill all live processes of the node by their ids. Returns their descriptions."""
         left = self.processes()
         lines = []
         for process in left:
@@ -202,7 +202,7 @@ class Node:
     # requests
 
     def forget(self) -> None:
-        """Drop the client of an earlier start."""
+        """Close the HTTP client of an earlier start."""
         if self._client is not None:
             self._client.close()
         self._client = None
@@ -240,11 +240,11 @@ class Node:
         return self._get("/api/v1/status")
 
     def rounds(self) -> list[dict[str, Any]]:
-        """Newest first."""
+        """The node's round records, newest first."""
         return list(self._get("/api/v1/rounds?limit=200")["rounds"])
 
     def digests(self) -> dict[int, str]:
-        """Digest by round of the current chain, without failed attempts and dropped rounds."""
+        """State digests of the current chain by round number, without failed attempts and dropped rounds."""
         digests: dict[int, str] = {}
         for record in reversed(self.rounds()):
             if record["dropped"]:
@@ -258,7 +258,7 @@ class Node:
         return list(self._get("/api/v1/swarm")["peers"])
 
     def logs(self, limit: int = 200) -> list[dict[str, Any]]:
-        """Oldest first, of all levels."""
+        """The node's log records of all levels, oldest first."""
         return list(self._get(f"/api/v1/logs?limit={limit}")["records"])
 
     def act(self, action: str, **body: Any) -> httpx.Response:
@@ -268,7 +268,7 @@ class Node:
         return str(self.until(lambda s: s["run"]["invite"], START_S)["run"]["invite"])
 
     def until(self, ready: Callable[[dict[str, Any]], Any], timeout_s: float) -> dict[str, Any]:
-        """Wait for a status that satisfies `wanted`. Fails with the newest status and the end of the log."""
+        """Wait for a status that satisfies `ready`. Fails with the newest status and the end of the log."""
         newest: dict[str, Any] = {}
 
         def there() -> bool:
@@ -285,19 +285,19 @@ class Node:
         return newest
 
     def until_training(self, timeout_s: float = START_S) -> dict[str, Any]:
-        """Wait until it trains and has done at least one inner step."""
+        """Wait until the node trains and has done at least one inner step."""
         return self.until(lambda s: s["phase"] == "training" and s["training"]["loss"] is not None, timeout_s)
 
     def until_round(self, number: int, timeout_s: float = START_S) -> dict[str, Any]:
         return self.until(lambda s: s["run"]["round"] >= number, timeout_s)
 
     def said(self) -> str:
-        """The log, stdout and stderr, of all starts."""
+        """Stdout and stderr of all starts of the node."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @contextmanager
     def events(self) -> Any:
-        """An open event stream that is read."""
+        """Keep an event stream open and read it."""
         with self.http.stream("GET", "/api/v1/events", timeout=60) as answer:
             reader = threading.Thread(target=_drain, args=(answer,), daemon=True)
             reader.start()
@@ -306,12 +306,12 @@ class Node:
             assert not reader.is_alive(), "the event stream did not end with the node"
 
     def checkpoints(self) -> list[Path]:
-        """Folders, newest first."""
+        """The folders of the node's checkpoints, newest first."""
         return sorted((self.folder / "checkpoints").glob("round-*"), key=checkpoint_round, reverse=True)
 
 
 class _Inside(httpx.HTTPTransport):
-    """A transport that connects from a network namespace."""
+    """An HTTP transport that connects from inside a network namespace."""
 
     def __init__(self, namespace: str) -> None:
         super().__init__(trust_env=False)
@@ -337,7 +337,7 @@ def checkpoint_meta(path: Path) -> dict[str, Any]:
 
 
 class Swarm:
-    """Nodes of one run. A context manager: it ends all of them within `stop_s`, and no process may remain."""
+    """The nodes of one run. This context manager ends all nodes within `stop_s` and asserts that no process remains."""
 
     def __init__(self, folder: Path, run: Mapping[str, Any] | None = None, stop_s: float = 15.0) -> None:
         self.folder, self._stop_s = folder, stop_s
@@ -364,7 +364,7 @@ class Swarm:
             assert left == [], f"processes were left behind: {left}"
 
     def node(self, name: str, *, join: str | None = None) -> Node:
-        """A node that ends with the swarm. It is not started."""
+        """Return a new node that ends with the swarm. The node is not started."""
         made = Node(self.folder / name, name, preset=self.preset, join=join)
         self.nodes.append(made)
         return made
@@ -373,7 +373,7 @@ class Swarm:
         return self.node("founder").start(*flags, env=env)
 
     def join(self, *names: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> list[Node]:
-        """Start nodes with only the founder's invite, all at once."""
+        """Start nodes at the same time. They have only the founder's invite."""
         invite = self.nodes[0].invite()
         for node in self.nodes:
             node.calm()
@@ -385,6 +385,6 @@ class Swarm:
 
 
 def common_rounds(nodes: Sequence[Node]) -> dict[int, set[str]]:
-    """Digests by round number, for rounds that all of these nodes report."""
+    """The state digests of each round that all of these nodes report, by round number."""
     told = [node.digests() for node in nodes]
     return {number: {one[number] for one in told} for number in set.intersection(*(set(one) for one in told))}

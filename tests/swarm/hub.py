@@ -14,7 +14,7 @@ COMMIT = "a" * 40
 
 
 class Hub:
-    """A context manager. It serves `repo` as data set and as model, and can stop and return on its port."""
+    """A context manager that serves `repo` as a data set and as a model. It can stop, and start again on its port."""
 
     def __init__(self, folder: Path, repo: str) -> None:
         self.folder, self._repo = folder, repo
@@ -22,9 +22,9 @@ class Hub:
         self.port = 0
         self.requests = 0
         self.commit = COMMIT
-        """What its branches stand for; files are there at any commit."""
+        """The commit to which all branches point. The same files are served for every commit."""
         self.read_at: set[str] = set()
-        """Revisions that files were asked for at."""
+        """The revisions at which clients have requested files."""
 
     def __enter__(self) -> Hub:
         self.open()
@@ -35,7 +35,7 @@ class Hub:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a process that uses this hub."""
+        """The environment variables that make a process use this hub."""
         return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
     def open(self) -> None:
@@ -60,7 +60,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"
-    """Each connection ends with its answer, so no client has one left when the hub stops."""
+    """With HTTP 1.0 each connection ends after its answer, so no connection is open when the hub stops."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Repository not found"}, 404)
 
     def _revision(self, path: str, about: str) -> str | None:
-        """The requested commit, if any."""
+        """The commit of the revision that the request names, or None if there is no such revision."""
         if path in (about, f"{about}/revision/main"):
             return self._commit
         asked = path.removeprefix(f"{about}/revision/")

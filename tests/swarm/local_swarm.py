@@ -1,7 +1,7 @@
-"""Starts N nodes on this machine: a founder, then joiners with its invite. Ctrl-C, or the end of the founder, ends all.
+"""Starts N nodes on this machine: a founder, then nodes that join with its invite.
 
-Each node has its own data folder and free ports, and logs to node.log in that folder. An earlier swarm in the data
-folder continues.
+Ctrl-C or the end of the founder ends all nodes. Each node has its own data folder and free ports, and logs to node.log
+in that folder. An earlier swarm in the data folder continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Member:
     process: subprocess.Popen[bytes]
 
     def ask(self, command: str) -> str:
-        """The output of one command to this node, or an empty string without an answer."""
+        """Send one command to this node. Returns its output, or an empty string if the node does not answer."""
         line = [sys.executable, "-m", "node.cli", command, "--data-dir", str(self.folder)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -47,7 +47,7 @@ def start(name: str, folder: Path, invite: str, threads: int, extra: Sequence[st
     flags = ["--data-dir", str(folder), "--name", name, "--api.port=0", "--swarm.listen=/ip4/127.0.0.1/tcp/0"]
     flags += [f"--limits.cpu_threads={threads}", *(["--join", invite] if invite else []), *extra]
     with (folder / "node.log").open("ab") as log:
-        # A session of its own: Ctrl-C reaches this script only, which then stops the nodes in order.
+        # Each node has its own session, so Ctrl-C reaches only this script, which then stops the nodes in order.
         process = subprocess.Popen(
             [sys.executable, "-m", "node.cli", "run", *flags],
             stdin=subprocess.DEVNULL,
@@ -71,7 +71,7 @@ def wait_for_invite(founder: Member) -> str:
 
 
 def watch(members: Sequence[Member]) -> None:
-    """Print the founder's link, and each node that ends. Returns when the founder has ended."""
+    """Print the founder's link, and a line for each node that ends. Returns when the founder has ended."""
     founder = members[0]
     linked = False
     ended: set[str] = set()

@@ -1,13 +1,13 @@
 """Pairs of the fault matrix with real nodes: processes, libp2p and signals.
 
-    python -m tests.swarm.matrix               all cases, one after the other; a table; exit code 1 if one fails
+    python -m tests.swarm.matrix               runs all cases and prints a table; exit code 1 if one fails
     python -m tests.swarm.matrix --only stop,3 --mode overlapped
 
-One swarm for each size runs all of its cases. All its nodes read the fault plan from a file; each fault hits one node,
-chosen by its role in the round. `kill` is SIGKILL to the worker, `stop` is SIGSTOP to it for STOP_S. These must hold:
-no node's supervisor and no survivor's worker ends; the survivors commit the round within its bound; the victim returns;
-digests of shared rounds are equal; and each node that was present all the time is included in that round or in one of
-the next two.
+One swarm for each size runs all cases of that size. All nodes read the fault plan from a file. Each fault hits one
+node, chosen by its role in the round. `kill` sends SIGKILL to the worker, and `stop` stops it by SIGSTOP for STOP_S.
+After a fault these must hold: no supervisor and no survivor's worker has ended; the survivors commit the round within
+its time limit; the victim returns; digests of shared rounds are equal; each node that was never absent is included in
+that round or in one of the next two.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, t
 PEERS = (2, 3, 4)
 STOP_S = 30.0
 AHEAD = 3
-"""Rounds from the plan to its fault, so all nodes have read it."""
+"""Rounds between writing a plan and its fault, so that all nodes have read the plan."""
 AFTER = 3
-"""Rounds after the fault that all must share."""
+"""Rounds after the fault that all nodes must share."""
 STRIKE_S = 60.0
 MAX_PLANS = 3
 ROUND_S = 2.0
@@ -57,13 +57,13 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Each pair of stage and kind once, with roles and sizes in turn; ten of each size."""
+    """Return one case for each pair of stage and kind, ten of each size. Roles and sizes take turns."""
     pairs = itertools.product(range(len(STAGES)), range(len(KINDS)))
     return [Case(STAGES[i], KINDS[j], ROLES[(i + j) % 2], PEERS[(i + 2 * j) % 3]) for i, j in pairs]
 
 
 class Team:
-    """Nodes of one run that run one case after the other."""
+    """The nodes of one swarm, which runs one case after the other."""
 
     def __init__(self, folder: Path, peers: int, mode: str = "blocking") -> None:
         self.plan = folder / "plan"
@@ -101,7 +101,7 @@ class Team:
         return rounds[0]
 
     def play(self, case: Case, stop_s: float = STOP_S) -> float:
-        """Run a case. Returns the seconds from the fault to the last survivor's commit."""
+        """Run a case. Returns the seconds from the fault until the last survivor has committed the round."""
         workers = {node.name: node.find("worker").pid for node in self.nodes}
         round_, victim = self.strike(case)
         began_s = time.monotonic()
@@ -113,7 +113,7 @@ class Team:
         seconds = time.monotonic() - began_s
         if case.kind == "stop":
             time.sleep(max(0.0, began_s + stop_s - time.monotonic()))
-            with suppress(psutil.NoSuchProcess):  # Its supervisor has started another worker.
+            with suppress(psutil.NoSuchProcess):  # The supervisor has replaced the worker.
                 psutil.Process(workers[victim.name]).resume()
         self.check(case, round_, survivors, victim, workers)
         return seconds
@@ -124,7 +124,7 @@ class Team:
         draft.replace(self.plan)
 
     def strike(self, case: Case) -> tuple[int, Node]:
-        """Plan the fault. Returns its round and the node that it hit; repeats if a round passed without it.
+        """Plan the fault. Returns its round and the node that it hit. Plans it again if the round ended without it.
 
         Only members of the previous record have roles.
         """
@@ -143,7 +143,7 @@ class Team:
         raise AssertionError("no round had all roles")
 
     def struck(self, marks: dict[str, int]) -> Node | None:
-        """The node that the fault has hit. A stopped or killed worker may not have reported it."""
+        """The node that the fault has hit, or None. A stopped or killed worker may be unable to report the fault."""
         for node in self.nodes:
             if "Injected fault" in node.said()[marks[node.name] :]:
                 return node
@@ -153,7 +153,7 @@ class Team:
         return None
 
     def check(self, case: Case, round_: int, survivors: Sequence[Node], victim: Node, workers: dict[str, int]) -> None:
-        for node in self.nodes:  # The victim, too, comes back.
+        for node in self.nodes:  # This includes the victim.
             node.until_round(round_ + AFTER, START_S)
             assert node.running.poll() is None, f"{node.name} has ended with {node.running.returncode}"
         newest = max(node.status()["run"]["round"] for node in self.nodes)
@@ -181,7 +181,7 @@ class Team:
 def play(
     cases: Sequence[Case], folder: Path, stop_s: float = STOP_S, mode: str = "blocking"
 ) -> Iterator[tuple[Case, float, str]]:
-    """Run all cases. Yields case, seconds and error. After a failure the rest of its size gets a fresh swarm."""
+    """Run all cases. Yields case, seconds and error. After a failure the other cases of that size get a new swarm."""
     for peers in sorted({case.peers for case in cases}):
         left = [case for case in cases if case.peers == peers]
         for attempt in itertools.count():

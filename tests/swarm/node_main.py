@@ -1,4 +1,4 @@
-"""The command line for nodes under test: with forked workers if a fork server runs, and with optional shorter waits.
+"""The command line for nodes under test. It forks workers from the fork server if one runs, and can shorten waits.
 
 The supervisor's `SupervisorTimings` are given as JSON in the environment.
 """

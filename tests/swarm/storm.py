@@ -1,15 +1,16 @@
-"""A storm: real nodes on this machine train in rounds under one fault after the other; then the run is judged.
+"""A storm: real nodes on this machine train while one fault follows the other. Then the storm's figures are judged.
 
     python -m tests.swarm.storm --nodes 8 --minutes 20 --fault-every 15 --seed 1
 
 A seeded generator draws the faults: SIGKILL of a worker, a supervisor or a p2pd; SIGSTOP of a worker for 10 to 30 s; a
-clean leave and return; a fresh node with the invite of any live one; a node that is gone for good (also the founder);
-and DILOCO_FAULTS for later rounds. A fault waits while three nodes are away or no majority would be left, because the
-storm tests the protocol. One node is spared, so its memory and open handles show over the whole time. Training has a
-higher niceness than nodes that start.
+clean leave and return; a new node that joins with the invite of any live node; a node, possibly the founder, that
+leaves for good; and DILOCO_FAULTS for later rounds. A fault waits while three nodes are away or if it would leave no
+majority, because the storm tests the protocol. One node is spared, so that its memory and open handles can be measured
+over the whole storm. Training has a lower priority than nodes that start.
 
-Prints a table with PASS or FAIL for each promise. All figures go to storm.json in the data folder, and the observations
-to storm-seen.json (`--judge FILE` judges those again). Exit code 1 if a promise fails. Ctrl-C ends all nodes.
+It prints a table with PASS or FAIL for each promise. All figures go to storm.json in the data folder, and the
+observations to storm-seen.json, which `--judge FILE` judges again. The exit code is 1 if a promise fails. Ctrl-C ends
+all nodes.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from tests.swarm.storm_report import report
 from tests.swarm.storm_watch import Watch, injected
 
 CALM_ROUNDS = 4
-"""Rounds of all nodes before the first fault, which give the usual length."""
+"""Rounds with all nodes before the first fault. They give the usual length of a round."""
 QUIET_ROUNDS = 2
-"""Time from the last fault until all nodes must agree."""
+"""Number of rounds after the last fault until all nodes must agree."""
 START_S = 240.0
 QUIET_S = 180.0
 END_S = 45.0
@@ -48,12 +49,12 @@ RUN = tiny(
     total_tokens=1_000_000_000_000,
 )
 MAX_DOWN = 3
-"""Nodes that may be away when the next fault comes. The storm tests the protocol, not a swarm whose majority
-is dead can go on."""
+"""Number of nodes that may be away when the next fault comes. The storm does not test a swarm that has lost its
+majority."""
 STOP_S = (10.0, 30.0)
 AWAY_S = (2.0, 10.0)
 VANISH_S = 30.0
-"""Until a node that was killed or told to leave has no processes left."""
+"""Longest time until a node that was killed or asked to leave has no processes left."""
 AGAIN_S = 0.5
 WEIGHTS = {
     "kill worker": 3.0,
@@ -74,7 +75,7 @@ ARMS = {
     "shape": ("rendezvous@{}=shape", "reduce@{}=shape", "average@{}=shape", "commit@{}=shape", "serve@{}=shape"),
     "nan": ("inner@{}=nan", "rendezvous@{}=nan", "reduce@{}=nan", "average@{}=nan", "commit@{}=nan", "serve@{}=nan"),
 }  # fmt: skip
-"""Faults inside the protocol, by kind, for a later round. A node gets one at each start."""
+"""Faults inside the protocol by kind. Each start of a node plans one of them for a later round."""
 ARMED_AHEAD = (3, 10)
 FLAGS = ("--log.format=json",)
 
@@ -84,25 +85,25 @@ class ScheduledAction:
     node: str
     due_s: float
     do: Callable[[], bool]
-    """True when it is done; False: again, soon."""
+    """The action. It returns True when it is done, and False if it must be called again soon."""
 
 
 class FaultInjector:
-    """The faults of one storm."""
+    """Injects the faults of one storm."""
 
     def __init__(self, swarm: Swarm, watch: Watch, observed: StormObservations, rng: random.Random, nodes: int) -> None:
         self._swarm, self._watch, self._observed, self._rng, self._nodes = swarm, watch, observed, rng, nodes
         self.here: list[Node] = []
-        """All nodes that are not gone for good."""
+        """All nodes that have not left for good."""
         self.spared = ""
         self._busy: set[str] = set()
-        """Nodes with a action to come."""
+        """The names of nodes that have a scheduled action."""
         self._scheduled: list[ScheduledAction] = []
 
     # nodes
 
     def start(self, node: Node) -> None:
-        """Start a node with a planned fault. Its absence ends when it takes part."""
+        """Start a node with a planned fault. The node counts as absent until it takes part in rounds."""
         now_s = time.monotonic()
         self._observed.hurts.append(ObservedFault(node.name, "start", 0.0 if node not in self.here else now_s, now_s))
         if node not in self.here:
@@ -122,7 +123,7 @@ class FaultInjector:
     # faults
 
     def hurt(self) -> str:
-        """Inject one fault of a kind that is possible now. Returns an empty text if none is."""
+        """Inject one fault of a kind that is possible now. Returns an empty text if no kind is possible."""
         down = self.down()
         free = [node for node in self.here if node.name not in down]
         kinds = self._possible(len(down), len(free))
@@ -160,7 +161,7 @@ class FaultInjector:
             else:
                 kind = self._retire(node, hurt)
         except (AssertionError, psutil.Error, httpx.HTTPError, OSError):
-            return ""  # A fault of its own plan has hit it first.
+            return ""  # The node's planned fault has hit it first.
         hurt.kind = kind
         self._observed.hurts.append(hurt)
         return f"{kind}: {node.name}"
@@ -192,7 +193,7 @@ class FaultInjector:
         self._later(node, away_s, come_back)
 
     def _retire(self, node: Node, hurt: ObservedFault) -> str:
-        """Remove a node for good: by leaving, or by killing all its processes."""
+        """Remove a node for good. The node leaves, or all its processes are killed."""
         hurt.over_s = None
         politely = self._rng.random() < 0.5
         if politely:
@@ -213,7 +214,7 @@ class FaultInjector:
         return f"join: {node.name}, by {host.name}"
 
     def _is_gone(self, node: Node, since_s: float) -> bool:
-        """Whether all its processes have ended. A process that stays too long is reported and killed."""
+        """Whether all processes of the node have ended. A process that takes too long to end is reported and killed."""
         if node.running.poll() is not None and not node.processes():
             return True
         if time.monotonic() - since_s > VANISH_S:
@@ -227,7 +228,7 @@ class FaultInjector:
         self._scheduled.append(ScheduledAction(node.name, time.monotonic() + wait_s, do))
 
     def run_due(self, *, all_now: bool = False) -> None:
-        """Run due actions, and restart nodes that ended by themselves."""
+        """Run all actions that are due, and restart nodes that ended by themselves."""
         now_s = time.monotonic()
         for action in list(self._scheduled):
             if all_now or now_s >= action.due_s:
@@ -255,7 +256,7 @@ class FaultInjector:
 
 
 def _asked(node: Node, action: str) -> bool:
-    """Whether it took the order and left the phase."""
+    """Whether the node accepted the action and has left its phase."""
     try:
         return node.act(action).status_code < 300 and node.status()["phase"] != "error"
     except (httpx.HTTPError, AssertionError):
@@ -281,7 +282,7 @@ def say(text: str) -> None:
 
 
 def wait(ready: Callable[[], bool], timeout_s: float, run_due: Callable[[], None]) -> bool:
-    """Whether the condition came true in time."""
+    """Wait for the condition. Returns whether it came true before the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > deadline_s:
@@ -292,7 +293,7 @@ def wait(ready: Callable[[], bool], timeout_s: float, run_due: Callable[[], None
 
 
 def gather(swarm: Swarm, injector: FaultInjector, watch: Watch, nodes: int) -> None:
-    """Start the founder and the others, and wait for a few rounds with all of them."""
+    """Start the founder and the other nodes, and wait for a few rounds with all of them."""
     founder = swarm.node("n00")
     injector.start(founder)
     watch.start()
@@ -328,7 +329,7 @@ def inject_faults(
 
 
 def wait_for_recovery(injector: FaultInjector, watch: Watch, observed: StormObservations) -> None:
-    """All nodes return; two rounds later all must have one head."""
+    """Wait until all nodes have returned, then for QUIET_ROUNDS rounds, after which all must have the same head."""
     say("the storm is over; everybody comes back")
     observed.calm_s = time.monotonic()
     wait(lambda: injector.settled, END_S, lambda: injector.run_due(all_now=True))

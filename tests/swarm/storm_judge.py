@@ -1,17 +1,17 @@
-"""The observations of a storm as plain values (JSON), and the figures computed from them. It uses files only.
+"""The observations of a storm as plain values (JSON), and the figures that are computed from them.
 
 Times are seconds of the observing process's monotonic clock. Definitions:
-- *chain*: for each round number the record (head, digest) that most nodes hold. A round begins when the round before it
-  was first seen committed on any node, and ends when it was itself.
-- *down*: from a fault until the first look, at least SETTLE_S after its cause ended (the process continued or was
-  started again), at which the node takes part, at most one round behind the chain. At most RETURN_S after the cause
-  ended, so a node that does not return counts against us. Planned damage to a state (`corrupt`) ends at once; planned
-  bad data in a contribution excuses nothing.
-- *live* in a round: never down from its beginning to SLACK_S after its end.
+- *chain*: for each round number, the record (head, digest) that most nodes have. A round begins when the previous round
+  was first seen committed on any node, and ends when the round itself was first seen committed.
+- *down*: a node is down from a fault until it is seen to take part in rounds again, at most one round behind the chain
+  and at least SETTLE_S after the cause ended (its process continued or was started again). A node is down for at most
+  RETURN_S after the cause ended, so a node that does not return counts as a failure. Planned damage to a state
+  (`corrupt`) ends at once. A node that sends planned bad data in a contribution is not down.
+- *live* in a round: a node that was never down from the beginning of the round to SLACK_S after its end.
 - *(node, round) committed*: a live node has a record of this round with the chain's head and digest, seen no later than
   SLACK_S after the end of the next round.
-- *kill to commit*: from a kill until the last survivor (live in that round) has committed the first round that ends at
-  least LOOK_S after it. Looks are 1 s apart, so the figure is up to 1 s too long.
+- *kill to commit*: the time from a kill until the last survivor (a node live in that round) has committed the first
+  round that ends at least LOOK_S after the kill. Looks are 1 s apart, so the figure is up to 1 s too long.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pathlib import Path
 from typing import Any
 
 SETTLE_S = 5.0
-"""How long a report from before a stop of the process may still be shown."""
+"""Seconds for which a node's status may still be one from before its process was stopped."""
 RETURN_S = 60.0
 SLACK_S = 2.0
 LOOK_S = 1.0
 LEAST_LIFE_S = 300.0
 WARM_S = 120.0
-"""The beginning of a process's life, in which memory does not count as growth."""
+"""Seconds at the beginning of a process during which growing memory is not counted as growth."""
 SPAN_S = 1200.0
 LONG_LIFE_S = 900.0
-"""The shortest life for which a fitted line can be extrapolated to 20 minutes."""
+"""The shortest life of a process for which growth is extrapolated to 20 minutes."""
 KILLS = ("kill", "die")
 RESTARTS = ("kill worker", "kill p2pd", "die", "fail")
-"""The supervisor starts a new worker after these; the one that lost its p2pd still says that it trains, some seconds
-long."""
+"""Faults after which the supervisor starts a new worker. A worker that has lost its p2pd still reports for some seconds
+that it trains."""
 MEMBER_PHASES = frozenset({"training", "syncing", "draining"})
 
 
@@ -65,19 +65,19 @@ class ObservedCommit:
     digest: str
     outcome: str
     included: bool
-    """Whether this node's own contribution is in."""
+    """Whether the round includes this node's own contribution."""
 
 
 @dataclass(slots=True)
 class ObservedFault:
-    """One fault. `over_s`: when its cause ended (the process continued, or started again); None: never."""
+    """One fault. `over_s` is when its cause ended (the process continued or started again), or None if it never did."""
 
     node: str
     kind: str
     at_s: float
     over_s: float | None
     after_round: int = -1
-    """The node is itself again only in a round after this one (damage that shows later)."""
+    """The node counts as recovered only after this round, for damage that shows later."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class ProcessSamples:
     what: str
     pid: int
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """(at_s, resident bytes, open handles)."""
+    """Each sample is (at_s, resident bytes, open handles)."""
 
 
 @dataclass(slots=True)
@@ -98,13 +98,13 @@ class NodeObservations:
     looks: list[StatusSample] = field(default_factory=list)
     commits: list[ObservedCommit] = field(default_factory=list)
     rounds_joined: int = 0
-    """Contributions that arrived, over all starts."""
+    """Number of contributions that rounds included, over all starts."""
     rounds_attempted: int = 0
-    """Contributions made, over all starts."""
+    """Number of contributions that the node made, over all starts."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed attempts by reason, over all starts."""
+    """Number of failed attempts by reason, over all starts."""
     mismatches: int = 0
-    """Times that the node found itself off the chain and fetched the state again."""
+    """How often the node found that its state differed from the chain and downloaded the state again."""
     restarts: int = 0
 
 
@@ -113,17 +113,17 @@ class StormObservations:
     settings: dict[str, Any]
     nodes: dict[str, NodeObservations] = field(default_factory=dict)
     hurts: list[ObservedFault] = field(default_factory=list)
-    """Joins too: a node that starts is hurt until it takes part."""
+    """All faults. A start is listed as a fault that lasts until the node takes part in rounds."""
     lives: list[ProcessSamples] = field(default_factory=list)
     oddities: list[str] = field(default_factory=list)
-    """What should not happen: nodes that ended or failed unasked, processes left behind."""
+    """Unexpected events, such as nodes that ended or failed by themselves, and processes left behind."""
     began_s: float = 0.0
-    """The first fault was due."""
+    """When the first fault was due."""
     calm_s: float = 0.0
-    """The last fault was over."""
+    """When the last fault was over."""
     ended_s: float = 0.0
     at_end: dict[str, StatusSample] = field(default_factory=dict)
-    """Of the nodes that were alive at the end: where each stood."""
+    """The last status of each node that was alive at the end."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -167,7 +167,7 @@ class Down:
     from_s: float
     to_s: float
     late: bool
-    """It did not come back in RETURN_S."""
+    """Whether the node did not return within RETURN_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +186,22 @@ class Growth:
     what: str
     life_s: float
     memory_ratio: float
-    """Median of the last quarter of its life over that of the first."""
+    """Median memory of the last quarter of the process's life, divided by that of the first quarter."""
     memory_fit_ratio: float
-    """Growth in 20 minutes by a straight line through all samples, of the first quarter's median."""
+    """Growth in 20 minutes by a line fitted to all samples, divided by the median of the first quarter."""
     handles: tuple[float, float]
-    """Medians of the first and the last quarter."""
+    """Median number of open handles in the first and in the last quarter of the process's life."""
 
 
 class Judge:
-    """All figures of one storm."""
+    """Computes all figures of one storm."""
 
     def __init__(self, seen: StormObservations) -> None:
         self.seen = seen
         self.chain = _chain(seen)
         self._ends = [r.ended_s for r in self.chain.values()]
         self._came_s = {hurt.node: hurt.over_s or 0.0 for hurt in reversed(seen.hurts) if hurt.kind == "start"}
-        """Each node's first start."""
+        """When each node's first start was over."""
         self._gone_s = {hurt.node: hurt.at_s for hurt in seen.hurts if hurt.over_s is None}
         self.downs = [self._down(hurt) for hurt in seen.hurts if not _is_rubbish(hurt)]
 
@@ -216,7 +216,7 @@ class Judge:
         return Down(hurt.node, hurt.kind, hurt.at_s, min(back_s, latest_s), late)
 
     def _backs(self, hurt: ObservedFault) -> Iterator[float]:
-        """The looks at which the node counts as back."""
+        """The times of the looks at which the node counts as returned."""
         assert hurt.over_s is not None
         first_s = hurt.over_s + (0.0 if hurt.kind == "start" else SETTLE_S)
         new = not hurt.kind.startswith(RESTARTS)
@@ -233,7 +233,7 @@ class Judge:
         return agrees and look.phase in MEMBER_PHASES and look.round >= self.swarm_round(look.at_s) - 1
 
     def swarm_round(self, at_s: float) -> int:
-        """The highest round that any node had committed by then."""
+        """The highest round that any node had committed at this time."""
         place = bisect_right(self._ends, at_s)
         return list(self.chain)[place - 1] if place else -1
 
@@ -273,10 +273,10 @@ class Judge:
         return {number: some for number, some in heads.items() if len(some) > 1}
 
     def damaged(self) -> list[tuple[str, int, bool]]:
-        """(node, round, planned) for each node whose digest differed from the others' after the same rounds.
+        """(node, round, planned) for each node whose digest differed from that of the others after the same rounds.
 
-        Who replays rounds in a burst passes several before anybody can compare: they are as planned as the first of
-        them, while the swarm itself ends no more than one.
+        A node that replays several rounds quickly passes them before anyone can compare digests. All of them count as
+        planned if the first one does, as long as the swarm itself commits at most one round meanwhile.
         """
         found = []
         for name, node in self.seen.nodes.items():
@@ -295,7 +295,7 @@ class Judge:
         return found
 
     def agree_at_end(self) -> bool:
-        """Whether all nodes alive at the end have a state of the chain, at most one round apart."""
+        """Whether all nodes that are alive at the end have a state of the chain, at most one round apart."""
         looks = list(self.seen.at_end.values())
         if not looks or max(k.round for k in looks) - min(k.round for k in looks) > 1:
             return False
@@ -366,12 +366,12 @@ def _chain(seen: StormObservations) -> dict[int, Round]:
 
 
 def _is_rubbish(hurt: ObservedFault) -> bool:
-    """A contribution that is useless although its sender is live."""
+    """Whether the fault only makes a contribution useless, so that its sender still counts as live."""
     return hurt.kind.split(" ")[0] in ("garbage", "shape", "nan")
 
 
 def grown(life: ProcessSamples) -> Growth | None:
-    """Growth, or None for a process that did not live long enough."""
+    """The growth of a process, or None if the process did not live long enough."""
     if not life.samples or life.samples[-1][0] - life.samples[0][0] < LEAST_LIFE_S:
         return None
     began_s, ended_s = life.samples[0][0] + WARM_S, life.samples[-1][0]
@@ -394,7 +394,7 @@ def grown(life: ProcessSamples) -> Growth | None:
 
 
 def percentile(values: Sequence[float], ratio: float) -> float:
-    """The smallest value that at least `ratio` of them do not exceed; nan without values."""
+    """The smallest value that at least the share `ratio` of all values does not exceed; nan without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(ratio * len(ordered)) - 1)] if ordered else math.nan
 

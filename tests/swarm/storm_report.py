@@ -1,4 +1,4 @@
-"""The figures of a storm and their limits: as text, as a table for the README and as JSON."""
+"""Reports the figures of a storm and their limits as text, as a table for the README and as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.swarm.storm_judge import LONG_LIFE_S, RETURN_S, Growth, Judge, Pair, 
 COMMITTED_RATIO = 0.98
 KILL_S = 10.0
 GROWTH_RATIO = 0.05
-"""Growth in 20 minutes."""
+"""Largest allowed growth of memory in 20 minutes."""
 SPARE_HANDLES = 8
-"""Connections come and go with the peers, up to three for each, so this is no growth. One leaked for each of the
-faults of 20 minutes would be ten times that."""
+"""Open handles that a process may gain. Each peer has up to three connections, which come and go. If each fault leaked
+one handle, the gain in 20 minutes would be ten times this number."""
 FAULTS_RATIO = 0.9
-"""Least share of the planned faults; with fewer, the storm does not count."""
+"""Smallest share of the planned faults that must have happened for the storm to count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure. Without `passed` it is reported but not judged."""
+    """One figure. A figure whose `passed` is None is reported but not judged."""
 
     name: str
     figure: str
@@ -33,7 +33,7 @@ class Line:
 
 
 def report(seen: StormObservations, folder: Path) -> int:
-    """Print everything and write storm.json. Returns the exit code."""
+    """Print all figures and write storm.json. Returns the exit code."""
     judge = Judge(seen)
     pairs = judge.pairs()
     lines = [*promises(judge, pairs), *told(judge, pairs)]
@@ -91,7 +91,7 @@ def promises(judge: Judge, pairs: Sequence[Pair]) -> list[Line]:
 
 
 def growth_lines(growths: Sequence[Growth]) -> list[Line]:
-    """Growth by kind of process: the worst of those that lived long enough, and the longest-lived one."""
+    """The worst growth for each kind of process, and the growth of the process that lived longest."""
     lines = []
     for what in ("supervisor", "worker", "p2pd"):
         some = [growth for growth in growths if growth.what == what]
@@ -210,7 +210,7 @@ def _end(judge: Judge) -> str:
 
 
 def _away(judge: Judge, pairs: Sequence[Pair]) -> str:
-    """Share of absent node-rounds."""
+    """The share of all pairs of a node and a round in which the node was absent."""
     whole = len({pair.round for pair in pairs}) * int(judge.seen.settings["nodes"])
     return f"{_ratio(max(0, whole - len(pairs)), whole):.0%} of {whole}"
 

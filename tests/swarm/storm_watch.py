@@ -1,6 +1,6 @@
-"""Watches the nodes of a storm: their API about once a second, their processes and logs less often.
+"""Watches the nodes of a storm: it reads their APIs about once a second, and their processes and logs less often.
 
-It runs on its own thread, so a blocking fault does not delay the measurements.
+The watch runs on its own thread, so a blocking fault does not delay the measurements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.swarm.storm_judge import (
 
 LOOK_S = 1.0
 COUNT_S = 5.0
-"""Seconds between samples of metrics, memory and handles."""
+"""Seconds between two samples of metrics, memory and handles."""
 ASK_S = 2.0
 WORDS = {"node.worker": "worker", "node.cli": "supervisor", "-hostAddrs": "p2pd"}
 COUNTER = re.compile(r'^diloco_(sync_failures|digest_mismatch)_total(?:\{reason="(\w+)"\})? (\S+)$', re.MULTILINE)
@@ -38,7 +38,7 @@ INJECTED = re.compile(r"Injected fault at (\w+) of round (\d+): (\w+) (\S+)\.$")
 
 
 class Asked:
-    """One node's API over its starts. Does not wait for an absent node."""
+    """Reads one node's API over all its starts. Does not wait for an absent node."""
 
     def __init__(self, node: Node, seen: NodeObservations) -> None:
         self.node, self.seen = node, seen
@@ -46,7 +46,7 @@ class Asked:
         self._client: httpx.Client | None = None
         self._pid = 0
         self._known: set[tuple[str, str]] = set()
-        """Heads and digests: a record whose digest was damaged comes again once that is repaired."""
+        """Heads and digests of records seen. A record whose digest was damaged appears again after its repair."""
         self._told: dict[str, float] = {}
 
     @property
@@ -90,7 +90,7 @@ class Asked:
             )
 
     def count(self) -> None:
-        """Add the counters of a start that has read its checkpoint."""
+        """Add the node's counters, if the node has read its checkpoint since its start."""
         if self.newest is None or self.newest.phase not in MEMBER_PHASES:
             return
         for name, reason, value in COUNTER.findall(self._text("/metrics")):
@@ -101,7 +101,7 @@ class Asked:
                 self.seen.failures[reason] = self.seen.failures.get(reason, 0) + grown
 
     def _grown(self, name: str, value: float) -> int:
-        """Growth since the last look. A smaller value comes from an older checkpoint and counts from there."""
+        """Return the growth since the last look. It is 0 if the value fell because an older checkpoint was read."""
         before = self._told.get(name, 0.0 if not self.seen.restarts else value)
         self._told[name] = value
         return max(0, round(value - before))
@@ -149,7 +149,7 @@ class Asked:
 
 
 class Watch:
-    """Fills a `StormObservations`. `nodes` returns all nodes that are not gone for good."""
+    """Fills a `StormObservations`. `nodes` returns all nodes that have not left for good."""
 
     def __init__(self, observed: StormObservations, nodes: Callable[[], Sequence[Node]]) -> None:
         self.observed = observed
@@ -170,7 +170,7 @@ class Watch:
             asked.close()
 
     def check(self) -> None:
-        """Raises if the watch has ended by itself."""
+        """Raise RuntimeError if the watch has ended by itself."""
         if not self._thread.is_alive():
             raise RuntimeError("the watch ended by itself")
 
@@ -178,7 +178,7 @@ class Watch:
         return self._asked[name].newest if name in self._asked else None
 
     def takes_part(self, name: str) -> bool:
-        """Whether the node took part at the last recent look."""
+        """Whether the node took part in rounds at the last look, if that look is recent."""
         look = self.newest(name)
         return look is not None and look.phase in MEMBER_PHASES and time.monotonic() - look.at_s < 4 * LOOK_S
 
@@ -232,7 +232,7 @@ class Watch:
 
 
 def injected(nodes: Sequence[Node]) -> Iterator[ObservedFault]:
-    """The planned faults that happened, from the nodes' logs (JSON lines)."""
+    """The planned faults that have happened, read from the nodes' logs (JSON lines)."""
     shift_s = time.monotonic() - time.time()
     for node in nodes:
         for line in node.said().splitlines():

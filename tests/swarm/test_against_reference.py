@@ -1,4 +1,4 @@
-"""A swarm of real nodes reaches the digests of the reference implementation, bit for bit, and stops when it is done."""
+"""A swarm of real nodes reaches the same state digests as the reference implementation and ends with the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ROUNDS = 3
 
 
 @pytest.mark.parametrize(("size", "codec"), [(2, "fp32"), (4, "int4")])
-def test_same_bits_as_the_reference(size: int, codec: str, tmp_path: Path) -> None:
+def test_swarm_reaches_bit_for_bit_the_state_of_the_reference_implementation(
+    size: int, codec: str, tmp_path: Path
+) -> None:
     run = tiny(
         total_tokens=ROUNDS * size * INNER_STEPS * 4 * 64,
         inner={"warmup_tokens": 2 * INNER_STEPS * 4 * 64},
@@ -37,14 +39,14 @@ def test_same_bits_as_the_reference(size: int, codec: str, tmp_path: Path) -> No
         metas = {checkpoint_round(path): checkpoint_meta(path) for path in founder.checkpoints()}
         ends = {checkpoint_meta(node.checkpoints()[0])["state_digest"] for node in swarm.nodes}
     expected = reference(swarm) if size == 2 else members_of_reference(swarm)
-    # A round that ends before the last checkpoint is written has none; the last state follows from all rounds.
+    # A round that ends while the previous checkpoint is still being written has no checkpoint.
     saved = {number: meta["state_digest"] for number, meta in metas.items() if number >= 0}
     assert saved == {number: expected[number] for number in saved} and ROUNDS - 1 in saved
     assert ends == {expected[ROUNDS - 1]}
 
 
 def begin(swarm: Swarm) -> tuple[str, Path, list[str]]:
-    """Run id, file with the initial parameters, peer ids."""
+    """Return the run id, the file with the initial parameters, and the peer ids of the swarm."""
     founder = swarm.nodes[0]
     run_id = json.loads((founder.folder / "manifest.json").read_text())["run_id"]
     initial = founder.checkpoints()[-1]
@@ -56,7 +58,7 @@ def begin(swarm: Swarm) -> tuple[str, Path, list[str]]:
 
 
 def members_of_reference(swarm: Swarm) -> dict[int, str]:
-    """Digests by round of the reference's members in this process, equal to those of separate processes."""
+    """Run all members of the reference in this process. Returns the state digest of each round."""
     run_id, initial, peer_ids = begin(swarm)
     run = read_run(swarm.preset)
     cpu = torch.device("cpu")
@@ -79,7 +81,7 @@ def members_of_reference(swarm: Swarm) -> dict[int, str]:
 
 
 def reference(swarm: Swarm) -> dict[int, str]:
-    """Digests by round of as many processes under torchrun as the swarm has nodes."""
+    """Run the reference under torchrun, with one process for each node. Returns the state digest of each round."""
     run_id, initial, peer_ids = begin(swarm)
     size = len(peer_ids)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]

@@ -1,4 +1,4 @@
-"""A node whose state is damaged in silence is found by its digest, repaired, and counted."""
+"""A node whose state is silently damaged finds that by its digest, downloads the state again, and counts it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
 
 CORRUPTED_ROUND = 1
-"""After this round one element of the third node's anchor changes. The next digest shows it."""
+"""After this round one element of the third node's anchor changes. The next round's digest reveals the change."""
 
 
-def test_silent_corruption_is_repaired_and_counted(tmp_path: Path) -> None:
+def test_node_with_silently_corrupted_state_is_detected_repaired_and_counted(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"min_peers": 3, "inner_steps": 150})) as swarm:
         founder = swarm.found()
         (second,) = swarm.join("second")

@@ -1,4 +1,4 @@
-"""The API answers at once whatever happens to the worker (a hung round, SIGSTOP, no memory), and training resumes."""
+"""The API answers quickly while the worker hangs, is stopped or runs out of memory, and training resumes after it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROUTES = ("/api/v1/status", "/api/v1/swarm", "/api/v1/rounds", "/api/v1/logs", "
 ANSWER_S = 0.1
 HANG_S = 6.0
 NO_REUSE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Each tensor is large enough to be requested from the system; freed memory would suffice otherwise."""
+"""The allocator requests each tensor from the system. Otherwise freed memory could satisfy the next allocation."""
 GRACE_S, STALE_S, HUNG_S = 30.0, 2.0, 6.0
 
 
 @pytest.mark.timeout(400)
-def test_the_api_answers_whatever_becomes_of_the_worker(tmp_path: Path, figures: Figures) -> None:
-    """Two nodes with a model whose tensors are requested from the system one by one."""
+def test_api_answers_quickly_while_the_worker_hangs_crashes_or_is_stopped(tmp_path: Path, figures: Figures) -> None:
+    """Two nodes train. The second one suffers each fault in turn."""
     run = tiny(model={"hidden_size": 256, "intermediate_size": 512}, round={"inner_steps": 10})
     plan = tmp_path / "faults"
     timings = {"grace_s": GRACE_S, "stale_s": STALE_S, "hung_s": HUNG_S}
@@ -62,9 +62,9 @@ def in_a_round_that_hangs(node: Node, plan: Path, figures: Figures) -> None:
 
 
 def out_of_memory(node: Node, figures: Figures) -> None:
-    """Limit the address space to its present size, so the next tensor does not fit.
+    """Limit the worker's address space to its current size, so that the next tensor does not fit.
 
-    A round that fails frees memory, so the limit follows the worker's size until it ends.
+    A round that fails frees memory, so the limit follows the worker's size until the worker ends.
     """
     worker = node.find("worker")
 
@@ -100,7 +100,7 @@ def stopped(node: Node, figures: Figures) -> None:
 
 
 def answers(node: Node, until: Callable[[], bool]) -> float:
-    """Request all routes in turn until the condition holds. Returns the 95th percentile in seconds."""
+    """Request all routes in turn until the condition holds. Returns the 95th percentile of the seconds to an answer."""
     seconds: list[float] = []
     end_s = time.monotonic() + START_S
     while not until() or not seconds:
@@ -114,6 +114,6 @@ def answers(node: Node, until: Callable[[], bool]) -> float:
 
 
 def until_in_rounds(node: Node, *, more: int) -> None:
-    """Wait until it trains and `count` more rounds include its contribution."""
+    """Wait until the node trains and `more` further rounds include its contribution."""
     joined = node.until_training(PATIENCE * START_S)["contribution"]["rounds_joined"]
     node.until(lambda s: s["contribution"]["rounds_joined"] >= joined + more, PATIENCE * START_S)

@@ -1,4 +1,4 @@
-"""Wrong input and broken machines: one sentence with the remedy, the right exit code, and no loss."""
+"""Wrong input and broken machines lead to one sentence with the remedy and the right exit code, without loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with Swarm(tmp_path_factory.mktemp("founder")) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")
         node.until(lambda s: s["run"]["round"] >= 4 and len(node.checkpoints()) == 2, 2 * START_S)
-        # It still answers, and does not delay the others.
+        # A paused founder still answers, and leaves the processor to the other nodes.
         node.act("pause")
         node.until(lambda s: s["phase"] == "paused" and s["devices"] == [] and s["run"]["invite"], START_S)
         yield node
@@ -49,7 +49,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], code: int, remedy: str, *
 
 
 def ended(node: Node, code: int) -> str:
-    """The line that says why the node ended. Asserts that there is no traceback and no process left."""
+    """Return the line that says why the node ended. Asserts that there is no traceback and no process left."""
     assert node.wait_end(START_S) == code, node.said()
     said = node.said()
     assert "Traceback" not in said, said
@@ -71,7 +71,7 @@ def ended(node: Node, code: int) -> str:
         ("--swarm.bootstrap=foo", "HOST:PORT"),
     ],
 )
-def test_unknown_key_or_invalid_value(
+def test_run_command_refuses_an_unknown_key_or_invalid_value_and_names_the_remedy(
     tmp_path: Path, flag: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_refused(capsys, 2, remedy, "--data-dir", str(tmp_path / "node"), *USUAL, flag)
@@ -82,13 +82,13 @@ INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGEVDG5YficKKDj
 
 
 @pytest.mark.parametrize("invite", [INVITE[:-3], INVITE.swapcase(), "diloco1-", "x"])
-def test_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_damaged_invite(tmp_path: Path, invite: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data-dir", str(tmp_path / "node"), *USUAL, "--join", invite)
     assert_refused(capsys, 2, "copy the whole text again", *words)
 
 
-def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
-    """As in the image: the node stays, because a restart policy would start it again. The page shows the remedy."""
+def test_persistent_node_with_a_damaged_invite_keeps_running_and_shows_the_remedy(swarm: Swarm) -> None:
+    """Persistent nodes are used in containers, where a restart policy would restart a node that ends."""
     node = swarm.node("persists", join="diloco1-damaged").start("--node.persist=true")
     told = node.until(lambda s: s["phase"] == "error", START_S)
     assert told["code"] == "bad_invite" and "copy the whole text again" in told["reason"]
@@ -100,37 +100,41 @@ def test_damaged_invite_where_the_page_stays(swarm: Swarm) -> None:
     assert "Traceback" not in node.said()
 
 
-def test_invite_with_another_hash_is_refused(founder: Node, swarm: Swarm) -> None:
-    """The bootstrap peer belongs to another run, so waiting does not help."""
+def test_invite_with_the_manifest_hash_of_another_run_is_refused(founder: Node, swarm: Swarm) -> None:
+    """The bootstrap peer belongs to another run, so the node does not wait for it."""
     right = parse_invite(founder.invite())
     node = swarm.node("stranger", join=str(Invite("ab" * 32, right.addresses)))
     assert "for a new invite" in ended(node.start(), 4)
     assert founder.status()["peers"]["connected"] == 0
 
 
-def test_api_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_an_api_port_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_refused(capsys, 3, "--api.port 0", "--data-dir", str(tmp_path / "node"), f"--api.port={port}")
 
 
-def test_listen_port_in_use(swarm: Swarm) -> None:
+def test_node_ends_with_exit_code_3_if_its_listen_port_is_in_use(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = swarm.found(f"--swarm.listen=/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}")
         assert "--swarm.listen" in ended(node, 3)
 
 
-def test_data_folder_in_use(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_data_folder_that_another_node_uses(
+    founder: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_refused(capsys, 2, f"process {founder.running.pid}", "--data-dir", str(founder.folder), *USUAL)
     assert founder.status()["phase"] == "paused"
 
 
-def test_data_folder_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_command_refuses_a_data_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert_refused(capsys, 2, "--data-dir", "--data-dir", str(tmp_path / "file" / "node"), *USUAL)
 
 
-def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
+def test_node_refuses_the_data_folder_of_another_run_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:
     other = str(Invite("ab" * 32, parse_invite(founder.invite()).addresses))
     node = swarm.node("other", join=other)
     node.folder.mkdir()
@@ -140,8 +144,8 @@ def test_data_folder_of_another_run(founder: Node, swarm: Swarm) -> None:
     assert Path(manifest).read_bytes() == before
 
 
-def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
-    """After a downgrade the node says so and changes nothing."""
+def test_node_refuses_a_data_folder_of_a_newer_protocol_and_leaves_it_unchanged(founder: Node, swarm: Swarm) -> None:
+    """This happens after a downgrade of diloco-node."""
     node = swarm.node("older")
     node.folder.mkdir()
     manifest = json.loads((founder.folder / "manifest.json").read_text()) | {"novelty": {"a": 1}}
@@ -154,7 +158,7 @@ def test_data_folder_of_a_newer_protocol(founder: Node, swarm: Swarm) -> None:
     assert status["code"] == "protocol_too_old" and "upgrade diloco-node" in status["reason"]
 
 
-def test_a_joiner_without_a_reachable_peer_waits(swarm: Swarm) -> None:
+def test_joining_node_waits_while_no_peer_is_reachable(swarm: Swarm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as was:
         port = was.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWGEVDG5YficKKDjpxnKSAb8vCRcfopTSgPHF5LsHdpY3V"
@@ -166,8 +170,8 @@ def test_a_joiner_without_a_reachable_peer_waits(swarm: Swarm) -> None:
     assert node.wait_end(10 * PATIENCE) == 0
 
 
-def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
-    """The last test that needs the founder, because it stops and restarts it."""
+def test_node_skips_a_damaged_checkpoint_and_resumes_from_the_older_one(founder: Node) -> None:
+    """This is the last test that uses the founder, because it stops and restarts the founder."""
     founder.running.terminate()
     assert founder.wait_end(10 * PATIENCE) == 0
     newest, older = founder.checkpoints()
@@ -188,7 +192,7 @@ def test_damaged_checkpoint_is_set_aside(founder: Node) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A real file system that can be filled. Skips where this user may not mount one."""
+    """Mount a small file system that the test can fill. Skips the test if this user may not mount one."""
     folder.mkdir()
     mount = shutil.which("mount")
     done = mount and subprocess.run(
@@ -206,7 +210,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], timeout=10, check=True)
 
 
-def test_disk_full_at_a_checkpoint(tmp_path: Path) -> None:
+def test_node_ends_with_exit_code_3_on_a_full_disk_and_keeps_its_checkpoints(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk), Swarm(tmp_path / "swarm") as swarm:
         node = swarm.node("full")

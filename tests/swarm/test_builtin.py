@@ -1,6 +1,6 @@
-"""The built-in preset: a node that leaves during inner steps or a round ends at once and completely.
+"""A node with the built-in preset ends promptly and completely if it leaves during inner steps or during a round.
 
-`test_leave` covers all other ways of leaving.
+`test_leave` tests all other ways of leaving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT_ROUNDS = "--run.round.inner_steps=25"
 
 
 @pytest.mark.timeout(300)
-def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figures) -> None:
+def test_node_on_the_built_in_preset_stops_promptly_on_leave_and_on_interrupt(tmp_path: Path, figures: Figures) -> None:
     with Swarm(tmp_path) as swarm:
         founder = swarm.node("founder")
         founder.preset = None
@@ -41,7 +41,7 @@ def test_a_node_on_the_built_in_run_leaves_at_once(tmp_path: Path, figures: Figu
 
 
 def reach(founder: Node, node: Node, moment: str) -> None:
-    """Wait until both train, and for `round` until the node is in the middle of one."""
+    """Wait until both nodes train. If `moment` is `round`, wait until the node is in the middle of a round."""
     founder.until(lambda s: s["peers"]["training"] == 2, START_S)
     if moment == "round":
         node.until(lambda s: s["phase"] == "syncing" and s["sync"]["stage"] == "reduce", START_S)

@@ -1,4 +1,4 @@
-"""Failing steps, and steps shared by several processes, in real nodes."""
+"""Real nodes whose inner steps fail, or whose inner steps are shared by several rank processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, tiny, wait_for
 
 
 def helpers(node: Node) -> list[psutil.Process]:
-    """The rank processes other than the worker."""
+    """The node's rank processes other than the worker."""
     return node.with_word("node.worker.rank_processes")
 
 
 @pytest.mark.timeout(240)
-def test_a_rank_is_killed_and_the_node_recovers_as_a_whole(tmp_path: Path) -> None:
-    """Of two nodes, the one with two ranks is one member before and after."""
+def test_node_recovers_after_one_of_its_rank_processes_was_killed(tmp_path: Path) -> None:
+    """The node with two ranks counts as one member of the swarm, before and after the kill."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 15})) as swarm:
         kill_a_rank(swarm)
 
@@ -49,7 +49,7 @@ def kill_a_rank(swarm: Swarm) -> None:
     assert founder.processes() == []
 
 
-def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
+def test_inner_step_that_overflows_is_skipped_and_counted(swarm: Swarm) -> None:
     node = swarm.found("--devices.precision=fp16", env={"DILOCO_FAULTS": "inner@1=overflow:3"})
     status = node.until_round(3, 2 * START_S)
     assert status["training"]["loss"] < 5.0, "of a model that knows nothing it is 5.55"
@@ -60,7 +60,7 @@ def test_a_step_that_overflows_is_left_out_and_counted(swarm: Swarm) -> None:
     assert node.said().count("An inner step was skipped") >= 3
 
 
-def test_a_node_whose_steps_all_overflow_stops_and_sends_nothing(swarm: Swarm) -> None:
+def test_node_whose_inner_steps_all_overflow_ends_and_contributes_nothing(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@0=overflow:1000000"})
     assert node.wait_end(2 * START_S) == 70, node.said()
     lines = [line for line in node.said().splitlines() if "The worker gave up" in line]
@@ -68,22 +68,22 @@ def test_a_node_whose_steps_all_overflow_stops_and_sends_nothing(swarm: Swarm) -
     assert "Round 0" not in node.said()
 
 
-def test_too_little_memory_halves_the_micro_batch(swarm: Swarm) -> None:
+def test_node_halves_its_micro_batch_when_memory_runs_out(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, START_S)
     assert "Out of memory with 4 sequences at once; continuing with 2." in node.said()
     assert "Out of memory with 2 sequences at once; continuing with 1." in node.said()
 
 
-def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> None:
+def test_node_ends_and_names_the_remedy_if_memory_is_too_small_for_one_sequence(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:0"})
     assert node.wait_end(START_S) == 3
     assert "devices.activation_checkpointing" in node.said()
 
 
 @pytest.mark.timeout(240)
-def test_too_little_memory_for_shards_begins_again_with_less(swarm: Swarm) -> None:
-    """Memory runs out in round 0, before anything was saved. The supervisor restarts all ranks."""
+def test_node_with_sharded_ranks_restarts_with_a_smaller_micro_batch_if_memory_runs_out(swarm: Swarm) -> None:
+    """Memory runs out in round 0, before the node has saved anything. The supervisor restarts all ranks."""
     flags = ("--devices.ranks=2", "--devices.sharding=fsdp", "--devices.micro_batch=2")
     node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, 3 * START_S)
@@ -93,7 +93,7 @@ def test_too_little_memory_for_shards_begins_again_with_less(swarm: Swarm) -> No
     assert len(helpers(node)) == 1
 
 
-def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_loss_evaluated_by_one_member_reaches_all_members(tmp_path_factory: pytest.TempPathFactory) -> None:
     run = tiny(round={"min_peers": 2}, evaluation={"batches": 1, "members": 1})
     with Swarm(tmp_path_factory.mktemp("evaluation"), run) as swarm:
         swarm.found()
@@ -102,7 +102,7 @@ def test_evaluation_by_one_member_reaches_all_through_the_record(tmp_path_factor
             node.until(lambda s: s["contribution"]["rounds_joined"] >= 5, 2 * START_S)
 
         def told() -> list[set[float | None]]:
-            """The losses that all ranks report, for each common round."""
+            """The different losses that the nodes report, for each common round."""
             records = [{r["round"]: r["evaluation_loss"] for r in node.rounds()} for node in swarm.nodes]
             common = set.intersection(*(set(by_round) for by_round in records))
             return [{by_round[number] for by_round in records} for number in sorted(common)]

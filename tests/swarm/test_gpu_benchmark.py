@@ -24,7 +24,7 @@ def run(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(240)
-def test_it_runs_with_tiny_models_on_a_cpu() -> None:
+def test_gpu_benchmark_runs_with_tiny_models_on_a_cpu() -> None:
     done = run("tests.benchmarks.gpu", "--cpu", "--pairs", "1", "--seconds", "1", timeout_s=220)
     assert done.returncode == 0, done.stderr
     for words in ("tokens/s", "a pseudo-gradient of", "topk", "merge", "less tiny: a step", "not measured on a CPU"):
@@ -33,13 +33,13 @@ def test_it_runs_with_tiny_models_on_a_cpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("words", [("tests.benchmarks", "gpu"), ("tests.benchmarks.gpu",)])
-def test_it_says_where_there_is_no_gpu(words: tuple[str, ...]) -> None:
+def test_gpu_benchmark_ends_with_exit_code_3_without_a_gpu(words: tuple[str, ...]) -> None:
     done = run(*words, timeout_s=100)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (3, "no GPU here: not measured"), done.stderr
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+def test_computed_operations_per_token_agree_with_the_count_by_torch(tied: bool) -> None:
     model = {"tie_word_embeddings": tied, "num_key_value_heads": 1, "max_position_embeddings": 512}
     run = RunConfig.model_validate(tiny(model=model, inner={"batch_size": 2, "sequence_length": 256}))
     built = build_model(run.model, seed=0)
@@ -54,5 +54,5 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
      ("NVIDIA L4", 121e12), ("Tesla T4", None)],
 )  # fmt: skip
-def test_the_peak_rate_depends_on_the_device_name(name: str, peak: float | None) -> None:
+def test_peak_rate_of_a_gpu_is_found_by_its_device_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak

@@ -1,4 +1,4 @@
-"""A node that was killed, stopped or paused leaves no orphan and returns with the same identity, work and text."""
+"""A node that was killed, stopped or paused leaves no orphans and returns with its identity, work and text position."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.swarm.conftest import Figures
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, wait_for
 
 FIRST_LOSS = math.log(258)
-"""Loss of an untrained model, nats per token."""
+"""The loss of an untrained model in nats per token."""
 
 
-def test_a_restart_continues_in_the_middle_of_a_round(swarm: Swarm) -> None:
-    """Inner step and text position are restored, in a lone node whose round does not end."""
+def test_restarted_node_continues_in_the_middle_of_its_round(swarm: Swarm) -> None:
+    """A node alone, whose round does not end, restores its inner step and its position in the text."""
     swarm.preset.write_text(swarm.preset.read_text().replace("inner_steps = 100", "inner_steps = 1000000"))
     node = swarm.found()
     node.until(lambda s: s["training"]["inner_step"] > 150, START_S)
@@ -54,7 +54,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
 
 
 class Before:
-    """State that must survive."""
+    """The state of a node before an interruption. The node must have it afterwards."""
 
     def __init__(self, node: Node) -> None:
         status = node.until_training()
@@ -68,7 +68,7 @@ class Before:
         assert self.tokens > 0 and fmean(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
 
     def check(self, node: Node) -> None:
-        """Compare with the node right after it trains again."""
+        """Compare this state with the node's state when it trains again."""
         first = node.until(lambda s: s["contribution"]["tokens_total"], START_S)
         assert first["contribution"]["tokens_total"] >= self.tokens
         assert first["contribution"]["rounds_joined"] > self.rounds_joined
@@ -82,12 +82,12 @@ class Before:
 
 
 def round_losses(node: Node) -> list[float]:
-    """Losses of the rounds that the node trained for in all its starts, nats per token."""
+    """The node's training losses of all rounds and all starts, in nats per token."""
     return [float(loss) for loss in re.findall(r"Round \d+: .* loss (\d+\.\d+)", node.said())]
 
 
 @pytest.mark.parametrize("what", ["worker", "p2pd"])
-def test_a_killed_worker_or_p2pd_is_restarted(pair: list[Node], what: str, figures: Figures) -> None:
+def test_killed_worker_or_p2pd_daemon_is_replaced(pair: list[Node], what: str, figures: Figures) -> None:
     node = pair[1]
     before = Before(node)
     old = [node.find("worker"), node.find("p2pd")]
@@ -102,7 +102,7 @@ def test_a_killed_worker_or_p2pd_is_restarted(pair: list[Node], what: str, figur
     assert "Traceback" not in node.said(), "a dead process is told in one sentence"
 
 
-def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], figures: Figures) -> None:
+def test_killed_supervisor_leaves_no_process_and_can_be_started_again(pair: list[Node], figures: Figures) -> None:
     node = pair[1]
     before = Before(node)
     began_s = time.monotonic()
@@ -117,7 +117,7 @@ def test_supervisor_killed_takes_all_with_it_and_starts_again(pair: list[Node], 
     assert shared and all(digests[0][number] == digests[1][number] for number in shared)
 
 
-def test_pause_frees_the_machine_and_resume_continues(pair: list[Node], figures: Figures) -> None:
+def test_pause_frees_memory_and_resume_continues_the_training(pair: list[Node], figures: Figures) -> None:
     founder, node = pair
     before = Before(node)
     worker = node.find("worker")
@@ -141,7 +141,7 @@ def test_pause_frees_the_machine_and_resume_continues(pair: list[Node], figures:
     founder.until_round(first + 2)
     assert all(len(record["members"]) == 1 for record in founder.rounds() if record["round"] > first + 1)
 
-    # A paused node needs p2pd, too, because it serves others.
+    # A paused node serves other nodes, so it still needs p2pd.
     node.find("p2pd").kill()
     wait_for(lambda: not serves.is_running(), 10 * PATIENCE, "the paused worker runs on without p2pd")
     node.find("p2pd")
@@ -152,11 +152,11 @@ def test_pause_frees_the_machine_and_resume_continues(pair: list[Node], figures:
 
 
 def serving(status: dict[str, Any]) -> bool:
-    """Whether the paused node has started its worker without a device and found the others."""
+    """Whether the node is paused, and its worker without a device has found the other node."""
     return bool(status["phase"] == "paused" and status["devices"] == [] and status["peers"]["connected"] == 1)
 
 
-def test_drain_takes_part_in_its_round_then_ends(pair: list[Node]) -> None:
+def test_draining_node_finishes_its_round_and_then_stops(pair: list[Node]) -> None:
     founder, node = pair
     status = node.until_training()
     peer_id, number = status["node"]["peer_id"], status["run"]["round"]

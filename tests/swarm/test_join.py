@@ -1,4 +1,4 @@
-"""Nodes that join by the founder's invite train with it, agree after every round, and continue without it."""
+"""Nodes that join with the founder's invite train with the founder, agree with it, and continue without it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.swarm.harness import PATIENCE, START_S, TINY, Node, Swarm, common_rou
 
 INNER_STEPS = 60
 WARMUP_TOKENS = 100_000_000
-"""Long enough that the learning rate rises steeply all the time, so a wrong position in the schedule shows."""
+"""The learning rate rises steeply during the whole test, so a wrong position in the schedule is noticed."""
 
 
 NAMES = {"steps": ("second",), "time": ("second", "third")}
 
 
 class Together:
-    """A founder and joined nodes, all training, with the time that joining took."""
+    """A founder and the nodes that joined it, all training, and the seconds that joining took."""
 
     def __init__(self, swarm: Swarm, policy: str) -> None:
         self.policy = policy
@@ -47,13 +47,13 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield Together(swarm, request.param)
 
 
-def test_joiners_train_soon(together: Together, figures: Figures) -> None:
+def test_joining_nodes_start_training_within_the_promised_time(together: Together, figures: Figures) -> None:
     who = f"{len(together.nodes) - 1} at once, {together.policy}"
     figures.hold(f"from joining to training, {who}", together.joined_s, 30)
 
 
-def test_learning_rate_is_the_swarms(together: Together) -> None:
-    """Each node's rate is always the schedule's value for the tokens of the whole swarm."""
+def test_each_node_uses_the_learning_rate_scheduled_for_the_tokens_of_the_swarm(together: Together) -> None:
+    """The learning-rate schedule depends on the number of tokens that the whole swarm has trained on."""
     seen: dict[str, set[tuple[int, int]]] = {node.name: set() for node in together.nodes}
 
     def look() -> bool:
@@ -71,9 +71,9 @@ def test_learning_rate_is_the_swarms(together: Together) -> None:
 
 
 def expected_rates(status: dict[str, Any], policy: str) -> tuple[float, float]:
-    """Lowest and highest possible rate of the newest inner step. `progress_ratio` is the value after it."""
+    """The lowest and highest possible learning rate of the newest inner step, which `progress_ratio` includes."""
     done = status["sync"]["progress_ratio"]
-    # Under `time` the duration of a step depends on this machine.
+    # Under the policy `time` the progress of a step depends on the speed of this machine.
     before = done - 1 / INNER_STEPS if policy == "steps" else done - 0.5
     tokens = sum(m["weight"] for m in status["sync"]["last"]["members"] if m["included"])
     at = [swarm_tokens_at(status["run"]["swarm_tokens"], ratio, tokens) for ratio in (before, done)]
@@ -89,7 +89,7 @@ def expected_rates(status: dict[str, Any], policy: str) -> tuple[float, float]:
     return low * (1 - 1e-4), high * (1 + 1e-4)
 
 
-def test_all_agree_after_each_of_ten_rounds(together: Together) -> None:
+def test_all_nodes_have_the_same_state_digest_after_each_of_ten_rounds(together: Together) -> None:
     last = together.joined_at_round + 11
     for node in together.nodes:
         node.until_round(last, 2 * START_S)
@@ -101,7 +101,7 @@ def test_all_agree_after_each_of_ten_rounds(together: Together) -> None:
     assert all(len(records[number]["members"]) == len(together.nodes) for number in wanted), records
 
 
-def test_founder_leaves_and_a_later_start_finds_the_rest(together: Together, figures: Figures) -> None:
+def test_restarted_node_finds_the_swarm_after_the_founder_has_left(together: Together, figures: Figures) -> None:
     """The founder was the only bootstrap peer."""
     if len(together.nodes) < 3:
         pytest.skip("needs two that stay")
@@ -122,7 +122,7 @@ def test_founder_leaves_and_a_later_start_finds_the_rest(together: Together, fig
 
 
 def agree_on(nodes: Sequence[Node], rounds: int) -> None:
-    """Assert that the next rounds include all of these nodes and end in one digest."""
+    """Wait for `rounds` more rounds that include all of these nodes. Asserts that their digests are equal."""
 
     def agreed() -> bool:
         shared = common_rounds(nodes)
@@ -134,8 +134,8 @@ def agree_on(nodes: Sequence[Node], rounds: int) -> None:
     wait_for(agreed, START_S, f"{rounds} rounds of {', '.join(node.name for node in nodes)} together")
 
 
-def test_a_founder_that_waits_for_others_has_an_invite_for_them(tmp_path: Path) -> None:
-    """It may learn its addresses only after it has begun to wait."""
+def test_founder_that_waits_for_other_members_offers_an_invite(tmp_path: Path) -> None:
+    """The founder may learn its addresses only after it has begun to wait."""
     with Swarm(tmp_path, tiny(round={"min_peers": 2, "inner_steps": 1})) as swarm:
         node = swarm.found()
         node.until(lambda s: s["code"] == "waiting_for_peers", START_S)

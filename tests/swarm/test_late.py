@@ -1,5 +1,5 @@
-"""Late and returning nodes: an interrupted download, a lying server, an absent bootstrap peer, and a swarm whose nodes
-had all stopped."""
+"""Nodes that join late or return: after an interrupted download, from a lying peer, without a bootstrap peer, or after
+all nodes of the swarm were killed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LARGE: dict[str, Any] = {
     "model": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5},
     "inner": {"batch_size": 1, "sequence_length": 16},
 }
-"""5.4 million parameters: a state of 12 leaves, 43 MB."""
+"""A model of 5.4 million parameters. Its state has 43 MB in 12 leaves."""
 OFTEN = ("--checkpoint.every_s=0.5",)
 
 
 def state_bytes(node: Node) -> float:
-    """Bytes of states that this start of the node has received."""
+    """The bytes of model state that the node has received since its newest start."""
     for line in node.http.get("/metrics").text.splitlines():
         if line.startswith("diloco_network_received_bytes_total") and 'channel="state"' in line:
             return float(line.rsplit(" ", 1)[1])
@@ -38,7 +38,7 @@ def rejected(node: Node) -> float:
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("diloco_peer_rejected_total"))
 
 
-def test_an_invite_works_after_its_author_has_left(swarm: Swarm) -> None:
+def test_invite_still_works_after_the_node_that_issued_it_was_killed(swarm: Swarm) -> None:
     founder = swarm.found()
     (second,) = swarm.join("second")
     second_id = second.until_training()["node"]["peer_id"]
@@ -56,8 +56,8 @@ def test_an_invite_works_after_its_author_has_left(swarm: Swarm) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_joiner_continues_its_download(tmp_path: Path) -> None:
-    """The founder has newer checkpoints by then, but keeps the one that is read."""
+def test_joining_node_that_was_killed_continues_its_download_after_a_restart(tmp_path: Path) -> None:
+    """When the node returns, the founder has newer checkpoints but has kept the one that the node was downloading."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 10, "min_peers": 1})) as swarm:
         founder = swarm.found(*OFTEN, env={"DILOCO_FAULTS": "serve@*=stall:1.5"})
         founder.until_round(2, 2 * START_S)
@@ -81,8 +81,8 @@ def test_a_killed_joiner_continues_its_download(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_one_that_serves_garbage_is_caught_and_the_join_succeeds(tmp_path: Path) -> None:
-    """It happens within the first round, so both servers have the same state."""
+def test_peer_that_serves_corrupt_data_is_dropped_and_the_download_succeeds(tmp_path: Path) -> None:
+    """The download happens during the first round, so both peers that serve it have the same state."""
     with Swarm(tmp_path, tiny(**LARGE, round={"inner_steps": 1_000_000})) as swarm:
         founder = swarm.found()
         founder.until_training()
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(240)
-def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swarm, figures: Figures) -> None:
+def test_node_started_before_its_bootstrap_peer_joins_when_that_peer_starts(swarm: Swarm, figures: Figures) -> None:
     founder = swarm.node("founder")
     founder.listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
     founder.start()
@@ -128,8 +128,8 @@ def test_started_before_its_bootstrap_peer_it_joins_once_there_is_one(swarm: Swa
 
 
 @pytest.mark.timeout(300)
-def test_all_killed_at_once_come_back_to_the_newest_state(tmp_path: Path, figures: Figures) -> None:
-    """Each node has checkpoints of its own rounds; rounds that none had saved are trained again."""
+def test_nodes_that_were_all_killed_at_once_return_to_the_newest_saved_state(tmp_path: Path, figures: Figures) -> None:
+    """The nodes' newest checkpoints are of different rounds. Rounds that no node has saved are trained again."""
     with Swarm(tmp_path, tiny(round={"inner_steps": 40, "min_peers": 3})) as swarm:
         often, rarely = "--checkpoint.every_s=0.2", "--checkpoint.every_s=600"
         swarm.found(rarely)

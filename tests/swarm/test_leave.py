@@ -14,11 +14,11 @@ from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, command, common_
 
 WAYS = ("sigterm", "sigint", "leave")
 HELD = {"DILOCO_FAULTS": "reduce@*=stall:5"}
-"""Delays each round of this node while its contribution is sent."""
+"""A fault that delays each round of this node while it sends its contribution."""
 
 
 class Party:
-    """Two nodes that stay, and one for each way of leaving."""
+    """Two nodes that stay, and one node for each way of leaving."""
 
     def __init__(self, swarm: Swarm, moment: str) -> None:
         self.moment = moment
@@ -47,7 +47,7 @@ def party(request: pytest.FixtureRequest, swarm: Swarm) -> Party:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_node_leaves_at_once_and_the_others_continue(party: Party, way: str, figures: Figures) -> None:
+def test_node_leaves_promptly_and_the_others_continue_training(party: Party, way: str, figures: Figures) -> None:
     node = party.go[way]
     if party.moment == "inner":
         status = node.until_training()

@@ -1,4 +1,4 @@
-"""Limits and names of a real node, set at its start or while it runs."""
+"""Limits, name and log level of a real node, set at its start or while it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_threads(node: Node, threads: int) -> bool:
 
 
 def busiest_share(worker: psutil.Process) -> float:
-    """Share of the busiest thread in the worker's processor time. Threads share an inner step evenly."""
+    """The busiest thread's share of the worker's processor time. The threads of an inner step share its work evenly."""
     before = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
     time.sleep(MEASURE_S)
     spent = {t.id: t.user_time + t.system_time - before.get(t.id, 0.0) for t in worker.threads()}
@@ -37,7 +37,7 @@ def busiest_share(worker: psutil.Process) -> float:
 
 @pytest.mark.skipif(psutil.cpu_count() == 1, reason="needs two cores")
 @pytest.mark.timeout(200)
-def test_threads_change_while_it_trains(tmp_path: Path) -> None:
+def test_number_of_cpu_threads_changes_while_the_node_trains(tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     with Swarm(tmp_path, tiny(model=wide, inner={"batch_size": 8})) as swarm:
         node = swarm.found("--limits.cpu_threads=2")
@@ -56,7 +56,7 @@ def test_threads_change_while_it_trains(tmp_path: Path) -> None:
 
 
 class DiskWatch:
-    """Polls the size of a folder."""
+    """Polls the size of a folder and keeps the largest one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most, self.gaps = folder, 0, 0
@@ -73,7 +73,7 @@ class DiskWatch:
 
     def used(self) -> int:
         total = 0
-        for root, _, names in os.walk(self.folder):  # `rglob` fails if a folder is removed meanwhile.
+        for root, _, names in os.walk(self.folder):  # `rglob` would fail if a folder is removed meanwhile.
             for name in names:
                 with suppress(OSError):
                     total += Path(root, name).lstat().st_size
@@ -85,7 +85,7 @@ class DiskWatch:
 
 
 @pytest.mark.timeout(300)
-def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+def test_disk_quota_is_never_exceeded_and_the_oldest_checkpoints_are_removed_first(tmp_path: Path) -> None:
     quota_gb, lower_gb = 0.040, 0.034
     with Swarm(tmp_path, tiny(model=MODEL, round={"inner_steps": 3})) as swarm:
         node = swarm.node("founder")
@@ -102,10 +102,10 @@ def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -
             size = max(sum(f.stat().st_size for f in p.iterdir()) for p in node.checkpoints()[1:3])
             print(f"at most {watch.most / 1e6:.1f} of {1e3 * quota_gb:.0f} MB; {len(kept)} of {size / 1e6:.1f} MB kept")
             assert 0.6 * quota_gb * 1e9 < watch.most <= quota_gb * 1e9
-        # All removed ones were older than the remaining ones.
+        # The checkpoints were removed in the order of their age.
         removed = [int(rest[:8]) for rest in node.said().split("Removed round-")[1:]]
         assert removed == sorted(removed)
-        # Lowered while it runs: enforced at once and from then on.
+        # A quota that is lowered while the node runs applies at once.
         assert change(node, disk_gb=lower_gb).status_code == 200
         wait_for(lambda: DiskWatch(node.folder).used() <= lower_gb * 1e9, 20, "the lower quota is not kept")
         with DiskWatch(node.folder) as watch:
@@ -118,7 +118,7 @@ def test_the_quota_is_never_exceeded_and_the_oldest_goes_first(tmp_path: Path) -
 
 
 @pytest.mark.timeout(100)
-def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) -> None:
+def test_node_ends_and_names_the_needed_size_if_its_disk_quota_is_too_small(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(model=MODEL)) as swarm:
         node = swarm.found("--limits.disk_gb=0.025")
         assert node.wait_end(60) == 3
@@ -127,7 +127,7 @@ def test_a_quota_below_what_the_run_needs_ends_with_the_figures(tmp_path: Path) 
 
 
 @pytest.mark.timeout(200)
-def test_name_and_log_level_change_while_it_trains(tmp_path: Path) -> None:
+def test_node_name_and_log_level_change_while_the_node_trains(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny()) as swarm:
         first = swarm.found()
         first.until_training()

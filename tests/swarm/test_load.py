@@ -1,4 +1,4 @@
-"""A busy API during training: a shorter and more tolerant version of a measurement of `make bench`."""
+"""A busy API hardly slows training. This is a shorter, more tolerant version of the benchmark `load`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.benchmarks.load import DROP_RATIO, END_S, P99_S, STATUS, measure
 from tests.swarm.harness import PATIENCE
 
 TRIES = 3
-"""Other tests share both cores, which makes the measured time longer, never shorter."""
+"""Number of measurements. Other tests share both cores, so a measurement can be too slow but never too fast."""
 
 
 @pytest.mark.timeout(500)
-def test_streams_and_requests_cost_the_training_little_and_are_answered_soon(tmp_path: Path) -> None:
+def test_many_api_requests_slow_training_little_and_are_answered_quickly(tmp_path: Path) -> None:
     kept: list[float] = []
     p99_s: list[float] = []
     for number in range(TRIES):

@@ -24,5 +24,5 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_fault_does_not_stop_other_members(team: Team, case: Case) -> None:
+def test_fault_in_one_member_does_not_stop_the_others(team: Team, case: Case) -> None:
     team.play(case, STOP_S)

@@ -1,6 +1,6 @@
-"""Real nodes in network namespaces: a swarm cut in two, nodes behind NAT, lines of different speed.
+"""Real nodes in network namespaces: a network split, nodes behind NAT, and lines of different speed.
 
-Needs root, iproute2 and iptables; otherwise skipped with a reason.
+The tests need root, iproute2 and iptables; otherwise they are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PORT = 41234
 DIRECT, BEHIND_NAT = Home("public", lines=None), Home("cone", lines=None)
 CALM_ROUNDS = 5
 LONG_S = 90.0
-"""For several rounds on a busy machine."""
+"""Timeout for several rounds on a busy machine."""
 DEATH_S = 10.0
 WINDOW_S = 10.0
 MEASURED_S = 30.0
 SETTLE_S = 4.0
-"""Data in transit when a limit changes still passes at the old rate."""
+"""Wait after a change of a limit, because data in transit still passes at the old rate."""
 MEET_S = 15.0
 MEASURED_BY_ROUND = 20
-"""Three rounds to measure an uplink, then rounds until the offers and the stored plan show it."""
+"""The plan must reflect the slow uplink by this round. Three rounds measure it; later ones announce and use it."""
 EAGER = ("--checkpoint.every_s=0.5", "--checkpoint.keep=8")
 
 
@@ -53,7 +53,7 @@ def settle(node: Node, home: AttachedHome) -> Node:
 def start_all(
     swarm: Swarm, hosts: Sequence[AttachedHome], *, names: Sequence[str] = (), flags: Sequence[str] = ()
 ) -> list[Node]:
-    """A founder on the first host, with these flags, and one that joins it on each of the others."""
+    """Start a founder with these flags on the first host, and a node that joins it on each other host."""
     founder = settle(swarm.node("founder"), hosts[0]).start(*EAGER, *flags)
     invite = founder.invite()
     founder.calm()
@@ -68,10 +68,10 @@ def start_all(
 
 
 def plans(node: Node) -> dict[int, dict[str, Any]]:
-    """The plans of the rounds of which the node has a checkpoint."""
+    """The plans of those rounds of which the node has a checkpoint, by round number."""
     found = {}
     for path in node.checkpoints():
-        with suppress(OSError, ValueError):  # It may be removed meanwhile.
+        with suppress(OSError, ValueError):  # The node may remove the checkpoint meanwhile.
             proof = checkpoint_meta(path)["extra"]["proof"]
             if proof is not None:
                 outcome = json.loads(proof["outcome"]["text"])
@@ -80,7 +80,7 @@ def plans(node: Node) -> dict[int, dict[str, Any]]:
 
 
 def shares(plan: dict[str, Any]) -> dict[str, float]:
-    """Share of the chunks that each peer reduces, by peer id."""
+    """The share of all chunks that each peer reduces, by peer id."""
     owners = [plan["reducers"][owner] for owner in plan["owners"]]
     return {peer: owners.count(peer) / len(owners) for peer in plan["reducers"]}
 
@@ -90,7 +90,7 @@ def peer_id(node: Node) -> str:
 
 
 def rounds_with(node: Node, everybody: set[str]) -> list[int]:
-    """Rounds that include the contributions of all of these, from this node's records."""
+    """The rounds in this node's records that include the contributions of all these peers."""
     told = [(r["round"], {m["peer_id"] for m in r["members"] if m["included"]}) for r in node.rounds()]
     return [number for number, included in told if included >= everybody]
 
@@ -104,7 +104,7 @@ def assert_agreed(nodes: Sequence[Node], after: int) -> None:
 
 
 @pytest.mark.timeout(550)
-def test_a_partitioned_swarm_continues_on_both_sides_and_heals(
+def test_both_sides_of_a_network_split_keep_training_and_agree_after_the_split(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     hosts = [network.attach(DIRECT) for _ in range(4)]
@@ -150,7 +150,9 @@ def test_a_partitioned_swarm_continues_on_both_sides_and_heals(
 
 
 @pytest.mark.timeout(450)
-def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path: Path, figures: Figures) -> None:
+def test_nodes_behind_nat_contribute_to_rounds_but_reduce_no_chunks(
+    network: World, tmp_path: Path, figures: Figures
+) -> None:
     direct, hidden = 2, 2
     hosts = [network.attach(DIRECT) for _ in range(direct)] + [network.attach(BEHIND_NAT) for _ in range(hidden)]
     names = [f"direct {i}" for i in range(1, direct)] + [f"hidden {i}" for i in range(hidden)]
@@ -192,7 +194,7 @@ def test_nodes_behind_nat_contribute_and_reduce_nothing(network: World, tmp_path
 def most_mbit_s(
     count: Callable[[], int], seconds: float, look: Callable[[], None] = lambda: None
 ) -> tuple[float, float]:
-    """Highest rate of an interface in any WINDOW_S, and the mean. `look` is called twice a second."""
+    """The highest rate of an interface in any window of WINDOW_S, and its mean rate. Calls `look` twice a second."""
     seen: list[tuple[float, int]] = []
     while not seen or seen[-1][0] - seen[0][0] < seconds:
         seen.append((time.monotonic(), count()))
@@ -209,7 +211,7 @@ def most_mbit_s(
 
 
 @pytest.mark.timeout(550)
-def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, tmp_path: Path) -> None:
+def test_upload_and_download_limits_hold_from_the_start_and_after_each_change(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(DIRECT) for _ in range(3)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     rounds = {"policy": "time", "min_peers": 3, "inner_steps": 10}
@@ -229,7 +231,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, t
             most, mean = most_mbit_s(count, seconds, look)
             print(f"{key} {mbit_s:g}: {mean:.2f} Mbit/s in {seconds:g} s, at most {most:.2f} in {WINDOW_S:g} s")
             assert 0.7 * mbit_s < most and mean < 1.1 * mbit_s, f"{key} {mbit_s}: to be felt, and kept"
-            # Data that the receiver has not read waits in buffers behind the interface.
+            # Received data passes the interface before it is limited, and waits in buffers until the node reads it.
             assert most < (1.1 if key == "upload_mbit_s" else 1.3) * mbit_s, f"{key} {mbit_s}: {most:.2f} Mbit/s"
 
         def change(**limits: float | None) -> None:
@@ -254,7 +256,7 @@ def test_limits_hold_from_the_start_and_as_soon_as_they_change(network: World, t
 
 
 @pytest.mark.timeout(450)
-def test_a_slow_uplink_reduces_less(network: World, tmp_path: Path) -> None:
+def test_node_with_a_slow_uplink_is_assigned_fewer_chunks_to_reduce(network: World, tmp_path: Path) -> None:
     hosts = [network.attach(Home("public", lines=(up_mbit_s, 100.0))) for up_mbit_s in (100.0, 100.0, 10.0)]
     model = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     run = tiny(round={"policy": "time", "min_peers": 3, "inner_steps": 15}, model=model)

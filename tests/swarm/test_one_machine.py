@@ -1,7 +1,7 @@
-"""Several nodes on one machine, started as the README says, and ports that are taken.
+"""Several nodes on one machine, started as the README says, and ports that other programs use.
 
-Each test has its own network namespace, because the default ports may be in use on this machine. Needs root and
-iproute2; otherwise skipped with a reason.
+Each test has its own network namespace, because the default ports may be in use on this machine. The tests need root
+and iproute2; otherwise they are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.swarm.harness import MARK, START_S, Node, Swarm, environment
 
 PORT, API_PORT = 31337, 8080
 LONG_S = 2 * START_S
-"""For a start with all defaults, which uses all cores, on a busy machine."""
+"""Timeout for a start with default settings, which uses all cores, on a busy machine."""
 TRAINING_S = 30.0
-"""From the plain command to the first inner step, on a quiet machine."""
+"""Promised time from the start command to the first inner step, on a quiet machine."""
 NO_IPV6 = "net.ipv6.conf.all.disable_ipv6=1"
 
 
@@ -45,7 +45,7 @@ def namespace() -> Iterator[str]:
 
 
 class PlainNode(Node):
-    """A node started by `diloco-node run` with its folder and run; everything else is the default."""
+    """A node that `diloco-node run` starts with a data folder, an invite and otherwise default settings."""
 
     def start(self, *flags: str, env: Mapping[str, str] | None = None) -> Self:
         words = ["ip", "netns", "exec", self.namespace, sys.executable, "-m", self.program, self.order]
@@ -62,7 +62,7 @@ class PlainNode(Node):
 
 
 def plain(swarm: Swarm, namespace: str, name: str, join: str | None = None) -> PlainNode:
-    """The founder uses the default data folder in a separate HOME."""
+    """Return a node of this swarm. The founder uses the default data folder, in a HOME of its own."""
     home = swarm.folder / "home" / ".local" / "share" / "diloco-node"
     node = PlainNode(swarm.folder / name, name, preset=None, join=join)
     if name == "founder":
@@ -77,7 +77,7 @@ def invite_of(node: Node) -> str:
 
 
 def listening_ports(node: Node) -> set[tuple[str, int]]:
-    """Host and port of every TCP socket on which the node's libp2p daemon listens."""
+    """The host and port of every TCP socket on which the node's libp2p daemon listens."""
     with inside(node.namespace):
         found = node.find("p2pd").net_connections(kind="tcp")
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
@@ -93,7 +93,7 @@ def notices(node: Node) -> dict[str, str]:
 
 @contextmanager
 def held(namespace: str, host: str, port: int, *, shared: bool = False) -> Iterator[None]:
-    """Another program that listens on the port; `shared`: with SO_REUSEPORT."""
+    """Listen on the port as another program would. If `shared` is true, the socket has SO_REUSEPORT."""
     with inside(namespace):
         taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     with taken:
@@ -105,7 +105,7 @@ def held(namespace: str, host: str, port: int, *, shared: bool = False) -> Itera
 
 
 @pytest.mark.parametrize("joiners", [1, 3])
-def test_nodes_started_by_the_plain_line_all_train(
+def test_nodes_started_with_default_settings_on_one_machine_all_train(
     namespace: str, tmp_path: Path, figures: Figures, joiners: int
 ) -> None:
     with Swarm(tmp_path) as swarm:
@@ -120,7 +120,7 @@ def test_nodes_started_by_the_plain_line_all_train(
         if joiners == 1:
             figures.hold(what, took_s, TRAINING_S)
         else:
-            # Four trainers load their libraries at once, which depends on the machine's cores.
+            # Four nodes load their libraries at the same time, so the time depends on the machine's cores.
             figures.tell(what, took_s)
         for member in swarm.nodes:
             member.until(lambda s: s["peers"]["training"] == joiners + 1, LONG_S)
@@ -140,7 +140,7 @@ def test_nodes_started_by_the_plain_line_all_train(
 @pytest.mark.parametrize(
     ("host", "shared"), [("0.0.0.0", False), ("0.0.0.0", True), ("127.0.0.1", True), ("::", False)]
 )
-def test_a_default_port_that_another_program_holds_is_left_to_it(
+def test_node_uses_the_next_port_if_another_program_holds_the_default_port(
     namespace: str, tmp_path: Path, host: str, shared: bool
 ) -> None:
     with held(namespace, host, PORT, shared=shared), Swarm(tmp_path) as swarm:
@@ -151,7 +151,7 @@ def test_a_default_port_that_another_program_holds_is_left_to_it(
         assert all(f"/tcp/{PORT + 1}/" in address for address in parse_invite(invite_of(founder)).addresses)
 
 
-def test_the_port_that_was_taken_is_kept(namespace: str, tmp_path: Path) -> None:
+def test_node_keeps_its_alternative_ports_after_a_restart(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder")
         with held(namespace, "0.0.0.0", PORT), held(namespace, "127.0.0.1", API_PORT):
@@ -172,7 +172,7 @@ def test_the_port_that_was_taken_is_kept(namespace: str, tmp_path: Path) -> None
         (f"--swarm.announce=203.0.113.7:{PORT}", True),
     ],
 )
-def test_a_named_port_that_is_taken_ends_with_the_remedy(
+def test_node_ends_and_names_the_remedy_if_its_configured_port_is_taken(
     namespace: str, tmp_path: Path, flag: str, shared: bool
 ) -> None:
     with held(namespace, "0.0.0.0", PORT, shared=shared), Swarm(tmp_path) as swarm:
@@ -184,7 +184,7 @@ def test_a_named_port_that_is_taken_ends_with_the_remedy(
         )
 
 
-def test_a_named_port_that_is_taken_leaves_the_page_of_a_container(namespace: str, tmp_path: Path) -> None:
+def test_persistent_node_keeps_its_page_if_its_configured_port_is_taken(namespace: str, tmp_path: Path) -> None:
     with held(namespace, "0.0.0.0", PORT), Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder")
         founder.start(f"--swarm.listen=/ip4/0.0.0.0/tcp/{PORT}", "--node.persist=true")
@@ -193,7 +193,7 @@ def test_a_named_port_that_is_taken_leaves_the_page_of_a_container(namespace: st
         assert founder.http.get("/livez").status_code == 200
 
 
-def test_an_address_of_another_machine_is_distinguished_from_a_taken_port(namespace: str, tmp_path: Path) -> None:
+def test_error_for_an_address_of_another_machine_does_not_blame_a_taken_port(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start("--swarm.listen=/ip4/203.0.113.7/tcp/4001")
         assert founder.wait_end(LONG_S) == 3
@@ -201,7 +201,7 @@ def test_an_address_of_another_machine_is_distinguished_from_a_taken_port(namesp
         assert "another program" not in founder.said()
 
 
-def test_a_machine_without_ipv6_starts_without_a_word(namespace: str, tmp_path: Path) -> None:
+def test_node_on_a_machine_without_ipv6_trains_without_a_warning(namespace: str, tmp_path: Path) -> None:
     subprocess.run(["ip", "netns", "exec", namespace, "sysctl", "-qw", NO_IPV6], check=True, timeout=10)
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
@@ -210,8 +210,8 @@ def test_a_machine_without_ipv6_starts_without_a_word(namespace: str, tmp_path: 
         assert not notices(founder) and "WARNING" not in founder.said() and "IPv6" not in founder.said()
 
 
-def test_two_nodes_on_one_named_port_are_never_both_up(namespace: str, tmp_path: Path) -> None:
-    """Both start at the same moment. The second one is refused."""
+def test_only_one_of_two_nodes_with_the_same_configured_port_keeps_running(namespace: str, tmp_path: Path) -> None:
+    """Both nodes start at the same moment. The one that finds the port taken ends."""
     with Swarm(tmp_path) as swarm:
         flags = (f"--swarm.listen=/ip4/127.0.0.1/tcp/{PORT}", "--api.port=0")
         nodes = [plain(swarm, namespace, name).start(*flags) for name in ("first", "second")]
@@ -226,7 +226,7 @@ def test_two_nodes_on_one_named_port_are_never_both_up(namespace: str, tmp_path:
 
 
 def test_a_node_keeps_its_port_while_its_worker_restarts(namespace: str, tmp_path: Path) -> None:
-    """Another node starts while the first one's new worker reads its checkpoint and does not listen yet."""
+    """Another node starts while the first node's new worker reads its checkpoint and does not listen yet."""
     with Swarm(tmp_path) as swarm:
         plan = tmp_path / "plan"
         founder = plain(swarm, namespace, "founder").start(env={"DILOCO_FAULTS": f"file:{plan}"})
@@ -241,7 +241,7 @@ def test_a_node_keeps_its_port_while_its_worker_restarts(namespace: str, tmp_pat
         assert listening_ports(joiner) == both(PORT + 1)
 
 
-def test_a_node_that_listens_on_nothing_trains_with_others(namespace: str, tmp_path: Path) -> None:
+def test_node_that_listens_on_no_port_trains_with_others(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
         joiner = plain(swarm, namespace, "joiner", join=invite_of(founder)).start("--swarm.listen=[]")
@@ -267,7 +267,7 @@ def listening_ports_of_worker(node: Node) -> set[tuple[str, int]]:
     return found
 
 
-def test_a_bootstrap_peer_may_be_named_by_host_and_port_alone(namespace: str, tmp_path: Path) -> None:
+def test_bootstrap_peer_can_be_given_as_host_and_port_without_a_peer_id(namespace: str, tmp_path: Path) -> None:
     with Swarm(tmp_path) as swarm:
         founder = plain(swarm, namespace, "founder").start()
         invite = parse_invite(invite_of(founder))

@@ -1,4 +1,4 @@
-"""Real nodes that train while a round is averaged keep the same promises and do not wait."""
+"""Real nodes that train while a round is averaged agree with each other and do not wait for the averaging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, common_rounds, tiny, wait_for
 
 SLOW_S = 1.0
-"""Seconds added to each member's sending."""
+"""Seconds by which a fault delays each member's sending."""
 ROUNDS = 5
 
 
 def run_of(mode: str) -> dict[str, Any]:
-    """A run; with two fragments its rounds are as long as without."""
+    """A run in this mode. Twice the inner steps make a round with two fragments as long as one without fragments."""
     steps = {"overlapped": 400, "streaming": 800}[mode]
     return tiny(
         round={"policy": "time", "inner_steps": steps, "min_peers": 2},
@@ -27,7 +27,7 @@ def run_of(mode: str) -> dict[str, Any]:
 
 
 def landed(node: Node) -> list[dict[str, Any]]:
-    """The node's rounds with its contribution, without the first, which is blocking."""
+    """The rounds that include this node's contribution, without round 0, which is always blocking."""
     me = node.status()["node"]["peer_id"]
     return [
         r for r in node.rounds() if r["round"] > 0 and any(m["peer_id"] == me and m["included"] for m in r["members"])
@@ -40,7 +40,7 @@ def has_landed(node: Node, rounds: int) -> bool:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["overlapped", "streaming"])
-def test_overlapped_nodes_keep_training_and_agree(mode: str, tmp_path: Path) -> None:
+def test_nodes_keep_training_during_overlapped_rounds_and_agree(mode: str, tmp_path: Path) -> None:
     with Swarm(tmp_path, run_of(mode)) as swarm:
         env = {"DILOCO_FAULTS": f"reduce@*=stall:{SLOW_S}"}
         founder = swarm.found(env=env)
@@ -58,7 +58,7 @@ def test_overlapped_nodes_keep_training_and_agree(mode: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(240)
-def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
+def test_node_killed_while_it_sends_a_contribution_returns_to_the_rounds(tmp_path: Path) -> None:
     with Swarm(tmp_path, run_of("streaming")) as swarm:
         founder = swarm.found()
         founder.calm()
@@ -75,8 +75,8 @@ def test_what_was_in_flight_at_a_kill_is_offered_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_with_auto_rounds_become_as_long_as_their_transfers_need(tmp_path: Path) -> None:
-    """H of 0.4 s and transfers of 2 s. Without overlap a node computes at most a fifth of the time."""
+def test_automatic_sync_lengthens_rounds_until_the_transfers_fit(tmp_path: Path) -> None:
+    """The inner steps of a round take 0.4 s at first, and its transfer takes 2 s."""
     run = tiny(
         round={"policy": "time", "inner_steps": 20, "most_inner_steps": 400, "min_peers": 2},
         sync={"mode": "overlapped", "auto": True},

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.swarm.harness import START_S, Swarm, tiny
 
 
-def test_a_relay_is_no_member_of_the_rounds(tmp_path: Path) -> None:
+def test_relay_takes_no_part_in_rounds(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 20})) as swarm:
         founder = swarm.found()
         relay = swarm.node("relay", join=founder.invite())

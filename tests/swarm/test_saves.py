@@ -1,4 +1,4 @@
-"""Real nodes, stopped and killed at bad moments, find their work on the disk."""
+"""Real nodes that were stopped or killed at bad moments find their work on the disk."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from node.daemon.worker_process import SupervisorTimings
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
 
 BUDGET_S = 120.0
-"""Length of an evaluation, longer than a test waits for a node to end."""
+"""Length of an evaluation. It is longer than a test waits for the end of a node."""
 
 
 def evaluation_s(node: Node) -> float:
-    """Seconds that the node has spent on evaluations."""
+    """The seconds that the node has spent on evaluations."""
     found = re.search(r'activity_seconds_total{activity="evaluate"} (\S+)', node.http.get("/metrics").text)
     return float(found[1]) if found else 0.0
 
 
 def until_evaluating(node: Node) -> int:
-    """Wait for the middle of an evaluation. Returns the round of the evaluated anchor."""
+    """Wait for the middle of an evaluation. Returns the round whose anchor is evaluated."""
     before_s = evaluation_s(node)
     wait_for(lambda: evaluation_s(node) > before_s + 1.5, PATIENCE * START_S, "no evaluation")
     return int(node.status()["run"]["round"]) + 1
 
 
 @pytest.mark.timeout(300)
-def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Path) -> None:
+def test_node_stopped_during_an_evaluation_saves_the_round_that_it_evaluates(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": 20}, evaluation={"batches": 60_000, "budget_s": BUDGET_S})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
@@ -48,8 +48,8 @@ def test_a_stop_in_an_evaluation_saves_the_round_that_is_evaluated(tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Path) -> None:
-    """The main thread is in a long operation when the node must leave."""
+def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path) -> None:
+    """The node's main thread is busy with a long operation when the node must leave."""
     busy_s = SupervisorTimings().stop_s + 4
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@3=stall:{busy_s}"})
@@ -61,8 +61,8 @@ def test_what_must_end_before_saving_may_take_longer_than_a_goodbye(tmp_path: Pa
 
 
 @pytest.mark.timeout(240)
-def test_a_stop_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
-    """The checkpoint that the node has just read holds everything."""
+def test_node_stopped_before_its_first_inner_step_writes_no_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint that the node has just read already contains all its work."""
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600")
         node.until_round(1)
@@ -78,8 +78,8 @@ def test_a_stop_before_the_first_step_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_stop_drops_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
-    """A stop must not take the time of two checkpoints, as only the newer one counts."""
+def test_stopping_node_abandons_an_unfinished_checkpoint_and_saves_the_newest_state(tmp_path: Path) -> None:
+    """A stop must not take the time of two checkpoints, because only the newer one is needed."""
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
         node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": "save@3=stall:8"})
         wait_for(lambda: "Injected fault at save of round 3" in node.said(), PATIENCE * START_S, "it does not save")
@@ -92,8 +92,10 @@ def test_a_stop_drops_the_checkpoint_that_is_being_written(tmp_path: Path) -> No
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "number", "saved"), [("blocking", 5, 3), ("streaming", 2, -1)])
-def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, number: int, saved: int) -> None:
-    """All processes are killed in the middle of a round. `saved`: the round of the newest checkpoint."""
+def test_node_that_trains_alone_recovers_all_its_rounds_after_being_killed(
+    tmp_path: Path, mode: str, number: int, saved: int
+) -> None:
+    """All processes are killed in the middle of a round. `saved` is the round of the newest checkpoint."""
     run = tiny(round={"inner_steps": 40}, sync={"mode": mode, "fragments": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.node("founder")
@@ -101,7 +103,7 @@ def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, nu
         node.end_by_force()
         assert checkpoint_round(node.checkpoints()[0]) == saved
         if mode == "streaming":
-            (node.folder / "totals.json").unlink()  # A power cut may do this.
+            (node.folder / "totals.json").unlink()  # The file may be lost in a power cut.
         after = start_until(node, number)
         assert f"Replayed rounds {saved + 1} to {number} from the disk" in node.said()
         for name in ("round", "state_digest", "swarm_tokens"):
@@ -112,7 +114,7 @@ def test_rounds_outlive_the_death_of_the_only_node(tmp_path: Path, mode: str, nu
 
 
 def start_until(node: Node, number: int) -> dict[str, Any]:
-    """Start and return the status after this round. The next round does not end."""
+    """Start the node and wait for this round. Returns the status. A fault keeps the next round from ending."""
     env = {"DILOCO_FAULTS": f"rendezvous@{number + 1}=stall:600"}
     said = f"Injected fault at rendezvous of round {number + 1}"
     before = node.said().count(said)

@@ -1,4 +1,4 @@
-"""A slow disk does not make a worker count as hung, neither while it writes its last state nor while it reads it."""
+"""A worker that reads or writes its state on a slow disk does not count as hung."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUNG_S = 5.0
 
 
 @pytest.mark.timeout(240)
-def test_the_last_state_is_saved_however_long_it_takes(tmp_path: Path) -> None:
+def test_stopping_node_is_not_killed_while_a_slow_disk_saves_its_state(tmp_path: Path) -> None:
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
         node = swarm.found(env={"DILOCO_FAULTS": f"save@*=stall:{SAVE_S}"})
         before = node.until_round(2, PATIENCE * START_S)
@@ -36,7 +36,7 @@ def test_the_last_state_is_saved_however_long_it_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_state_is_read_again_however_long_it_takes(tmp_path: Path) -> None:
+def test_starting_node_does_not_count_as_hung_while_a_slow_disk_reads_its_state(tmp_path: Path) -> None:
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20, "min_peers": 1})) as swarm:
         node = swarm.found()
         node.until_round(2, PATIENCE * START_S)

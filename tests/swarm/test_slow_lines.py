@@ -1,4 +1,4 @@
-"""Real nodes, one of them on a slow line or device: it takes part, and the others hardly wait for it."""
+"""Real nodes with one slow member: the slow member takes part in rounds, and the others hardly wait for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.swarm.harness import START_S, Node, Swarm, tiny, wait_for
 from tests.swarm.test_namespaces import settle
 
 REST = {"DILOCO_FAULTS": "inner@*=rest:0.25"}
-"""An inner step sleeps 0.25 s: the nodes share this machine, and only the lines should be slow."""
+"""Each inner step sleeps for 0.25 s. All nodes share this machine, and only the lines should be slow."""
 MODEL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-"""0.92 million parameters: 0.92 MB of int8, which take 3.9 s at 2 Mbit/s."""
+"""A model of 0.92 million parameters. In int8 they are 0.92 MB, which take 3.9 s at 2 Mbit/s."""
 MBIT_S = 2.0
 UPLOAD_S = 3.9
 ROUND_S = 11.0
 LEARNT = 5
-"""Rounds until the fast nodes have measured and announced their uplinks."""
+"""Number of rounds until the fast nodes have measured and announced their uplinks."""
 JUDGED = 4
 
 
@@ -37,13 +37,13 @@ def network() -> Iterator[World]:
 
 
 def included(node: Node, after: int) -> dict[int, set[str]]:
-    """Contributors of each later round, from this node's records."""
+    """The names of the included members for each round after `after`, from this node's records."""
     told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
     return {one["round"]: {m["name"] for m in one["members"] if m["included"]} for one in told}
 
 
 def transfer_s(node: Node, after: int) -> list[float]:
-    """Seconds from the closed group to the commit, for each later round."""
+    """The seconds from the closed group to the commit, for each round after `after`."""
     told = [one for one in node.rounds() if one["round"] > after and one["outcome"] != "failed"]
     return [one["seconds"]["reduce"] + one["seconds"]["commit"] for one in told]
 
@@ -58,7 +58,7 @@ def describe(nodes: Sequence[Node]) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_member_on_a_slow_line_is_in_at_least_every_second_round(
+def test_member_on_a_slow_line_takes_part_in_at_least_every_second_round(
     network: World, tmp_path: Path, figures: Figures
 ) -> None:
     lines = [None, None, None, (MBIT_S, MBIT_S)]
@@ -99,8 +99,8 @@ SPEED_ROUNDS = 6
 
 
 @pytest.mark.timeout(400)
-def test_what_members_of_different_speed_do_is_merged(tmp_path: Path) -> None:
-    """The slowest node does five steps in a round; a sixth would end too late."""
+def test_work_of_members_with_different_speeds_is_merged(tmp_path: Path) -> None:
+    """The slowest node does five inner steps in a round. A sixth would end too late."""
     run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
     with Swarm(tmp_path, run) as swarm:
         for name, speed in SPEEDS.items():

@@ -1,4 +1,4 @@
-"""Clock rounds with a peer that is several times slower: no round waits for its steps."""
+"""Rounds of the policy `time` with a peer that is several times slower: no round waits for all its inner steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 150
 
 
 @pytest.mark.timeout(180)
-def test_the_first_round_is_over_when_the_fast_one_is_ready(tmp_path: Path) -> None:
+def test_first_round_ends_before_a_slow_peer_has_done_all_its_inner_steps(tmp_path: Path) -> None:
     run = tiny(round={"policy": "time", "inner_steps": STEPS, "min_peers": 2})
     with Swarm(tmp_path / "swarm", run) as swarm:
         fast = swarm.found()
@@ -22,6 +22,6 @@ def test_the_first_round_is_over_when_the_fast_one_is_ready(tmp_path: Path) -> N
         record = next(one for one in slow.rounds() if one["round"] == 0)
         weights = {member["name"]: member["weight"] for member in record["members"] if member["included"]}
         assert set(weights) == {"founder", "slow"}, record
-        # Under `steps` both would contribute H steps. Alone, the fast node trains up to 2 H.
+        # Under the policy `steps` both nodes would contribute the same number of inner steps.
         assert weights["slow"] < 0.4 * weights["founder"], record
         fast.until_round(0, 30)

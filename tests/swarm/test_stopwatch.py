@@ -1,4 +1,4 @@
-"""Compute and sync time in /metrics, compared with an outside clock: steps that sleep, rounds that are held."""
+"""Compute and sync times in /metrics agree with an external clock. Faults give steps and rounds a known length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_S = 0.02
 
 
 @pytest.mark.timeout(240)
-def test_activities_utilisation_and_sync_time_agree_with_a_stopwatch(tmp_path: Path) -> None:
+def test_reported_compute_and_sync_times_agree_with_an_external_clock(tmp_path: Path) -> None:
     run = tiny(round={"inner_steps": STEPS})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env={"DILOCO_FAULTS": f"inner@*=rest:{STEP_S}, rendezvous@*=stall:{HELD_S}"})
@@ -56,7 +56,7 @@ def test_activities_utilisation_and_sync_time_agree_with_a_stopwatch(tmp_path: P
 
 
 def at_round_end(node: Node) -> tuple[dict[str, float], float]:
-    """All series and the time of the first scrape that shows one more round."""
+    """Wait for one more round. Returns all series and the time of the first scrape that shows the round."""
     first = scrape(node)["diloco_local_round"]
     end_s = time.monotonic() + PATIENCE * START_S
     while (found := scrape(node))["diloco_local_round"] == first:

@@ -1,4 +1,4 @@
-"""One run from end to end: found, join, agree, pause, resume, kill -9, come back, leave, export."""
+"""One run from its founding to its export, with joins, a pause, a kill by SIGKILL, a return and clean stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.swarm.harness import START_S, Swarm, command, common_rounds, tiny, wa
 
 
 @pytest.mark.timeout(480)
-def test_three_nodes_found_a_run_survive_kill_9_leave_and_export_the_model(tmp_path: Path) -> None:
+def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_model(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 100, "min_peers": 2})) as swarm:
         founder = swarm.found()
         second, third = swarm.join("second", "third")

@@ -1,4 +1,4 @@
-"""Users' own text and models in real nodes: a data set shaped like C4, a start from an export, and bad input."""
+"""Real nodes with the user's own text and models: a data set like C4, a start from an exported model, and bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE = "parquet:c4/en/*.parquet"
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set with C4's columns, from the standard library's text."""
+    """A data set with the columns of C4, made from the source text of Python's standard library."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "c4" / "en").mkdir(parents=True)
     found: list[str] = []
@@ -61,7 +61,7 @@ def newest(node: Node) -> dict[str, Any]:
 def state_after(
     meta: dict[str, Any], steps: int, manifest: dict[str, Any], peer_id: str, texts: Path
 ) -> dict[str, Any]:
-    """The state of a reader that has read so many batches after a checkpoint."""
+    """Read `steps` batches after a checkpoint. Returns the state of the reader after them."""
     run = RunConfig.model_validate(manifest["run"])
     reader = open_text(run, texts, texts / "cache").reader(manifest["run_id"], peer_id, meta["text"] or None)
     assert isinstance(reader, Prefetcher)
@@ -75,8 +75,8 @@ def state_after(
 
 
 @pytest.mark.timeout(240)
-def test_a_data_set_like_c4_continues_at_the_last_checkpoint_after_kill_9(swarm_of_texts: Swarm, texts: Path) -> None:
-    """No batch is skipped, and none repeated except those since the last checkpoint, at most four rounds."""
+def test_killed_node_continues_its_data_set_at_the_last_checkpoint(swarm_of_texts: Swarm, texts: Path) -> None:
+    """The data set has the format of C4. No batch is skipped; only batches since the last checkpoint are repeated."""
     flags = (f"--node.text_dir={texts}", "--checkpoint.every_s=0.5")
     node = swarm_of_texts.found(*flags)
     node.until_round(4, 2 * START_S)
@@ -121,8 +121,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.mark.timeout(240)
-def test_training_survives_an_outage_of_the_hub(hub: Hub, tmp_path: Path) -> None:
-    """Training continues from the buffer, then waits with a reason, and resumes when the hub returns."""
+def test_training_resumes_after_an_outage_of_the_hugging_face_hub(hub: Hub, tmp_path: Path) -> None:
+    """Training continues from the buffer, then waits and says why, and resumes when the hub answers again."""
     run = tiny(data={"sources": ["hub:own/text?config=en&split=train"]}, round={"min_peers": 1, "inner_steps": 40})
     with Swarm(tmp_path / "swarm", run) as swarm:
         node = swarm.found(env=hub.environment)
@@ -138,8 +138,8 @@ def test_training_survives_an_outage_of_the_hub(hub: Hub, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(240)
-def test_all_members_read_the_commits_that_the_founder_found(hub: Hub, bad_texts: Path, tmp_path: Path) -> None:
-    """The hub's branch changes between founding and joining."""
+def test_all_members_read_the_hub_commits_that_the_founder_recorded(hub: Hub, bad_texts: Path, tmp_path: Path) -> None:
+    """The branch on the hub changes between the founding of the run and the join."""
     for file in (bad_texts / "words").iterdir():
         shutil.copy(file, hub.folder)
     data = {"sources": ["hub:own/text?config=en&field=text"], "tokenizer": "hub:own/text@main"}
@@ -166,13 +166,15 @@ def test_all_members_read_the_commits_that_the_founder_found(hub: Hub, bad_texts
         ("hub:own/text?config=en&field=body", "no column 'body'"),
     ],
 )
-def test_a_data_set_that_the_hub_does_not_have(hub: Hub, swarm: Swarm, source: str, mend: str) -> None:
+def test_node_ends_with_a_reason_if_the_hub_does_not_have_its_data_set(
+    hub: Hub, swarm: Swarm, source: str, mend: str
+) -> None:
     node = swarm.found(f"--run.data.sources={source}", env=hub.environment)
     assert node.wait_end(2 * START_S) in (2, 3)
     assert mend in node.said() and "Traceback" not in node.said()
 
 
-def test_a_hub_that_cannot_be_reached_at_the_start(hub: Hub, swarm: Swarm) -> None:
+def test_node_ends_with_exit_code_3_if_it_cannot_reach_the_hub_at_its_start(hub: Hub, swarm: Swarm) -> None:
     hub.close()
     node = swarm.found("--run.data.sources=hub:own/text", env=hub.environment)
     assert node.wait_end(3 * START_S) == 3
@@ -181,7 +183,7 @@ def test_a_hub_that_cannot_be_reached_at_the_start(hub: Hub, swarm: Swarm) -> No
 
 @pytest.fixture(scope="module")
 def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A stopped node with a trained model."""
+    """A node that has trained a model and was then stopped."""
     run = tiny(round={"min_peers": 1}, evaluation={"batches": 4})
     with Swarm(tmp_path_factory.mktemp("trained"), run) as swarm:
         node = swarm.found("--checkpoint.every_s=0.5")
@@ -192,7 +194,9 @@ def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_starts_from_an_exported_model_starts_at_its_loss(trained: Node, tmp_path: Path) -> None:
+def test_run_that_starts_from_an_exported_model_begins_near_the_loss_of_that_model(
+    trained: Node, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"
@@ -240,7 +244,7 @@ HUGE = ("--run.model.hidden_size=16384", "--run.model.num_hidden_layers=100", "-
     ],
     ids=lambda value: value[0].split("=")[0].rpartition(".")[2] if isinstance(value, tuple) else None,
 )
-def test_what_cannot_be_trained_on_is_said(
+def test_node_ends_with_a_reason_if_its_model_text_or_device_cannot_be_used(
     swarm: Swarm, bad_texts: Path, flags: tuple[str, ...], code: int, mend: str
 ) -> None:
     own = [flag.format(texts=bad_texts) for flag in flags]

@@ -1,8 +1,8 @@
-"""Nodes of this version and of an older checkout share a run, and each reads the data folder of the older one.
+"""Nodes of this version and of an older checkout share a run, and this version reads data folders of the older one.
 
     make test-upgrade OTHER=/path/to/older/checkout
 
-The older checkout needs its dashboard built (`make dashboard`) and no environment of its own.
+The dashboard of the older checkout must be built (`make dashboard`). It needs no virtual environment of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-# PYTHONSAFEPATH keeps the working directory, which is this checkout, out of the search path.
+# PYTHONSAFEPATH keeps the working directory, which is this checkout, out of Python's search path.
 OTHER_PROTOCOL = (
     int(re.findall(r"(?m)^PROTOCOL_VERSION = (\d+)", Path(OTHER, "node/config/manifest.py").read_text())[0])
     if OTHER
@@ -40,12 +40,12 @@ OLD_CODE = {"PYTHONPATH": OTHER, "PYTHONSAFEPATH": "1"}
 
 
 def start(node: Node, *, is_old: bool) -> Node:
-    """Start a node with this version's code or the older checkout's."""
+    """Start a node with the code of this version or of the older checkout."""
     node.program = "node.cli"
     return node.start(env={**(OLD_CODE if is_old else {}), "SWARM_TEST_WARM": ""})
 
 
-def test_the_older_checkout_is_imported() -> None:
+def test_old_nodes_import_the_code_of_the_older_checkout() -> None:
     words = [sys.executable, "-c", "import node; print(node.__file__)"]
     found = subprocess.run(
         words, env={**os.environ, **OLD_CODE}, capture_output=True, text=True, timeout=30, check=True
@@ -54,7 +54,7 @@ def test_the_older_checkout_is_imported() -> None:
 
 
 def wait_for_common_round(nodes: list[Node], after: int) -> None:
-    """Wait for a record after this round that includes all nodes."""
+    """Wait for a round after `after` that includes all nodes. Asserts that their digests are equal."""
     everybody = {node.status()["node"]["peer_id"] for node in nodes}
 
     def has_all() -> bool:
@@ -69,7 +69,7 @@ def wait_for_common_round(nodes: list[Node], after: int) -> None:
 
 @same_protocol
 @pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
-def test_old_and_new_nodes_share_rounds(tmp_path: Path, founder_is_old: bool) -> None:
+def test_nodes_of_the_old_and_the_new_version_share_rounds(tmp_path: Path, founder_is_old: bool) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 60, "min_peers": 2})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
@@ -79,7 +79,7 @@ def test_old_and_new_nodes_share_rounds(tmp_path: Path, founder_is_old: bool) ->
 
 
 @same_protocol
-def test_a_data_folder_of_the_older_version_is_continued(tmp_path: Path) -> None:
+def test_new_version_continues_training_from_a_data_folder_of_the_old_version(tmp_path: Path) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
         node = start(swarm.node("founder"), is_old=True)
         node.until_training(3 * START_S)
@@ -97,7 +97,7 @@ def test_a_data_folder_of_the_older_version_is_continued(tmp_path: Path) -> None
 
 @other_protocol
 @pytest.mark.parametrize("founder_is_old", [True, False], ids=["old founder", "new founder"])
-def test_a_node_of_another_protocol_ends_with_exit_code_10(tmp_path: Path, founder_is_old: bool) -> None:
+def test_node_with_another_protocol_version_ends_with_exit_code_10(tmp_path: Path, founder_is_old: bool) -> None:
     with Swarm(tmp_path, tiny(round={"inner_steps": 60})) as swarm:
         founder = start(swarm.node("founder"), is_old=founder_is_old)
         second = swarm.node("second", join=founder.invite())
