@@ -29,7 +29,9 @@ def only_over_p2p(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize(("stage", "who", "count"), [("average", "leader", 3), ("commit", "member", 4)])
-def test_others_commit_without_a_hung_member_and_it_returns(swarm: Swarm, stage: str, who: str, count: int) -> None:
+def test_others_commit_without_a_hung_member_that_takes_part_again_later(
+    swarm: Swarm, stage: str, who: str, count: int
+) -> None:
     nodes = swarm.nodes(count, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     hung = nodes[0 if who == "leader" else -1]
     others = [node for node in nodes if node is not hung]
@@ -49,7 +51,7 @@ def test_others_commit_without_a_hung_member_and_it_returns(swarm: Swarm, stage:
     round_of(nodes, 1)
 
 
-def test_a_member_does_not_commit_alone_after_a_suspend(swarm: Swarm) -> None:
+def test_a_member_does_not_commit_alone_after_its_machine_was_suspended(swarm: Swarm) -> None:
     """It heard nothing during the suspend. If it took the others for dead, it would close a round alone."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)

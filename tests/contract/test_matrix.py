@@ -21,11 +21,11 @@ def played() -> dict[Case, str]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", sample(), ids=str)
-def test_a_fault_does_not_stop_other_members(played: dict[Case, str], case: Case) -> None:
+def test_a_fault_of_one_member_does_not_stop_the_other_members(played: dict[Case, str], case: Case) -> None:
     assert played[case] == ""
 
 
-def test_the_sample_covers_every_pair() -> None:
+def test_sample_of_the_fault_matrix_covers_every_pair_of_stage_and_fault() -> None:
     """Stage with kind, and each of both with every role and size."""
     cases = sample()
     assert len(all_cases()) == len(STAGES) * len(KINDS) * len(ROLES) * len(PEERS) == 180

@@ -22,7 +22,7 @@ async def _echo(caller: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_bulk_is_limited_and_small_calls_are_not(swarm: Swarm, direction: str) -> None:
+def test_rate_limit_slows_bulk_calls_but_not_small_ones(swarm: Swarm, direction: str) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no links")
     sender, receiver = swarm.hosts(2)

@@ -128,7 +128,7 @@ def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_rou
     round_of(left, 2)
 
 
-def test_a_passive_member_blocks_the_others_only_until_the_round_is_overdue(swarm: Swarm) -> None:
+def test_a_member_that_is_never_ready_blocks_the_others_only_until_the_round_is_overdue(swarm: Swarm) -> None:
     """One of four members leaves and one is never ready. The other two are half of the last contributors."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2, patience_s=6.0))
     round_of(nodes, 0)
@@ -141,7 +141,7 @@ def test_a_passive_member_blocks_the_others_only_until_the_round_is_overdue(swar
     assert len(adopted(nodes, 1)) == 1
 
 
-def test_a_member_joins_a_second_leader_only_after_release_by_the_first(swarm: Swarm) -> None:
+def test_a_member_joins_a_second_leader_only_after_the_first_one_has_released_it(swarm: Swarm) -> None:
     """If two leaders of one attempt could use one join, both could propose an outcome."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     first, second, member = nodes

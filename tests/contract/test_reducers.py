@@ -105,7 +105,7 @@ async def _is_member(node: Node, peer: Node) -> bool:
     return node.peer_table.is_member(peer.peer_id)
 
 
-def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swarm) -> None:
+def test_a_hostile_reducer_does_not_exclude_the_only_other_member(swarm: Swarm) -> None:
     nodes = new_nodes(swarm, 2, min_peers=1)
     bad = nodes[0]
     deceive(bad, "collect", arrived_with(0))
@@ -139,7 +139,7 @@ def send_to_some(node: Node, sent: Callable[[], None]) -> None:
     node.participant.sender.send = MethodType(send, node.participant)  # type: ignore[method-assign]
 
 
-def test_a_sender_that_dies_while_it_sends_is_left_out(swarm: Swarm) -> None:
+def test_a_member_that_dies_while_it_sends_its_contribution_is_left_out(swarm: Swarm) -> None:
     nodes = new_nodes(swarm, 4)
     *others, dying = nodes
     sent: list[bool] = []
@@ -153,7 +153,7 @@ def test_a_sender_that_dies_while_it_sends_is_left_out(swarm: Swarm) -> None:
     round_of(others, 1)
 
 
-def test_a_live_sender_that_sends_to_some_reducers_only_costs_one_attempt(
+def test_a_live_member_that_sends_to_only_some_reducers_costs_one_attempt(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is missing at some reducers, so the second attempt omits it once the timeout of a transfer is over."""
@@ -167,7 +167,9 @@ def test_a_live_sender_that_sends_to_some_reducers_only_costs_one_attempt(
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_outcome_needs_half_of_its_plan(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_outcome_is_accepted_only_if_it_includes_half_of_its_plan(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     nodes = new_nodes(swarm, PEERS, quorum_ratio=ALL)
     bad = nodes[0]
     original = leader.Leader._collect

@@ -136,7 +136,7 @@ def test_a_state_is_downloaded_from_two_servers_at_once(swarm: Swarm, pair: list
     assert sources[0].served and sources[1].served
 
 
-def test_a_peer_answers_a_question_about_each_of_many_states(swarm: Swarm, pair: list[Node]) -> None:
+def test_a_peer_answers_many_concurrent_questions_about_states(swarm: Swarm, pair: list[Node]) -> None:
     """A refused question would be a lost vote."""
     asker, asked = pair
     serve(asked, Memory(asked.tip, find_delay_s=0.1))
@@ -171,7 +171,7 @@ def test_a_download_succeeds_when_a_server_dies(swarm: Swarm, pair: list[Node]) 
     assert_same_state(running.result(20).state, good.tip.state)
 
 
-def test_without_a_server_a_download_fails(swarm: Swarm) -> None:
+def test_a_download_without_a_server_of_a_valid_state_fails(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(100, "fp32"))
     late = joiner(swarm, nodes)
     with pytest.raises(TransferFailed, match="No peer serves"):
@@ -238,7 +238,7 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
     assert not late.lost.is_set()
 
 
-def test_a_peer_without_proofs_does_not_hide_one_that_has_them(swarm: Swarm) -> None:
+def test_a_peer_without_proofs_does_not_keep_a_node_from_a_peer_that_has_them(swarm: Swarm) -> None:
     """The peer that is asked first has restarted and keeps no proofs. That is no reason to download."""
     forgetful, knowing = after_rounds(swarm, 3, 5000)
     late = joiner(swarm, [forgetful, knowing])
@@ -248,7 +248,7 @@ def test_a_peer_without_proofs_does_not_hide_one_that_has_them(swarm: Swarm) -> 
     assert not late.lost.is_set()
 
 
-def test_proofs_that_exceed_one_reply_are_replayed_from_several(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proofs_that_exceed_one_reply_come_in_several_replies(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PROOFS_BYTES", 10_000)
     nodes = after_rounds(swarm, KEPT_ROUNDS, 5000)
     late = joiner(swarm, nodes)
@@ -302,7 +302,7 @@ def test_a_false_claim_to_be_ahead_does_not_keep_a_node_from_honest_peers(swarm:
     assert late.tip.digest == honest[0].tip.digest
 
 
-def test_the_age_of_a_round_is_taken_from_a_peer_at_the_same_head_only(swarm: Swarm) -> None:
+def test_the_age_of_a_round_is_taken_only_from_a_peer_at_the_same_head(swarm: Swarm) -> None:
     """A false age would make the round overdue, and fewer votes would be enough."""
     node, liar = after_rounds(swarm, 1)
     head, began_at_s = node.tip.head, node.tip.anchor_at_s
@@ -333,7 +333,7 @@ def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm)
     assert asked_after and nodes[0].tip.head not in asked_after
 
 
-def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
+def test_a_late_node_agrees_with_the_others_about_the_age_of_the_round(swarm: Swarm) -> None:
     nodes = after_rounds(swarm, 1)
     time.sleep(0.5)
     late = joiner(swarm, nodes)

@@ -27,7 +27,7 @@ def work(counters: WorkCounters, clock: Clock, tokens: int) -> None:
     counters.round_done(at_s=0.0)
 
 
-def test_replayed_round_that_was_counted_counts_once() -> None:
+def test_tokens_of_a_round_count_once_although_the_round_is_replayed() -> None:
     counters = WorkCounters(Clock())
     counters.count_tokens(0, merged=5, discarded=2, is_replayed=False)
     counters.count_round(0, Outcome.COMPLETE, attempted=True, included=True)
@@ -36,7 +36,7 @@ def test_replayed_round_that_was_counted_counts_once() -> None:
     assert (counters.totals.tokens_merged, counters.totals.tokens_discarded) == (10, 4)
 
 
-def test_next_process_continues_from_the_newest_totals() -> None:
+def test_next_worker_process_continues_from_the_newest_saved_totals() -> None:
     clock = Clock()
     first = WorkCounters(clock)
     work(first, clock, 100)
@@ -63,7 +63,7 @@ def test_next_process_continues_from_the_newest_totals() -> None:
     assert (third.totals.tokens_processed, third.totals.sync_rounds) == (200, {Outcome.COMPLETE: 3})
 
 
-def test_relayed_traffic_is_part_of_the_contribution() -> None:
+def test_relayed_bytes_are_part_of_the_reported_contribution_of_a_node() -> None:
     counters = WorkCounters(Clock())
     view = MemberSnapshot(
         sent_bytes={Channel.REDUCE: 10, Channel.RELAY: 7}, received_bytes={Channel.REDUCE: 5, Channel.RELAY: 8}

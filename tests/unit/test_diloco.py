@@ -54,7 +54,7 @@ def round_of(
 
 
 @pytest.mark.parametrize("inner_steps", [1, 5])
-def test_one_peer_with_outer_lr_1_and_no_momentum_is_local_training(inner_steps: int) -> None:
+def test_diloco_with_one_peer_outer_lr_1_and_no_momentum_equals_local_training(inner_steps: int) -> None:
     state, local = genesis(initial()), initial()
     for number in range(6):
         batches = [batch(0, number * inner_steps + i) for i in range(inner_steps)]
@@ -66,7 +66,7 @@ def test_one_peer_with_outer_lr_1_and_no_momentum_is_local_training(inner_steps:
 
 
 @pytest.mark.parametrize("rows", [[16, 16, 16], [16, 8, 40]])
-def test_peers_with_one_inner_sgd_step_are_data_parallel_sgd(rows: list[int]) -> None:
+def test_diloco_with_one_inner_sgd_step_equals_data_parallel_sgd(rows: list[int]) -> None:
     state, together = genesis(initial()), initial()
     for step in range(8):
         batches = [batch(peer, step, n) for peer, n in enumerate(rows)]
@@ -75,7 +75,7 @@ def test_peers_with_one_inner_sgd_step_are_data_parallel_sgd(rows: list[int]) ->
     torch.testing.assert_close(state.anchor, together, rtol=1e-5, atol=2e-6)
 
 
-def test_fp16_encoding_converges_like_fp32() -> None:
+def test_training_with_the_fp16_codec_converges_like_training_with_fp32() -> None:
     states = {}
     for codec in ("fp32", "fp16"):
         state = genesis(initial())

@@ -21,8 +21,6 @@ from node.daemon.http_server import no_tls_notice
         ("127.0.0.1", "node.example", "", False),
     ],
 )  # fmt: skip
-def test_page_that_is_open_to_others_without_tls_has_a_notice(
-    host: str, allowed: str, cert: str, is_open: bool
-) -> None:
+def test_api_open_to_other_machines_without_tls_has_a_notice(host: str, allowed: str, cert: str, is_open: bool) -> None:
     api = ApiConfig(host=host, allowed_hosts=(allowed,) if allowed else (), tls_cert=cert, tls_key=cert)
     assert (no_tls_notice(api) is not None) is is_open

@@ -49,7 +49,7 @@ def take(source: Prefetcher, count: int) -> list[int]:
     return numbers
 
 
-def test_batches_come_in_order_and_a_new_prefetcher_continues_after_the_taken_ones() -> None:
+def test_a_new_prefetcher_continues_in_order_after_the_batches_that_were_taken() -> None:
     first = prefetcher()
     assert first.state == {}
     assert take(first, 5) == [0, 1, 2, 3, 4]
@@ -64,7 +64,7 @@ def test_batches_come_in_order_and_a_new_prefetcher_continues_after_the_taken_on
     second.close()
 
 
-def test_training_continues_from_the_buffer_while_the_source_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetcher_serves_its_buffer_while_the_source_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "FIRST_PAUSE_S", 0.5)
     source = prefetcher({6: [Unreachable("down"), Unreachable("down")]})
     began = time.monotonic()
@@ -82,7 +82,7 @@ def test_training_continues_from_the_buffer_while_the_source_is_unreachable(monk
     source.close()
 
 
-def test_a_permanent_error_is_raised_at_every_call() -> None:
+def test_prefetcher_raises_a_permanent_error_at_every_call() -> None:
     source = prefetcher({2: [MachineError("gone: bring it back.")]})
     assert take(source, 2) == [0, 1]
     for _ in range(2):
