@@ -589,7 +589,7 @@ def test_one_member_cannot_commit_alone_if_min_peers_is_two(swarm: Swarm) -> Non
     assert all(node.tip.head != outcome.hash for node in honest)
 
 
-def test_a_failed_attempt_frees_its_data(swarm: Swarm) -> None:
+def test_a_failed_attempt_of_a_round_frees_its_data(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     *honest, bad = nodes
 

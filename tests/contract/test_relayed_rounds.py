@@ -69,7 +69,7 @@ def test_relay_carries_as_many_bytes_in_a_round_as_predicted(swarm: Swarm) -> No
     assert 1.0 <= carried / formula < 1.1
 
 
-def test_only_members_that_can_be_called_reduce_if_there_is_one(swarm: Swarm) -> None:
+def test_only_members_that_can_be_called_reduce_if_there_are_any(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, min_peers=3)
     direct, *hidden = nodes = [swarm.node(rules, host=host) for host in swarm.hosts(3)]
     swarm.put_behind_nat([node.host for node in hidden], [node.host for node in nodes])

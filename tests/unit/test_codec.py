@@ -333,7 +333,7 @@ def test_low_bit_codecs_keep_every_element_within_its_error_bound(name: str, x: 
 
 
 @pytest.mark.parametrize(("name", "code"), [("int8", 0x80), ("int4", 0x00)])
-def test_a_code_that_no_encoder_writes_is_refused_if_its_value_overflows(name: str, code: int) -> None:
+def test_a_low_bit_code_that_no_encoder_writes_is_refused_if_its_value_overflows(name: str, code: int) -> None:
     codec = make_codec(name)
     data = bytearray(codec.encode(torch.full((SCALE_BLOCK,), FLOAT_MAX)))
     codec.check(bytes(data), SCALE_BLOCK)
@@ -373,7 +373,7 @@ def test_e3m0_values_are_powers_of_two_or_zero() -> None:
 
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.parametrize("bits", [0x0000, 0x007F, 0x7F80, 0x7FC0, 0x8000, 0xBF80])
-def test_a_scale_that_no_encoder_writes_is_refused(name: str, bits: int) -> None:
+def test_low_bit_codecs_refuse_a_scale_that_no_encoder_writes(name: str, bits: int) -> None:
     codec = make_codec(name)
     data = bits.to_bytes(2, "little") + codec.encode(torch.ones(SCALE_BLOCK))[2:]
     with pytest.raises(ValueError, match="scale out of range"):

@@ -390,7 +390,7 @@ def test_a_server_that_is_found_during_the_transfer_is_asked_for_leaves(peers: P
 
 
 @pytest.mark.timeout(30)
-def test_a_busy_server_is_asked_again(peers: Peers) -> None:
+def test_a_busy_server_is_asked_for_the_leaf_again(peers: Peers) -> None:
     refusals = [PeerError("too many requests", code="busy")] * 3
 
     async def answer(index: int) -> bytes:
@@ -403,7 +403,7 @@ def test_a_busy_server_is_asked_again(peers: Peers) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_is_given_up_after_three_timeouts(peers: Peers) -> None:
+def test_downloader_gives_up_a_server_after_three_timeouts(peers: Peers) -> None:
     peers.answers = {"late": failing("timeout", 0, never)}
     with pytest.raises(TransferFailed, match="16 of 16 parts"):
         peers.transfer("late")

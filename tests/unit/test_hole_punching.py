@@ -198,7 +198,7 @@ async def test_number_of_callers_whose_punch_requests_are_answered_is_limited(mo
 
 
 @in_loop
-async def test_relay_without_udp_is_not_asked_again_soon() -> None:
+async def test_relay_without_udp_is_not_asked_for_its_observer_again_soon() -> None:
     network = FakeNetwork()
     network.relay_has_udp = False
     for _ in range(3):

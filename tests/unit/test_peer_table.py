@@ -184,7 +184,7 @@ def test_a_silent_peer_counts_as_dead_and_an_old_record_does_not_revive_it(clock
     assert YOU.peer_id in live_ids(table) and table.dead() == []
 
 
-def test_a_silent_peer_counts_as_dead_on_all_nodes_at_once(clock: Clock, table: PeerTable, other: PeerTable) -> None:
+def test_silent_peer_is_dead_for_all_nodes_at_the_same_time(clock: Clock, table: PeerTable, other: PeerTable) -> None:
     table.merge([signed(YOU, 1)])
     clock.now_s += GOSSIP_AGE_S - 0.1
     other.merge(table.records_for())

@@ -73,7 +73,7 @@ def test_reservation_of_a_port_excludes_other_nodes_until_it_ends(free_port: int
         pass
 
 
-def test_held_addresses_are_free_only_for_the_node_that_holds_them(free_port: int) -> None:
+def test_held_listen_addresses_are_free_only_for_the_node_that_holds_them(free_port: int) -> None:
     with closing(PortHold()) as hold:
         hold.hold([str(address) for address in at(free_port)])
         assert code_of(at(free_port)) == "port_in_use"

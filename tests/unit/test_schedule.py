@@ -81,7 +81,7 @@ def test_round_length_changes_by_at_most_a_factor_of_four_from_round_to_round() 
     assert round_seconds([9e5], 500) == 4.5e8, "where no length is known yet"
 
 
-def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
+def test_time_to_fetch_and_apply_a_result_is_part_of_the_round_length() -> None:
     """So a typical member does H steps, even if it needs long until the first of them."""
     assert round_seconds([1.0, 1.0], 10, None, [9.0, 8.0]) == 18.0
     assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow link does not change it"
@@ -90,7 +90,7 @@ def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
 
 
 @pytest.mark.parametrize("settle", [-1.0, float("nan"), float("inf")])
-def test_invalid_settle_times_are_refused(settle: float) -> None:
+def test_round_length_refuses_invalid_settle_times(settle: float) -> None:
     with pytest.raises(ValueError, match="Settle"):
         round_seconds([1.0], 10, None, [settle])
 
@@ -123,7 +123,7 @@ def test_member_starts_no_inner_step_that_would_end_too_late_for_its_round(
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [float("nan")], [float("inf")], [1.0, -1.0]])
-def test_invalid_step_times_are_refused(seconds: list[float]) -> None:
+def test_round_length_refuses_invalid_step_times(seconds: list[float]) -> None:
     with pytest.raises(ValueError, match=r"median"):
         round_seconds(seconds, 10)
 
