@@ -1,4 +1,4 @@
-"""Endpoints of multiaddresses, and which of a peer's addresses are dialed."""
+"""The endpoints of multiaddresses, and the choice of a peer's addresses to dial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = LocalAddresses(
 
 
 def at(*places: str) -> list[str]:
-    """Multiaddresses of the peer: `ip4/HOST` with the usual port, or with one of its own."""
+    """Multiaddresses of the peer. A place without a port, such as `ip4/HOST`, gets port 31337."""
     return [f"/{p if '/tcp/' in p else p + '/tcp/31337'}/p2p/{PEER}" for p in places]
 
 
@@ -43,16 +43,16 @@ def at(*places: str) -> list[str]:
         (["ip6/fd00::9", "ip6/fd01::9"], ["ip6/fd00::9"]),
         # behind the same router
         (["ip4/203.0.113.7", "ip4/10.0.0.5"], ["ip4/203.0.113.7", "ip4/10.0.0.5"]),
-        # on this machine: it shares an address, on another port
+        # the peer is on this machine: it has the same address with another port
         (
             ["ip4/192.168.1.2/tcp/4000", "ip4/127.0.0.1/tcp/4000"],
             ["ip4/192.168.1.2/tcp/4000", "ip4/127.0.0.1/tcp/4000"],
         ),
         (["ip4/127.0.0.1/tcp/4000"], ["ip4/127.0.0.1/tcp/4000"]),
-        # a container elsewhere has the same address and port as this node: that leads back to this node
+        # a peer in a container elsewhere has this node's address and port, so a dial would reach this node
         (["ip4/8.8.8.8", "ip4/172.17.0.1", "ip4/127.0.0.1"], ["ip4/8.8.8.8"]),
         (["ip4/172.17.0.1", "ip4/127.0.0.1"], []),
-        # nothing else is known: a network that routers join with this one, perhaps
+        # no other address is known, and a router may connect the other network with this one
         (["ip4/10.0.0.5", "ip4/127.0.0.1"], ["ip4/10.0.0.5"]),
     ],
     ids=str,

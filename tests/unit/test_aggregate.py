@@ -1,4 +1,4 @@
-"""The weighted mean: values, bits, order, clipping, refusals."""
+"""Tests of the weighted mean, the clipping of contributions and the sum of squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's orders, log records and notices. No run is entered."""
+"""Tests of a worker's orders, log records and notices. The worker joins no run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def connection() -> Iterator[tuple[SupervisorLink, socket.socket]]:
-    """The worker's link, and the supervisor's end of it."""
+    """The worker's link, and the supervisor's end of the connection."""
     worker_end, supervisor_end = socket.socketpair()
     link = SupervisorLink(worker_end)
     with worker_end, supervisor_end, link._file:

@@ -1,4 +1,4 @@
-"""The chain of committed rounds: what a tip states, and which proofs are kept."""
+"""The chain of committed rounds, the content of its tip, and the proofs that it keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(
     proof: Proof | None = None,
     outer: OuterRule = OUTER,
 ) -> Tip:
-    """The tip one round later. By default A alone contributes a mean of ones."""
+    """The tip one round later. By default only A contributes, and the mean is a vector of ones."""
     proof = proof or committed(tip.head, tip.round + 1, (A,))
     joins = joins or {A.peer_id: new_join(parent=tip.head)}
     mean = torch.ones(P) if mean is None else mean
@@ -121,7 +121,7 @@ def test_restarted_chain_finds_the_rounds_around_its_checkpoint_and_removes_othe
         tips.append(step(tips[-1]))
         proof = tips[-1].proof
         assert proof is not None
-        if number != 0:  # The disk was full.
+        if number != 0:  # Round 0 was not stored, because the disk was full.
             store.put(proof, [b"chunk"])
     other = committed(tips[2].head, 2, (A,), tokens=1)
     store.put(other, [b"other"])

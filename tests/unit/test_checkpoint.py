@@ -1,4 +1,4 @@
-"""Checkpoints: a saved one loads unchanged, a damaged one never loads, and a full disk loses nothing."""
+"""A saved checkpoint loads unchanged, a damaged one never loads, and a full disk costs no older checkpoint."""
 
 from __future__ import annotations
 
@@ -196,9 +196,9 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_detected(tmp_path: Path) -> N
         for at in range(0, len(data), 3):
             _flip(path / name, at)
             if b'"format": 3' in (path / name).read_bytes():
-                continue  # Cannot be told from a newer version, and changes nothing on disk.
+                continue  # This looks like a checkpoint of a newer version, which stays unchanged.
             found = store.newest(repair=True)
-            # A bit in the white space of the JSON may change nothing.
+            # A changed bit in the white space of the JSON may have no effect.
             assert found is None or same(found, small), (name, at)
             if found is None:
                 (tmp_path / f"damaged-{path.name}").rename(path)
@@ -227,7 +227,7 @@ def test_a_reader_starts_again_if_its_checkpoint_is_replaced_while_it_reads(
     saves = iter([replace(checkpoint(12), inner_step=99), checkpoint(13)])
 
     def read_after_a_save(path: Path, facts: FileFacts) -> dict[str, Tensor]:
-        """Between a reader's meta.json and its tensors the node saves: the same round, then the next."""
+        """Save a checkpoint after the reader has read meta.json: first of the same round, then of the next one."""
         if (new := next(saves, None)) is not None:
             with monkeypatch.context() as direct:
                 direct.setattr("node.training.checkpoint.read_tensors", read_tensors)
@@ -260,7 +260,7 @@ def test_checkpoints_put_aside_are_not_loaded_and_the_first_is_kept_until_it_is_
     store.put_aside()
     assert names(tmp_path) == ["aside-round-00000012"]
     assert store.newest(repair=True) is None and store.rounds() == [] and store.outer_file(12) is None
-    store.save(checkpoint(8))  # Downloaded from others, and not accepted either.
+    store.save(checkpoint(8))  # The node downloaded this checkpoint, and does not accept it either.
     store.put_aside()
     store.save(checkpoint(9))
     assert names(tmp_path) == ["aside-round-00000012", "round-00000009"]
@@ -396,7 +396,7 @@ def test_pinned_checkpoints_are_kept_until_their_pins_expire(tmp_path: Path) -> 
     for round_ in range(2):
         store.save(checkpoint(round_))
     store.pin(0)
-    store.pin(77)  # A round without a checkpoint.
+    store.pin(77)  # Round 77 has no checkpoint.
     for round_ in range(2, 5):
         store.save(checkpoint(round_))
     assert store.rounds() == [4, 3, 0] and store.pinned() == [0]

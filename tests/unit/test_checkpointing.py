@@ -1,4 +1,4 @@
-"""Checkpoints in the background: one at a time, served once they are written, on a common schedule."""
+"""Checkpoints are written in the background, one at a time, on the same schedule on all nodes."""
 
 from __future__ import annotations
 

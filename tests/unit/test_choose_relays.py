@@ -1,4 +1,4 @@
-"""Which relays a node keeps a connection to."""
+"""The choice of the relays to which a node keeps a connection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choose(via: tuple[str, ...], seed: int) -> list[str]:
 
 
 async def check(discovery: Any, times: int) -> list[str]:
-    """So many checks, and what is chosen then."""
+    """Check the relays `times` times, and return the relays that are chosen afterwards."""
     for _ in range(times):
         await discovery._check_relays()
     chosen: list[str] = discovery._choose_relays()

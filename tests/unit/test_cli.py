@@ -1,4 +1,4 @@
-"""The command line, in process and as a program: names, exit codes, messages, and real HTTP to a fake node."""
+"""Tests of the command line, in process and as a program, with real HTTP to a fake node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_status(invite: str = INVITE) -> dict[str, Any]:
 
 
 class FakeNode(ThreadingHTTPServer):
-    """An API with configurable responses."""
+    """A server that answers requests for a node's API as the test sets."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.seen.append((self.command, self.path, body))
             code, answer = self.server.answer
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        if not code:  # not HTTP
+        if not code:  # The answer is not HTTP.
             self.wfile.write(content)
             return
         self.send_response(code)
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[FakeNode]:
-    """A node on the data folder `tmp_path`."""
+    """A fake node on the data folder `tmp_path`."""
     with FakeNode() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -129,7 +129,7 @@ def test_command_succeeds_when_its_output_pipe_is_closed() -> None:
 
 
 def test_joining_node_names_the_given_run_settings_that_it_does_not_use(tmp_path: Path) -> None:
-    """The data folder is a file, so the node stops there."""
+    """The data folder is a file, so the node stops with an error after the message."""
     file = tmp_path / "file"
     file.touch()
     done = run_program("run", "--join", INVITE, "--data-dir", str(file), "--run.outer.lr", "0.5", "--api.port", "0")

@@ -1,4 +1,4 @@
-"""The codecs: error bounds, bytes on the wire, refusal of bad data; error feedback; the chunk grid."""
+"""Tests of the codecs, of error feedback and of the chunk grid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOP = {"int8": 127, "int4": 7}
 
 
 def wide_range_vector(n: int, seed: int) -> torch.Tensor:
-    """Every magnitude of fp32: a base per block and a spread around it."""
+    """A vector with every magnitude of fp32. Each block has its own magnitude, with a spread around it."""
     rng = np.random.default_rng(seed)
     base = np.repeat(rng.integers(-44, 38, -(-n // BLOCK)), BLOCK)[:n]
     values = rng.standard_normal(n) * 10.0 ** np.clip(base + rng.integers(-12, 1, n), -45, 37)
@@ -60,7 +60,7 @@ vectors = st.builds(
 
 
 def error_bound(name: str, x: torch.Tensor) -> torch.Tensor:
-    """As the codecs' docstrings state it, fp64 [n]."""
+    """The largest error of each element that the codec's docstring allows, fp64 [n]."""
     size = BLOCK if name == "fp16" else SCALE_BLOCK
     padded = torch.zeros(-(-x.numel() // size) * size, dtype=torch.float64)
     padded[: x.numel()] = x
@@ -184,7 +184,7 @@ def test_codec_check_accepts_every_encoding_and_refuses_what_decode_refuses(name
         for n in (0, 1, BLOCK, BLOCK + 5):
             codec.check(codec.encode((torch.rand(n) * 2 - 1) * scale), n)
     data = bytearray(codec.encode(torch.ones(100)))
-    # fp32 and fp16: the last value; the others: a scale, as every code is a number.
+    # Damage the last value of fp32 and fp16. Every code of the other codecs is a number, so damage a scale.
     place = slice(-2, None) if name in ("fp32", "fp16") else slice(0, 2)
     data[place] = b"\xc0\x7f" if name == "fp32" else b"\xff\x7f"
     for read in (codec.check, codec.decode):
@@ -344,7 +344,7 @@ def test_a_low_bit_code_that_no_encoder_writes_is_refused_if_its_value_overflows
 
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_low_bit_values_are_exactly_code_times_scale_and_the_largest_element_is_kept(name: str) -> None:
-    """So no rounding, fused or not, can differ between machines: every decoded number is code times scale."""
+    """Every decoded number is exactly code times scale, so no rounding can differ between machines."""
     codec, x = make_codec(name), torch.randn(SCALE_BLOCK)
     data = codec.encode(x)
     scale = (np.frombuffer(data, "<u2", count=1).astype(np.uint32) << 16).view(np.float32).item()
@@ -405,7 +405,7 @@ def test_topk_codec_refuses_element_positions_that_do_not_increase(places: bytes
 
 @pytest.mark.parametrize("name", ["int4", "e3m0", "topk"])
 def test_error_feedback_delivers_all_of_a_constant_gradient_on_average(name: str) -> None:
-    """Sign: the error is added to the next vector, so the sum of what arrived differs by one residual only."""
+    """Each error is added to the next vector, so the sum of all decoded vectors lacks only the last residual."""
     codec, g = make_codec(name), torch.randn(BLOCK) * 1e-3
     rounds, feedback = 64, ErrorFeedback(g.numel(), beta=1.0)
     total, without = torch.zeros_like(g), torch.zeros_like(g)

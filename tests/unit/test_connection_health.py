@@ -1,4 +1,4 @@
-"""When a connection counts as half-open."""
+"""Tests of the detector of half-open connections."""
 
 from __future__ import annotations
 

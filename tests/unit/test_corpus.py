@@ -1,4 +1,4 @@
-"""The built-in text: complete, split by name, and reproducible from any position."""
+"""The built-in text is complete, split by file name, and reproducible from any position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_library(folder: Path, files: int) -> Path:
 
 
 def numbered_corpus(lengths: list[int]) -> Corpus:
-    """All tokens are different numbers."""
+    """A corpus in which all tokens are different numbers."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     split = Split(tokens=np.arange(offsets[-1], dtype=np.uint16), offsets=offsets)
     return Corpus(train=split, held_out=split)
@@ -75,7 +75,7 @@ def test_an_incomplete_standard_library_is_an_error_with_a_remedy(tmp_path: Path
 
 
 def test_standard_library_of_this_python_has_enough_text_and_loads_within_2_s() -> None:
-    load_corpus()  # The first may wait for the disk.
+    load_corpus()  # The first load may wait for the disk.
     begin_s = time.process_time()
     corpus = load_corpus()
     assert time.process_time() - begin_s < 2.0, "CPU time, which excludes other programs"
@@ -110,7 +110,7 @@ def test_training_rows_are_packed_documents_and_overlap_by_one_token() -> None:
 
 def test_a_token_stream_continues_exactly_from_a_saved_position() -> None:
     whole = Stream(CORPUS, "run", "peer", 3)
-    batches = [whole.next_batch(4, 16) for _ in range(40)]  # More than five passes.
+    batches = [whole.next_batch(4, 16) for _ in range(40)]  # These are more than five passes over the text.
     for k in (0, 1, 7, 8, 39):
         resumed = Stream(CORPUS, "run", "peer", 3, position=k * 64)
         assert torch.equal(resumed.next_batch(4, 16), batches[k])

@@ -1,4 +1,4 @@
-"""The worker's counters: they continue from earlier processes and count nothing twice."""
+"""The worker's counters continue from earlier processes and count nothing twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_next_worker_process_continues_from_the_newest_saved_totals() -> None:
     stored = SavedCounters.model_validate(first.save(first.counters(view)))
     second = WorkCounters(clock)
     second.load(stored)
-    second.load(checkpoint)  # Older than the stored totals.
+    second.load(checkpoint)  # This checkpoint is older than the stored totals.
     assert (second.totals.tokens_processed, second.rounds_joined, second.totals.sync_rounds) == (
         150,
         2,
@@ -54,7 +54,7 @@ def test_next_worker_process_continues_from_the_newest_saved_totals() -> None:
     )
     assert second.last_round == 1, "a replay of rounds 0 and 1 counts neither again"
     assert second.counters(view).network_sent_bytes == {Channel.REDUCE: 18}
-    # A checkpoint that is newer than the stored totals, as after a power cut.
+    # After a power cut, a checkpoint may be newer than the stored totals.
     work(second, clock, 50)
     checkpoint = second.save(second.counters(MemberSnapshot()))
     third = WorkCounters(clock)

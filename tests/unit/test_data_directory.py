@@ -1,4 +1,4 @@
-"""The data directory: creation, lock, private files, and stored requests and counters."""
+"""Tests of the data directory: its creation, its lock, its private files, and what it stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_first_start_creates_a_private_data_directory_and_an_api_token(tmp_path:
         directory.write_address("http://127.0.0.1:1")
         assert json.loads((path / "api.json").read_text()) == {"url": "http://127.0.0.1:1", "pid": os.getpid()}
     assert not (path / "api.json").exists()
-    (path / "api.json").write_text("{}")  # As after a kill.
+    (path / "api.json").write_text("{}")  # A killed node leaves this file.
     with DataDirectory.open(path) as again:
         assert again.token == token
         assert not (path / "api.json").exists()

@@ -1,4 +1,4 @@
-"""Deposits: their number, and the checks of their chunks."""
+"""The number of deposits that a depositary holds, and the checks of their chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device: a missing one is an error with a remedy; figures are real or None."""
+"""The choice of the device, and the figures that describe it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of the outer state: every bit counts, and each leaf can be checked alone."""
+"""Every bit of the outer state changes its digest, and each leaf can be checked alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo as a whole on a small network in plain torch: special cases that equal known algorithms."""
+"""In special cases, DiLoCo on a small network in plain torch equals known algorithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER_LR = 0.05
 
 
 def loss_of(flat: Tensor, x_BI: Tensor) -> Tensor:
-    """Loss of a two-layer network that learns |sum of inputs|. `flat`: its parameters, fp32 [P]."""
+    """Loss of a two-layer network that learns |sum of inputs|. `flat` holds its parameters, fp32 [P]."""
     weight_HI, bias_H, out_H = flat.split([HIDDEN * INPUTS, HIDDEN, HIDDEN])
     y_B = torch.tanh(x_BI @ weight_HI.view(HIDDEN, INPUTS).T + bias_H) @ out_H
     loss: Tensor = (y_B - x_BI.sum(1).abs()).square().mean()
@@ -93,7 +93,7 @@ def test_training_with_the_fp16_codec_converges_like_training_with_fp32() -> Non
 
 
 def test_carried_work_of_a_member_that_missed_a_round_counts_in_full() -> None:
-    """With outer lr 1. Peer b misses round 0 and contributes its work of both rounds in round 1."""
+    """The outer lr is 1. Peer b misses round 0 and contributes its carried work in round 1."""
     start = initial()
     work_a = [sgd(start, [batch(0, i) for i in range(3)])]
     state_1 = outer_step(genesis(start), pseudo_gradient(start, work_a[0]), lr=1.0, momentum=0.0, tokens=1)

@@ -1,5 +1,4 @@
-"""The data folder's size limit: the oldest files are removed, never the newest checkpoint, and writes may be
-refused."""
+"""The size limit of the data folder removes the oldest files, never the newest checkpoint, and may refuse writes."""
 
 from __future__ import annotations
 

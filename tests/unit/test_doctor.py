@@ -1,4 +1,4 @@
-"""The doctor finds before the first step what a machine lacks, with the remedy and the right exit code."""
+"""Before the first step, the doctor reports what a machine lacks, with a remedy and the right exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Doctor = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs the doctor; returns its exit code and lines."""
+    """A function that runs the doctor and returns its exit code and its output lines."""
 
     def run(*flags: str) -> tuple[int, list[str]]:
         code = main(["doctor", "--data-dir", str(tmp_path / "data"), *TINY.split(), *flags])

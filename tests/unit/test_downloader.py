@@ -1,4 +1,4 @@
-"""Downloading a state: what a proof must show, which state is chosen, and how leaves are requested from peers."""
+"""Tests of the proofs of a state, the choice of a state, and the requests for its leaves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_proof_of_another_round_another_head_or_too_few_peers_is_refused() -> 
 
 
 class Source:
-    """A StateSource of one state. `data`: sent in place of every leaf. `next_proof`: of the round after the state."""
+    """A StateSource of one state. It sends `data` in place of every leaf. `next_proof` belongs to the next round."""
 
     def __init__(self, tip: Tip, data: bytes | None = None, next_proof: Proof | None = None) -> None:
         self.tip, self.data, self.next_proof = tip, data, next_proof
@@ -113,7 +113,7 @@ def description(tip: Tip, **changes: Any) -> Message:
 
 
 class HungSource(Source):
-    """A source whose server describes the state and then answers nothing more."""
+    """A source whose server describes the state and then answers no other request."""
 
 
 async def hang(_caller: str, _request: Message) -> Message:
@@ -124,7 +124,7 @@ async def hang(_caller: str, _request: Message) -> Message:
 def download(
     peers: Sequence[Message | Tip | Source], initial_digest: str | None = None, avoid: frozenset[str] = frozenset()
 ) -> Tip:
-    """Download where each peer serves this state, or describes it so. The peers' ids are in the order of `peers`."""
+    """Download from peers that serve these states or send these descriptions. Their ids are in the order of `peers`."""
     progress: list[float] = []
 
     async def main(folder: Path) -> Tip:
@@ -276,7 +276,7 @@ def state() -> OuterState:
 
 
 class Peers:
-    """A joiner, and servers that answer as told."""
+    """A joiner, and servers whose answers the test sets."""
 
     def __init__(self, state: OuterState, folder: Path) -> None:
         self.snapshot = Snapshot(3, "aa" * 32, 5000, "bb" * 32, leaf_hashes(state), None)
@@ -303,7 +303,7 @@ class Peers:
         InProcessWire(network, name).serve({"leaf": Service(on_leaf, Channel.STATE)})
 
     def transfer(self, *first: str) -> None:
-        """Transfer all leaves from the first servers; the others are found later."""
+        """Transfer all leaves, at first from the servers in `first`. The other servers are found later."""
 
         async def find_servers() -> list[str]:
             return list(self.answers)
@@ -337,7 +337,7 @@ async def zeros(index: int) -> bytes:
 
 
 def failing(code: str, after: int, then: Answer) -> Answer:
-    """Raise an error from the request after so many on; before, answer as `then`."""
+    """Answer the first `after` requests as `then` does, and raise an error for all later ones."""
     calls = 0
 
     async def answer(index: int) -> bytes:

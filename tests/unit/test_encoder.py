@@ -1,4 +1,4 @@
-"""Encoding of contributions: sign, norm, error feedback, and errors on the background thread."""
+"""Tests of the encoder: sign, norm, error feedback, and errors on its background thread."""
 
 from __future__ import annotations
 

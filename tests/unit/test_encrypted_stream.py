@@ -1,4 +1,4 @@
-"""The encrypted stream over in-memory pipes that the test reads and changes."""
+"""Tests of the encrypted stream over in-memory pipes, whose data the tests read and change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLER, TARGET, OTHER = (new_identity() for _ in range(3))
 
 
 class Pipe:
-    """One direction. Data is kept, and is readable at once unless `is_held`."""
+    """One direction of a connection. It keeps all data, which is readable at once unless `is_held` is set."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -33,7 +33,7 @@ class Pipe:
 
 
 async def streams(forth: Pipe, back: Pipe) -> tuple[EncryptedStream, EncryptedStream]:
-    """The caller's end and the target's."""
+    """The encrypted streams of the caller and of the target."""
     shake = Handshake(CALLER)
     answer = Handshake(TARGET).as_target(CALLER.peer_id, shake.hello, forth.reader, back)
     one, other = await asyncio.gather(shake.as_caller(TARGET.peer_id, back.reader, forth), answer)

@@ -1,4 +1,4 @@
-"""Fault plans: syntax, stages, roles, and damaged data."""
+"""Tests of fault plans: their syntax, stages and roles, and the data that they damage."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_chunks_damaged_by_a_fault_are_refused_with_the_right_error_code(codec: 
     for chunk, (before, after) in enumerate(zip(good, bad, strict=True)):
         assert (len(before) == len(after)) == (kind != "shape")
         if kind == "garbage" and len(after) < 100:
-            continue  # So few random bytes may be a valid number.
+            continue  # A few random bytes may be a valid number.
         with pytest.raises(PeerError) as caught:
             layout.check(chunk, after)
         assert caught.value.code == ("bad_size" if kind == "shape" else "not_finite")

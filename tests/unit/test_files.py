@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old or its new content, whatever the disk does."""
+"""After an atomic write, a file has its old or its new content, whatever the disk does."""
 
 from __future__ import annotations
 

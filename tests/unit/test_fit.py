@@ -1,4 +1,4 @@
-"""The memory that a run needs: the formulas agree with what torch uses, and a run that does not fit is refused."""
+"""The formulas for the memory of a run agree with what torch uses, and a run that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_of(length: int = 256, **model: Any) -> RunConfig:
 
 
 def kept_bytes(model: nn.Module, run: RunConfig, precision: str) -> int:
-    """What autograd keeps for the backward pass of one sequence, without the parameters."""
+    """The bytes that autograd keeps for the backward pass of one sequence, without the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -91,7 +91,7 @@ def test_recomputing_keeps_less_than_a_third_of_the_activations_in_memory() -> N
 
 
 def live_bytes() -> int:
-    """Of all tensors of this process."""
+    """The bytes of all tensors of this process."""
     gc.collect()
     tensors = [obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, nn.Parameter)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -122,7 +122,7 @@ def test_stated_bytes_per_parameter_match_the_memory_in_use_on_device_and_host()
 
 @pytest.mark.parametrize("codec", ["int4", "topk"])
 def test_stated_bytes_per_parameter_match_the_memory_in_use_by_error_feedback(codec: str) -> None:
-    """While the pseudo-gradient is encoded, and between two rounds."""
+    """The memory is measured while the pseudo-gradient is encoded, and between two rounds."""
     run = RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": "on"}))
     parameters = 2_000_000
     anchor = torch.zeros(parameters)

@@ -1,4 +1,4 @@
-"""The cost of a round on a link: numbers worked out by hand, and properties."""
+"""The forecast of a round's cost on a link, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_forecast_refuses_zero_members_and_a_rate_of_zero() -> None:
 
 
 def test_required_link_carries_a_payload_each_way_within_one_round() -> None:
-    """1.8 MB each way, 28.8 Mbit, in 21 s of a round of 22 steps of a second."""
+    """A round lasts 22 s. After one step of 1 s, 21 s are left to send and to receive 1.8 MB (28.8 Mbit in all)."""
     required = required_link_mbit_s(1.8e6, inner_steps=22, step_s=1.0, overlapped=False)
     assert required == pytest.approx(28.8 / 21)
     assert 2 * transfer_seconds(1.8e6, required) + 1.0 == pytest.approx(22.0)

@@ -24,7 +24,7 @@ BOUNDS = Bounds(RUN, (1,), 1, 1000)
 
 
 def chain_of(tokens: Sequence[int]) -> tuple[Link, ...]:
-    """Rounds after RUN with so many tokens of each of two members."""
+    """Links of rounds after RUN. Each of two members contributes the given number of tokens to each round."""
     links: tuple[Link, ...] = ()
     parent = RUN
     for number, count in enumerate(tokens):

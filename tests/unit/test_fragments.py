@@ -1,4 +1,4 @@
-"""Fragments: which elements belong to which, and copying them out and in."""
+"""The elements of each fragment, and copying fragments out of a vector and back."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_message_of_a_stalled_sender_times_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rate_limit_of_the_reader_does_not_count_as_a_stall_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    """51 kB at 0.12 Mbit/s take 3.6 s; a peer may take 3.1 s."""
+    """At the reader's own limit of 0.12 Mbit/s, 51 kB take 3.6 s, although a peer may take only 3.1 s."""
     began_s = time.monotonic()
     assert len(read_from(0.0, 51200, 51200, monkeypatch, mbit_s=0.12)) == 51200
     assert time.monotonic() - began_s > 3.3
@@ -83,7 +83,7 @@ class Memory:
 
 
 def test_long_headers_do_not_delay_bulk_transfers() -> None:
-    """16 streams at 8 Mbit/s: all of it takes 18 s."""
+    """At 8 Mbit/s, the headers of 16 streams take 18 s."""
 
     async def flood() -> float:
         clock = asyncio.get_running_loop().time

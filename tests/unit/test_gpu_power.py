@@ -15,7 +15,7 @@ GPU = "GPU-1"
 
 
 class Driver:
-    """Replaces pynvml."""
+    """A fake driver in place of pynvml."""
 
     class NVMLError(Exception):
         pass
@@ -50,7 +50,7 @@ def test_power_limit_of_a_gpu_is_set_and_the_original_limit_is_restored(tmp_path
     driver = Driver()
     cap(tmp_path, GPU, 300, driver)
     assert driver.milliwatts == 300_000
-    # A restarted worker sets a limit again; the original one is restored.
+    # A restarted worker sets a limit again, but the original limit is restored.
     cap(tmp_path, GPU, 200, driver)
     assert driver.milliwatts == 200_000
     restore(tmp_path, driver)

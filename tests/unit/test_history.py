@@ -1,4 +1,4 @@
-"""The history: sampling, storage with bounds, and failures of its file and its disk."""
+"""Tests of the history's sampling, its bounded storage, and failures of its file and its disk."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_late_report_is_spread_over_its_rows_and_longer_silence_is_a_gap(machine
 
 def test_time_during_which_the_machine_sleeps_is_a_gap_in_the_history(machine: Machine, sampler: Sampler) -> None:
     machine.advance(2.0)
-    machine.wall_s += 3600  # The monotonic clock stands still meanwhile.
+    machine.wall_s += 3600  # The monotonic clock does not advance during sleep.
     machine.report_to(sampler)
     rows = sampler.take(None)
     assert sum(row.seen_s for row in rows) == pytest.approx(2.0)
@@ -234,7 +234,7 @@ def test_shares_of_peers_count_each_round_once_and_omit_dropped_rounds(tmp_path:
     database = HistoryDatabase(tmp_path)
     for number in range(5):
         database.add_round(make_round(number, head=f"x{number}"))
-    database.add_round(make_round(4, head="x4"))  # Reported again after a crash.
+    database.add_round(make_round(4, head="x4"))  # After a crash the worker reports this round again.
     assert [(s.peer_id, s.rounds, s.tokens, s.last_round) for s in database.shares(9)] == [
         ("a", 5, 50, 4), ("b", 5, 50, 4),
     ]  # fmt: skip
@@ -276,7 +276,7 @@ def test_history_keeps_a_bounded_number_of_rounds_and_peers(tmp_path: Path, monk
 
 @pytest.fixture(scope="module")
 def two_years(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a node that was always on: the maximum of rows."""
+    """The history file of a node that was on for two years, with the largest possible number of rows."""
     folder = tmp_path_factory.mktemp("history")
     database = HistoryDatabase(folder)
     marks = ", ".join("?" * (3 + len(COLUMNS)))
@@ -345,7 +345,7 @@ def test_history_file_that_is_damaged_while_in_use_is_set_aside(
             file.seek(4096)
             file.write(b"\xa5" * (size - 4096))
         assert history._database is not None
-        history._database._db.execute("PRAGMA shrink_memory")  # Else SQLite answers from its cache.
+        history._database._db.execute("PRAGMA shrink_memory")  # Otherwise SQLite answers from its cache.
         for number in range(200, 230):
             history.add_round(make_round(number))
         assert rounds(history, 1)[0].round == 229
@@ -364,7 +364,7 @@ def test_full_disk_pauses_the_history_with_one_warning(
         assert history._database is not None
         db = history._database._db
         pages = db.execute("PRAGMA page_count").fetchone()[0]
-        db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own way to SQLITE_FULL.
+        db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite reports SQLITE_FULL beyond this limit.
         for number in range(1, 200):
             history.add_round(make_round(number, peers="abcdefghijklmnopq"))
         kept = len(rounds(history))

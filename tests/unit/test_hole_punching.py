@@ -1,4 +1,4 @@
-"""Hole punching: candidates, pauses, and which addresses a relay or caller can make a member dial."""
+"""Tests of hole punching: its candidates, its pauses, and the addresses that others can make a member dial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.event_loop import in_loop
 from tests.in_process import InProcessNetwork, InProcessWire
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.connectivity.hole_punching import (
         MAX_PAUSE_S,
         PAUSE_S,
@@ -33,7 +33,7 @@ RELAY_IP = "11.0.1.2"
 
 
 class Wire(InProcessWire):
-    """Records UDP dials."""
+    """An in-process wire that records UDP dials."""
 
     def __init__(self, hub: InProcessNetwork, peer_id: str, network: FakeNetwork) -> None:
         super().__init__(hub, peer_id)

@@ -14,10 +14,10 @@ from node.daemon.http_server import no_tls_notice
         ("127.0.0.1", "", "", False), ("::1", "", "", False), ("localhost", "", "", False),
         ("127.9.9.9", "", "", False),
         ("192.168.1.5", "", "", True), ("node.example", "", "", True), ("192.168.1.5", "", "a.pem", False),
-        # All addresses, and no name that others could use: as in a container.
+        # As in a container, the API listens on all addresses but allows no name that others could use.
         ("0.0.0.0", "", "", False), ("::", "", "", False), ("0.0.0.0", "localhost", "", False),
         ("0.0.0.0", "node.example", "", True), ("0.0.0.0", "node.example", "a.pem", False),
-        # A proxy on this machine, which may have its own TLS.
+        # A proxy on this machine may have its own TLS.
         ("127.0.0.1", "node.example", "", False),
     ],
 )  # fmt: skip

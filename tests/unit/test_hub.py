@@ -1,4 +1,4 @@
-"""Names on the hub: commits are kept, branches are pinned with all options, and libraries' errors are translated."""
+"""Names on the hub are pinned to commits with all their options, and errors of libraries are translated."""
 
 from __future__ import annotations
 

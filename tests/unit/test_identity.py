@@ -32,7 +32,7 @@ def test_malformed_peer_ids_and_signatures_do_not_verify(peer_id: str, signature
 
 
 def test_peer_id_of_another_key_type_verifies_no_signature() -> None:
-    # Of an RSA key: its hash, from which no key can be read.
+    # The peer id of an RSA key is a hash, from which the key cannot be read.
     assert not verify("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "purpose", b"data", bytes(64))
 
 
@@ -58,7 +58,7 @@ def test_damaged_key_file_is_not_overwritten(tmp_path: Path, damage: object) -> 
 
 
 def test_key_file_has_the_layout_of_libp2p(tmp_path: Path) -> None:
-    """The layout that p2pd reads: protobuf header, seed, public key, which the peer id holds."""
+    """p2pd reads this layout: a protobuf header, the seed, and the public key, which the peer id contains."""
     identity = new_identity()
     data = identity.to_libp2p()
     assert data[:4] == b"\x08\x01\x12\x40" and len(data) == 68

@@ -1,4 +1,4 @@
-"""The inner step and evaluation: AdamW and Muon as in torch, micro-batches without effect, resuming to the bit."""
+"""Tests of the inner step, of micro-batches, half precision and resuming, and of evaluation."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_resumed_inner_loop_gives_the_same_bits(cfg: InnerConfig) -> None:
     for batch in data[3:]:
         inner.step(batch, 1e-3)
     resumed_model, resumed = loop(2, cfg=cfg)
-    resumed.step(data[0], 1.0)  # Something to overwrite.
+    resumed.step(data[0], 1.0)  # Loading must overwrite the result of this step.
     load_flat_(resumed_model, parameters)
     resumed.load_state_tensors(state)
     for batch in data[3:]:
@@ -228,7 +228,7 @@ def test_too_little_memory_for_one_sequence_is_an_error_with_a_remedy() -> None:
     ],
     ids=["recomputed", "compiled"],
 )
-@pytest.mark.filterwarnings("ignore")  # Those of torch's compiler.
+@pytest.mark.filterwarnings("ignore")  # Ignore the warnings of torch's compiler.
 @pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
 def test_recomputed_or_compiled_layers_do_not_change_the_inner_step(
     devices: DevicesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

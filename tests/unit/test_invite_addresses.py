@@ -1,4 +1,4 @@
-"""Which addresses an invite names, and the note about where it works."""
+"""The addresses that an invite names, and the note about where the invite works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LAN discovery: which datagrams are taken as hints, and where a node announces itself."""
+"""Tests of LAN discovery: the datagrams that are used, and the networks on which a node announces itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_discovery(dialed: list[str], here: LocalAddresses = HERE, known: frozens
 
 
 def dialed_after(*datagrams: tuple[bytes, str], known: frozenset[str] = frozenset()) -> list[str]:
-    """The addresses dialed after these datagrams, each with its source."""
+    """The addresses that a node dials after these datagrams, each of which is given with its source."""
     dialed: list[str] = []
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Order and origins of settings, and the errors of wrong ones."""
+"""The precedence and the origins of settings, and the errors for wrong settings."""
 
 from __future__ import annotations
 

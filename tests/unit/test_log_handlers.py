@@ -1,4 +1,4 @@
-"""The log file: bounded, with phase and round, and never blocking its callers."""
+"""The log file is bounded, shows phase and round in its lines, and never blocks its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifest and invite: hashing, copying, and refusal of invalid ones."""
+"""Tests of the hashing and copying of manifests and invites, and of the refusal of invalid ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_manifest_hash_covers_every_field() -> None:
 
 
 def test_manifest_hash_is_the_same_in_every_version() -> None:
-    """If this value changes, this version cannot join runs of the previous one: then increase PROTOCOL_VERSION."""
+    """If this value changes, this version cannot join runs of the previous one, so increase PROTOCOL_VERSION."""
     model = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     assert manifest(RunConfig(name="golden", model=model)).hash == GOLDEN_HASH
 
@@ -129,13 +129,13 @@ def test_every_damaged_letter_of_an_invite_is_detected() -> None:
                 found = parse_invite(damaged)
             except InviteError:
                 continue
-            # The last letter of base64 may hold spare bits; the content is then intact.
+            # The last letter of base64 may hold spare bits. If only these are damaged, the content is intact.
             assert found == parse_invite(text), at
 
 
 @pytest.mark.parametrize("cut", [10, 20, 60])
 def test_a_cut_invite_is_refused(cut: int) -> None:
-    """A shorter cut removes only zlib's own checksum; ours and the content are then intact."""
+    """A shorter cut removes only zlib's checksum, and the content with its own checksum is intact."""
     with pytest.raises(InviteError, match="damaged or cut short"):
         parse_invite(str(Invite(HASH, (ADDRESS,)))[:-cut])
 

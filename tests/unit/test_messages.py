@@ -1,4 +1,4 @@
-"""Signed documents, and every rule for plans, outcomes, proofs and deposits."""
+"""Tests of signed documents, and of every rule for plans, outcomes, proofs and deposits."""
 
 from __future__ import annotations
 

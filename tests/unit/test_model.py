@@ -1,4 +1,4 @@
-"""The model: its parameters counted, flattened and changed in place; its loss."""
+"""Tests of a model's parameter count, its flattened parameters, its changes in place, and its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node's state: phase precedence, subscribers, bounded logs and rounds, counters, and the version notice."""
+"""Tests of the node's state: phase, subscribers, bounded logs and rounds, counters, and the version notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outer step: its bits, its sign, its agreement with torch.optim; and the moves to a new anchor."""
+"""Tests of the outer step, of its agreement with torch.optim, and of the moves to a new anchor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, SENT, NOW, NEW = (torch.tensor(x) for x in ([0.0, 0.0, 0.0], [1.0, -2.0, 4.
 
 
 def vector(n: int, seed: int) -> torch.Tensor:
-    """Magnitudes from denormal to 1e6, and some zeros."""
+    """A vector with magnitudes from denormal to 1e6, and with some zeros."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(n) * 10.0 ** rng.integers(-44, 7, n)
     values[rng.random(n) < 0.05] = 0.0
@@ -68,7 +68,7 @@ def test_outer_step_has_the_same_bits_as_separate_numpy_operations(n: int) -> No
 
 
 def nearest(exact: Fraction) -> np.float32:
-    """The fp32 number nearest to `exact`; the even one of two equally near."""
+    """The fp32 number nearest to `exact`. Of two equally near numbers, it is the even one."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     return min(around, key=lambda c: (abs(Fraction(float(c)) - exact), int(np.float32(c).view(np.int32)) & 1))
@@ -182,7 +182,7 @@ def test_correction_applies_the_steps_since_sending_to_the_new_anchor() -> None:
 
 
 def test_every_inner_step_counts_once_with_the_correction() -> None:
-    """Outer lr 1, no momentum, alone: the anchor has what was sent, and the next pseudo-gradient is the rest."""
+    """For one peer with outer lr 1 and no momentum, the anchor gets the sent steps, and the rest is sent next."""
     state = outer_step(genesis(OLD), pseudo_gradient(OLD, SENT), lr=1.0, momentum=0.0, tokens=1)
     local = correct(NOW, SENT, state.anchor)
     assert torch.equal(local, NOW)

@@ -1,4 +1,4 @@
-"""How p2pd is started, and which addresses it refuses."""
+"""The start of p2pd, and the listen addresses with which it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from node.errors import MachineError
 from node.swarm.identity import load_identity
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.member import _announced
     from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 
@@ -29,7 +29,7 @@ def options(folder: Path, *listen: str) -> DaemonOptions:
 
 
 def start(first: DaemonOptions, *others: DaemonOptions) -> None:
-    """Run all at once, then stop them."""
+    """Run these daemons at the same time, then stop them."""
 
     async def live(chosen: Sequence[DaemonOptions]) -> None:
         async with asyncio.timeout(LIMIT_S):

@@ -31,7 +31,7 @@ def test_finished_leaves_of_a_download_survive_a_restart(tmp_path: Path, state: 
     assert first.open(leaves) == [0, 1, 2, 3]
     for index in (2, 1):
         first.put(index, leaf_of(state, index))
-    again = PartialState(cache, DIGEST, P)  # The first one was not closed.
+    again = PartialState(cache, DIGEST, P)  # The first object was not closed.
     assert again.open(leaves) == [0, 3]
     assert partial_downloads(cache) == [DIGEST[:16]]
     for index in (0, 3):

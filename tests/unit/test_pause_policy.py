@@ -1,4 +1,4 @@
-"""The pause policy, at moments that the test chooses."""
+"""Tests of the pause policy at moments that each test chooses."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_pause_by_the_owner_takes_precedence_over_the_hours(tmp_path: Path) -> N
     assert policy.decide().reason == "The node is paused until 0:00 on 17 November 2026 (UTC)."
     clock.add(hours=1)
     assert policy.decide().by == ""
-    # A pause that ends outside of the hours continues as theirs.
+    # When the owner's pause ends outside of the hours, the node stays paused by the hours.
     policy.pause(PauseOrder(until=MONDAY + timedelta(days=1, hours=12)))
     clock.now = MONDAY + timedelta(days=1, hours=11)
     assert policy.decide().by == "owner"

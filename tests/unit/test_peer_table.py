@@ -1,4 +1,4 @@
-"""The peer table and gossip, on a manual clock: news, death, suspicion, goodbyes, forgeries."""
+"""Tests of the peer table and of gossip on a manual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports to listen on: taken ones are detected, and the choice is remembered."""
+"""Tests of the choice of a port to listen on. Taken ports are detected, and the choice is remembered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from node.host.ports import PORTS_TRIED, PortFile, PortHold, candidates, choose,
 from node.multiaddress import Multiaddress, parse
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.transport.p2pd import parse_listen_error
 
 

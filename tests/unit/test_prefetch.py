@@ -1,4 +1,4 @@
-"""The prefetcher: batches in order, resumed from the taken position, through failures of the source, and closed."""
+"""The prefetcher keeps the order of batches over restarts and failures of its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B, T = 2, 4
 
 
 class CountingSource:
-    """Batch k is filled with k. `failures`: errors to raise, by batch; each is raised once."""
+    """A source whose batch k is filled with k. `failures` maps a batch to errors, each of which is raised once."""
 
     def __init__(self, state: dict[str, Any] | None, failures: dict[int, list[Exception]]) -> None:
         self._next, self._failures = (state or {"next": 0})["next"], failures
@@ -39,7 +39,7 @@ def prefetcher(failures: dict[int, list[Exception]] | None = None, state: dict[s
 
 
 def take(source: Prefetcher, count: int) -> list[int]:
-    """The numbers of the next batches, whenever they come."""
+    """Wait for the next `count` batches, and return their numbers."""
     numbers: list[int] = []
     deadline = time.monotonic() + 20
     while len(numbers) < count:

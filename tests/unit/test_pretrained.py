@@ -1,4 +1,4 @@
-"""Model folders: an export loads in `transformers` and can start a run; nothing is overwritten."""
+"""An exported model loads in `transformers`, can start a run, and overwrites no files."""
 
 from __future__ import annotations
 

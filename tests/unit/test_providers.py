@@ -1,4 +1,4 @@
-"""The vote between state digests: signed tokens count, and no peer outweighs all others together."""
+"""In the vote between state digests, signed tokens count, and no peer outweighs all others together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from node.swarm.state_sync.server import Snapshot
 RUN, HEAD, TRUE, FALSE, ELSEWHERE = "ab" * 32, "aa" * 32, "bb" * 32, "cc" * 32, "cd" * 32
 TIP = make_tip(genesis(torch.zeros(10)), RUN, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
 SMALL, LARGE = "0" * 64, "f" * 64
-"""Digests below and above any real one."""
+"""These digests are below and above any real digest."""
 
 
 def state(digest: str, tokens: dict[str, int], votes: dict[str, str]) -> AvailableState:
@@ -40,7 +40,7 @@ def test_a_vote_on_states_weighs_its_signed_tokens_but_no_more_than_all_others()
     [
         (TRUE, {"a": 100, "b": 100, "liar": 150}, {"a": TRUE, "b": TRUE, "liar": FALSE}, True, False),
         (FALSE, {"a": 100, "b": 100, "liar": 150}, {"a": TRUE, "b": TRUE, "liar": FALSE}, False, True),
-        # A liar proves a head that no other peer knows with keys of its own.
+        # With its own keys, a liar proves a head that no other peer knows.
         (FALSE, {"liar": 2**40, "other key": 2**40}, {"a": "", "b": "", "liar": FALSE}, False, False),
         (TRUE, {"a": 1000, "b": 1000}, {"a": TRUE, "b": TRUE} | {f"new {i}": FALSE for i in range(50)}, True, False),
         # A peer that does not know the head does not vote against it.

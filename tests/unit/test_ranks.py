@@ -1,4 +1,4 @@
-"""Several ranks that share an inner step: they reach the result of a single process."""
+"""Several ranks that share an inner step reach the result of a single process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ with warnings.catch_warnings():
     from node.worker.rank_processes import MicroBatchLimit, check_ranks
 
 pytestmark = pytest.mark.timeout(400)
-"""The first test waits until a server of forks has imported torch. A test makes up to three runs."""
+"""The first test waits until the fork server has imported torch. A test makes up to three runs."""
 
 
 def run_script(
     folder: Path, faults: tuple[str, str] = ("", ""), *, steps: int = 12, devices: dict[str, Any], **inner: Any
 ) -> Done:
-    """`faults`: of rank 0, and of the other ranks."""
+    """Run the ranks. `faults` has the plan of rank 0 and the plan of the other ranks."""
     run = tiny(inner={"batch_size": 6, "sequence_length": 32, **inner})
     with tempfile.TemporaryDirectory() as output:
         return run_ranks(folder, Path(output), faults, steps=steps, run=run, devices=devices)
@@ -54,7 +54,7 @@ def outcome(done: Done) -> Any:
 
 
 def assert_alike(one: Any, other: Any) -> None:
-    """Sums in another order differ by rounding, which accumulates over the steps."""
+    """Compare with a tolerance: sums in another order differ by rounding, which accumulates over the steps."""
     assert len(one["losses"]) == len(other["losses"]) > 10
     torch.testing.assert_close(torch.tensor(one["losses"]), torch.tensor(other["losses"]), rtol=1e-4, atol=0)
     assert one["evaluated"] < one["losses"][0], "otherwise nothing was learnt"
@@ -79,7 +79,7 @@ def test_one_rank_that_runs_out_of_memory_halves_the_micro_batch_of_all_ranks(fa
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
 def test_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(faults: tuple[str, str], tmp_path: Path) -> None:
-    """The other rank waits in a collective meanwhile."""
+    """Meanwhile the other rank waits in a collective operation."""
     devices = {"ranks": 2, "sharding": "fsdp", "micro_batch": 3}
     done = run_script(tmp_path, faults, devices=devices)
     assert done.returncode == NodeError.exit_code, done.stderr

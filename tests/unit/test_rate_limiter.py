@@ -1,4 +1,4 @@
-"""The rate limiter: bulk never exceeds the limit, and priority bytes do not wait."""
+"""Tests of the rate limiter. Bulk transfers never exceed the limit, and priority bytes do not wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_rate_limiter_without_a_limit_never_waits() -> None:
 
 
 def test_all_streams_together_stay_below_the_rate_limit() -> None:
-    """8 Mbit/s are a megabyte a second, headers included."""
+    """A limit of 8 Mbit/s is a megabyte per second, headers included."""
 
     async def rush() -> tuple[list[tuple[float, int]], float]:
         clock = asyncio.get_running_loop().time
@@ -66,7 +66,7 @@ def test_priority_bytes_do_not_wait_but_count_against_the_rate_limit() -> None:
 
 def test_priority_bytes_delay_bulk_by_at_most_their_share() -> None:
     async def flood() -> tuple[float, float]:
-        """How long bulk takes before and after a minute of priority bytes at a hundred times the limit."""
+        """Return the seconds that bulk takes before and after priority bytes at a hundred times the limit."""
         clock = asyncio.get_running_loop().time
         limiter, took_s = RateLimiter(clock, 8.0), []
         for pieces in (0, 6_000):

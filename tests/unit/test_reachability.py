@@ -1,4 +1,4 @@
-"""Reachability: the verdict, which peers are asked, and what a peer may have probed."""
+"""Tests of the verdict on reachability, the choice of the asked peers, and the limits of a probe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([YES], 9, True),
         ([YES, NO], 2, None),
         ([YES, YES, NO], 3, True),
-        # one that lies
+        # one peer lies
         ([NO, YES, NO], 3, False),
         ([NO, NO, WIDE_YES], 3, None),
         # a neighbour behind the same router is no witness where others see a wide address
@@ -73,14 +73,14 @@ def test_listen_ports_returns_one_tcp_port_for_each_ip_version() -> None:
 
 
 class FakeNetwork:
-    """What a dial to an IP address and port finds, like `peer_at`."""
+    """A network whose `dial` finds what the test sets for an IP address and port, like `peer_at`."""
 
     def __init__(self) -> None:
         self.hub = InProcessNetwork()
         self.seen: dict[str, tuple[str, ...]] = {}
         """The IP addresses at which all others see each peer."""
         self.listeners: dict[tuple[str, int], str] = {}
-        """A peer id or a failure code."""
+        """The peer id or the failure code that a dial finds."""
         self.dialed: list[tuple[str, int]] = []
 
     async def dial(self, host: str, port: int, timeout_s: float) -> str:
@@ -404,7 +404,7 @@ GOOD = {"ports": {"4": PORT}, "announced": []}
 
 @in_loop
 async def test_peer_that_sees_the_node_only_over_a_relay_is_not_asked_for_a_probe() -> None:
-    """It does not see this node. A connected peer without an inbound port can dial."""
+    """A relayed peer does not see this node. A connected peer can dial even without an inbound port."""
     network = FakeNetwork()
     me, relayed, connected = Peer(network), Peer(network), Peer(network)
     del network.seen[relayed.peer_id]
@@ -416,7 +416,7 @@ async def test_peer_that_sees_the_node_only_over_a_relay_is_not_asked_for_a_prob
 
 @in_loop
 async def test_peers_that_do_not_see_the_node_do_not_keep_its_reachability_undecided() -> None:
-    """Each takes itself for callable until it is tested, so each seems to be a witness for the others."""
+    """Until they are tested, these peers take themselves for callable, so each seems able to see the others."""
     network = FakeNetwork()
     me, relay, *others = (Peer(network) for _ in range(5))
     for other in (relay, *others):

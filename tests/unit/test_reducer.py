@@ -1,4 +1,4 @@
-"""The reducer: which contributions it accepts, for whom it waits, and what it computes."""
+"""Tests of the contributions that a reducer accepts, the members that it waits for, and its results."""
 
 from __future__ import annotations
 

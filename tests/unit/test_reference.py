@@ -1,4 +1,4 @@
-"""The reference: real processes under torchrun agree with each other and with members in one process."""
+"""Reference processes under torchrun agree with each other and with members in one process."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_two_reference_processes_agree_with_two_members_in_one(preset: Path, cor
 
 
 def test_reference_members_follow_the_algorithm_with_every_number_written_out(corpus: Corpus) -> None:
-    """Two members and three rounds without the reference's code, every number written out."""
+    """The test computes two members and three rounds without the code of the reference."""
     run = RunConfig.model_validate(RUN)
     codec = Fp16()
     anchor, momentum = flatten(build_model(run.model, seed=0)), torch.tensor(0.0)

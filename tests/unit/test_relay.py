@@ -1,4 +1,4 @@
-"""A relay's circuits on in-memory streams: limits, and the order of closing."""
+"""Tests of a relay's circuits on in-memory streams: their limits, and the order in which they close."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_first_bytes_of_a_circuit_have_priority_and_the_rest_is_rate_limit
 
 @in_loop
 async def test_many_short_circuits_together_keep_to_the_rate_limit_of_the_relay() -> None:
-    """Each circuit carries less than its free bytes. Measured after the first second."""
+    """Each circuit carries less than its free bytes. The rate is measured after the first second."""
     bench = RelayBench()
     bench.upload_limiter.limit(4.0)
     clock = asyncio.get_running_loop().time

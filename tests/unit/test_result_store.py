@@ -1,4 +1,4 @@
-"""Committed rounds on disk: how many are kept, and what the next start finds."""
+"""The number of committed rounds that stay on the disk, and what the next start finds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def put(store: ResultStore, number: int) -> list[bytes]:
 
 
 def rounds_in(folder: Path) -> set[str]:
-    """The heads of the rounds whose proof and chunks are both in the folder, and nothing else is."""
+    """The heads of the rounds in the folder. Each of them must have both its proof and its chunks."""
     found = [{path.stem.removeprefix(kind) for path in folder.glob(f"{kind}*")} for kind in ("proof-", "results-")]
     assert found[0] == found[1]
     return found[0]

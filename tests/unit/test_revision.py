@@ -1,4 +1,4 @@
-"""The commit of the program: from the file of a build, else from git in a checkout."""
+"""The program's commit comes from the file of a build, or else from git in a checkout."""
 
 from __future__ import annotations
 

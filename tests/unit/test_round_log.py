@@ -1,4 +1,4 @@
-"""The round log: blocked time by stage, and the exclusion notice over several trainers."""
+"""The round log divides blocked time by stage, and keeps the exclusion notice over several trainers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_exclusions_are_counted_over_a_rejoin_until_the_node_is_included() -> No
     exclusion = ExclusionNotice(SyncConfig())
 
     def end_round(included: bool) -> None:
-        """Each round has its own log, as of a new trainer."""
+        """End a round with a log of its own, as after a restart of the trainer."""
         done: Any = SimpleNamespace(included=included, fetch_s=1.0)
         log = RoundLog(session, reporter, counters, exclusion)
         log.update_exclusion_notice(done, worked=True, round_s=9.0, step_s=1.0)

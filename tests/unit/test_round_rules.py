@@ -1,4 +1,4 @@
-"""Leader order, quorums, closing a group, and shares of reducers. Time is an argument."""
+"""Tests of leader order, quorums, closing a group, and the shares of reducers. Time is an argument."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def at(
     is_overdue: bool = False,
     left_out: str = "",
 ) -> GroupVerdict:
-    """The verdict at `now_s` seconds after the first became ready. Peers are letters.
+    """The verdict `now_s` seconds after the first member became ready. Each letter is a peer.
 
-    `elsewhere`: members that live and have moved on to a later round.
+    The members in `elsewhere` are live and have moved on to a later round.
     """
     seen = Gathering(
         ready=dict.fromkeys(ready, 1),
@@ -137,7 +137,7 @@ def test_group_closes_when_all_members_are_ready_or_when_a_quorum_has_waited_lon
 def test_two_disjoint_groups_never_both_close(
     live: set[str], last: dict[str, int], policy: str, min_peers: int, rng: random.Random
 ) -> None:
-    """If both leaders see the same peers, and at least one contributor to the last round."""
+    """This holds if both leaders see the same peers, and at least one contributor to the last round."""
     first = {peer for peer in sorted(live) if rng.random() < 0.5}
     second = live - first
     rule = ClosingRule(policy, min_peers, 0.5)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ LETTERS = st.sets(st.sampled_from("abcdefgh"))
 def test_two_quorums_share_a_member_unless_half_of_the_members_are_believed_dead(
     last: set[str], one: set[str], one_lives: set[str], other: set[str], other_lives: set[str]
 ) -> None:
-    """Independent of which members the two leaders believe to be live."""
+    """This holds whichever members the two leaders believe to be live."""
     quorums = [
         electorate(last, all_live).is_quorum(members) for members, all_live in ((one, one_lives), (other, other_lives))
     ]
@@ -235,10 +235,10 @@ class Crowd:
         self._rng = rng
 
     def round(self, live: Sequence[str], round_s: float) -> tuple[float, list[str]]:
-        """Seconds from the anchor to the closed group, and the group."""
+        """Return the seconds from the anchor until the group closes, and the group."""
         ready_at_s = {peer: round_s * self._rng.uniform(1.0, 1.02) for peer in live}
         for peer in self._rng.sample(list(live), len(live) // 50):
-            ready_at_s[peer] = round_s * 10  # A few stall.
+            ready_at_s[peer] = round_s * 10  # These peers stall.
         opened_at_s = min(ready_at_s.values())
         quorum_at_s: float | None = None
         now_s = opened_at_s
@@ -314,7 +314,7 @@ def test_uplinks_that_differ_by_less_than_a_factor_of_two_give_equal_shares(decl
     [
         ("ab", "abc", "abc", "", True),  # more than half of the last contributors
         ("abc", "abcde", "de", "", True),  # the same, but all of them are dead
-        ("a", "abc", "abc", "", False),  # they would know of it
+        ("a", "abc", "abc", "", False),  # the other contributors would know of it
         ("a", "ab", "b", "a", True),  # one of two went on alone: no contradiction
         ("a", "abc", "ac", "b", False),
         ("a", "abc", "b", "ac", True),  # most are in a later round

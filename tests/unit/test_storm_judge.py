@@ -1,4 +1,4 @@
-"""The storm's judge on storms made up by hand: what counts as live, as committed, as growth, as a fork."""
+"""Tests of the judge of a storm on observations that are made up by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def calm_storm() -> StormObservations:
-    """Four nodes that commit a round every 10 s, round r at 10 (r + 1); the storm lasts from 20 s to 100 s."""
+    """Four nodes commit round r at 10 (r + 1) s. The storm lasts from 20 s to 100 s."""
     seen = StormObservations({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
     seen.began_s, seen.calm_s, seen.ended_s = 20.0, 100.0, 120.0
     for name in NAMES:
@@ -49,7 +49,7 @@ def calm_storm() -> StormObservations:
 
 
 def away(seen: StormObservations, name: str, from_s: float, to_s: float) -> None:
-    """It starts anew all this time, and commits nothing."""
+    """Let a node be in the phase `starting` all this time, and commit nothing."""
     node = seen.nodes[name]
     node.looks = [replace(k, phase="starting") if from_s <= k.at_s < to_s else k for k in node.looks]
     node.commits = [c for c in node.commits if not from_s <= c.at_s < to_s]

@@ -1,4 +1,4 @@
-"""The worker's link to the supervisor: reports of unsaved work."""
+"""The worker reports unsaved work over its link to the supervisor."""
 
 from __future__ import annotations
 

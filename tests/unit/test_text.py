@@ -1,4 +1,4 @@
-"""Text from files and data sets: the same tokens in every format, no document twice or skipped, and clear errors."""
+"""Text from files and data sets has the same tokens in every format, repeats no document, and gives clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TLS probe on valid and false certificates, other servers, and p2pd."""
+"""Tests of the TLS probe on valid and false certificates, on other servers, and on p2pd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def signed_key(public_key: bytes, signature: bytes) -> bytes:
 def certificate(
     extension: Callable[[bytes], bytes] | None,
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Self-signed; `extension` makes the SignedKey from the certificate's own public key."""
+    """A self-signed certificate. `extension` makes the SignedKey from the certificate's own public key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name, now = x509.Name([]), dt.datetime.now(dt.UTC)
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())

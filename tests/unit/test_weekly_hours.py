@@ -25,7 +25,7 @@ def texts(draw: st.DrawFn) -> str:
 
 
 def moments() -> st.SearchStrategy[datetime]:
-    """Any moment, and many near clock changes."""
+    """Moments of any time, many of them near clock changes."""
     turns = [
         datetime(2026, *moment, tzinfo=UTC) for moment in ((3, 29, 1), (10, 25, 1), (3, 8, 7), (11, 1, 6), (4, 4, 15))
     ]
@@ -81,7 +81,7 @@ def test_next_change_of_weekly_hours_is_the_first_one_that_follows(windows: list
         assert oracle(windows, zone, turn) != now
         assert (turn.second, turn.microsecond) == (0, 0)
         assert oracle(windows, zone, turn - timedelta(seconds=1)) == now or turn - timedelta(seconds=1) < at
-    # Minute by minute would be exact but slow: the next test covers windows of 7 minutes and less.
+    # Steps of a minute would be exact but slow. The next test covers windows of 7 minutes and less.
     moment = at
     while (moment := moment + timedelta(minutes=7)) < until:
         assert oracle(windows, zone, moment) == now, moment
