@@ -1,4 +1,4 @@
-"""One call that is answered, refused, late or cut off. Nothing that a peer sends ends a node."""
+"""A call is answered, refused, late or cut off, and nothing that a peer sends ends a node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def echo(caller: str, message: Message) -> Message:
 
 
 def pair(swarm: Swarm, **services: Any) -> tuple[Host, Host]:
-    """A caller, and one that answers `echo` and these."""
+    """A caller, and a server that answers `echo` and the given services."""
     caller, server = swarm.introduced_hosts(2)
     offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
     server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES, per_caller=50), **offered})
@@ -39,7 +39,7 @@ def ask(caller: Host, peer_id: str, verb: str, message: Message | None = None, t
 
 
 def refusal(caller: Host, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> str:
-    """Code of the PeerError that this call ends with."""
+    """Return the code of the PeerError with which this call ends."""
     with pytest.raises(PeerError) as caught:
         ask(caller, peer_id, verb, message, timeout_s)
     assert str(caught.value)
@@ -180,7 +180,7 @@ async def open_stream(caller: Host, server: Host) -> tuple[asyncio.StreamReader,
 
 
 def send_header(caller: Host, server: Host, data: bytes) -> None:
-    """Send the bytes of a header. Returns once the server has refused it."""
+    """Send the bytes of a header, and wait until the server has refused it."""
 
     async def send() -> None:
         if isinstance(server.wire, InProcessWire):
@@ -267,7 +267,7 @@ def test_reply_that_is_too_long_is_refused(swarm: Swarm) -> None:
 
 
 def test_number_of_concurrent_calls_per_caller_is_limited(swarm: Swarm) -> None:
-    """A caller that reads no replies must not fill the memory."""
+    """A caller that reads no replies must not fill the memory of the server."""
     caller, server = pair(swarm)
     (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
@@ -309,7 +309,7 @@ def test_request_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
 
 
 def test_call_counts_against_the_limit_of_its_caller_as_soon_as_its_header_arrives(swarm: Swarm) -> None:
-    """A caller that sends its bodies slowly must not fill the memory."""
+    """A caller that sends its bodies slowly must not fill the memory of the server."""
     if swarm.transport == "local":
         pytest.skip("the local transport has no streams")
     caller, server = pair(swarm)

@@ -1,4 +1,4 @@
-"""Claims to have accepted an outcome. They take precedence, so they must be proved and adoptable."""
+"""A claim to have accepted an outcome takes precedence, so it must be proved, and the outcome adoptable."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("what", ["chunks that nobody has", "a mean that is too long", "a result"])
 def test_a_claimed_outcome_is_proposed_again_only_if_it_can_be_adopted(swarm: Swarm, what: str) -> None:
-    """An accepted outcome may be committed, so it is proposed first, unless it cannot be adopted."""
+    """An accepted outcome may already be committed, so it is proposed first, unless it cannot be adopted."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     *_, member = nodes
     value = 1e9 if what == "a mean that is too long" else 1.0

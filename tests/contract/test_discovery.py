@@ -1,4 +1,4 @@
-"""Discovery over libp2p, with addresses and DHT records that are wrong or hostile."""
+"""Tests of discovery over libp2p, with addresses and DHT records that are wrong or hostile."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def free_port() -> int:
 
 
 def test_an_answer_of_another_program_does_not_make_libp2p_dial_a_dead_address(swarm: Swarm, tmp_path: Path) -> None:
-    """After a failed dial libp2p refuses the address for seconds."""
+    """After a failed dial, libp2p refuses to dial the address again for some seconds."""
     (host,) = swarm.hosts(1)
     peer_id, port, dead_port = load_identity(tmp_path / "identity.key").peer_id, free_port(), free_port()
     daemon = host.do(start_daemon(DaemonOptions(tmp_path / "identity.key", (f"/ip4/127.0.0.1/tcp/{port}",))))
@@ -163,7 +163,7 @@ def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypat
     names = [f"/dns4/hangs{n}.example/tcp/9/p2p/{nobody}" for n in range(MAX_DIALED)]
 
     async def connect() -> float:
-        """Seconds until a thread of the loop was free meanwhile."""
+        """Return the seconds until the loop had a free thread during the lookups."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         connecting = asyncio.create_task(host.wire.connect(names))  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
@@ -240,7 +240,7 @@ def test_the_address_cache_is_read_once_and_written_when_it_changes(
 def test_a_node_with_peers_dials_known_peers_that_are_missing(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Neighbours that found each other on a local network find the run once the internet is back."""
+    """Neighbours that found each other on a local network must find the run when the internet is back."""
     monkeypatch.setattr("node.swarm.membership.discovery.REDIAL_S", 0.2)
     monkeypatch.setattr("node.swarm.membership.discovery.MAX_RETRY_S", 0.2)
     host, neighbour, far = swarm.hosts(3)
@@ -256,7 +256,7 @@ def test_a_node_with_peers_dials_known_peers_that_are_missing(
     assert [r.peer_id for r in finder.peer_table.live()[1:]] == [neighbour.peer_id]
 
     async def no_dht() -> None:
-        """The DHT of a host is shared with later tests."""
+        """Use no DHT, because later tests share the DHT of this host."""
 
     monkeypatch.setattr(finder.discovery, "_use_dht", no_dht)
     Finder(far, tmp_path / "far.json")  # It answers gossip from now on.

@@ -99,7 +99,7 @@ def test_a_reducer_that_enlarges_its_mean_does_not_reduce_in_the_next_attempt(sw
 
 @pytest.mark.parametrize("kind", ["garbage", "nan", "shape"])
 def test_a_reducer_that_damages_every_mean_does_not_stop_rounds(swarm: Swarm, kind: str) -> None:
-    """The leader after a refused result reduces alone. If that leader is the attacker, the next one does."""
+    """After a refused result the next leader reduces alone. If it is the attacker, the leader after it does."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
     bad.participant.ctx.hooks._faults = parse_faults(f"average@*={kind}")
@@ -112,7 +112,7 @@ def test_a_reducer_that_damages_every_mean_does_not_stop_rounds(swarm: Swarm, ki
 
 
 def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
-    """A member's own join above the cap, and another member's join with an invalid signature."""
+    """The attacker signs too many tokens in its own join, and changes the tokens in another member's join."""
     rules = replace(swarm.rules(PARAMETERS, "fp16", min_peers=2), max_tokens=1000)
     nodes = swarm.nodes(3, rules)
     bad, *honest = nodes

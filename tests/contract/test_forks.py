@@ -105,7 +105,7 @@ def test_a_downloaded_state_includes_the_links_of_its_chain(swarm: Swarm, sides:
 
 @pytest.mark.parametrize("shown", [1, 2])
 def test_nodes_compare_the_newest_links_if_they_know_no_fork_point(swarm: Swarm, sides: Sides, shown: int) -> None:
-    """The winning nodes have only the newest of their links."""
+    """The winning nodes have kept only the newest of their links."""
     lighter, heavier = sides
     commit_rounds(lighter, 2, 1000)
     commit_rounds(heavier, 2, 5000)

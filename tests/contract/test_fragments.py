@@ -1,4 +1,4 @@
-"""Rounds of fragments: each moves its own part of the parameters."""
+"""Each round of a fragment changes its own part of the parameters."""
 
 from __future__ import annotations
 

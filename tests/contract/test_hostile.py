@@ -1,4 +1,4 @@
-"""Peers that break the rules. Every node refuses their messages and excludes them."""
+"""Every node refuses the messages of peers that break the rules, and excludes these peers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
 
 
 def joined(first: Node, member: Node) -> None:
-    """The member offers, and asks the leader of the first attempt to lead it."""
+    """Let the member offer, and ask the leader of the first attempt to lead it."""
     offer_all([member], 0)
     wait_until(
         lambda: any(member.peer_id in attempt.joins for attempt in list(first.participant.ballot._attempts.values()))
@@ -228,7 +228,7 @@ def test_a_leader_that_names_an_impossible_attempt_number_stops_no_member(swarm:
 
 
 def test_members_reach_the_far_attempt_of_their_leader_in_several_steps(swarm: Swarm) -> None:
-    """Members go towards the attempt that it names by MAX_AHEAD at a time."""
+    """Members approach the attempt that their leader names by at most MAX_AHEAD at a time."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     nodes[0].participant.ballot.number = 3 * MAX_AHEAD + 1
     done = round_of(nodes, 0)
@@ -271,7 +271,7 @@ def test_a_member_that_names_a_far_attempt_number_does_not_stop_the_round(swarm:
 
 
 def test_members_take_orders_only_from_the_leader_of_their_attempt(swarm: Swarm) -> None:
-    """All know the attempt's number, but members take orders only from a member that they asked to lead."""
+    """All know the number of the attempt, but members take orders only from a member that they asked to lead."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     first, other, bad = nodes
     for node in (first, other):
@@ -320,7 +320,7 @@ def test_text_from_a_leader_is_safe_for_log_and_page(swarm: Swarm) -> None:
 
 
 def test_a_padded_join_does_not_stop_the_round(swarm: Swarm) -> None:
-    """Padding that would make the accepted outcome larger than a header allows."""
+    """The padding would make the accepted outcome larger than a header allows."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
 
@@ -430,7 +430,7 @@ def test_a_tampered_proof_is_not_adopted(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     watcher = swarm.node(rules)
-    watcher.stop()  # It gets proofs from this test only.
+    watcher.stop()  # The watcher gets proofs from this test only.
     round_of(nodes, 0)
     good = nodes[0].tip.proof
     assert good is not None
@@ -606,7 +606,7 @@ def test_a_failed_attempt_of_a_round_frees_its_data(swarm: Swarm) -> None:
 
 
 def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., None]:
-    """Whether a failed attempt that had a plan still holds contributions."""
+    """Note whether a failed attempt that had a plan still holds contributions."""
 
     def noted(attempt: Attempt, error: SwarmError) -> None:
         give_up(attempt, error)

@@ -1,4 +1,4 @@
-"""A hostile relay can end a call and nothing else. Neither end believes what it says about the other."""
+"""A hostile relay can only end a call. Neither end believes what the relay says about the other end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers leave: cleanly, in a round, as its leader. The others go on soon and agree."""
+"""Peers leave cleanly, or die in a round, also as its leader. The others soon continue and agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.contract.harness import (
 )
 
 SOON_S = 10.0
-"""Above the time that a loaded machine needs, below the time after which a silent peer is dead."""
+"""More than a loaded machine needs, and less than the time after which a silent peer counts as dead."""
 PARAMETERS = 50_000
 """Thirteen chunks, so every member reduces some."""
 STAGES = ("rendezvous", "reduce", "average", "commit")
@@ -34,7 +34,7 @@ def set_trap(node: Node, plan: str) -> Trap:
 
 
 def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[Committed]:
-    """All members offer, and one dies when its fault applies. Returns what the others commit."""
+    """Let all members offer, and one die when its fault applies. Returns what the others commit."""
     offer_all(nodes, round_)
     assert trap.sprung.wait(SOON_S)
     began_s = time.monotonic()

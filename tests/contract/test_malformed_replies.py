@@ -1,4 +1,4 @@
-"""Peers that send malformed replies: the caller continues, and its background tasks stay alive."""
+"""After malformed replies of a peer, the caller continues, and its background tasks stay alive."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ MEMBERS = ("contribute", "collect", "average", "fetch")
 
 @pytest.mark.parametrize("verb", MEMBERS)
 def test_malformed_replies_of_a_member_stop_no_round(nodes: list[Node], verb: str) -> None:
-    """A leader omits the member after the first one, so each round has others."""
+    """A leader omits the member after the first malformed reply, so each round uses other replies."""
     *honest, bad = nodes
     rng = random.Random(verb)
     for number in range(3):

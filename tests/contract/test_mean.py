@@ -1,4 +1,4 @@
-"""The all-reduce: an exact, complete mean with the same bits on all members, for the bytes of a butterfly."""
+"""The all-reduce gives all members the same bits of an exact mean, for the bytes of a butterfly all-reduce."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Membership by gossip alone among a dozen peers, at the default intervals: joining, leaving and dying.
+"""A dozen peers join, leave and die, and the others learn of it by gossip alone at the default intervals.
 
-Only over the local transport: a dozen libp2p daemons start slowly, and gossip is the same above both.
+The tests use only the local transport, because a dozen libp2p daemons start slowly and gossip is the same over both.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def ether_swarm(swarm: Swarm) -> Iterator[Swarm]:
 
 
 def close_port(swarm: Swarm, nodes: Sequence[Node]) -> None:
-    """Other nodes cannot call these, and their records say so."""
+    """Make it impossible to call these nodes, and let their records say so."""
     for node in nodes:
         swarm.hub.hide(node.peer_id)
         node.host.do(say_closed(node))
@@ -51,7 +51,7 @@ def wait_known(nodes: Sequence[Node], hidden: Sequence[Node]) -> None:
 @pytest.mark.parametrize(("direct", "hidden"), [(1, 1), (2, 2), (1, 3)])
 def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, direct: int, hidden: int) -> None:
     nodes = ether_swarm.nodes(direct + hidden, ether_swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    closed = nodes[:hidden]  # The first would lead the first round.
+    closed = nodes[:hidden]  # The first of them would lead the first round.
     close_port(ether_swarm, closed)
     wait_known(nodes, closed)
     for number in range(3):
@@ -62,7 +62,7 @@ def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, dir
 
 
 def test_bytes_that_a_reducer_sends_follow_from_the_number_of_reducers(ether_swarm: Swarm) -> None:
-    """16 members of which 12 are behind NAT: each reducer sends 3/4 of its own, and its quarter to 15: 4.5 payloads."""
+    """Four of 16 members reduce. Each sends 3/4 of its contribution, and 1/4 of the mean to 15 others: 4.5 payloads."""
     nodes = ether_swarm.nodes(16, ether_swarm.rules(60 * PARAMETERS, "fp32", min_peers=16))
     close_port(ether_swarm, nodes[4:])
     wait_known(nodes, nodes[4:])

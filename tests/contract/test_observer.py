@@ -1,4 +1,4 @@
-"""A relay tells members that are connected over UDP where it sees them."""
+"""A relay tells members that are connected to it over UDP at which addresses it sees them."""
 
 from __future__ import annotations
 

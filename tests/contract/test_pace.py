@@ -1,4 +1,4 @@
-"""The volunteer's rate limit on real streams, in both directions."""
+"""Tests of the rate limit that a volunteer sets, on real streams in both directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.harness import Swarm
 
 MBIT_S = 8.0
 BULK = 2_000_000
-"""Two seconds at MBIT_S, and 6 % for headers."""
+"""Takes two seconds at MBIT_S, and 6 % more for headers."""
 
 
 async def _echo(caller: str, message: Message) -> Message:

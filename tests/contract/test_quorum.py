@@ -18,7 +18,7 @@ from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_al
 PARAMETERS = 50_000
 """Thirteen chunks, so that every member reduces some."""
 SLOW_S = 4.0
-"""Seconds of a call for result chunks on a slow link."""
+"""Seconds that a call for result chunks takes on a slow link."""
 DEAD_S = 4.0
 HANG_S = 7.0
 SOON_S = 25.0
@@ -44,14 +44,14 @@ def adopted(nodes: Sequence[Node], round_: int) -> set[str]:
 
 
 def commits_within(node: Node, round_: int, seconds: float) -> bool:
-    """Wait for this node's commit. False after the timeout."""
+    """Wait for this node's commit. Returns False after the timeout."""
     with suppress(AssertionError):
         wait_until(lambda: node.tip.round >= round_, seconds)
     return node.tip.round >= round_
 
 
 def round_with_all(nodes: Sequence[Node]) -> int:
-    """Run rounds until one includes all nodes, as on a busy machine one may be late. Returns its number."""
+    """Run rounds until one includes all nodes, because nodes are late on a busy machine. Returns its number."""
     for round_ in range(MAX_ROUNDS):
         if len(round_of(nodes, round_)[0].outcome.included) == len(nodes):
             return round_

@@ -1,4 +1,4 @@
-"""Rounds of members behind separate NATs, over relays that do not train."""
+"""Members behind separate NATs commit rounds over relays that do not train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _say(node: Node, **changes: object) -> None:
 
 
 def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -> tuple[list[Node], list[Node]]:
-    """Members behind NATs in leader order of the first round, and relays; all know each other."""
+    """Members behind NATs, in the order in which they lead the first round, and relays. All know each other."""
     rules = swarm.rules(PARAMETERS, codec, min_peers=members)
     nodes = [swarm.node(rules, host=host) for host in swarm.hosts(members + relays)]
     hidden, carriers = nodes[:members], nodes[members:]
@@ -58,7 +58,7 @@ def test_members_behind_nat_lead_and_reduce_over_a_relay(swarm: Swarm, members: 
 
 
 def test_relay_carries_as_many_bytes_in_a_round_as_predicted(swarm: Swarm) -> None:
-    """N members, contributions of S bytes: each member's chunks to N - 1 reducers, and the means back: 2 (N - 1) S."""
+    """With N members and contributions of S bytes, the relay carries 2 (N - 1) S bytes of chunks and means."""
     nodes, (relay,) = hidden_swarm(swarm, 4, 1)
     round_of(nodes, 0)
     time.sleep(0.2)  # The last round's commits may still be on their way.

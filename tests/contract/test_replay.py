@@ -12,14 +12,14 @@ PARAMETERS, ROUNDS = 30_000, 4
 
 
 def crash(swarm: Swarm, node: Node) -> Node:
-    """A new process on the same disk, whose newest checkpoint is the initial state. It has no peers."""
+    """Start a new process on the same disk, whose newest checkpoint is the initial state. It has no peers."""
     node.stop()
     node.host.clear()
     return swarm.node(node.rules, start_tip(node.rules), host=node.host)
 
 
 def replay(node: Node) -> list[int]:
-    """The rounds that it replays."""
+    """Replay all stored rounds, and return their numbers."""
     replayed = []
     while node.host.do(node.participant.committer.replay_next()):
         done = node.committed()

@@ -25,17 +25,17 @@ from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import OUTER, WAIT_S, Node, Swarm, assert_same, gradient, round_of, start_tip, wait_until
 
 PARAMETERS = 250_000
-"""1 MB of fp32."""
+"""These are 1 MB of fp32."""
 MBIT_S = 4.0
 UPLOAD_S = 2.1
-"""Seconds for a contribution at this rate."""
+"""Seconds that a contribution takes at MBIT_S."""
 FAST_BYTES_S = 1e8
 
 
 def swarm_of(swarm: Swarm, fast: int, faults: str = "", parameters: int = PARAMETERS) -> tuple[list[Node], Node]:
-    """Members with measured fast uplinks and these faults, and one that sends at MBIT_S.
+    """Members with fast uplinks and these faults, and one member that sends at MBIT_S.
 
-    One round is over, so that all know what the others' uplinks are.
+    One round is over, so that all members know the uplinks of the others.
     """
     rules = swarm.rules(parameters, "fp32", min_peers=2)
     nodes = [swarm.node(rules, start_tip(rules), parse_faults(faults), host) for host in swarm.hosts(fast)]
@@ -60,7 +60,7 @@ def services_of(node: Node) -> dict[str, Service]:
 
 @pytest.fixture
 def open_lines(swarm: Swarm) -> Iterator[Swarm]:
-    """Other tests use the endpoints afterwards."""
+    """Remove the rate limits at the end, because other tests use the same hosts."""
     yield swarm
     for host in swarm._hosts:
         for limiter in (host.wire.upload_limiter, host.wire.download_limiter):
@@ -68,7 +68,7 @@ def open_lines(swarm: Swarm) -> Iterator[Swarm]:
 
 
 def deposited(node: Node) -> str:
-    """Offer, and return the depositary before any other member is ready."""
+    """Let a node offer before any other member is ready, and return its depositary."""
     number = node.tip.round + 1
     node.offer(gradient(7, number, PARAMETERS))
     wait_until(lambda: node.participant.sender._given is not None)
@@ -353,7 +353,7 @@ def test_a_member_that_learns_late_of_a_commit_counts_the_next_round_from_it(ope
 
 
 def test_a_commit_that_is_forwarded_with_a_false_age_does_not_make_the_round_older(swarm: Swarm) -> None:
-    """Any peer may forward a commit with any age. A contribution in it was ready before it."""
+    """Any peer may forward a commit with any age. A commit is newer than this node's own contribution in it."""
     nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
     before_s = time.monotonic()
     round_of(nodes, 0)

@@ -1,4 +1,4 @@
-"""A late node: it downloads a state from several servers, replays from there, and reports when replay is impossible."""
+"""A late node downloads a state from several servers, replays the rounds after it, or reports that it cannot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of
 from tests.unit.swarm_data import leaf_of
 
 PARAMETERS = LEAF_ELEMENTS + 1000
-"""Two leaves a vector, four in all."""
+"""Each of the two vectors has two leaves."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def restart_at(node: Node, tip: Tip) -> None:
 
 
 def after_rounds(swarm: Swarm, rounds: int, parameters: int = 64) -> list[Node]:
-    """Two nodes after so many rounds."""
+    """Two nodes that have committed this number of rounds."""
     nodes = swarm.nodes(2, swarm.rules(parameters, "fp16", min_peers=2))
     for round_ in range(rounds):
         round_of(nodes, round_)
@@ -154,7 +154,7 @@ def test_a_download_succeeds_although_one_server_sends_wrong_bytes(swarm: Swarm,
     serve(good, Memory(good.tip))
     late = joiner(swarm, pair)
     for damage in ("leaves", "short", "forgets", "offer", "fewer"):
-        # The bad one is slow, so that it still has requests when the good one has none left.
+        # The bad server is slow, so that it still has requests when the good one has none left.
         serve(bad, Memory(bad.tip, damage=damage, delay_s=0.2))
         assert_same_state(download(late).state, good.tip.state)
 
@@ -287,7 +287,7 @@ def lie_about_proofs(node: Node, head: str, age_s: float) -> None:
 
 @pytest.mark.parametrize("head", [None, "cd" * 32], ids=["the caller's head", "an unknown head"])
 def test_a_false_claim_to_be_ahead_does_not_keep_a_node_from_honest_peers(swarm: Swarm, head: str | None) -> None:
-    """Tokens are self-declared, so the liar is asked first."""
+    """Peers declare their own tokens, so the liar is asked first."""
     nodes = swarm.nodes(3, swarm.rules(64, "fp32", min_peers=2))
     *honest, liar = nodes
     lie_about_proofs(liar, head or swarm.run, 0.0)
@@ -315,7 +315,7 @@ def test_the_age_of_a_round_is_taken_only_from_a_peer_at_the_same_head(swarm: Sw
 
 
 def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm) -> None:
-    """It took no part in these rounds. Such a question asks for the proofs after the new head."""
+    """The node took no part in these rounds. A question about the time would ask for proofs after the new head."""
     nodes = after_rounds(swarm, 3)
     asked_after: list[object] = []
     for node in nodes:

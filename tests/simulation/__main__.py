@@ -1,4 +1,4 @@
-"""Simulates seeds: `python -m tests.simulation --seeds 1000 --jobs 2`; `--seed 57` shows one with its messages."""
+"""`python -m tests.simulation --seeds 1000 --jobs 2` simulates seeds. `--seed 57` shows one with its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
 SHOWN = 10
-"""Failed seeds that are printed."""
+"""The number of failed seeds that are printed."""
 
 
 @dataclass

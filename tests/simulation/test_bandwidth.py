@@ -13,11 +13,11 @@ from tests.simulation.bandwidth import Bandwidth, Side
 from tests.simulation.virtual_loop import VirtualLoop
 
 Sent = tuple[float, int, dict[Side, float]]
-"""Start, size and the limited sides of a transfer."""
+"""The start, the size and the limited sides of a transfer."""
 
 
 def ends(*transfers: Sent, cancelled_at_s: Mapping[int, float] = MappingProxyType({})) -> dict[int, float]:
-    """When each transfer is complete, by its place."""
+    """Run the transfers, and return the time at which each is complete, by its place."""
     loop, done = VirtualLoop(lambda: 0.0), dict[int, float]()
     bandwidth = Bandwidth(loop, Context())
 

@@ -1,4 +1,4 @@
-"""The exhaustive model of one round: no schedule breaks the rules, and a schedule breaks each mutant."""
+"""No schedule of the exhaustive model violates safety, unless the model lacks a rule."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def _loud_afterwards() -> Iterator[None]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["group_decides", "failed_call_means_death"])
 def test_the_simulation_finds_a_mutant_of_the_protocol(name: str) -> None:
-    """The quick ones. `make mutants` runs all."""
+    """These mutants are found quickly. `make mutants` runs all mutants."""
     found = find(MUTANTS[name], range(SEEDS))
     assert found.violation, f"no seed below {SEEDS} finds that {found.mutant.rule}"
 

@@ -1,4 +1,4 @@
-"""Simulated nights: no seed violates an invariant, and a seed gives the same messages each time."""
+"""No simulated seed violates an invariant, and a seed gives the same messages each time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_simulated_seed_gives_the_same_messages_byte_for_byte(seed: int) -> No
 
 
 def test_simulation_finds_lost_disk_writes_and_shrinks_the_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator sees a defect: without results on the disk, a blackout loses rounds."""
+    """The simulation finds this defect: without results on the disk, a blackout loses rounds."""
     monkeypatch.setattr("node.swarm.allreduce.result_store.ResultStore.put", lambda *_: None)
     calm = replace(draw(3), faults=(), hostile="")
     faults = (Fault(5.0, "clock", 0, 1.0), Fault(22.0, "blackout", 0, 1.0), Fault(23.0, "clock", 1, 1.0))
