@@ -445,7 +445,7 @@ class Swarm:
 
 
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
-    """The leader of attempt 0 of the next round comes first."""
+    """Sort the nodes in the order in which they lead the attempts of the next round."""
     by_id = {node.peer_id: node for node in nodes}
     return [by_id[peer_id] for peer_id in leader_order(nodes[0].tip.head, list(by_id))]
 

@@ -51,7 +51,7 @@ WAKE_S = 10.0
 """Time in which a stopped node catches up with the others."""
 LAST_ROUND = 3
 PARAMETERS = 50_000
-"""Thirteen chunks, so each member reduces some of them."""
+"""These are thirteen chunks, so each member reduces some of them."""
 SERVED_PARAMETERS = LEAF_ELEMENTS + 1000
 """Each of the two vectors has two leaves."""
 MAX_CARRIED = 2

@@ -233,7 +233,7 @@ def test_the_address_cache_is_read_once_and_written_when_it_changes(
     assert host.folder.name not in {thread for _, thread in threads}
 
 
-# islands
+# nodes that have peers but miss most of the run
 
 
 @pytest.mark.parametrize("how", ["bootstrap", "host and port", "known from before"])

@@ -557,7 +557,7 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt
 
 @pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
 def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: str) -> None:
-    """Otherwise every later leader would have to propose it again, and the run would stop for ever."""
+    """If a member accepted it, every later leader would have to propose it again, and the run would stop for ever."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = nodes
     parent = bad.tip.head

@@ -23,7 +23,7 @@ from tests.contract.harness import (
 SOON_S = 10.0
 """More than a loaded machine needs, and less than the time after which a silent peer counts as dead."""
 PARAMETERS = 50_000
-"""Thirteen chunks, so every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 STAGES = ("rendezvous", "reduce", "average", "commit")
 
 

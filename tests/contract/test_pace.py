@@ -14,7 +14,7 @@ from tests.contract.harness import Swarm
 
 MBIT_S = 8.0
 BULK = 2_000_000
-"""Takes two seconds at MBIT_S, and 6 % more for headers."""
+"""These bytes take two seconds at MBIT_S, and 6 % more for headers."""
 
 
 async def _echo(caller: str, message: Message) -> Message:

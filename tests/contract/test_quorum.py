@@ -16,7 +16,7 @@ from node.swarm.transport.wire import Message
 from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
-"""Thirteen chunks, so that every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 SLOW_S = 4.0
 """Seconds that a call for result chunks takes on a slow link."""
 DEAD_S = 4.0

@@ -18,7 +18,7 @@ from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
-"""Thirteen chunks, so that every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 PEERS = 5
 ROUNDS = 4
 ALL = 0.95

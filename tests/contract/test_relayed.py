@@ -293,7 +293,7 @@ def test_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, monke
 
 MBIT_S = 8.0
 BULK_BYTES = 2_000_000
-"""Takes two seconds at MBIT_S, and 6 % more for headers."""
+"""These bytes take two seconds at MBIT_S, and 6 % more for headers."""
 
 
 @pytest.mark.parametrize("which", ["up", "down", "relay"])

@@ -115,7 +115,7 @@ class Model:
             yield replace(s, joins=joins, promised=_set(s.promised, node, attempt))
 
     def _propose(self, s: State, attempt: int, leader: int) -> Iterator[State]:
-        """The leader may have heard of any of the joined members, if they are a quorum."""
+        """Propose after hearing of any quorum of the joined members."""
         if s.proposals[attempt] != NOTHING:
             return
         joined = self._joined(s, attempt)

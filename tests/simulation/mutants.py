@@ -149,7 +149,7 @@ def unheard_means_dead(patches: Patches) -> None:
     patches.replace(PeerTable, "present", lambda present: lambda self, expected=(): present(self))
 
 
-# one value, one vote
+# one outcome and one vote in an attempt
 
 
 @mutant(TWO_OUTCOMES)
@@ -192,7 +192,7 @@ def votes_twice(patches: Patches) -> None:
     patches.replace(Committer, "check_equivocation", lambda _: lambda self, document, outcome: True)
 
 
-# durable first
+# what a node stores before it tells others
 
 
 def _save_without(**forgotten: object) -> Callable[[Any], Any]:
@@ -244,7 +244,7 @@ def round_is_written_late(patches: Patches) -> None:
 
 
 class _AnyHash(bytes):
-    """A hash that is never unequal to another one."""
+    """A hash for which `!=` is always false."""
 
     def __ne__(self, other: object) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Simulates a full disk, for any user."""
+"""Simulates a full disk, even for root."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _forks.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Done:
-    """How rank 0 ended."""
+    """The exit code and the output of rank 0."""
 
     returncode: int
     stdout: str

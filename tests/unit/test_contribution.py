@@ -74,7 +74,7 @@ def test_pending_tokens_are_carried_over_a_missed_round() -> None:
 
 
 def test_several_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
-    """Otherwise the tokens of a step that takes several rounds would be discarded before they could be sent."""
+    """If each round counted, the tokens of a step that takes several rounds would be discarded unsent."""
     tracker = ContributionTracker(1)
     for _ in range(2):
         tracker.add_tokens(100)

@@ -88,7 +88,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def sampler(machine: Machine) -> Sampler:
-    """A sampler with its first report."""
+    """A sampler that has received its first report."""
     sampler = Sampler(trains=True)
     machine.report_to(sampler)
     return sampler

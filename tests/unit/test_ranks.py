@@ -79,7 +79,7 @@ def test_one_rank_that_runs_out_of_memory_halves_the_micro_batch_of_all_ranks(fa
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
 def test_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(faults: tuple[str, str], tmp_path: Path) -> None:
-    """Meanwhile the other rank waits in a collective operation."""
+    """While one rank fails, the other rank waits in a collective operation."""
     devices = {"ranks": 2, "sharding": "fsdp", "micro_batch": 3}
     done = run_script(tmp_path, faults, devices=devices)
     assert done.returncode == NodeError.exit_code, done.stderr

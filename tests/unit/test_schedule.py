@@ -82,7 +82,7 @@ def test_round_length_changes_by_at_most_a_factor_of_four_from_round_to_round() 
 
 
 def test_time_to_fetch_and_apply_a_result_is_part_of_the_round_length() -> None:
-    """So a typical member makes H steps, even if it needs a long time before the first one."""
+    """The round is longer by this time, so a typical member still makes all of its H inner steps."""
     assert round_seconds([1.0, 1.0], 10, None, [9.0, 8.0]) == 18.0
     assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow link does not change it"
     assert round_seconds([1.0, 1.0], 10, None, [0.0, 9e5]) == 10.0, "one of two cannot stretch it"

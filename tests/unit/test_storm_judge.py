@@ -1,4 +1,4 @@
-"""Tests of the judge of a storm on observations that are made up by hand."""
+"""Tests of the judge of a storm test, on observations that are made up by hand."""
 
 from __future__ import annotations
 
