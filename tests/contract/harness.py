@@ -1,7 +1,7 @@
 """A swarm in one process over either transport: each node has its own thread and event loop. There is no trainer.
 
-A `Host` is a place in the network (thread, loop, identity, wire). A `Node` sits there and takes part in rounds. Their
-methods are called from the test's thread; what they start ends in `Swarm.close`, hosts in `HostPool.close`.
+A `Host` is a place in the network (thread, loop, identity, wire), at which a `Node` takes part in rounds. Tests call
+methods of both from the test's thread. `Swarm.close` ends what they have started, and `HostPool.close` ends the hosts.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ T = TypeVar("T")
 Transport = Literal["local", "p2p"]
 WAIT_S = 30.0
 DHT_RUN = "ab" * 32
-"""The run of the DHT's records. Hosts outlive a test's run."""
+"""The run of the records in the DHT. It is fixed, because hosts outlive the run of a test."""
 OUTER = OuterRule(lr=0.7, momentum=0.9, inner_steps=10)
 QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0)
-"""Shorter than in production, except the time after which a peer is dead."""
+"""These times are shorter than in production, except the time after which a peer counts as dead."""
 GRACE_S = 0.5
 
 
@@ -83,14 +83,14 @@ def _new_cache(folder: Path) -> Path:
 
 
 class Host:
-    """Thread, loop, identity and wire."""
+    """A thread with an event loop, an identity and a wire."""
 
     def __init__(self, transport: Transport, hub: InProcessNetwork, folder: Path) -> None:
         folder.mkdir()
         self.identity = load_identity(folder / "identity.key")
         self.folder = folder
         self.cache = _new_cache(folder)
-        """Results and downloads. Each test has its own folder: files of the test before may still be written."""
+        """The folder of results and downloads. It is new for each test, as the previous test may still write files."""
         self.loop = asyncio.new_event_loop()
         self._transport, self._hub = transport, hub
         self.unseen: set[str] = set()
@@ -179,10 +179,10 @@ class TcpForwarder:
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self.connections: set[asyncio.Task[None]] = set()
-        """Open connections: one task for each direction."""
+        """The tasks of open connections, one for each direction."""
 
     async def open(self, port: int = 0) -> int:
-        """The port on 127.0.0.1."""
+        """Start to listen on 127.0.0.1, and return the port."""
         self._server = await asyncio.start_server(self._forward, "127.0.0.1", port)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -202,7 +202,7 @@ class TcpForwarder:
         writer.close()
 
     async def cut(self) -> None:
-        """Existing connections stay open but carry nothing any more. New ones are forwarded."""
+        """Let existing connections stay open but carry no more data. New connections are forwarded."""
         tasks = list(self.connections)
         for task in tasks:
             task.cancel()
@@ -280,7 +280,7 @@ class Node:
         self.host.loop.call_soon_threadsafe(self.participant.offer, contribution)
 
     def committed(self, timeout_s: float = WAIT_S) -> Committed:
-        """The next committed round. Attempts that fail before it are added to `failures`."""
+        """Wait for the next committed round. Attempts that fail before it are added to `failures`."""
         end_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -362,7 +362,7 @@ class HostPool:
 
 
 class Swarm:
-    """Everything that one test starts, on one transport. Its run is its own, so records of other tests are refused."""
+    """Everything that one test starts, on one transport. Each test has its own run, and refuses records of others."""
 
     def __init__(self, host_pool: HostPool) -> None:
         self.transport, self.hub = host_pool.transport, host_pool.hub
@@ -445,13 +445,13 @@ class Swarm:
 
 
 def in_leader_order(nodes: Sequence[Node]) -> list[Node]:
-    """The leader of attempt 0 of the next round comes first."""
+    """Sort the nodes in the order in which they lead the attempts of the next round."""
     by_id = {node.peer_id: node for node in nodes}
     return [by_id[peer_id] for peer_id in leader_order(nodes[0].tip.head, list(by_id))]
 
 
 def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict[str, tuple[torch.Tensor, int]]:
-    """All nodes offer. Returns peer id to (contribution, tokens)."""
+    """Let all nodes offer. Returns a map from peer id to (contribution, tokens)."""
     given = {}
     for i, node in enumerate(nodes):
         x = gradient(i, round_, node.rules.layout_at(round_).bounds[-1][1])
@@ -461,7 +461,7 @@ def offer_all(nodes: Sequence[Node], round_: int, extra_tokens: int = 0) -> dict
 
 
 def round_of(nodes: Sequence[Node], round_: int, timeout_s: float = WAIT_S, extra_tokens: int = 0) -> list[Committed]:
-    """One round of all these nodes. All must commit the same outcome."""
+    """Run one round of all these nodes. All must commit the same outcome."""
     offer_all(nodes, round_, extra_tokens)
     done = [node.committed(timeout_s) for node in nodes]
     assert_same(done)
@@ -475,5 +475,5 @@ def assert_same(done: Sequence[Committed]) -> None:
 def wait_until(what: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     end_s = time.monotonic() + timeout_s
     while not what():
-        assert time.monotonic() < end_s, "it did not come to pass"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(0.01)

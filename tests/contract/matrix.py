@@ -1,4 +1,4 @@
-"""The fault matrix over the local transport, without trainers: each stage, kind of fault, role and size of swarm.
+"""The fault matrix over the local transport: each stage with each kind of fault, role and size of the swarm.
 
     python -m tests.contract.matrix            all cases, some at a time; prints a table; exit code 1 if one fails
     python -m tests.contract.matrix --only reduce,nan --jobs 1
@@ -51,9 +51,9 @@ WAKE_S = 10.0
 """Time in which a stopped node catches up with the others."""
 LAST_ROUND = 3
 PARAMETERS = 50_000
-"""Thirteen chunks, so each member reduces some of them."""
+"""These are thirteen chunks, so each member reduces some of them."""
 SERVED_PARAMETERS = LEAF_ELEMENTS + 1000
-"""Two leaves for each vector, four together."""
+"""Each of the two vectors has two leaves."""
 MAX_CARRIED = 2
 MAX_DOWNLOADS = 5
 
@@ -75,7 +75,7 @@ def all_cases(stop_s: float = STOP_S) -> list[Case]:
 
 
 def sample() -> list[Case]:
-    """Each pair of stage and kind once. Roles and sizes alternate, so each of them meets each stage and kind."""
+    """Each pair of stage and kind, once. Roles and sizes alternate, so each occurs with each stage and kind."""
     cases = []
     for i, stage in enumerate(STAGES):
         for j, kind in enumerate(KINDS):
@@ -90,17 +90,17 @@ class ScriptedTrainer:
     node: Node
     number: int
     offered_after: str = ""
-    """Head for which it has offered a contribution."""
+    """The head for which it has last offered a contribution."""
     pending: list[tuple[int, int]] = field(default_factory=list)
-    """(intended round, tokens) of the contributions that are in no record yet."""
+    """The (intended round, tokens) of each contribution that is in no record yet."""
     recorded_tokens: int = 0
     done: dict[int, Committed] = field(default_factory=dict)
     at_s: dict[int, float] = field(default_factory=dict)
     damage_kind: str = ""
-    """Damage of its next contribution."""
+    """The kind of damage to its next contribution."""
 
     def offer(self) -> None:
-        """Offer a contribution to the next round, with carried tokens. Once for each head."""
+        """Offer a contribution to the next round, with carried tokens, but only once for each head."""
         tip = self.node.tip
         if self.offered_after == tip.head:
             return
@@ -113,7 +113,7 @@ class ScriptedTrainer:
             try:
                 self.node.encode(x)
             except ValueError:
-                x = torch.zeros_like(x) + 0.5  # It reset to the anchor and made some steps since.
+                x = torch.zeros_like(x) + 0.5  # The trainer has reset to the anchor and has made some steps.
             else:
                 raise AssertionError("a node would have sent a value that is not a number")
         self.pending.append((round_, 100 + 37 * self.number + round_))
@@ -152,7 +152,7 @@ class CaseRun:
         self.trainers = [ScriptedTrainer(node, i) for i, node in enumerate(swarm.nodes(case.peers, rules))]
         self.all_live = list(self.trainers)
         self.seconds = 0.0
-        """From the fault to the last survivor's commit."""
+        """The seconds from the fault to the last survivor's commit."""
 
     def run(self) -> float:
         self.until(0, self.all_live, 30.0)
@@ -198,7 +198,7 @@ class CaseRun:
                     pass
                 if trap.sprung.is_set():
                     break
-                remove_partial_downloads(joiner.node.host.cache)  # All leaves came from other peers: download again.
+                remove_partial_downloads(joiner.node.host.cache)  # All leaves came from other peers, so download again.
                 self.download(joiner.node)
             assert trap.sprung.is_set(), f"no leaf was asked of the victim: {self.downloading}"
         elif case.stage != "inner":
@@ -237,7 +237,7 @@ class CaseRun:
         return trap
 
     def start_download(self, victim: ScriptedTrainer, trap: Trap) -> ScriptedTrainer:
-        """A new node downloads the state from all. The fault occurs when the victim serves a leaf."""
+        """Let a new node download the state from all nodes. The fault occurs when the victim serves a leaf."""
         self.served = victim.node.tip
 
         async def damage(blobs: Sequence[bytes]) -> Sequence[bytes]:
@@ -334,7 +334,7 @@ def _run(case: Case) -> tuple[Case, float, str]:
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, float, str]]:
-    """Run the cases, several at once. Yields each case with its seconds and its error, as they end."""
+    """Run several cases at once. Yields each case as soon as it ends, with its seconds and its error."""
     slowest_first = sorted(cases, key=lambda case: case.kind != "stop")
     with (
         tempfile.TemporaryDirectory() as folder,

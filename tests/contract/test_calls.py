@@ -1,4 +1,4 @@
-"""One call that is answered, refused, late or cut off. Nothing that a peer sends ends a node."""
+"""A call is answered, refused, late or cut off, and nothing that a peer sends ends a node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def echo(caller: str, message: Message) -> Message:
 
 
 def pair(swarm: Swarm, **services: Any) -> tuple[Host, Host]:
-    """A caller, and one that answers `echo` and these."""
+    """A caller, and a server that answers `echo` and the given services."""
     caller, server = swarm.introduced_hosts(2)
     offered = {verb: Service(handler, Channel.REDUCE, LIMIT_BYTES) for verb, handler in services.items()}
     server.wire.serve({"echo": Service(echo, Channel.REDUCE, 2 * LIMIT_BYTES, per_caller=50), **offered})
@@ -39,7 +39,7 @@ def ask(caller: Host, peer_id: str, verb: str, message: Message | None = None, t
 
 
 def refusal(caller: Host, peer_id: str, verb: str, message: Message | None = None, timeout_s: float = 10.0) -> str:
-    """Code of the PeerError that this call ends with."""
+    """Return the code of the PeerError with which this call ends."""
     with pytest.raises(PeerError) as caught:
         ask(caller, peer_id, verb, message, timeout_s)
     assert str(caught.value)
@@ -59,7 +59,7 @@ def test_call_carries_header_and_blobs_both_ways(swarm: Swarm) -> None:
     assert list(reply.blobs) == blobs
 
 
-def test_node_calls_itself(swarm: Swarm) -> None:
+def test_node_calls_itself_without_using_the_network(swarm: Swarm) -> None:
     _, server = pair(swarm)
     reply = ask(server, server.peer_id, "echo", Message({}, [b"x"]))
     assert (reply.header["caller"], list(reply.blobs)) == (server.peer_id, [b"x"])
@@ -67,7 +67,7 @@ def test_node_calls_itself(swarm: Swarm) -> None:
     assert sum(server.wire.traffic.sent_bytes.values()) == 0, "nothing crossed the wire"
 
 
-def test_concurrent_calls_do_not_mix(swarm: Swarm) -> None:
+def test_concurrent_calls_get_their_own_replies(swarm: Swarm) -> None:
     caller, server = pair(swarm)
 
     async def all_at_once() -> list[Message]:
@@ -77,7 +77,7 @@ def test_concurrent_calls_do_not_mix(swarm: Swarm) -> None:
     assert [reply.header["header"]["i"] for reply in caller.do(all_at_once())] == list(range(50))
 
 
-def test_timeout_does_not_stop_the_handler(swarm: Swarm) -> None:
+def test_timeout_of_a_call_does_not_stop_its_handler(swarm: Swarm) -> None:
     finished = threading.Event()
 
     async def slow(caller: str, message: Message) -> Message:
@@ -92,12 +92,12 @@ def test_timeout_does_not_stop_the_handler(swarm: Swarm) -> None:
     assert finished.wait(5)
 
 
-def test_unknown_peer_is_unreachable(swarm: Swarm) -> None:
+def test_call_to_an_unknown_peer_fails_as_unreachable(swarm: Swarm) -> None:
     caller, _ = pair(swarm)
     assert refusal(caller, new_identity().peer_id, "echo") == "unreachable"
 
 
-def test_closed_peer_is_unreachable_for_waiting_callers(swarm: Swarm) -> None:
+def test_waiting_call_fails_as_unreachable_when_its_peer_closes(swarm: Swarm) -> None:
     asked = threading.Event()
 
     async def hang(caller: str, message: Message) -> Message:
@@ -120,14 +120,14 @@ def test_closed_peer_is_unreachable_for_waiting_callers(swarm: Swarm) -> None:
     assert refusal(server, caller.peer_id, "echo") == "unreachable", "a closed wire cannot call"
 
 
-def test_unknown_verb_is_refused(swarm: Swarm) -> None:
+def test_call_of_an_unknown_verb_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     assert refusal(caller, server.peer_id, "no such verb") == "bad_message"
     assert_answers(caller, server)
 
 
 @pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 20 * LIMIT_BYTES])
-def test_long_body_is_refused_unread(swarm: Swarm, size: int) -> None:
+def test_request_with_a_body_that_is_too_long_is_refused_unread(swarm: Swarm, size: int) -> None:
     seen: list[int] = []
 
     async def count(caller: str, message: Message) -> Message:
@@ -144,7 +144,7 @@ def test_long_body_is_refused_unread(swarm: Swarm, size: int) -> None:
     assert_answers(caller, server)
 
 
-def test_long_header_is_refused(swarm: Swarm) -> None:
+def test_request_with_a_header_that_is_too_long_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     message = Message({"filler": bytes(MAX_HEADER_BYTES)})
     assert refusal(caller, server.peer_id, "echo", message) == "bad_size"
@@ -180,7 +180,7 @@ async def open_stream(caller: Host, server: Host) -> tuple[asyncio.StreamReader,
 
 
 def send_header(caller: Host, server: Host, data: bytes) -> None:
-    """Send the bytes of a header. Returns once the server has refused it."""
+    """Send the bytes of a header, and wait until the server has refused it."""
 
     async def send() -> None:
         if isinstance(server.wire, InProcessWire):
@@ -198,7 +198,7 @@ def send_header(caller: Host, server: Host, data: bytes) -> None:
     caller.do(send())
 
 
-def test_malformed_header_is_refused(swarm: Swarm) -> None:
+def test_request_with_a_malformed_header_is_refused(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     for what, data in GARBAGE.items():
         try:
@@ -219,7 +219,7 @@ FAILURES = {
 }
 
 
-def test_handler_error_reaches_the_caller(swarm: Swarm) -> None:
+def test_error_code_of_a_handler_reaches_the_caller(swarm: Swarm) -> None:
     error: Exception
 
     async def fail(caller: str, message: Message) -> Message:
@@ -231,7 +231,7 @@ def test_handler_error_reaches_the_caller(swarm: Swarm) -> None:
         assert_answers(caller, server)
 
 
-def test_traffic_is_counted_on_both_ends(swarm: Swarm) -> None:
+def test_traffic_of_a_call_is_counted_on_both_ends(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     caller.wire.serve({"echo": Service(echo, Channel.REDUCE, LIMIT_BYTES)})
     ask(caller, server.peer_id, "echo", Message({}, [bytes(100_000)]))
@@ -243,7 +243,7 @@ def test_traffic_is_counted_on_both_ends(swarm: Swarm) -> None:
     assert server.wire.traffic.sent_bytes[Channel.REDUCE] == pytest.approx(received[Channel.REDUCE], abs=16)
 
 
-def test_long_reply_is_refused(swarm: Swarm) -> None:
+def test_reply_that_is_too_long_is_refused(swarm: Swarm) -> None:
     async def flood(caller: str, message: Message) -> Message:
         return Message(blobs=[bytes(size) for size in message.header["sizes"]])
 
@@ -266,8 +266,8 @@ def test_long_reply_is_refused(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "echo").header, "the peer can still be called"
 
 
-def test_concurrent_calls_per_caller_are_limited(swarm: Swarm) -> None:
-    """A caller that reads no replies must not fill the memory."""
+def test_number_of_concurrent_calls_per_caller_is_limited(swarm: Swarm) -> None:
+    """A caller that reads no replies must not fill the memory of the server."""
     caller, server = pair(swarm)
     (other,) = swarm.hosts(1)
     other.learn(server.peer_id, server.addresses())
@@ -294,7 +294,7 @@ def test_concurrent_calls_per_caller_are_limited(swarm: Swarm) -> None:
     assert not ask(caller, server.peer_id, "slow").blobs
 
 
-def test_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
+def test_request_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
     caller, server = pair(swarm)
     (friend,) = swarm.hosts(1)
     friend.learn(server.peer_id, server.addresses())
@@ -308,8 +308,8 @@ def test_body_of_a_stranger_is_not_read(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "echo").header
 
 
-def test_call_counts_from_its_header_on(swarm: Swarm) -> None:
-    """A caller that sends its bodies slowly must not fill the memory."""
+def test_call_counts_against_the_limit_of_its_caller_as_soon_as_its_header_arrives(swarm: Swarm) -> None:
+    """A caller that sends its bodies slowly must not fill the memory of the server."""
     if swarm.transport == "local":
         pytest.skip("the local transport has no streams")
     caller, server = pair(swarm)
@@ -334,7 +334,7 @@ def test_call_counts_from_its_header_on(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "bulk").header["caller"] == caller.peer_id
 
 
-def test_streams_per_caller_are_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_open_streams_per_caller_is_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no streams")
     from node.swarm.transport import libp2p as p2p
@@ -358,7 +358,7 @@ def test_streams_per_caller_are_limited(swarm: Swarm, monkeypatch: pytest.Monkey
     assert_answers(caller, server)
 
 
-def test_half_open_connection_is_replaced(swarm: Swarm) -> None:
+def test_half_open_connection_is_replaced_after_two_timeouts(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no connections")
     caller, server = pair(swarm)
@@ -387,7 +387,7 @@ def test_half_open_connection_is_replaced(swarm: Swarm) -> None:
         caller.do(detour.close())
 
 
-def test_bulk_keeps_the_connection_of_a_slow_peer(swarm: Swarm) -> None:
+def test_running_bulk_call_keeps_the_connection_to_a_slow_peer(swarm: Swarm) -> None:
     release = threading.Event()
 
     async def slow(_caller: str, message: Message) -> Message:

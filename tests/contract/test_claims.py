@@ -1,4 +1,4 @@
-"""Claims to have accepted an outcome. They take precedence, so they must be proved and adoptable."""
+"""A claim to have accepted an outcome takes precedence, so it must be proved, and the outcome adoptable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def claim_of(node: Node, outcome: Document, hashes: bytes, number: int = 0) -> l
     return [number, outcome.model_dump(), hashes.hex(), accept(node.host.identity, outcome.hash, number)]
 
 
-def test_a_repeated_accepted_claim_is_checked_once(swarm: Swarm) -> None:
+def test_a_repeated_claim_of_an_accepted_outcome_is_checked_once(swarm: Swarm) -> None:
     _, second, _, member = _at_rest(swarm)
     parent = member.tip.head
     outcome, hashes = lone_outcome(member, parent, 1.0)
@@ -43,7 +43,7 @@ BAD_CLAIMS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_CLAIMS)
-def test_an_accepted_claim_without_a_vote_is_refused(swarm: Swarm, what: str) -> None:
+def test_a_claim_of_an_accepted_outcome_without_a_valid_vote_is_refused(swarm: Swarm, what: str) -> None:
     _, _, second, member = _at_rest(swarm)
     outcome, hashes = lone_outcome(member, member.tip.head, 1.0)
     claim = BAD_CLAIMS[what](claim_of(member, outcome, hashes))
@@ -78,8 +78,8 @@ def test_an_outcome_of_a_later_attempt_is_not_accepted(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("what", ["chunks that nobody has", "a mean that is too long", "a result"])
-def test_only_an_adoptable_claim_is_proposed_again(swarm: Swarm, what: str) -> None:
-    """An accepted outcome may be committed, so it is proposed first, unless it cannot be adopted."""
+def test_a_claimed_outcome_is_proposed_again_only_if_it_can_be_adopted(swarm: Swarm, what: str) -> None:
+    """An accepted outcome may already be committed, so it is proposed first, unless it cannot be adopted."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     *_, member = nodes
     value = 1e9 if what == "a mean that is too long" else 1.0

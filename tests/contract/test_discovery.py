@@ -1,4 +1,4 @@
-"""Discovery over libp2p, with addresses and DHT records that are wrong or hostile."""
+"""Tests of discovery over libp2p, with addresses and DHT records that are wrong or hostile."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def bad_addresses(peer_id: str) -> list[str]:
     return [f"/x{peer_id}", f"/garbage/p2p/{peer_id}", f"/ip4/1.2.3.4/tcp/99999999/p2p/{peer_id}", f"/p2p/{peer_id}"]
 
 
-def test_a_valid_address_is_dialed_if_others_are_invalid(swarm: Swarm) -> None:
+def test_a_valid_address_of_a_peer_is_dialed_although_others_are_invalid(swarm: Swarm) -> None:
     host, other = swarm.hosts(2)
     wire, bad = host.wire, bad_addresses(other.peer_id)
     for address in bad:
@@ -99,7 +99,7 @@ def named(address: str) -> str:
     return address.replace("/ip4/127.0.0.1/", "/dns4/localhost/")
 
 
-def test_host_names_from_bootstrap_cache_and_record_are_dialed(swarm: Swarm, tmp_path: Path) -> None:
+def test_addresses_with_host_names_from_bootstrap_cache_and_records_are_dialed(swarm: Swarm, tmp_path: Path) -> None:
     host, *others = swarm.hosts(3)
     by_name = [[named(address) for address in other.addresses()] for other in others]
     assert all(address.startswith("/dns4/localhost/tcp/") for addresses in by_name for address in addresses)
@@ -115,7 +115,7 @@ def test_host_names_from_bootstrap_cache_and_record_are_dialed(swarm: Swarm, tmp
     assert set(by_name[0]) <= set(json.loads(cache.read_text())["addresses"])
 
 
-def test_unreachable_addresses_do_not_delay_the_right_one(swarm: Swarm) -> None:
+def test_unreachable_addresses_of_a_peer_do_not_delay_the_connection(swarm: Swarm) -> None:
     host, other = swarm.hosts(2)
     nowhere = [f"/ip4/198.18.0.{n}/tcp/9/p2p/{other.peer_id}" for n in range(MAX_DIALED - 1)]
     began_at_s = time.monotonic()
@@ -129,8 +129,8 @@ def free_port() -> int:
         return int(closed.getsockname()[1])
 
 
-def test_an_answer_of_another_program_does_not_cause_a_dial_of_a_dead_address(swarm: Swarm, tmp_path: Path) -> None:
-    """After a failed dial libp2p refuses the address for seconds."""
+def test_an_answer_of_another_program_does_not_make_libp2p_dial_a_dead_address(swarm: Swarm, tmp_path: Path) -> None:
+    """After a failed dial, libp2p refuses to dial the address again for some seconds."""
     (host,) = swarm.hosts(1)
     peer_id, port, dead_port = load_identity(tmp_path / "identity.key").peer_id, free_port(), free_port()
     daemon = host.do(start_daemon(DaemonOptions(tmp_path / "identity.key", (f"/ip4/127.0.0.1/tcp/{port}",))))
@@ -163,7 +163,7 @@ def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypat
     names = [f"/dns4/hangs{n}.example/tcp/9/p2p/{nobody}" for n in range(MAX_DIALED)]
 
     async def connect() -> float:
-        """Seconds until a thread of the loop was free meanwhile."""
+        """Return the seconds until the loop had a free thread during the lookups."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         connecting = asyncio.create_task(host.wire.connect(names))  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
@@ -180,7 +180,7 @@ def test_hanging_name_lookups_do_not_block_other_threads(swarm: Swarm, monkeypat
         over.set()
 
 
-def test_an_address_without_a_peer_id_is_asked_for_it(swarm: Swarm) -> None:
+def test_peer_id_is_asked_of_an_address_that_does_not_name_one(swarm: Swarm) -> None:
     host, other = swarm.hosts(2)
     for address in other.addresses():
         for plain in (address.partition("/p2p/")[0], named(address).partition("/p2p/")[0]):
@@ -233,14 +233,14 @@ def test_the_address_cache_is_read_once_and_written_when_it_changes(
     assert host.folder.name not in {thread for _, thread in threads}
 
 
-# islands
+# nodes that have peers but miss most of the run
 
 
 @pytest.mark.parametrize("how", ["bootstrap", "host and port", "known from before"])
 def test_a_node_with_peers_dials_known_peers_that_are_missing(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Neighbours that found each other on a local network find the run once the internet is back."""
+    """Neighbours that found each other on a local network must find the run when the internet is back."""
     monkeypatch.setattr("node.swarm.membership.discovery.REDIAL_S", 0.2)
     monkeypatch.setattr("node.swarm.membership.discovery.MAX_RETRY_S", 0.2)
     host, neighbour, far = swarm.hosts(3)
@@ -256,7 +256,7 @@ def test_a_node_with_peers_dials_known_peers_that_are_missing(
     assert [r.peer_id for r in finder.peer_table.live()[1:]] == [neighbour.peer_id]
 
     async def no_dht() -> None:
-        """The DHT of a host is shared with later tests."""
+        """Use no DHT, because later tests share the DHT of this host."""
 
     monkeypatch.setattr(finder.discovery, "_use_dht", no_dht)
     Finder(far, tmp_path / "far.json")  # It answers gossip from now on.
@@ -273,7 +273,7 @@ def test_a_node_with_peers_dials_known_peers_that_are_missing(
     host.do(look())
 
 
-def test_a_few_of_the_missing_peers_are_dialed_at_a_time(
+def test_a_node_dials_only_a_few_of_the_missing_peers_at_a_time(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, neighbour = swarm.hosts(2)

@@ -68,7 +68,7 @@ def test_a_leader_that_reduces_alone_excludes_a_member_with_a_false_norm(swarm: 
     assert [node.host.wire.traffic.rejected["bad_norm"] for node in nodes] == [0, 1, 0, 0]
 
 
-def test_a_reducer_that_enlarges_its_mean_is_excluded(swarm: Swarm) -> None:
+def test_a_reducer_that_enlarges_its_mean_does_not_reduce_in_the_next_attempt(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[2]
     true = reduce.Reducer.average
@@ -99,7 +99,7 @@ def test_a_reducer_that_enlarges_its_mean_is_excluded(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("kind", ["garbage", "nan", "shape"])
 def test_a_reducer_that_damages_every_mean_does_not_stop_rounds(swarm: Swarm, kind: str) -> None:
-    """The leader after a refused result reduces alone. If that leader is the attacker, the next one does."""
+    """After a refused result the next leader reduces alone. If it is the attacker, the leader after it does."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
     bad.participant.ctx.hooks._faults = parse_faults(f"average@*={kind}")
@@ -112,7 +112,7 @@ def test_a_reducer_that_damages_every_mean_does_not_stop_rounds(swarm: Swarm, ki
 
 
 def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
-    """A member's own join above the cap, and another member's join with an invalid signature."""
+    """The attacker signs too many tokens in its own join, and changes the tokens in another member's join."""
     rules = replace(swarm.rules(PARAMETERS, "fp16", min_peers=2), max_tokens=1000)
     nodes = swarm.nodes(3, rules)
     bad, *honest = nodes
@@ -133,7 +133,7 @@ def test_a_forged_token_count_is_refused(swarm: Swarm) -> None:
     assert_same([node.committed() for node in honest])
 
 
-def test_unsigned_tokens_do_not_attract_members(swarm: Swarm) -> None:
+def test_a_record_with_more_tokens_than_were_signed_does_not_attract_members(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     *honest, bad = nodes
@@ -155,7 +155,7 @@ def test_unsigned_tokens_do_not_attract_members(swarm: Swarm) -> None:
     assert not any(node.lost.is_set() for node in honest)
 
 
-def test_a_signer_of_two_outcomes_in_one_attempt_is_evicted(swarm: Swarm) -> None:
+def test_a_member_that_signs_two_outcomes_in_one_attempt_is_evicted(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = in_leader_order(nodes)
     parent = bad.tip.head
@@ -190,7 +190,7 @@ def test_a_second_leader_of_one_attempt_is_refused(swarm: Swarm) -> None:
     assert len(votes) == 1
 
 
-def test_a_single_member_cannot_commit_without_the_others_if_min_peers_is_one(swarm: Swarm) -> None:
+def test_a_single_member_cannot_commit_without_the_others_even_if_min_peers_is_one(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     round_of(nodes, 0)
     *honest, bad = nodes

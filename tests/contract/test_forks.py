@@ -68,7 +68,9 @@ def dropped_rounds(node: Node) -> list[int]:
 
 
 @pytest.mark.parametrize(("lighter_rounds", "heavier_rounds"), [(1, 1), (3, 1), (1, 2)])
-def test_the_chain_with_more_tokens_wins(swarm: Swarm, sides: Sides, lighter_rounds: int, heavier_rounds: int) -> None:
+def test_nodes_follow_the_chain_with_more_tokens_after_a_network_split(
+    swarm: Swarm, sides: Sides, lighter_rounds: int, heavier_rounds: int
+) -> None:
     lighter, heavier = sides
     nodes = [*lighter, *heavier]
     for node in heavier:
@@ -102,8 +104,8 @@ def test_a_downloaded_state_includes_the_links_of_its_chain(swarm: Swarm, sides:
 
 
 @pytest.mark.parametrize("shown", [1, 2])
-def test_chains_without_a_known_fork_point_are_compared(swarm: Swarm, sides: Sides, shown: int) -> None:
-    """The winning nodes have only the newest of their links."""
+def test_nodes_compare_the_newest_links_if_they_know_no_fork_point(swarm: Swarm, sides: Sides, shown: int) -> None:
+    """The winning nodes have kept only the newest of their links."""
     lighter, heavier = sides
     commit_rounds(lighter, 2, 1000)
     commit_rounds(heavier, 2, 5000)
@@ -118,7 +120,7 @@ def test_chains_without_a_known_fork_point_are_compared(swarm: Swarm, sides: Sid
         assert node.host.wire.traffic.rejected["bad_weight"] == 0
 
 
-def test_the_smaller_head_wins_between_equal_chains(swarm: Swarm, sides: Sides) -> None:
+def test_nodes_follow_the_smaller_head_between_chains_with_equal_tokens(swarm: Swarm, sides: Sides) -> None:
     for side in sides:
         commit_rounds(side, 1, 0)
     assert sides[0][0].tip.state.tokens == sides[1][0].tip.state.tokens
@@ -129,7 +131,7 @@ def test_the_smaller_head_wins_between_equal_chains(swarm: Swarm, sides: Sides) 
     assert not any(node.lost.is_set() for node in winner)
 
 
-def test_a_node_that_was_cut_off_follows_its_partner(swarm: Swarm) -> None:
+def test_a_node_that_was_cut_off_follows_the_partner_that_continued_alone(swarm: Swarm) -> None:
     """The partner continued alone. Its proofs are accepted when the path is back."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)

@@ -1,4 +1,4 @@
-"""Rounds of fragments: each moves its own part of the parameters."""
+"""Each round of a fragment changes its own part of the parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_late_member_replays_rounds_of_all_fragments(swarm: Swarm) -> None:
     assert len(round_of([*nodes, late], FRAGMENTS + 1)[0].outcome.included) == 3
 
 
-def test_a_download_has_the_state_of_all_fragments(swarm: Swarm) -> None:
+def test_a_downloaded_state_contains_all_fragments(swarm: Swarm) -> None:
     nodes = swarm_of(swarm, 2)
     for round_ in range(2):
         round_of(nodes, round_)

@@ -1,4 +1,4 @@
-"""Peers that break the rules. Every node refuses their messages and excludes them."""
+"""Every node refuses the messages of peers that break the rules, and excludes these peers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _call(node: Node, peer: Node, verb: str, message: Message) -> Message:
 
 
 def joined(first: Node, member: Node) -> None:
-    """The member offers, and asks the leader of the first attempt to lead it."""
+    """Let the member offer, and ask the leader of the first attempt to lead it."""
     offer_all([member], 0)
     wait_until(
         lambda: any(member.peer_id in attempt.joins for attempt in list(first.participant.ballot._attempts.values()))
@@ -135,7 +135,7 @@ RUBBISH: dict[str, Sequence[Message]] = {
 }
 
 
-def test_random_messages_on_every_verb_are_survived(swarm: Swarm) -> None:
+def test_malformed_messages_of_every_verb_are_refused_and_stop_no_round(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
     for verb, messages in RUBBISH.items():
@@ -157,7 +157,7 @@ BAD_REPLIES: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize("what", BAD_REPLIES)
-def test_a_member_with_random_answers_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+def test_a_member_with_malformed_answers_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
     verb, header = BAD_REPLIES[what]
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
@@ -187,7 +187,7 @@ ODD_VOTES: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("what", ODD_REPLIES)
-def test_a_member_with_slightly_wrong_answers_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
+def test_a_member_with_impossible_sums_of_squares_cannot_stop_the_round(swarm: Swarm, what: str) -> None:
     verb, change = ODD_REPLIES[what]
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     *honest, bad = nodes
@@ -214,7 +214,7 @@ def test_a_member_with_a_wrong_vote_cannot_stop_the_round(swarm: Swarm, what: st
 
 
 @pytest.mark.parametrize("said", ["abc", None, math.inf, [], -1, 0, 2**31, 2**63])
-def test_an_impossible_attempt_number_of_a_leader_stops_no_member(swarm: Swarm, said: Any) -> None:
+def test_a_leader_that_names_an_impossible_attempt_number_stops_no_member(swarm: Swarm, said: Any) -> None:
     bad, *honest = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
 
     async def answer_badly(caller: str, message: Message) -> Message:
@@ -227,8 +227,8 @@ def test_an_impossible_attempt_number_of_a_leader_stops_no_member(swarm: Swarm, 
     assert done[0].outcome.plan.attempt < 2 * MAX_AHEAD
 
 
-def test_a_member_sent_to_a_far_attempt_rejoins(swarm: Swarm) -> None:
-    """Members go towards the attempt that it names by MAX_AHEAD at a time."""
+def test_members_reach_the_far_attempt_of_their_leader_in_several_steps(swarm: Swarm) -> None:
+    """Members approach the attempt that their leader names by at most MAX_AHEAD at a time."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     nodes[0].participant.ballot.number = 3 * MAX_AHEAD + 1
     done = round_of(nodes, 0)
@@ -252,7 +252,7 @@ def test_a_leader_with_an_internal_error_is_replaced(swarm: Swarm, monkeypatch: 
 
 
 @pytest.mark.parametrize("verb", ["attend", "average", "collect"])
-def test_a_member_that_raises_the_attempt_number_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
+def test_a_member_that_names_a_far_attempt_number_does_not_stop_the_round(swarm: Swarm, verb: str) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(2, rules)
     outsider = swarm.node(rules)
@@ -270,8 +270,8 @@ def test_a_member_that_raises_the_attempt_number_does_not_stop_the_round(swarm: 
 # ending attempts
 
 
-def test_only_the_leader_of_an_attempt_gives_orders(swarm: Swarm) -> None:
-    """All know the attempt's number, but members take orders only from a member that they asked to lead."""
+def test_members_take_orders_only_from_the_leader_of_their_attempt(swarm: Swarm) -> None:
+    """All know the number of the attempt, but members take orders only from a member that they asked to lead."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     first, other, bad = nodes
     for node in (first, other):
@@ -320,7 +320,7 @@ def test_text_from_a_leader_is_safe_for_log_and_page(swarm: Swarm) -> None:
 
 
 def test_a_padded_join_does_not_stop_the_round(swarm: Swarm) -> None:
-    """Padding that would make the accepted outcome larger than a header allows."""
+    """The padding would make the accepted outcome larger than a header allows."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[1]
 
@@ -430,7 +430,7 @@ def test_a_tampered_proof_is_not_adopted(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     watcher = swarm.node(rules)
-    watcher.stop()  # It gets proofs from this test only.
+    watcher.stop()  # The watcher gets proofs from this test only.
     round_of(nodes, 0)
     good = nodes[0].tip.proof
     assert good is not None
@@ -466,7 +466,7 @@ def test_a_tampered_proof_is_not_adopted(swarm: Swarm) -> None:
     assert not watcher.host.do(watcher.participant.committer.adopt(good)), "a second adoption does nothing"
 
 
-def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> None:
+def test_a_result_chunk_with_a_wrong_hash_is_fetched_from_another_peer(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     nodes = swarm.nodes(3, rules)
     round_of(nodes, 0)
@@ -488,7 +488,7 @@ def test_a_result_chunk_with_a_wrong_hash_is_fetched_elsewhere(swarm: Swarm) -> 
     assert late.tip.digest == nodes[0].tip.digest
 
 
-def test_fetched_chunks_are_read_off_the_event_loop_two_at_a_time_per_caller(
+def test_chunks_are_read_in_threads_for_at_most_two_calls_per_caller(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller, other = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
@@ -517,7 +517,7 @@ def test_fetched_chunks_are_read_off_the_event_loop_two_at_a_time_per_caller(
     assert [list(call.result(10).blobs) for call in (first, second)] == [[chunk], [chunk]]
 
 
-def test_a_leader_of_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> None:
+def test_a_leader_that_proposes_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp32", min_peers=1)
     nodes = swarm.nodes(3, rules)
     first, victim, _ = in_leader_order(nodes)
@@ -557,7 +557,7 @@ def lone_outcome(node: Node, parent: str, value: float, round_: int = 0, attempt
 
 @pytest.mark.parametrize("what", ["another number", "hashes written otherwise"])
 def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: str) -> None:
-    """Otherwise every later leader would have to propose it again, and the run would stop for ever."""
+    """If a member accepted it, every later leader would have to propose it again, and the run would stop for ever."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
     bad, victim, other = nodes
     parent = bad.tip.head
@@ -575,7 +575,7 @@ def test_an_outcome_that_cannot_be_adopted_is_not_accepted(swarm: Swarm, what: s
     assert other.peer_id in done[0].outcome.included
 
 
-def test_one_member_cannot_commit_alone(swarm: Swarm) -> None:
+def test_one_member_cannot_commit_alone_if_min_peers_is_two(swarm: Swarm) -> None:
     """A proof needs the votes of min_peers members."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=2))
     *honest, bad = nodes
@@ -589,7 +589,7 @@ def test_one_member_cannot_commit_alone(swarm: Swarm) -> None:
     assert all(node.tip.head != outcome.hash for node in honest)
 
 
-def test_a_failed_attempt_frees_its_data(swarm: Swarm) -> None:
+def test_a_failed_attempt_of_a_round_frees_its_data(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3))
     *honest, bad = nodes
 
@@ -606,7 +606,7 @@ def test_a_failed_attempt_frees_its_data(swarm: Swarm) -> None:
 
 
 def _noting(kept: list[bool], give_up: Callable[..., None]) -> Callable[..., None]:
-    """Whether a failed attempt that had a plan still holds contributions."""
+    """Note whether a failed attempt that had a plan still holds contributions."""
 
     def noted(attempt: Attempt, error: SwarmError) -> None:
         give_up(attempt, error)

@@ -1,4 +1,4 @@
-"""A hostile relay can end a call and nothing else. Neither end believes what it says about the other."""
+"""A hostile relay can only end a call. Neither end believes what the relay says about the other end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_no_call_gets_through(pair: RelayedPair, text: str) -> None:
     assert caught.value.code == "no_relay", "the failure says nothing about the peer"
 
 
-def test_relay_to_another_peer_is_detected(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_that_connects_to_another_peer_is_detected(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     wire, other = relay_of(pair), pair.swarm.introduced_hosts(1)[0]
     pair.relays[0].learn(other.peer_id, other.addresses())
 
@@ -175,7 +175,7 @@ def test_relay_cannot_replay_a_call(pair: RelayedPair, monkeypatch: pytest.Monke
     assert pair.server.wire.traffic.received_bytes == answered
 
 
-def test_relay_sees_only_ciphertext(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_sees_only_the_ciphertext_of_calls(pair: RelayedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     relay, seen = relay_of(pair).relay, bytearray()
     copy = relay._copy
 
@@ -187,7 +187,7 @@ def test_relay_sees_only_ciphertext(pair: RelayedPair, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\0", b"\xff\xff", b"\0\x03abc", b"\0\x01\x90"])
-def test_malformed_circuit_request_is_refused(pair: RelayedPair, rubbish: bytes) -> None:
+def test_malformed_request_for_a_circuit_does_not_disturb_the_relay(pair: RelayedPair, rubbish: bytes) -> None:
     wire = pair.caller.wire
     assert isinstance(wire, Libp2pWire)
 

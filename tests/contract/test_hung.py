@@ -1,4 +1,4 @@
-"""Peers that hang, as after SIGSTOP: they send nothing and no call fails. The others go on, and the peers return."""
+"""Peers that hang, as after SIGSTOP, send nothing, and calls to them do not fail. The others continue without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contract.harness import Node, Swarm, Trap, assert_same, offer_all, ro
 PARAMETERS = 50_000
 HANG_S = MemberTimings().dead_s + 6.0
 SOON_S = MemberTimings().dead_s + 8.0
-"""Failure detection, then a new attempt with its grace, on a loaded machine."""
+"""The time of failure detection and of a new attempt with its grace period, on a loaded machine."""
 
 
 def hang(node: Node, stage: str, round_: int) -> Trap:
@@ -25,11 +25,13 @@ def hang(node: Node, stage: str, round_: int) -> Trap:
 @pytest.fixture(autouse=True)
 def only_over_p2p(swarm: Swarm) -> None:
     if swarm.transport == "local":
-        pytest.skip("the matrix has it")
+        pytest.skip("the fault matrix covers the local transport")
 
 
 @pytest.mark.parametrize(("stage", "who", "count"), [("average", "leader", 3), ("commit", "member", 4)])
-def test_others_commit_without_a_hung_member_and_it_returns(swarm: Swarm, stage: str, who: str, count: int) -> None:
+def test_others_commit_without_a_hung_member_that_takes_part_again_later(
+    swarm: Swarm, stage: str, who: str, count: int
+) -> None:
     nodes = swarm.nodes(count, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     hung = nodes[0 if who == "leader" else -1]
     others = [node for node in nodes if node is not hung]
@@ -49,8 +51,8 @@ def test_others_commit_without_a_hung_member_and_it_returns(swarm: Swarm, stage:
     round_of(nodes, 1)
 
 
-def test_a_member_does_not_commit_alone_after_a_suspend(swarm: Swarm) -> None:
-    """It heard nothing during the suspend. If it took the others for dead, it would close a round alone."""
+def test_a_member_does_not_commit_alone_after_its_machine_was_suspended(swarm: Swarm) -> None:
+    """The node heard nothing while suspended. If it took the others for dead, it would close a round alone."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)
     sleeper, other = nodes

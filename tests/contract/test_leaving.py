@@ -1,4 +1,4 @@
-"""Peers leave: cleanly, in a round, as its leader. The others go on soon and agree."""
+"""Peers leave cleanly, or die in a round, also as its leader. The others soon continue and agree."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.contract.harness import (
 )
 
 SOON_S = 10.0
-"""Above the time that a loaded machine needs, below the time after which a silent peer is dead."""
+"""More than a loaded machine needs, and less than the time after which a silent peer counts as dead."""
 PARAMETERS = 50_000
-"""Thirteen chunks, so every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 STAGES = ("rendezvous", "reduce", "average", "commit")
 
 
@@ -34,7 +34,7 @@ def set_trap(node: Node, plan: str) -> Trap:
 
 
 def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[Committed]:
-    """All members offer, and one dies when its fault applies. Returns what the others commit."""
+    """Let all members offer, and one die when its fault applies. Returns what the others commit."""
     offer_all(nodes, round_)
     assert trap.sprung.wait(SOON_S)
     began_s = time.monotonic()
@@ -45,7 +45,7 @@ def survive(nodes: Sequence[Node], lost: Node, trap: Trap, round_: int) -> list[
     return done
 
 
-def test_after_a_clean_leave_the_next_round_does_not_wait(swarm: Swarm) -> None:
+def test_the_next_round_does_not_wait_for_a_member_that_has_left_cleanly(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     round_of(nodes, 0)
     gone, *stay = in_leader_order(nodes)
@@ -99,7 +99,7 @@ def test_an_outcome_accepted_under_a_dead_leader_is_proposed_again(swarm: Swarm)
         assert leader.peer_id in d.outcome.included, "the outcome includes the dead leader's contribution"
 
 
-def test_chunks_of_a_dead_reducer_are_fetched_from_others(swarm: Swarm) -> None:
+def test_chunks_of_a_dead_reducer_are_fetched_from_other_members(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     reducer = nodes[3]
     trap = set_trap(reducer, "serve@0=stall:60")
@@ -108,7 +108,7 @@ def test_chunks_of_a_dead_reducer_are_fetched_from_others(swarm: Swarm) -> None:
     round_of(nodes[:3], 1)
 
 
-def test_the_last_live_member_continues_alone(swarm: Swarm) -> None:
+def test_the_last_live_member_continues_alone_if_min_peers_is_one(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     round_of(nodes, 0)
     last, *others = nodes
@@ -119,7 +119,7 @@ def test_the_last_live_member_continues_alone(swarm: Swarm) -> None:
     assert done.outcome.included == (last.peer_id,)
 
 
-def test_nothing_is_committed_below_min_peers(swarm: Swarm) -> None:
+def test_no_round_is_committed_with_fewer_members_than_min_peers(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
     (first,) = swarm.nodes(1, rules)
     offer_all([first], 0)

@@ -1,4 +1,4 @@
-"""Peers that send malformed replies: the caller continues, and its background tasks stay alive."""
+"""After malformed replies of a peer, the caller continues, and its background tasks stay alive."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ MEMBERS = ("contribute", "collect", "average", "fetch")
 
 
 @pytest.mark.parametrize("verb", MEMBERS)
-def test_a_members_malformed_replies_stop_no_round(nodes: list[Node], verb: str) -> None:
-    """A leader omits the member after the first one, so each round has others."""
+def test_malformed_replies_of_a_member_stop_no_round(nodes: list[Node], verb: str) -> None:
+    """A leader omits the member after the first malformed reply, so each round uses other replies."""
     *honest, bad = nodes
     rng = random.Random(verb)
     for number in range(3):
@@ -92,7 +92,7 @@ def test_a_members_malformed_replies_stop_no_round(nodes: list[Node], verb: str)
     assert_alive(honest)
 
 
-def test_a_leaders_malformed_replies_stop_no_round(nodes: list[Node]) -> None:
+def test_malformed_replies_of_a_leader_stop_no_round(nodes: list[Node]) -> None:
     bad, *honest = nodes
     given = reply_with(bad, "attend", malformed())
     round_of(honest, 0)
@@ -100,7 +100,7 @@ def test_a_leaders_malformed_replies_stop_no_round(nodes: list[Node]) -> None:
     assert_alive(honest)
 
 
-def test_gossip_continues(nodes: list[Node]) -> None:
+def test_gossip_continues_after_malformed_replies(nodes: list[Node]) -> None:
     *honest, bad = nodes
     signatures = ("x", 10**12, [1], b"", None, b"\0" * 63)
     replies = malformed() + [Message({"signatures": [s], "ages_ds": [0]}, [b"{}"]) for s in signatures]
@@ -117,7 +117,7 @@ def _is_longer(given: list[int], before: int) -> bool:
 
 
 @pytest.mark.parametrize("light", [False, True])
-def test_catching_up_continues(nodes: list[Node], light: bool) -> None:
+def test_catching_up_continues_after_malformed_replies(nodes: list[Node], light: bool) -> None:
     *honest, bad = nodes
     bad.stop()
     replies = [replace(reply, header=dict(reply.header) | {"light": light}) for reply in malformed()]
@@ -136,7 +136,7 @@ def test_catching_up_continues(nodes: list[Node], light: bool) -> None:
     round_of(honest, 0)
 
 
-def test_a_joiner_ignores_malformed_states_and_votes(swarm: Swarm) -> None:
+def test_a_joiner_ignores_malformed_descriptions_of_states_and_malformed_votes(swarm: Swarm) -> None:
     joiner, bad = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16"))
     search = ProviderSearch(joiner.host.wire, joiner.peer_table, joiner.rules, random.Random(1))
     leaves = [bytes(HASH_BYTES)] * 2
@@ -186,7 +186,7 @@ UNSENDABLE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", UNSENDABLE)
-def test_an_unsendable_value_is_refused_at_once_on_both_ends(swarm: Swarm, what: str) -> None:
+def test_a_value_that_cannot_be_serialised_is_refused_at_once_on_both_ends(swarm: Swarm, what: str) -> None:
     caller, server = swarm.introduced_hosts(2)
 
     async def answer(_caller: str, message: Message) -> Message:
@@ -207,7 +207,7 @@ def test_a_call_to_an_invalid_peer_id_fails(swarm: Swarm) -> None:
             caller.do(caller.wire.call(peer_id, "ask", Message(), timeout_s=5))
 
 
-def test_the_nesting_of_a_header_is_limited() -> None:
+def test_nesting_depth_of_a_message_header_is_limited() -> None:
     def packed(depth: int) -> bytes:
         return b"\x93\xa1x\x81\xa1a" + b"\x91" * depth + b"\xc0" + b"\x90"
 

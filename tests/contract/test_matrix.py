@@ -15,18 +15,18 @@ JOBS = 4
 
 @pytest.fixture(scope="module")
 def played() -> dict[Case, str]:
-    """Case to what went wrong."""
+    """The error of each case. It is empty if the case has passed."""
     return {case: problem for case, _, problem in run_all(sample(), JOBS)}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", sample(), ids=str)
-def test_a_fault_does_not_stop_other_members(played: dict[Case, str], case: Case) -> None:
+def test_a_fault_of_one_member_does_not_stop_the_other_members(played: dict[Case, str], case: Case) -> None:
     assert played[case] == ""
 
 
-def test_the_sample_covers_every_pair() -> None:
-    """Stage with kind, and each of both with every role and size."""
+def test_sample_of_the_fault_matrix_covers_every_pair_of_stage_and_fault() -> None:
+    """Every stage occurs with every kind, and every stage and every kind with every role and size."""
     cases = sample()
     assert len(all_cases()) == len(STAGES) * len(KINDS) * len(ROLES) * len(PEERS) == 180
     assert {(c.stage, c.kind) for c in cases} == {(s, k) for s in STAGES for k in KINDS}

@@ -1,4 +1,4 @@
-"""The all-reduce: an exact, complete mean with the same bits on all members, for the bytes of a butterfly."""
+"""The all-reduce gives all members the same bits of an exact mean, for the bytes of a butterfly all-reduce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_stat
     ("count", "parameters", "codec"),
     [(1, 4097, "fp32"), (2, 1, "fp32"), (3, 10_000, "fp32"), (4, 4097, "fp32"), (3, 10_000, "fp16")],
 )
-def test_the_mean_is_exact_up_to_the_codecs_rounding(swarm: Swarm, count: int, parameters: int, codec: str) -> None:
+def test_mean_of_a_round_is_exact_up_to_codec_rounding(swarm: Swarm, count: int, parameters: int, codec: str) -> None:
     nodes = swarm.nodes(count, swarm.rules(parameters, codec, min_peers=count))
     given = offer_all(nodes, 0)
     done = [node.committed() for node in nodes]
@@ -39,7 +39,7 @@ def test_the_mean_is_exact_up_to_the_codecs_rounding(swarm: Swarm, count: int, p
         assert d.outcome.included == tuple(sorted(given))
 
 
-def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
+def test_heads_and_digests_of_all_members_agree_over_five_rounds(swarm: Swarm) -> None:
     nodes = swarm.nodes(3, swarm.rules(5000, "fp16", min_peers=3))
     parent, heads = nodes[0].tip.head, set()
     for round_ in range(5):
@@ -53,7 +53,7 @@ def test_heads_and_digests_agree_over_five_rounds(swarm: Swarm) -> None:
     assert all(not node.failures for node in nodes)
 
 
-def test_the_record_states_when_the_rendezvous_began(swarm: Swarm) -> None:
+def test_record_of_a_round_states_when_the_rendezvous_began(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(1000, "fp32", min_peers=2))
     began = datetime.now(UTC)
     nodes[0].offer(torch.ones(1000))
@@ -67,7 +67,7 @@ def test_the_record_states_when_the_rendezvous_began(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_bytes_are_those_of_a_butterfly(swarm: Swarm, count: int) -> None:
+def test_members_transfer_as_many_bytes_as_a_butterfly_all_reduce_needs(swarm: Swarm, count: int) -> None:
     parameters = 1_600_000
     rules = swarm.rules(parameters, "fp16", min_peers=count)
     nodes = swarm.nodes(count, rules)

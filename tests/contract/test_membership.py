@@ -1,6 +1,6 @@
-"""Membership by gossip alone among a dozen peers, at the default intervals: joining, leaving and dying.
+"""A dozen peers join, leave and die, and the others learn of it by gossip alone at the default intervals.
 
-Only over the local transport: a dozen libp2p daemons start slowly, and gossip is the same above both.
+The tests use only the local transport, because a dozen libp2p daemons start slowly and gossip is the same over both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def count(node: Node) -> int:
     return len(node.peer_table.members())
 
 
-def test_a_killed_peer_is_dead_within_10_s_and_one_that_leaves_within_2_s(nodes: list[Node]) -> None:
+def test_a_killed_peer_counts_as_dead_within_10_s_and_one_that_leaves_within_2_s(nodes: list[Node]) -> None:
     killed, leaving, *others = nodes
     killed.vanish()
     wait_until(lambda: not any(node.peer_table.is_member(killed.peer_id) for node in others), DEATH_S)
@@ -51,6 +51,6 @@ def test_a_killed_peer_is_dead_within_10_s_and_one_that_leaves_within_2_s(nodes:
     assert {count(node) for node in others} == {PEERS - 2}, "the dead stay dead"
 
 
-def test_a_dozen_peers_commit_round_after_round_as_one_group(nodes: list[Node]) -> None:
+def test_a_dozen_peers_commit_five_rounds_as_one_group(nodes: list[Node]) -> None:
     for number in range(5):
         assert len(round_of(nodes, number)[0].outcome.included) == PEERS

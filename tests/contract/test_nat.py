@@ -27,7 +27,7 @@ def ether_swarm(swarm: Swarm) -> Iterator[Swarm]:
 
 
 def close_port(swarm: Swarm, nodes: Sequence[Node]) -> None:
-    """Other nodes cannot call these, and their records say so."""
+    """Make it impossible to call these nodes, and let their records say so."""
     for node in nodes:
         swarm.hub.hide(node.peer_id)
         node.host.do(say_closed(node))
@@ -51,7 +51,7 @@ def wait_known(nodes: Sequence[Node], hidden: Sequence[Node]) -> None:
 @pytest.mark.parametrize(("direct", "hidden"), [(1, 1), (2, 2), (1, 3)])
 def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, direct: int, hidden: int) -> None:
     nodes = ether_swarm.nodes(direct + hidden, ether_swarm.rules(PARAMETERS, "fp16", min_peers=2))
-    closed = nodes[:hidden]  # The first would lead the first round.
+    closed = nodes[:hidden]  # The first of them would lead the first round.
     close_port(ether_swarm, closed)
     wait_known(nodes, closed)
     for number in range(3):
@@ -61,8 +61,8 @@ def test_members_behind_nat_contribute_but_do_not_reduce(ether_swarm: Swarm, dir
     assert not any(node.failures for node in nodes)
 
 
-def test_bytes_per_reducer_follow_from_their_number(ether_swarm: Swarm) -> None:
-    """16 members of which 12 are behind NAT: each reducer sends 3/4 of its own, and its quarter to 15: 4.5 payloads."""
+def test_bytes_that_a_reducer_sends_follow_from_the_number_of_reducers(ether_swarm: Swarm) -> None:
+    """Four of 16 members reduce. Each sends 3/4 of its contribution, and 1/4 of the mean to 15 others: 4.5 payloads."""
     nodes = ether_swarm.nodes(16, ether_swarm.rules(60 * PARAMETERS, "fp32", min_peers=16))
     close_port(ether_swarm, nodes[4:])
     wait_known(nodes, nodes[4:])
@@ -76,7 +76,7 @@ def test_bytes_per_reducer_follow_from_their_number(ether_swarm: Swarm) -> None:
         assert 4.3 < sent < 5.2, f"{sent:.2f} payloads, control messages included"
 
 
-def test_round_without_callable_member_fails_with_a_remedy(swarm: Swarm) -> None:
+def test_round_without_a_member_that_can_be_called_fails_with_a_remedy(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     for node in nodes:
         node.host.do(say_closed(node))  # They could call each other, but their records deny it.
@@ -86,7 +86,7 @@ def test_round_without_callable_member_fails_with_a_remedy(swarm: Swarm) -> None
     assert "one of them must open a port" in str(failure)
 
 
-def test_lone_member_needs_no_port(swarm: Swarm) -> None:
+def test_lone_member_commits_rounds_without_an_open_port(swarm: Swarm) -> None:
     (node,) = swarm.nodes(1, swarm.rules(PARAMETERS, "fp16", min_peers=1))
     node.host.do(say_closed(node))
     assert_same(round_of([node], 0))
@@ -109,7 +109,7 @@ def reachability(host: Host, port: int) -> Reachability:
     return host.do(make())
 
 
-def test_peer_dials_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> None:
+def test_peer_probes_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     asker, asked = swarm.introduced_hosts(2)
@@ -124,7 +124,7 @@ def test_peer_dials_the_address_at_which_it_sees_the_caller(swarm: Swarm) -> Non
     assert caught.value.code == "too_soon"
 
 
-def test_another_node_at_the_address_does_not_count(swarm: Swarm) -> None:
+def test_another_node_at_the_probed_address_does_not_make_the_caller_reachable(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     asker, asked, neighbour = swarm.introduced_hosts(3)
@@ -134,7 +134,7 @@ def test_another_node_at_the_address_does_not_count(swarm: Swarm) -> None:
     assert "another node answers" in mine.reason
 
 
-def test_closed_port_is_reported(swarm: Swarm) -> None:
+def test_probed_port_that_is_closed_is_reported_with_a_remedy(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     asker, asked = swarm.introduced_hosts(2)

@@ -1,4 +1,4 @@
-"""A relay tells members that are connected over UDP where it sees them."""
+"""A relay tells members that are connected to it over UDP at which addresses it sees them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def connect(host: Host, peer_id: str, port: int) -> None:
     host.do(host.wire.connect_quic(peer_id, "127.0.0.1", port))
 
 
-def test_connected_members_learn_each_others_observed_address(swarm: Swarm, tmp_path: Path) -> None:
+def test_members_connected_to_the_observer_learn_each_others_observed_address(swarm: Swarm, tmp_path: Path) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     one, other, stranger, relay = swarm.introduced_hosts(4)
@@ -65,7 +65,7 @@ def test_connected_members_learn_each_others_observed_address(swarm: Swarm, tmp_
         relay.do(observer.close())
 
 
-def test_idle_observer_restarts_with_the_same_peer_id(
+def test_idle_address_observer_stops_and_restarts_with_the_same_peer_id(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if swarm.transport == "local":
@@ -84,7 +84,7 @@ def test_idle_observer_restarts_with_the_same_peer_id(
         relay.do(observer.close())
 
 
-def test_node_that_is_no_relay_does_not_observe(swarm: Swarm, tmp_path: Path) -> None:
+def test_node_that_is_no_relay_does_not_observe_addresses(swarm: Swarm, tmp_path: Path) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no ports")
     one, relay = swarm.introduced_hosts(2)

@@ -1,4 +1,4 @@
-"""The volunteer's rate limit on real streams, in both directions."""
+"""Tests of the rate limit that a volunteer sets, on real streams in both directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.harness import Swarm
 
 MBIT_S = 8.0
 BULK = 2_000_000
-"""Two seconds at MBIT_S, and 6 % for headers."""
+"""These bytes take two seconds at MBIT_S, and 6 % more for headers."""
 
 
 async def _echo(caller: str, message: Message) -> Message:
@@ -22,7 +22,7 @@ async def _echo(caller: str, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_bulk_is_limited_and_small_calls_are_not(swarm: Swarm, direction: str) -> None:
+def test_rate_limit_slows_bulk_calls_but_not_small_ones(swarm: Swarm, direction: str) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no links")
     sender, receiver = swarm.hosts(2)

@@ -33,7 +33,7 @@ def commit_after_gossip(nodes: Sequence[Node]) -> None:
     assert_same([node.committed() for node in nodes])
 
 
-def test_half_of_the_nodes_take_the_leader_for_dead(swarm: Swarm) -> None:
+def test_nodes_commit_one_outcome_although_half_of_them_take_the_leader_for_dead(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     for node in nodes[2:]:
         suspect(node, nodes[:1])
@@ -42,7 +42,7 @@ def test_half_of_the_nodes_take_the_leader_for_dead(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_views_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None:
+def test_nodes_with_random_views_of_who_is_live_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None:
     """`min_peers` is a majority, so two groups would share a member."""
     nodes = swarm.nodes(5, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     rng = random.Random(seed)
@@ -51,7 +51,7 @@ def test_random_views_never_commit_two_outcomes(swarm: Swarm, seed: int) -> None
     commit_after_gossip(nodes)
 
 
-def test_two_leaders_of_different_attempts_meet(swarm: Swarm) -> None:
+def test_two_leaders_of_different_attempts_commit_one_outcome(swarm: Swarm) -> None:
     """The first node leads attempt 0. The second has seen it fail and leads attempt 1."""
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     first, second = nodes

@@ -16,9 +16,9 @@ from node.swarm.transport.wire import Message
 from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
-"""Thirteen chunks, so that every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 SLOW_S = 4.0
-"""Seconds of a call for result chunks on a slow link."""
+"""Seconds that a call for result chunks takes on a slow link."""
 DEAD_S = 4.0
 HANG_S = 7.0
 SOON_S = 25.0
@@ -44,14 +44,14 @@ def adopted(nodes: Sequence[Node], round_: int) -> set[str]:
 
 
 def commits_within(node: Node, round_: int, seconds: float) -> bool:
-    """Wait for this node's commit. False after the timeout."""
+    """Wait for this node's commit. Returns False after the timeout."""
     with suppress(AssertionError):
         wait_until(lambda: node.tip.round >= round_, seconds)
     return node.tip.round >= round_
 
 
 def round_with_all(nodes: Sequence[Node]) -> int:
-    """Run rounds until one includes all nodes, as on a busy machine one may be late. Returns its number."""
+    """Run rounds until one includes all nodes, because nodes are late on a busy machine. Returns its number."""
     for round_ in range(MAX_ROUNDS):
         if len(round_of(nodes, round_)[0].outcome.included) == len(nodes):
             return round_
@@ -128,7 +128,7 @@ def test_a_minority_that_dies_while_the_result_is_accepted_does_not_stop_the_rou
     round_of(left, 2)
 
 
-def test_a_passive_member_blocks_the_others_only_until_the_round_is_overdue(swarm: Swarm) -> None:
+def test_a_member_that_is_never_ready_blocks_the_others_only_until_the_round_is_overdue(swarm: Swarm) -> None:
     """One of four members leaves and one is never ready. The other two are half of the last contributors."""
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2, patience_s=6.0))
     round_of(nodes, 0)
@@ -141,7 +141,7 @@ def test_a_passive_member_blocks_the_others_only_until_the_round_is_overdue(swar
     assert len(adopted(nodes, 1)) == 1
 
 
-def test_a_member_joins_a_second_leader_only_after_release_by_the_first(swarm: Swarm) -> None:
+def test_a_member_joins_a_second_leader_only_after_the_first_one_has_released_it(swarm: Swarm) -> None:
     """If two leaders of one attempt could use one join, both could propose an outcome."""
     nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=3), gossip=False)
     first, second, member = nodes

@@ -1,4 +1,4 @@
-"""A reducer or sender that lies or fails in part: it excludes no other member, and the round commits."""
+"""A reducer or sender that lies or partly fails excludes no other member, and the round commits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
-"""Thirteen chunks, so that every member reduces some."""
+"""These are thirteen chunks, so every member reduces some of them."""
 PEERS = 5
 ROUNDS = 4
 ALL = 0.95
 """A quorum ratio that waits for all members, however slow the machine is."""
 
 Lie = Callable[[str, Message, dict[str, Any]], dict[str, Any]]
-"""From this node's peer id, a request and the true reply header to the false fields."""
+"""Maps this node's peer id, a request and the true reply header to the false fields of the reply."""
 
 
 def new_nodes(swarm: Swarm, count: int, *, min_peers: int = 2, quorum_ratio: float = 0.5) -> list[Node]:
@@ -33,7 +33,7 @@ def new_nodes(swarm: Swarm, count: int, *, min_peers: int = 2, quorum_ratio: flo
 
 
 def false_squares(count: int, least: int) -> Lie:
-    """Wrong sums of squares for `count` others, while more than `least` are included."""
+    """Report wrong sums of squares for `count` other members while more than `least` are included."""
 
     def lie(me: str, message: Message, header: dict[str, Any]) -> dict[str, Any]:
         included = message.header["included"]
@@ -45,7 +45,7 @@ def false_squares(count: int, least: int) -> Lie:
 
 
 def arrived_with(others: int) -> Lie:
-    """Only this node's contribution and `others` more have arrived."""
+    """Report that only this node's contribution and those of `others` more members have arrived."""
 
     def lie(me: str, message: Message, header: dict[str, Any]) -> dict[str, Any]:
         return {"arrived": sorted([me, *[peer for peer in header["arrived"] if peer != me][:others]])}
@@ -105,7 +105,7 @@ async def _is_member(node: Node, peer: Node) -> bool:
     return node.peer_table.is_member(peer.peer_id)
 
 
-def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swarm) -> None:
+def test_a_hostile_reducer_does_not_exclude_the_only_other_member(swarm: Swarm) -> None:
     nodes = new_nodes(swarm, 2, min_peers=1)
     bad = nodes[0]
     deceive(bad, "collect", arrived_with(0))
@@ -115,7 +115,7 @@ def test_of_two_members_a_hostile_reducer_does_not_exclude_the_other(swarm: Swar
 
 
 def test_a_member_with_a_slow_uplink_reduces_alone_after_a_result_was_refused(swarm: Swarm) -> None:
-    """It leaves the reducing to the fast member, which is hostile, until the result is refused."""
+    """The slow member leaves the reducing to the fast one, which is hostile, until the result is refused."""
     bad, slow = nodes = new_nodes(swarm, 2)
     deceive(bad, "average", false_squares(1, 1))
     for number in range(NEEDED_ROUNDS):
@@ -139,7 +139,7 @@ def send_to_some(node: Node, sent: Callable[[], None]) -> None:
     node.participant.sender.send = MethodType(send, node.participant)  # type: ignore[method-assign]
 
 
-def test_a_sender_that_dies_while_it_sends_is_left_out(swarm: Swarm) -> None:
+def test_a_member_that_dies_while_it_sends_its_contribution_is_left_out(swarm: Swarm) -> None:
     nodes = new_nodes(swarm, 4)
     *others, dying = nodes
     sent: list[bool] = []
@@ -153,10 +153,10 @@ def test_a_sender_that_dies_while_it_sends_is_left_out(swarm: Swarm) -> None:
     round_of(others, 1)
 
 
-def test_a_live_sender_that_sends_to_some_reducers_only_costs_one_attempt(
+def test_a_live_member_that_sends_to_only_some_reducers_costs_one_attempt(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is missing at some reducers, so the second attempt omits it once the timeout of a transfer is over."""
+    """Its contribution is missing at some reducers, so the second attempt omits it after a transfer's timeout."""
     monkeypatch.setattr("node.swarm.consensus.context.FIXED_S", 5.0)
     nodes = new_nodes(swarm, 4)
     *others, broken = nodes
@@ -167,7 +167,9 @@ def test_a_live_sender_that_sends_to_some_reducers_only_costs_one_attempt(
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_an_outcome_needs_half_of_its_plan(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_outcome_is_accepted_only_if_it_includes_half_of_its_plan(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     nodes = new_nodes(swarm, PEERS, quorum_ratio=ALL)
     bad = nodes[0]
     original = leader.Leader._collect

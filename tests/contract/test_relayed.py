@@ -76,7 +76,7 @@ def test_relayed_call_carries_header_and_blobs_both_ways(swarm: Swarm) -> None:
     wait_until(lambda: bulk < pair.relayed_bytes() < 1.02 * bulk + 5_000)
 
 
-def test_concurrent_relayed_calls_do_not_mix(swarm: Swarm) -> None:
+def test_concurrent_relayed_calls_get_their_own_replies(swarm: Swarm) -> None:
     pair = RelayedPair(swarm)
 
     async def all_at_once() -> list[Message]:
@@ -97,7 +97,7 @@ def test_relayed_call_is_refused_like_a_direct_one(swarm: Swarm) -> None:
     assert_answers(pair.caller, pair.server)
 
 
-def test_long_relayed_reply_is_refused(swarm: Swarm) -> None:
+def test_relayed_reply_that_is_too_long_is_refused(swarm: Swarm) -> None:
     pair = RelayedPair(swarm)
     message = Message({}, [bytes(10_000)])
     call = pair.caller.wire.call(pair.target_id, "echo", message, timeout_s=10, max_reply_bytes=9_999)
@@ -106,7 +106,7 @@ def test_long_relayed_reply_is_refused(swarm: Swarm) -> None:
     assert caught.value.code == "bad_size"
 
 
-def test_relayed_call_times_out(swarm: Swarm) -> None:
+def test_relayed_call_to_a_hanging_peer_times_out(swarm: Swarm) -> None:
     async def hang(caller: str, message: Message) -> Message:
         await asyncio.sleep(60)
         return Message()
@@ -117,7 +117,7 @@ def test_relayed_call_times_out(swarm: Swarm) -> None:
     assert time.monotonic() - began_s < 3
 
 
-def test_peer_is_dialed_again_once_no_relay_leads_to_it(swarm: Swarm) -> None:
+def test_peer_that_could_not_be_dialed_is_dialed_again_if_no_relay_leads_to_it(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("peers in one process are not dialed")
     caller, server, relay = swarm.introduced_hosts(3)
@@ -135,13 +135,13 @@ def test_peer_is_dialed_again_once_no_relay_leads_to_it(swarm: Swarm) -> None:
     assert ask(caller, server.peer_id, "echo").header["caller"] == caller.peer_id
 
 
-def test_hidden_peer_without_relay_is_not_called(swarm: Swarm) -> None:
+def test_peer_behind_nat_is_not_called_without_a_relay(swarm: Swarm) -> None:
     pair = RelayedPair(swarm)
     pair.table.relays = []
     assert refusal(pair.caller, pair.target_id, "echo") == "not_dialed"
 
 
-def test_unconnected_relay_is_skipped(swarm: Swarm) -> None:
+def test_relay_that_is_not_connected_to_the_peer_is_skipped(swarm: Swarm) -> None:
     pair = RelayedPair(swarm)
     (stray,) = swarm.introduced_hosts(1)
     stray.wire.routes = pair.table
@@ -153,7 +153,7 @@ def test_unconnected_relay_is_skipped(swarm: Swarm) -> None:
     assert refusal(pair.caller, pair.target_id, "echo") == "unreachable"
 
 
-def test_node_checks_whether_a_relay_carries_its_calls(swarm: Swarm) -> None:
+def test_node_can_check_whether_a_relay_carries_calls_to_it(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no circuits")
     pair = RelayedPair(swarm)
@@ -165,7 +165,7 @@ def test_node_checks_whether_a_relay_carries_its_calls(swarm: Swarm) -> None:
     assert not pair.server.do(wire.is_carried_by(relay, "echo", 5.0))
 
 
-def test_one_unconnected_relay_does_not_prove_the_peer_away(swarm: Swarm) -> None:
+def test_one_unconnected_relay_does_not_prove_that_the_peer_is_unreachable(swarm: Swarm) -> None:
     pair = RelayedPair(swarm, relays=2)
     (stray,) = swarm.introduced_hosts(1)
     stray.wire.routes = pair.table
@@ -192,7 +192,7 @@ def test_restarted_relay_is_dialed_at_its_new_address(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("who", ["caller", "server"])
-def test_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
+def test_stranger_gets_no_circuit_over_a_relay(swarm: Swarm, who: str) -> None:
     pair = RelayedPair(swarm)
     pair.table.strangers.add(getattr(pair, who).peer_id)
     with pytest.raises(PeerError, match="between peers of its run"):
@@ -200,7 +200,7 @@ def test_stranger_gets_no_circuit(swarm: Swarm, who: str) -> None:
     assert pair.relayed_bytes() == 0
 
 
-def test_node_without_routes_relays_nothing(swarm: Swarm) -> None:
+def test_node_without_routes_relays_no_calls(swarm: Swarm) -> None:
     pair = RelayedPair(swarm)
     pair.relays[0].wire.routes = NoRoutes()
     with pytest.raises(PeerError, match="relays no calls"):
@@ -231,7 +231,7 @@ def test_call_moves_to_another_relay_when_its_relay_ends(swarm: Swarm) -> None:
     assert_answers(pair.caller, pair.server)
 
 
-def test_call_leaves_a_silent_relay(swarm: Swarm) -> None:
+def test_call_moves_to_another_relay_when_its_relay_counts_as_dead(swarm: Swarm) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no circuits")
     pair = RelayedPair(swarm, relays=2)
@@ -293,11 +293,11 @@ def test_peer_that_cannot_be_dialed_is_called_over_its_relay(swarm: Swarm, monke
 
 MBIT_S = 8.0
 BULK_BYTES = 2_000_000
-"""Two seconds at MBIT_S, and 6 % for headers."""
+"""These bytes take two seconds at MBIT_S, and 6 % more for headers."""
 
 
 @pytest.mark.parametrize("which", ["up", "down", "relay"])
-def test_relayed_bytes_keep_to_the_relays_limits(swarm: Swarm, which: str) -> None:
+def test_relayed_bytes_keep_to_the_rate_limits_of_the_relay(swarm: Swarm, which: str) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no links")
     pair = RelayedPair(swarm)
@@ -335,7 +335,7 @@ def test_relayed_bytes_keep_to_the_relays_limits(swarm: Swarm, which: str) -> No
     assert pair.caller.do(bulk()) < 1.5, "without the limit it is quick"
 
 
-def test_circuits_per_caller_are_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_circuits_per_caller_over_a_relay_is_limited(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     if swarm.transport == "local":
         pytest.skip("the local transport has no circuits")
     monkeypatch.setattr("node.swarm.transport.relay.PER_CALLER", 3)

@@ -1,4 +1,4 @@
-"""Rounds of members behind separate NATs, over relays that do not train."""
+"""Members behind separate NATs commit rounds over relays that do not train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _say(node: Node, **changes: object) -> None:
 
 
 def hidden_swarm(swarm: Swarm, members: int, relays: int, codec: str = "fp32") -> tuple[list[Node], list[Node]]:
-    """Members behind NATs in leader order of the first round, and relays; all know each other."""
+    """Members behind NATs, in the order in which they lead the first round, and relays. All know each other."""
     rules = swarm.rules(PARAMETERS, codec, min_peers=members)
     nodes = [swarm.node(rules, host=host) for host in swarm.hosts(members + relays)]
     hidden, carriers = nodes[:members], nodes[members:]
@@ -57,8 +57,8 @@ def test_members_behind_nat_lead_and_reduce_over_a_relay(swarm: Swarm, members: 
     assert not any(node.failures for node in nodes)
 
 
-def test_relay_carries_the_predicted_bytes(swarm: Swarm) -> None:
-    """N members, contributions of S bytes: each member's chunks to N - 1 reducers, and the means back: 2 (N - 1) S."""
+def test_relay_carries_as_many_bytes_in_a_round_as_predicted(swarm: Swarm) -> None:
+    """With N members and contributions of S bytes, the relay carries 2 (N - 1) S bytes of chunks and means."""
     nodes, (relay,) = hidden_swarm(swarm, 4, 1)
     round_of(nodes, 0)
     time.sleep(0.2)  # The last round's commits may still be on their way.
@@ -69,7 +69,7 @@ def test_relay_carries_the_predicted_bytes(swarm: Swarm) -> None:
     assert 1.0 <= carried / formula < 1.1
 
 
-def test_callable_members_lead_and_reduce(swarm: Swarm) -> None:
+def test_only_members_that_can_be_called_reduce_if_there_are_any(swarm: Swarm) -> None:
     rules = swarm.rules(PARAMETERS, min_peers=3)
     direct, *hidden = nodes = [swarm.node(rules, host=host) for host in swarm.hosts(3)]
     swarm.put_behind_nat([node.host for node in hidden], [node.host for node in nodes])
@@ -90,7 +90,7 @@ def knows_members(node: Node, hidden: Sequence[Node]) -> bool:
     return all(r is not None and not r.inbound and r.via for r in found)
 
 
-def test_round_survives_the_loss_of_one_relay(swarm: Swarm) -> None:
+def test_round_survives_the_loss_of_one_of_two_relays(swarm: Swarm) -> None:
     nodes, relays = hidden_swarm(swarm, 3, 2)
     round_of(nodes, 0)
     before = sum(relay.host.wire.traffic.sent_bytes[Channel.RELAY] for relay in relays)
@@ -121,7 +121,7 @@ def test_gossip_and_proofs_pass_over_a_relay(swarm: Swarm) -> None:
     assert reply.header["light"] is False
 
 
-def test_stranger_to_the_run_gets_no_circuit(swarm: Swarm) -> None:
+def test_stranger_to_the_run_gets_no_circuit_to_a_member(swarm: Swarm) -> None:
     nodes, (relay,) = hidden_swarm(swarm, 2, 1)
     (stranger,) = swarm.introduced_hosts(1)
     stranger.learn(relay.peer_id, relay.host.addresses())

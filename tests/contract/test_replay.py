@@ -12,14 +12,14 @@ PARAMETERS, ROUNDS = 30_000, 4
 
 
 def crash(swarm: Swarm, node: Node) -> Node:
-    """A new process on the same disk, whose newest checkpoint is the initial state. It has no peers."""
+    """Start a new process on the same disk, whose newest checkpoint is the initial state. It has no peers."""
     node.stop()
     node.host.clear()
     return swarm.node(node.rules, start_tip(node.rules), host=node.host)
 
 
 def replay(node: Node) -> list[int]:
-    """The rounds that it replays."""
+    """Replay all stored rounds, and return their numbers."""
     replayed = []
     while node.host.do(node.participant.committer.replay_next()):
         done = node.committed()
@@ -57,7 +57,7 @@ def test_nodes_that_lose_power_together_continue_from_their_newest_round(swarm: 
     assert len(round_of(again, ROUNDS)[0].outcome.included) == 3
 
 
-def test_a_single_node_continues_from_its_newest_round(swarm: Swarm) -> None:
+def test_a_single_node_continues_from_its_newest_round_after_a_crash(swarm: Swarm) -> None:
     node = one_node(swarm, "int4")
     again = crash(swarm, node)
     assert replay(again) == list(range(ROUNDS))
@@ -65,7 +65,7 @@ def test_a_single_node_continues_from_its_newest_round(swarm: Swarm) -> None:
     round_of([again], ROUNDS)
 
 
-def test_a_damaged_round_and_those_after_it_come_from_peers(swarm: Swarm) -> None:
+def test_a_damaged_stored_round_and_those_after_it_are_fetched_from_peers(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(PARAMETERS, min_peers=2))
     tips = [nodes[0].tip, *(round_of(nodes, round_)[0].tip for round_ in range(ROUNDS))]
     helper, damaged = nodes
@@ -81,7 +81,7 @@ def test_a_damaged_round_and_those_after_it_come_from_peers(swarm: Swarm) -> Non
     assert (again.tip.head, again.tip.digest) == (helper.tip.head, helper.tip.digest)
 
 
-def test_rounds_stay_on_the_disk_after_a_temporary_read_error(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_rounds_are_kept_after_a_temporary_read_error(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     node = one_node(swarm)
 
     def fail(_store: ResultStore, _proof: Proof) -> list[bytes]:
@@ -93,7 +93,7 @@ def test_rounds_stay_on_the_disk_after_a_temporary_read_error(swarm: Swarm, monk
     assert replay(crash(swarm, node)) == list(range(ROUNDS))
 
 
-def test_rounds_of_another_chain_are_removed(swarm: Swarm) -> None:
+def test_stored_rounds_of_another_chain_are_removed(swarm: Swarm) -> None:
     node = swarm.node(swarm.rules(PARAMETERS))
     round_of([node], 0)
     own = node.tip
@@ -112,7 +112,7 @@ def test_rounds_of_another_chain_are_removed(swarm: Swarm) -> None:
         later.stop()
 
 
-def test_a_round_is_on_the_disk_before_a_peer_sees_it(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_committed_round_is_on_the_disk_before_a_peer_sees_it(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     node = swarm.node(swarm.rules(PARAMETERS))
     before, seen, put = node.tip.head, [], node.chain.store.put
 

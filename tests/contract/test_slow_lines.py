@@ -25,17 +25,17 @@ from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import OUTER, WAIT_S, Node, Swarm, assert_same, gradient, round_of, start_tip, wait_until
 
 PARAMETERS = 250_000
-"""1 MB of fp32."""
+"""These are 1 MB of fp32."""
 MBIT_S = 4.0
 UPLOAD_S = 2.1
-"""Seconds for a contribution at this rate."""
+"""Seconds that a contribution takes at MBIT_S."""
 FAST_BYTES_S = 1e8
 
 
 def swarm_of(swarm: Swarm, fast: int, faults: str = "", parameters: int = PARAMETERS) -> tuple[list[Node], Node]:
-    """Members with measured fast uplinks and these faults, and one that sends at MBIT_S.
+    """Members with fast uplinks and these faults, and one member that sends at MBIT_S.
 
-    One round is over, so that all know what the others' uplinks are.
+    One round is over, so that all members know the uplinks of the others.
     """
     rules = swarm.rules(parameters, "fp32", min_peers=2)
     nodes = [swarm.node(rules, start_tip(rules), parse_faults(faults), host) for host in swarm.hosts(fast)]
@@ -60,7 +60,7 @@ def services_of(node: Node) -> dict[str, Service]:
 
 @pytest.fixture
 def open_lines(swarm: Swarm) -> Iterator[Swarm]:
-    """Other tests use the endpoints afterwards."""
+    """Remove the rate limits at the end, because other tests use the same hosts."""
     yield swarm
     for host in swarm._hosts:
         for limiter in (host.wire.upload_limiter, host.wire.download_limiter):
@@ -68,7 +68,7 @@ def open_lines(swarm: Swarm) -> Iterator[Swarm]:
 
 
 def deposited(node: Node) -> str:
-    """Offer, and return the depositary before any other member is ready."""
+    """Let a node offer before any other member is ready, and return its depositary."""
     number = node.tip.round + 1
     node.offer(gradient(7, number, PARAMETERS))
     wait_until(lambda: node.participant.sender._given is not None)
@@ -130,7 +130,7 @@ def test_a_depositary_that_alters_chunks_is_refused(open_lines: Swarm, fault: st
     commit_rest(nodes, slow)
 
 
-def test_a_member_survives_the_death_of_its_depositary(open_lines: Swarm) -> None:
+def test_a_member_is_included_although_its_depositary_dies(open_lines: Swarm) -> None:
     nodes, slow = swarm_of(open_lines, 3)
     holder = deposited(slow)
     (dead,) = (node for node in nodes if node.peer_id == holder)
@@ -148,7 +148,7 @@ def test_a_depositary_that_forwards_nothing_is_not_asked_again(open_lines: Swarm
     assert holder in slow.participant.sender._distrusted
 
 
-def test_a_deposit_ends_with_its_round(open_lines: Swarm) -> None:
+def test_an_unfinished_deposit_is_cancelled_when_its_round_ends(open_lines: Swarm) -> None:
     """A deposit that is still uploading when its round ends is cancelled."""
     nodes, slow = swarm_of(open_lines, 3)
     slow.host.wire.upload_limiter.limit(MBIT_S / 20)  # The uplink becomes slower.
@@ -232,7 +232,7 @@ def refusal(caller: Node, other: Node, message: Message, verb: str = "deposit") 
     return caught.value.code
 
 
-def test_only_members_deposit_valid_contributions(swarm: Swarm) -> None:
+def test_only_valid_deposits_of_members_are_accepted(swarm: Swarm) -> None:
     rules = swarm.rules(1000, "fp32", min_peers=2)
     member, other = swarm.nodes(2, rules)
     chunks = member.encode(gradient(0, 0, 1000))
@@ -256,7 +256,7 @@ def test_only_members_deposit_valid_contributions(swarm: Swarm) -> None:
     assert refusal(member, other, forever, "forward") == "bad_message"
 
 
-def test_an_empty_deposit_does_not_exclude_its_member(open_lines: Swarm) -> None:
+def test_a_deposit_that_is_forwarded_without_chunks_does_not_exclude_its_member(open_lines: Swarm) -> None:
     """Every reducer has the signed deposit, so any of them can forward it without chunks."""
     nodes, slow = swarm_of(open_lines, 3, "forward@*=stall:1")
     document = deposit_of(slow, slow.encode(gradient(7, 1, PARAMETERS)))
@@ -274,7 +274,7 @@ def test_an_empty_deposit_does_not_exclude_its_member(open_lines: Swarm) -> None
     assert slow.peer_id in commit_rest(nodes, slow)
 
 
-def test_unreachable_members_count_for_the_usual_uplink(swarm: Swarm) -> None:
+def test_unreachable_members_count_when_the_usual_uplink_is_computed(swarm: Swarm) -> None:
     """Otherwise the only reachable member could attract all deposits by claiming a fast uplink."""
     slow, liar, *others = nodes = swarm.nodes(4, swarm.rules(1000, "fp32", min_peers=2))
     for node in (slow, *others):
@@ -317,7 +317,7 @@ def test_the_number_of_deposits_is_bounded(swarm: Swarm) -> None:
 # the start of the round
 
 
-def test_a_member_on_a_slow_link_starts_the_round_at_the_commit(open_lines: Swarm) -> None:
+def test_a_member_on_a_slow_link_counts_the_next_round_from_the_commit(open_lines: Swarm) -> None:
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     late = nodes[-1]
     late.host.wire.download_limiter.limit(MBIT_S / 2)
@@ -327,9 +327,7 @@ def test_a_member_on_a_slow_link_starts_the_round_at_the_commit(open_lines: Swar
     assert abs(began_s[2] - began_s[0]) < 0.3, "all start the round at the same moment of their common clock"
 
 
-def test_a_member_informed_late_of_a_commit_starts_its_round_at_the_commit(
-    open_lines: Swarm,
-) -> None:
+def test_a_member_that_learns_late_of_a_commit_counts_the_next_round_from_it(open_lines: Swarm) -> None:
     """While the member fetches the mean, the answers to its questions are delayed by 2 s."""
     nodes = open_lines.nodes(3, open_lines.rules(PARAMETERS, "fp32", min_peers=2))
     leader = nodes[0].participant.ctx.leader_at(0)
@@ -354,8 +352,8 @@ def test_a_member_informed_late_of_a_commit_starts_its_round_at_the_commit(
     assert max(began_s) - min(began_s) < 0.3, "all start the round at the same moment of their common clock"
 
 
-def test_a_false_age_does_not_make_a_round_older(swarm: Swarm) -> None:
-    """Any peer may forward a commit with any age. A contribution in it was ready before it."""
+def test_a_commit_that_is_forwarded_with_a_false_age_does_not_make_the_round_older(swarm: Swarm) -> None:
+    """Any peer may forward a commit with any age. A commit is newer than this node's own contribution in it."""
     nodes = swarm.nodes(2, swarm.rules(64, "fp32", min_peers=2))
     before_s = time.monotonic()
     round_of(nodes, 0)

@@ -1,4 +1,4 @@
-"""A late node: it downloads a state from several servers, replays from there, and reports when replay is impossible."""
+"""A late node downloads a state from several servers, replays the rounds after it, or reports that it cannot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.contract.harness import Node, Swarm, assert_same, offer_all, round_of
 from tests.unit.swarm_data import leaf_of
 
 PARAMETERS = LEAF_ELEMENTS + 1000
-"""Two leaves a vector, four in all."""
+"""Each of the two vectors has two leaves."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def restart_at(node: Node, tip: Tip) -> None:
 
 
 def after_rounds(swarm: Swarm, rounds: int, parameters: int = 64) -> list[Node]:
-    """Two nodes after so many rounds."""
+    """Two nodes that have committed this number of rounds."""
     nodes = swarm.nodes(2, swarm.rules(parameters, "fp16", min_peers=2))
     for round_ in range(rounds):
         round_of(nodes, round_)
@@ -136,7 +136,7 @@ def test_a_state_is_downloaded_from_two_servers_at_once(swarm: Swarm, pair: list
     assert sources[0].served and sources[1].served
 
 
-def test_a_peer_answers_a_question_about_each_of_many_states(swarm: Swarm, pair: list[Node]) -> None:
+def test_a_peer_answers_many_concurrent_questions_about_states(swarm: Swarm, pair: list[Node]) -> None:
     """A refused question would be a lost vote."""
     asker, asked = pair
     serve(asked, Memory(asked.tip, find_delay_s=0.1))
@@ -154,7 +154,7 @@ def test_a_download_succeeds_although_one_server_sends_wrong_bytes(swarm: Swarm,
     serve(good, Memory(good.tip))
     late = joiner(swarm, pair)
     for damage in ("leaves", "short", "forgets", "offer", "fewer"):
-        # The bad one is slow, so that it still has requests when the good one has none left.
+        # The bad server is slow, so that it still has requests when the good one has none left.
         serve(bad, Memory(bad.tip, damage=damage, delay_s=0.2))
         assert_same_state(download(late).state, good.tip.state)
 
@@ -171,7 +171,7 @@ def test_a_download_succeeds_when_a_server_dies(swarm: Swarm, pair: list[Node]) 
     assert_same_state(running.result(20).state, good.tip.state)
 
 
-def test_without_a_server_a_download_fails(swarm: Swarm) -> None:
+def test_a_download_without_a_server_of_a_valid_state_fails(swarm: Swarm) -> None:
     nodes = swarm.nodes(2, swarm.rules(100, "fp32"))
     late = joiner(swarm, nodes)
     with pytest.raises(TransferFailed, match="No peer serves"):
@@ -238,7 +238,7 @@ def test_a_node_that_missed_rounds_replays_them_and_takes_part(swarm: Swarm) -> 
     assert not late.lost.is_set()
 
 
-def test_a_peer_without_proofs_does_not_hide_one_that_has_them(swarm: Swarm) -> None:
+def test_a_peer_without_proofs_does_not_keep_a_node_from_a_peer_that_has_them(swarm: Swarm) -> None:
     """The peer that is asked first has restarted and keeps no proofs. That is no reason to download."""
     forgetful, knowing = after_rounds(swarm, 3, 5000)
     late = joiner(swarm, [forgetful, knowing])
@@ -248,7 +248,7 @@ def test_a_peer_without_proofs_does_not_hide_one_that_has_them(swarm: Swarm) -> 
     assert not late.lost.is_set()
 
 
-def test_proofs_that_exceed_one_reply_are_replayed_from_several(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proofs_that_exceed_one_reply_come_in_several_replies(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PROOFS_BYTES", 10_000)
     nodes = after_rounds(swarm, KEPT_ROUNDS, 5000)
     late = joiner(swarm, nodes)
@@ -287,7 +287,7 @@ def lie_about_proofs(node: Node, head: str, age_s: float) -> None:
 
 @pytest.mark.parametrize("head", [None, "cd" * 32], ids=["the caller's head", "an unknown head"])
 def test_a_false_claim_to_be_ahead_does_not_keep_a_node_from_honest_peers(swarm: Swarm, head: str | None) -> None:
-    """Tokens are self-declared, so the liar is asked first."""
+    """Peers declare their own tokens, so the liar is asked first."""
     nodes = swarm.nodes(3, swarm.rules(64, "fp32", min_peers=2))
     *honest, liar = nodes
     lie_about_proofs(liar, head or swarm.run, 0.0)
@@ -302,7 +302,7 @@ def test_a_false_claim_to_be_ahead_does_not_keep_a_node_from_honest_peers(swarm:
     assert late.tip.digest == honest[0].tip.digest
 
 
-def test_the_age_of_a_round_is_taken_from_a_peer_at_the_same_head_only(swarm: Swarm) -> None:
+def test_the_age_of_a_round_is_taken_only_from_a_peer_at_the_same_head(swarm: Swarm) -> None:
     """A false age would make the round overdue, and fewer votes would be enough."""
     node, liar = after_rounds(swarm, 1)
     head, began_at_s = node.tip.head, node.tip.anchor_at_s
@@ -315,7 +315,7 @@ def test_the_age_of_a_round_is_taken_from_a_peer_at_the_same_head_only(swarm: Sw
 
 
 def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm) -> None:
-    """It took no part in these rounds. Such a question asks for the proofs after the new head."""
+    """The node took no part in these rounds. A question about the time would ask for proofs after the new head."""
     nodes = after_rounds(swarm, 3)
     asked_after: list[object] = []
     for node in nodes:
@@ -333,7 +333,7 @@ def test_a_node_that_replays_does_not_ask_for_the_time_of_a_commit(swarm: Swarm)
     assert asked_after and nodes[0].tip.head not in asked_after
 
 
-def test_a_late_node_agrees_about_the_age_of_the_round(swarm: Swarm) -> None:
+def test_a_late_node_agrees_with_the_others_about_the_age_of_the_round(swarm: Swarm) -> None:
     nodes = after_rounds(swarm, 1)
     time.sleep(0.5)
     late = joiner(swarm, nodes)

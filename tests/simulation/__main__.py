@@ -1,4 +1,4 @@
-"""Simulates seeds: `python -m tests.simulation --seeds 1000 --jobs 2`; `--seed 57` shows one with its messages."""
+"""`python -m tests.simulation --seeds 1000 --jobs 2` simulates seeds. `--seed 57` shows one with its messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
 SHOWN = 10
+<<<<<<< HEAD
 """Failed seeds that are printed."""
 SUMMED_EVERY = 5000
 """Seeds between two prints of the sums."""
+=======
+"""The number of failed seeds that are printed."""
+>>>>>>> prose-tests1
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Hostile nodes: the real code of a node, with a wire that changes what it sends."""
+"""Hostile nodes run the real code of a node, with a wire that changes what they send."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FALSE_CHUNK = bytes(range(16))
 
 @dataclass
 class Adversary:
-    """Changes the requests and replies of one node. None instead of a message: it is never sent."""
+    """Changes the requests and replies of one node. A message that becomes None is never sent."""
 
     node: SimulatedNode
     rng: random.Random
 
     def __post_init__(self) -> None:
-        """A subclass draws here what it does."""
+        """A subclass draws at random what it does."""
 
     def request(self, receiver: str, verb: str, message: Message) -> Message | None:
         """What is sent instead of a request."""
@@ -64,21 +64,21 @@ class FlippedBits(Adversary):
 
 
 class FalseChunks(Adversary):
-    """Serves other chunks than those asked for."""
+    """Serves other chunks than the requested ones."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
         return replace(message, blobs=[FALSE_CHUNK] * len(message.blobs)) if verb == "fetch" else message
 
 
 class OnlyMyself(Adversary):
-    """As a reducer: says that nothing but its own contribution arrived."""
+    """As a reducer, says that only its own contribution arrived."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
         return Message({"arrived": [self.node.peer_id]}) if verb == "collect" else message
 
 
 class FalseSquares(Adversary):
-    """As a reducer: names sums of squares that do not fit what the others signed."""
+    """As a reducer, names sums of squares that do not match the norms that the others signed."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
         if verb != "average" or not isinstance(squares := message.header.get("squares"), list):
@@ -87,7 +87,7 @@ class FalseSquares(Adversary):
 
 
 class HugeMean(Adversary):
-    """As a reducer: averages to something far too long."""
+    """As a reducer, returns a mean whose norm is far too large."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
         if verb != "average" or "hashes" not in message.header:
@@ -99,7 +99,7 @@ class HugeMean(Adversary):
 
 
 class Silence(Adversary):
-    """Answers some verbs never, although it answers others."""
+    """Never answers two of a round's verbs, although it answers the others."""
 
     def __post_init__(self) -> None:
         self._verbs = set(self.rng.sample(("attend", "contribute", "collect", "average", "fetch"), 2))
@@ -159,7 +159,7 @@ class FarAhead(Adversary):
 
 
 class TwoProposals(Adversary):
-    """As a leader: proposes one of two outcomes in each call."""
+    """As a leader, proposes one of two outcomes in each call."""
 
     def reply(self, receiver: str, verb: str, message: Message) -> Message:
         if message.header.get("status") != "proposal" or self.rng.random() < 0.5:
@@ -173,7 +173,7 @@ class TwoProposals(Adversary):
 
 
 class Excluder(Adversary):
-    """As a leader: proposes an outcome that includes only itself."""
+    """As a leader, proposes an outcome that includes only itself."""
 
     def request(self, receiver: str, verb: str, message: Message) -> Message:
         return self._exclude(message)
@@ -209,7 +209,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
 
 
 def lone_outcome(node: SimulatedNode, join: Document) -> tuple[Document, str]:
-    """An outcome of this node alone, with the hashes of its chunks, which it serves."""
+    """An outcome with this node as the only member, and the hashes of its chunks, which it serves."""
     mine, ctx = node.participant.ballot.mine, node.participant.ctx
     chunks: Sequence[bytes] = mine.chunks if mine is not None else []
     hashes = ctx.results.add(chunks)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from tests.simulation.virtual_loop import VirtualLoop
 
 Side = tuple[str, str]
-"""A peer id, and `up` or `down`."""
+"""One direction of a node's line: a peer id, and `up` or `down`."""
 LEFT_BYTES = 1e-3
 """A transfer with less than this to send is complete. Rates are floating-point numbers."""
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One message on its way."""
+    """One message that is being transferred."""
 
     left_bytes: float
     sides: tuple[Side, ...]
@@ -30,17 +30,17 @@ class Bandwidth:
     """All transfers of a network."""
 
     def __init__(self, loop: VirtualLoop, context: Context) -> None:
-        """`context`: for the loop's callbacks, which belong to no node."""
+        """`context` is the context of the loop's callbacks, which belong to no node."""
         self._loop, self._context = loop, context
         self._limits: dict[Side, float] = {}
         self._transfers: dict[Transfer, None] = {}
-        """In the order of their start."""
+        """The transfers, in the order of their start."""
         self._updated_at_s = 0.0
         self._is_due = False
         self._version = 0
 
     def start(self, size_bytes: int, limits: Mapping[Side, float], on_done: Callable[[], None]) -> Transfer:
-        """Begin a transfer. `limits`: bytes/s of each side of a line that it crosses."""
+        """Begin a transfer. `limits` has the bytes/s of each side of a line that it crosses."""
         transfer = Transfer(size_bytes, tuple(limits), on_done)
         self._limits.update(limits)
         self._transfers[transfer] = None
@@ -54,13 +54,13 @@ class Bandwidth:
             self._update_soon()
 
     def _update_soon(self) -> None:
-        """Transfers that start at one moment are counted together."""
+        """Schedule one update for all transfers that start or end at this moment."""
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._update, context=self._context)
 
     def _update(self, version: int | None = None) -> None:
-        """Complete what has arrived, and divide the lines among the rest."""
+        """Complete the transfers that have arrived, and divide the lines among the others."""
         if version is not None and version != self._version:
             return
         self._is_due = False

@@ -1,4 +1,4 @@
-"""Prints the messages of a simulation as a sequence chart: one column a node, one line a message."""
+"""Draws the messages of a simulation as a sequence chart with a column for each node and a line for each message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH = 9
 
 
 def chart(world: World) -> str:
-    """Time, an arrow from sender to receiver, and the verb. Heartbeats are left out."""
+    """Each line has the time, an arrow from sender to receiver, and the verb. Heartbeats are left out."""
     names = {node.peer_id: node.number for node in world.nodes}
     lines = ["  time    " + "".join(f"n{number}".ljust(WIDTH) for number in range(len(names)))]
     for sent in world.network.trace or ():

@@ -25,7 +25,7 @@ from tests.simulation.node import SimulatedNode
 from tests.simulation.scenario import BOUND_S, FOREVER_S, QUIET_S, Fault, Scenario
 
 MOST_TASKS = 400
-"""Tasks of one node."""
+"""The largest number of tasks that one node may have."""
 COMMIT_S = 40.0
 """A live quorum without faults commits within this time."""
 
@@ -49,20 +49,20 @@ class Invariants:
         self._by_parent: defaultdict[str, dict[str, Adoption]] = defaultdict(dict)
         self._digests: dict[str, str] = {}
         self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
-        """Parent and peer id to the chunks that the node offered."""
+        """Maps (parent, peer id) to the chunks that the node offered."""
         self._members: dict[str, frozenset[str]] = {}
-        """Head to the contributors of its record: the electorate of the next round."""
+        """Maps a head to the contributors of its record, who are the electorate of the next round."""
         self._newest: dict[int, int] = {}
         self._parents: dict[str, str] = {}
-        """Signed outcome to its parent."""
+        """Maps a signed outcome to its parent."""
         self._led: dict[tuple[int, str, int], str] = {}
-        """Node, parent and attempt to the outcome that the node signed as the leader."""
+        """Maps (node, parent, attempt) to the outcome that the node signed as the leader."""
         self._votes: dict[tuple[int, str, int], str] = {}
-        """Node, parent and attempt to the outcome that the node voted for."""
+        """Maps (node, parent, attempt) to the outcome that the node voted for."""
         self._joined: dict[tuple[int, str], int] = {}
-        """Node and parent to the highest attempt that the node joined."""
+        """Maps (node, parent) to the highest attempt that the node joined."""
         self._voted: dict[tuple[int, str], int] = {}
-        """Node and parent to the last attempt in which the node voted."""
+        """Maps (node, parent) to the last attempt in which the node voted."""
         self._numbers = {node.peer_id: node.number for node in nodes}
         self._faults: list[Fault] = []
         self._commits: list[float] = []
@@ -79,7 +79,7 @@ class Invariants:
         self._violations.append(f"{self._clock():.2f} s: {text}")
 
     def adopted(self, node: SimulatedNode, committed: Committed) -> None:
-        """An honest node has a new tip."""
+        """Check the new tip of an honest node."""
         tip = committed.tip
         if node.hostility:
             return
@@ -102,10 +102,10 @@ class Invariants:
         outcomes[tip.head].nodes.append(node.number)
 
     def _forked(self, round_: int, first: Adoption, second: Adoption) -> None:
-        """A second outcome of one round. It is allowed only if too many voters for the first were out of reach.
+        """Judge a second outcome of a round. It is allowed only if too many voters for the first were out of reach.
 
-        It is allowed in the first round of a run, too, which has no electorate yet: founders that start at the same
-        moment may each begin alone.
+        It is also allowed in the first round of a run, which has no electorate yet, because founders that start at
+        the same moment may each begin alone.
         """
         if round_ == 0:
             self.forks += 1
@@ -120,7 +120,7 @@ class Invariants:
             self.forks += 1
 
     def _were_here(self, since_s: float, *groups: Collection[str]) -> bool:
-        """Whether more than half of each group was honest and within reach of all others since shortly before."""
+        """Whether more than half of each group was honest and in reach of all since shortly before `since_s`."""
         since_s, now_s = since_s - 3 * BOUND_S, self._clock()
         long = [
             fault
@@ -134,14 +134,14 @@ class Invariants:
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 
     def _check_support(self, made: Adoption, round_: int) -> None:
-        """A certificate has an honest voter, if most of the last round's contributors are honest and here."""
+        """Check that an honest node voted, if most of the last contributors are honest and in reach."""
         honest = {node.peer_id for node in self._nodes if not node.hostility}
         electorate = self._members.get(made.parent)
         if electorate and not honest & made.voters and self._were_here(self._clock(), electorate):
             self._violate(f"round {round_} is committed without the vote of an honest node")
 
     def signed(self, node: SimulatedNode, data: bytes) -> None:
-        """A node has signed something. It signs one outcome in an attempt, and votes for one, also after a crash."""
+        """Check that a node signs one outcome in an attempt and votes for one, even after a crash."""
         purpose, content = data.split(b"\0", 1)
         if purpose == b"diloco outcome":
             plan, head = parse(RoundOutcome, content).plan, hashlib.sha256(content).hexdigest()
@@ -157,9 +157,9 @@ class Invariants:
             self._check_promise(node, parent, attempt, "votes in")
 
     def requested(self, sender: str, message: Message) -> None:
-        """A node has called another.
+        """Check the promises in a node's request to another one, even after a crash.
 
-        With a join it promises to take part in no lower attempt, and tells what it has accepted, also after a crash.
+        With a join, a node promises to take part in no lower attempt, and names the outcome that it has accepted.
         """
         join, attempt = message.header.get("join"), message.header.get("attempt")
         if join is None or attempt is None:
@@ -183,7 +183,7 @@ class Invariants:
             self._violate(f"round {outcome.round} leaves out more than half of the plan: {included} of {members}")
 
     def _check_mean(self, outcome: RoundOutcome, joins: Mapping[str, Join]) -> None:
-        """All chunks are the mean of what exactly the included members offered, weighted by their tokens."""
+        """Check that all chunks are the mean of the included contributions, weighted by their tokens."""
         hostile = {node.peer_id for node in self._nodes if node.hostility}
         if hostile.intersection(outcome.plan.members):
             return  # A reducer is trusted with its own chunks, within the bound of the norm.
@@ -199,7 +199,7 @@ class Invariants:
             self._violate(f"round {outcome.round} is not the mean of its {len(weights)} contributions")
 
     def replayed(self, node: SimulatedNode, round_: int) -> None:
-        """A node has restarted and read its disk."""
+        """Check that a node has lost no committed round after it has restarted and read its disk."""
         if node.hostility:
             return
         before = self._newest.get(node.number, -1)
@@ -207,7 +207,7 @@ class Invariants:
             self._violate(f"n{node.number} had committed round {before}, and starts at round {round_}")
 
     def downloaded(self, node: SimulatedNode, round_: int) -> None:
-        """A node has given up its own line for a downloaded state."""
+        """Note that a node has replaced its own chain by a downloaded state."""
         self._newest[node.number] = round_
         for known in (self._joined, self._voted):
             for key in [key for key in known if key[0] == node.number]:
@@ -215,7 +215,7 @@ class Invariants:
 
     @property
     def _over_at_s(self) -> float:
-        """When the last fault was over."""
+        """The virtual time at which the last fault was over."""
         ends = [fault.at_s + (fault.seconds if fault.seconds < FOREVER_S else 0.0) for fault in self._faults]
         return max(ends, default=0.0)
 
@@ -227,10 +227,10 @@ class Invariants:
         return all(node.is_training for node in live) and len({node.chain.tip.head for node in live}) == 1
 
     def ended(self, scenario: Scenario) -> None:
-        """After a quiet time, all live nodes are on one chain, and it grows."""
+        """Check that all live nodes are on one chain after a quiet time, and that the chain grows."""
         live = [node for node in self._nodes if node.is_alive and not node.hostility]
         if len(live) < scenario.min_peers or self.is_whole() or not any(node.is_training for node in live):
-            return  # Without a training node: joiners that never met a peer.
+            return  # If no node trains, all are joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]
         newest = max((tip.round for tip in tips), default=-1)
         rounds = ", ".join(f"n{node.number} {node.chain.tip.round} {node.chain.tip.head[:6]}" for node in live)

@@ -1,4 +1,4 @@
-"""Signatures for simulated nodes. They are checked as real ones are, and cost a hundredth."""
+"""Signatures for simulated nodes. They are checked like real ones, and take a hundredth of the time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _keys: dict[str, SimulatedKey] = {}
 
 
 def simulated_identity(number: int, on_signed: Callable[[bytes], None] = lambda _data: None) -> Identity:
-    """The same key and peer id for the same number."""
+    """The identity of a node. The same number always gives the same key and peer id."""
     seed = hashlib.sha256(f"node {number}".encode()).digest()
     made = Identity(cast(Any, SimulatedKey(seed, on_signed)), peer_id_of_key(_HEADER + seed))
     _keys[made.peer_id] = SimulatedKey(seed)
@@ -49,7 +49,7 @@ def simulated_identity(number: int, on_signed: Callable[[bytes], None] = lambda 
 
 @contextmanager
 def simulated_keys() -> Iterator[None]:
-    """All signatures are checked with simulated keys."""
+    """Check all signatures with simulated keys inside this context."""
     before = identity._public_key
     identity._public_key = _keys.get  # type: ignore[assignment]
     try:

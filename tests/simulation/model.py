@@ -20,7 +20,7 @@ from node.swarm.consensus.quorum import Electorate
 
 NOTHING = -1
 SIZES = ((3, 2), (3, 3), (4, 2), (5, 2))
-"""Nodes and attempts that the command explores."""
+"""The numbers of nodes and attempts that the command explores."""
 
 
 @cache
@@ -47,10 +47,10 @@ def believes(nodes: int, alive: int, votes: int, gone_on: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything that nodes keep, and every message that was sent. A value is the attempt that made it."""
+    """Everything that nodes keep, and every message that was sent. A value is named by the attempt that made it."""
 
     alive: int
-    """Mask of nodes, as all masks here."""
+    """A bit mask of nodes, like all masks of the model."""
     promised: tuple[int, ...]
     """For each node: the attempt that it is in."""
     accepted: tuple[tuple[int, int], ...]
@@ -67,16 +67,16 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The rules. A test replaces one of them to see that the search finds what follows."""
+    """The rules of a round. A test replaces one rule to see that the search finds a violation."""
 
     nodes: int
     attempts: int
     has_quorum: Callable[[int, int, int, int], bool] = lambda nodes, alive, votes, group: is_quorum(nodes, alive, votes)
     """Whether votes decide. Arguments: number of nodes, the living, the votes, the joined members."""
     proposes_again: bool = True
-    """A leader proposes what a joined member has accepted."""
+    """Whether a leader proposes again what a joined member has accepted."""
     keeps_promises: bool = True
-    """A member votes in no attempt below one that it joined."""
+    """Whether a member votes in no attempt below one that it joined."""
 
     def initial(self) -> State:
         n, a = self.nodes, self.attempts
@@ -115,7 +115,7 @@ class Model:
             yield replace(s, joins=joins, promised=_set(s.promised, node, attempt))
 
     def _propose(self, s: State, attempt: int, leader: int) -> Iterator[State]:
-        """The leader may have heard of any of the joined members, if they are a quorum."""
+        """Propose after hearing of any quorum of the joined members."""
         if s.proposals[attempt] != NOTHING:
             return
         joined = self._joined(s, attempt)

@@ -1,4 +1,4 @@
-"""Mutants of the protocol: each breaks one rule, and the simulation must find it.
+"""Each mutant of the protocol breaks one rule, and the simulation must find it.
 
 `python -m tests.simulation.mutants` prints which seed finds each mutant. A mutant that no seed finds means that the
 scenarios do not exercise its rule, or that the rule is redundant.
@@ -34,28 +34,29 @@ from tests.simulation.run import quiet, simulate, start_process
 from tests.simulation.scenario import draw
 
 SEEDS = 10_000
-"""Seeds that are tried before a mutant counts as not found."""
+"""The number of seeds that are tried before a mutant counts as not found."""
 CHUNK = 4
-"""Seeds that a process simulates at a time."""
+"""The number of seeds that are queued for each process."""
 
 TWO_OUTCOMES = "has two outcomes"
 LOST_ROUND = "had committed round"
 
 
 class MissingRule(Exception):
-    """The code that a mutant changes is not there, or has another signature. Change the mutant with the code."""
+    """The code that a mutant changes does not exist or has another signature. The mutant must be adapted."""
 
 
 class Patches:
-    """Replaced functions, put back at the end."""
+    """Replaces functions, and restores them at the end."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[type | ModuleType, str, Any]] = []
 
     def replace(self, owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a function of a class or a module. `make` gets the function and returns the other one.
+        """Replace a function of a class or a module. `make` gets the old function and returns the new one.
 
-        Raises MissingRule unless there is such a function, with the same parameters, and both are coroutines or not.
+        Raises MissingRule if there is no such function, or if the new one has other parameters, or if only one of them
+        is a coroutine.
         """
         before = vars(owner).get(name)
         where = f"{owner.__name__}.{name}"
@@ -83,12 +84,12 @@ class Mutant:
     rule: str
     """What the mutant does wrong."""
     violates: tuple[str, ...]
-    """Parts of the violations that find it. A mutant that merely fails to run would violate others."""
+    """Parts of the violations that find the mutant. A mutant that merely fails to run would cause others."""
     change: Callable[[Patches], None]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, all nodes of this process are mutants. Raises MissingRule."""
+        """Make all nodes of this process mutants inside this context. Raises MissingRule."""
         patches = Patches()
         try:
             self.change(patches)
@@ -104,7 +105,7 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(*violates: str) -> Callable[[Callable[[Patches], None]], Callable[[Patches], None]]:
-    """Register a mutant: the function's name, its docstring as the rule, and what it violates."""
+    """Register a mutant with the function's name, its docstring as the rule, and what it violates."""
 
     def register(change: Callable[[Patches], None]) -> Callable[[Patches], None]:
         assert change.__doc__ is not None
@@ -148,7 +149,7 @@ def unheard_means_dead(patches: Patches) -> None:
     patches.replace(PeerTable, "present", lambda present: lambda self, expected=(): present(self))
 
 
-# one value, one vote
+# one outcome and one vote in an attempt
 
 
 @mutant(TWO_OUTCOMES)
@@ -191,7 +192,7 @@ def votes_twice(patches: Patches) -> None:
     patches.replace(Committer, "check_equivocation", lambda _: lambda self, document, outcome: True)
 
 
-# durable first
+# what a node stores before it tells others
 
 
 def _save_without(**forgotten: object) -> Callable[[Any], Any]:
@@ -243,7 +244,7 @@ def round_is_written_late(patches: Patches) -> None:
 
 
 class _AnyHash(bytes):
-    """A hash that differs from no other."""
+    """A hash for which `!=` is always false."""
 
     def __ne__(self, other: object) -> bool:
         return False
@@ -289,7 +290,7 @@ def majority_may_be_left_out(patches: Patches) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The first seed that finds a mutant; -1: none does."""
+    """The first seed that finds a mutant, or -1 if no seed does."""
 
     mutant: Mutant
     seed: int
@@ -318,7 +319,7 @@ def find(one: Mutant, seeds: Sequence[int], pool: ProcessPoolExecutor | None = N
 
 
 def _results(name: str, seeds: Sequence[int], pool: ProcessPoolExecutor | None) -> Iterator[tuple[str, float]]:
-    """The results of the seeds, in order. The pool is kept a few seeds ahead, and stops with the iteration."""
+    """Yield the results of the seeds in order. The pool runs a few seeds ahead, and stops with the iteration."""
     if pool is None:
         yield from (run_seed(name, seed) for seed in seeds)
         return

@@ -34,9 +34,9 @@ from tests.simulation.bandwidth import Bandwidth
 from tests.simulation.virtual_loop import PROCESS, VirtualLoop
 
 NOBODYS = Context()
-"""For what happens on the network, which outlives any process."""
+"""The context of events on the network, which belong to no process."""
 DIAL_S = 5.0
-"""A dial over a cut path fails after this time, unless a router says at once that there is no way."""
+"""A dial over a cut path fails after this time, unless a router says at once that there is no route."""
 SHORT_BYTES = 16 * 1024
 """A message below this size does not wait for the transfers on its line."""
 
@@ -46,13 +46,13 @@ class Line:
     """A node's line to the internet."""
 
     latency_s: float = 0.02
-    """One way, to the middle of the network."""
+    """The latency in one direction, to the middle of the network."""
     jitter_s: float = 0.01
     up_bytes_s: float = 0.0
-    """0: unlimited."""
+    """0 means unlimited."""
     down_bytes_s: float = 0.0
     break_ratio: float = 0.0
-    """Share of the calls whose connection breaks, before or after the peer has handled them."""
+    """The share of calls whose connection breaks, before or after the peer has handled them."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What happens when a message arrives, and to which process."""
+    """The function to call when a message arrives, and the context of the process that receives it."""
 
     call: Callable[[], None]
     context: Context
@@ -115,12 +115,12 @@ class Network:
         self.trace: deque[Sent] | None = deque(maxlen=200_000) if keep_trace else None
         self.names: dict[str, str] = {}
         self.watch: Callable[[str, str, str], float] = lambda _sender, _receiver, _text: 0.0
-        """Called for each message before it is sent. Returns seconds by which the message is late."""
+        """Called for each message before it is sent. Returns the seconds by which the message is late."""
         self.on_request: Callable[[str, Message], None] = lambda _sender, _message: None
-        """Called for each request of a node's own code, also to itself."""
+        """Called for each request of a node's own code, including requests to itself."""
 
     def rng(self, peer_id: str) -> random.Random:
-        """The randomness of one node's line, so that a fault removed elsewhere changes little here."""
+        """The random numbers of one node's line. Each line has its own, so a fault of another node changes few."""
         if peer_id not in self._rngs:
             self._rngs[peer_id] = random.Random(f"{self._seed} {self.names.get(peer_id, peer_id)}")
         return self._rngs[peer_id]
@@ -129,7 +129,7 @@ class Network:
         self._wires[wire.peer_id] = wire
 
     def cut(self, sender: str, receiver: str, dial_s: float) -> None:
-        """Drop everything that one node sends to another. Calls fail after this time."""
+        """Drop everything that one node sends to another. Calls between them fail after `dial_s`."""
         self._cuts[sender, receiver] = dial_s
 
     def heal(self, sender: str, receiver: str) -> None:
@@ -139,7 +139,7 @@ class Network:
         return (sender, receiver) in self._cuts
 
     def dial_s(self, caller: str, peer_id: str) -> float:
-        """After this time, a call over a cut path fails."""
+        """The seconds after which a call over a cut path fails."""
         return max(self._cuts.get(pair, 0.0) for pair in ((caller, peer_id), (peer_id, caller)))
 
     def wire_of(self, peer_id: str) -> SimulatedWire | None:
@@ -175,7 +175,7 @@ class Network:
         arrive: Handler,
         reply: asyncio.Future[Message],
     ) -> None:
-        """Deliver a message `delay_s` after its bytes are through. A transfer ends with the wait for its reply."""
+        """Deliver a message `delay_s` after its transfer. A transfer also ends when nobody waits for the reply."""
         sides = ((sender, "up"), self.lines[sender].up_bytes_s), ((receiver, "down"), self.lines[receiver].down_bytes_s)
         limits = {side: bytes_s for side, bytes_s in sides if bytes_s}
         if size_bytes < SHORT_BYTES or not limits:
@@ -190,7 +190,7 @@ class Network:
         reply.add_done_callback(lambda _: self._bandwidth.cancel(transfer), context=NOBODYS)
 
     def record(self, sender: str, receiver: str, text: str, data: bytes, blobs: Sequence[bytes] = ()) -> float:
-        """Add a message to the trace. Returns seconds by which it is late."""
+        """Add a message to the trace. Returns the seconds by which it is late."""
         self.messages += 1
         self._digest.update(f"{self.loop.time():.9f} {sender} {receiver} {text}".encode())
         self._digest.update(data)
@@ -202,7 +202,7 @@ class Network:
 
     @property
     def digest(self) -> str:
-        """Over all messages so far, with their times."""
+        """The digest of all messages so far, with their times."""
         return self._digest.hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""A simulated node: the real code of `node.swarm`, a trainer that only waits, and a disk that survives crashes."""
+"""A simulated node has the real code of `node.swarm`, a trainer that only waits, and a disk that survives crashes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ DIAL_EVERY_S = 4.0
 
 @dataclass
 class Disk:
-    """What a crash leaves: checkpoints, and the folder of stored rounds."""
+    """What survives a crash: the checkpoints and the folder of stored rounds."""
 
     folder: Path
     checkpoints: list[Tip] = field(default_factory=list)
-    """Newest last."""
+    """The checkpoints, of which the newest is the last."""
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         for tip in reversed(self.checkpoints):
@@ -81,14 +81,14 @@ class Habits:
     checkpoint_rounds: int = 4
     tokens_per_step: int = 10
     first_round_s: float | None = None
-    """Under the policy `time`: when the first member has made its steps of the first round, as `worker.trainer` sees in
-    the peer table. None: this node makes all of them."""
+    """Under the policy `time`, the seconds in which the first member makes its steps of the first round, as
+    `worker.trainer` sees in the peer table. None means that this node makes all of its own steps."""
     founders: int = 1
-    """The first life of a node trains once it sees so many members."""
+    """In its first life, a node begins to train when it sees this number of members."""
 
 
 class SimulatedNode:
-    """A node over all of its lives."""
+    """A node over all of its lives, each of which is one process."""
 
     def __init__(
         self,
@@ -111,20 +111,20 @@ class SimulatedNode:
         self.life = Life(self.peer_id)
         self.life.is_dead = True
         self.peers: list[str] = []
-        """Peers whose addresses this node knows, besides itself."""
+        """The other peers whose addresses this node knows."""
         self.clock_ahead_ms = 0
         self.failures: list[str] = []
         self.commits = self.included = self.downloads = 0
         self.trained_tokens = self.merged_tokens = 0
-        """Over all lives, up to the newest commit that this node has adopted."""
+        """The tokens of all lives, up to the newest commit that this node has adopted."""
         self.trained_tokens = self.merged_tokens = 0
-        """Over all lives, up to the newest commit that this node has adopted."""
+        """The tokens of all lives, up to the newest commit that this node has adopted."""
         self.hostility = ""
-        """What it does to the others, a key of `ADVERSARIES`; empty: nothing."""
+        """The attack of this node, a key of `ADVERSARIES`. Empty means that the node is honest."""
         self.signed_join: Document | None = None
         self._sent: set[asyncio.Future[None]] = set()
         self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
-        """Parent and peer id to the chunks that the node offered. Shared by all nodes."""
+        """Maps (parent, peer id) to the chunks that the node offered. All nodes share this map."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
@@ -141,7 +141,7 @@ class SimulatedNode:
         return self.life.stalled_until_s > self.network.loop.time()
 
     def start(self) -> None:
-        """A new process, from what is on the disk."""
+        """Start a new process from what is on the disk."""
         assert self.life.is_dead
         self.lives += 1
         life = self.life = Life(self.peer_id)
@@ -151,7 +151,7 @@ class SimulatedNode:
         self.network.crash(self.life)
 
     def stall(self, seconds: float) -> None:
-        """The process stands still, as if stopped by SIGSTOP."""
+        """Suspend the process, as SIGSTOP does."""
         loop, life = self.network.loop, self.life
         life.stalled_until_s = loop.time() + seconds
         loop.call_later(seconds, loop.resume, life)
@@ -200,7 +200,7 @@ class SimulatedNode:
             await task
 
     def send_later(self, receiver: str, verb: str, message: Message) -> None:
-        """Send a message of one's own, as a hostile node does."""
+        """Send an additional message, as a hostile node does."""
 
         async def send() -> None:
             with suppress(PeerError):
@@ -216,7 +216,7 @@ class SimulatedNode:
         )
 
     async def _dial(self) -> None:
-        """Find peers, as discovery does: through the known addresses, again and again."""
+        """Find peers through their known addresses, again and again, as discovery does."""
         while True:
             await asyncio.sleep(DIAL_EVERY_S)
             await self._dial_once()
@@ -240,7 +240,7 @@ class SimulatedNode:
         self._news.set()
 
     async def _train(self) -> None:
-        """Make inner steps, offer, wait for the commit, for ever."""
+        """Make inner steps, offer them and wait for the commit, for ever."""
         while True:
             if self._lost is not None:
                 await self._download(self._lost)
@@ -256,7 +256,7 @@ class SimulatedNode:
                 self._offer(self.chain.tip)
 
     def _apply(self) -> None:
-        """Read the mail: what became of the newest contribution, and of those that were left out before."""
+        """Read the committed rounds, and count or carry the tokens of this node's contributions."""
         commits = [mail for mail in self._mail if isinstance(mail, Committed)]
         self._mail.clear()
         for mail in commits:
@@ -268,11 +268,11 @@ class SimulatedNode:
             self._steps = 0
 
     def _steps_left(self) -> int:
-        """Inner steps until a contribution is due, as in `worker.trainer`; 0: now."""
+        """The inner steps until a contribution is due, as in `worker.trainer`. 0 means that it is due now."""
         tip, step_s, rule = self.chain.tip, self.habits.step_s, self.rules.closing
         least = 0 if self._tracker.pending_tokens(0) else 1
         if rule.policy == "time" and tip.round_s is not None:
-            # The number of steps after which `diloco.schedule.is_time_up` says so.
+            # This is the number of steps after which `diloco.schedule.is_time_up` is true.
             slack_s = min(step_s, rule.grace_s(tip.round_s)) / 2
             due_s = tip.round_s - self.participant.sender.lead_s + slack_s
             elapsed_s = self.network.loop.time() - tip.anchor_at_s

@@ -12,12 +12,12 @@ from node.diloco.codec import Data
 
 
 class PaddedFp32:
-    """fp32 [n], followed by zeros up to the least size of a chunk. Plain Python beats torch for few numbers."""
+    """fp32 [n], followed by zeros up to the least size of a chunk. Plain Python is faster than torch here."""
 
     name, stretch_ratio = "padded", 0.0
 
     def __init__(self, chunk_bytes: int = 0) -> None:
-        """`chunk_bytes`: least encoded size; 0: no padding."""
+        """`chunk_bytes` is the least encoded size. 0 means no padding."""
         self._chunk_bytes = chunk_bytes
 
     def encoded_bytes(self, n: int) -> int:

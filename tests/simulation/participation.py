@@ -25,10 +25,10 @@ from tests.simulation.run import Report, World, quiet, simulate, start_process
 from tests.simulation.scenario import Scenario
 
 WARM_UP_ROUNDS, ROUNDS = 2, 10
-"""The first rounds are not checked: nobody has measured the uplinks then."""
+"""The first rounds are not checked, because no member has measured its uplink yet."""
 LEAST_MERGED_RATIO = 0.9
 SLOWEST_RATIO = 16.0
-"""The fastest member is up to so many times as fast as the slowest."""
+"""The fastest member is up to this many times as fast as the slowest."""
 SLOWEST_MBIT_S, FASTEST_MBIT_S = 2.0, 1000.0
 BYTES_PER_MBIT = 125_000.0
 CHUNKS, CHUNK_BYTES = 16, 64 * 1024
@@ -40,25 +40,25 @@ NEEDED_RATIO = 1.0
 LONGEST_RATIO = 8.0
 """A round that takes longer than this many T_r counts as a stop."""
 SHOWN, SUMMED_EVERY = 10, 500
-"""Failed seeds that are printed, and seeds after which the sums are."""
+"""The number of failed seeds that are printed, and the number of seeds after which the sums are printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Participation:
-    """What one seed did."""
+    """The result of one seed."""
 
     seed: int
     rounds: int
     virtual_s: float
     merged_ratio: float
     worst: str
-    """The member in the fewest rounds."""
+    """A description of the member that is in the fewest rounds."""
     worst_ratio: float
     violations: tuple[str, ...]
 
 
 def draw(seed: int) -> Scenario:
-    """Members within the bounds. Every mix of speeds and lines has the same chance."""
+    """Draw members within the bounds. Every mix of speeds and lines has the same chance."""
     rng = random.Random(f"participation {seed}")
     nodes = rng.randint(3, 9)
     slowness = [SLOWEST_RATIO ** rng.choice((0.0, 1.0, rng.random(), rng.random())) for _ in range(nodes)]
@@ -101,7 +101,7 @@ def _line(rng: random.Random, most_s: float) -> Line:
 
 
 def _mbit_s(rng: random.Random) -> float:
-    """From all decades alike, often at the lower end."""
+    """Draw a rate. All decades have the same chance, and the lowest rate is frequent."""
     place = rng.choice((0.0, rng.random(), rng.random()))
     return SLOWEST_MBIT_S * math.exp(place * math.log(FASTEST_MBIT_S / SLOWEST_MBIT_S))
 

@@ -34,12 +34,12 @@ from tests.simulation.virtual_loop import PROCESS, Deadlock, TooManyEvents, Virt
 
 CHUNK_ELEMENTS = 4
 MEMORY = Path("/dev/shm")
-"""Simulated disks are folders in memory."""
+"""Simulated disks are folders in this folder, which is in memory."""
 
 
 @dataclass
 class Report:
-    """What one run did."""
+    """The result of one run."""
 
     seed: int
     violations: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Report:
     """Rounds with two outcomes that the invariants allow, because nodes could not reach each other."""
     faults: Counter[str] = field(default_factory=Counter)
     digest: str = ""
-    """Over all messages with their times: the same seed gives the same digest."""
+    """The digest of all messages with their times. The same seed always gives the same digest."""
 
 
 class World:
@@ -113,7 +113,7 @@ class World:
             self._strike(self.nodes[number].peer_id, self._other(number), "votes")
 
     def _other(self, number: int) -> str:
-        """The peer that a fault at a vote or an adoption hits instead of the node: the next one."""
+        """The next node. A fault at a vote or an adoption may hit it instead of the voter or adopter."""
         return self.nodes[(number + 1) % len(self.nodes)].peer_id
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class World:
         self._armed.append(fault)
 
     def _strike(self, sender: str, receiver: str, text: str) -> float:
-        """Cause the faults that wait for this message. Returns seconds by which the message is late."""
+        """Cause the faults that wait for this message. Returns the seconds by which it is late."""
         late_s = 0.0
         for fault in [fault for fault in self._armed if fault.verb == text]:
             self._armed.remove(fault)
@@ -146,7 +146,7 @@ class World:
             struck = replace(
                 fault, at_s=self.loop.time(), node=node, other=other if fault.kind == "cut" else -1, verb=""
             )
-            # The fault hits after the message, which is on its way.
+            # The fault happens after this message has been sent.
             self.loop.call_soon(self._cause, struck, context=NOBODYS)
         return late_s
 
@@ -180,7 +180,7 @@ class World:
         self.invariants.happened(fault)
 
     def _pairs(self, fault: Fault) -> list[tuple[str, str]]:
-        """Sender and receiver of what a cut or a split drops."""
+        """The pairs of sender and receiver between which a cut or a split drops messages."""
         if fault.kind == "cut":
             return [(self.nodes[fault.node].peer_id, self.nodes[fault.other].peer_id)]
         side = {self.nodes[number].peer_id for number in fault.side or (fault.node,)}
@@ -191,7 +191,7 @@ class World:
 def simulate(
     scenario: Scenario, *, keep_trace: bool = False, run: Callable[[World], Awaitable[None]] = World.run
 ) -> tuple[Report, World]:
-    """Run a scenario. The world holds the trace."""
+    """Run a scenario. Returns the report, and the world, which holds the trace."""
     torch.set_num_threads(1)
     began_s = time.process_time()
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None))

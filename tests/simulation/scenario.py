@@ -1,4 +1,4 @@
-"""What happens in one simulated run: nodes, lines and faults, drawn from a seed. A scenario is data that can shrink."""
+"""A scenario describes one simulated run: nodes, lines and faults that are drawn from a seed. Faults can be removed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ VERBS = (
     "fetch ok",
     "chain ok",
 )
-"""Messages at which faults strike; with `ok` the replies."""
+"""Messages at which faults happen. The names with `ok` are replies."""
 END_VERBS = ("attend", "attend ok", "votes", "fetch ok", "adopts")
-"""Those at the end of a round, and the moments at which a node votes or adopts."""
+"""Messages at the end of a round, and the moments at which a node votes or adopts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Fault:
     seconds: float
     other: int = -1
     side: tuple[int, ...] = ()
-    """Nodes on one side of a split. Empty: `node` alone."""
+    """Nodes on one side of a split. Empty means `node` alone."""
     dial_s: float = DIAL_S
     """After this time, a call over a cut or split path fails."""
     verb: str = ""
-    """If set, the fault strikes at the first message of this verb after `at_s` (`votes`, `adopts`: when an honest node
-    does so), and hits its sender (`node` 0), its receiver (1), or in a cut the way between them. A split separates the
-    hit node from all others."""
+    """If set, the fault happens at the first message of this verb after `at_s`; with `votes` and `adopts`, when an
+    honest node does so. It hits the sender (`node` 0), the receiver (1), or in a cut the path between them. A split
+    separates the hit node from all others."""
 
     def __str__(self) -> str:
         seconds = "for good" if self.seconds >= FOREVER_S else f"for {self.seconds:.2f} s"
@@ -86,14 +86,14 @@ class Scenario:
     quorum_ratio: float
     policy: str
     disk_s: float
-    """Longest delay of the disk."""
+    """The longest delay of the disk."""
     join_at_s: tuple[float, ...]
     hostile: str = ""
-    """What the last node does to the others; empty: nothing."""
+    """The attack of the last node. Empty means that it is honest."""
     inner_steps: int = 10
     chunks: int = 4
     chunk_bytes: int = 0
-    """Encoded size of a chunk; 0: as small as possible."""
+    """The encoded size of a chunk. 0 means as small as possible."""
     first_round_s: float | None = None
     """As in `Habits`."""
     founders: int = 1
@@ -126,7 +126,7 @@ def draw(seed: int) -> Scenario:
     break_ratio = rng.choice((0.0, 0.0, 0.0, 0.002))
     lines = tuple(_line(rng, break_ratio) for _ in range(nodes))
     step_s = tuple(rng.choice((0.1, 0.2, 0.4)) for _ in range(nodes))
-    # Few faults strike within one round, unless all strike within a few seconds.
+    # Few faults happen within one round, unless all happen within a few seconds.
     from_s = rng.uniform(1.0, stormy_s)
     window_s = rng.choice(((1.0, stormy_s), (from_s, min(stormy_s, from_s + 8.0))))
     verbs = rng.choice((VERBS, END_VERBS, (rng.choice(END_VERBS),)))

@@ -1,4 +1,4 @@
-"""Makes a failing scenario smaller: fewer faults, shorter faults, as long as it still fails."""
+"""Makes a failing scenario smaller, as long as it still fails."""
 
 from __future__ import annotations
 

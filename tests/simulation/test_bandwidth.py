@@ -13,11 +13,11 @@ from tests.simulation.bandwidth import Bandwidth, Side
 from tests.simulation.virtual_loop import VirtualLoop
 
 Sent = tuple[float, int, dict[Side, float]]
-"""Start, size and the limited sides of a transfer."""
+"""The start, the size and the limited sides of a transfer."""
 
 
 def ends(*transfers: Sent, cancelled_at_s: Mapping[int, float] = MappingProxyType({})) -> dict[int, float]:
-    """When each transfer is complete, by its place."""
+    """Run the transfers, and return the time at which each is complete, by its place."""
     loop, done = VirtualLoop(lambda: 0.0), dict[int, float]()
     bandwidth = Bandwidth(loop, Context())
 
@@ -33,21 +33,21 @@ def ends(*transfers: Sent, cancelled_at_s: Mapping[int, float] = MappingProxyTyp
     return done
 
 
-def test_two_transfers_share_an_uplink() -> None:
+def test_two_simulated_transfers_share_an_uplink_equally() -> None:
     up = {("a", "up"): 100.0}
     assert ends((0.0, 1000, up), (0.0, 1000, up)) == pytest.approx({0: 20.0, 1: 20.0})
 
 
-def test_a_later_transfer_slows_an_earlier_one() -> None:
+def test_a_later_simulated_transfer_slows_an_earlier_one() -> None:
     up = {("a", "up"): 100.0}
     assert ends((0.0, 1000, up), (5.0, 250, up)) == pytest.approx({0: 12.5, 1: 10.0})
 
 
-def test_what_a_slow_downlink_leaves_goes_to_the_others() -> None:
+def test_bandwidth_that_a_slow_downlink_cannot_use_goes_to_other_transfers() -> None:
     slow, fast = {("a", "up"): 100.0, ("b", "down"): 10.0}, {("a", "up"): 100.0, ("c", "down"): 1000.0}
     assert ends((0.0, 100, slow), (0.0, 900, fast)) == pytest.approx({0: 10.0, 1: 10.0})
 
 
-def test_a_cancelled_transfer_frees_the_line() -> None:
+def test_a_cancelled_transfer_frees_its_bandwidth() -> None:
     up = {("a", "up"): 100.0}
     assert ends((0.0, 1000, up), (0.0, 1000, up), cancelled_at_s={0: 4.0}) == pytest.approx({1: 12.0})

@@ -1,4 +1,4 @@
-"""The exhaustive model of one round: no schedule breaks the rules, and a schedule breaks each mutant."""
+"""No schedule of the exhaustive model violates safety, unless the model lacks a rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SMALL = (3, 2)
 
 
 @pytest.mark.timeout(120)
-def test_no_schedule_of_three_nodes_commits_two_outcomes() -> None:
+def test_no_schedule_of_three_modelled_nodes_commits_two_outcomes() -> None:
     states, what = explore(Model(*SMALL))
     assert not what and states > 10_000
 
@@ -28,13 +28,13 @@ def _most(votes: int, of: int) -> bool:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", MUTANTS)
-def test_a_schedule_breaks_the_model_without_a_rule(what: str) -> None:
+def test_some_schedule_violates_safety_if_the_model_lacks_a_rule(what: str) -> None:
     assert explore(MUTANTS[what])[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("nodes", "attempts"), SIZES[1:3])
-def test_no_schedule_of_more_nodes_or_attempts_commits_two_outcomes(nodes: int, attempts: int) -> None:
+def test_no_schedule_of_more_modelled_nodes_or_attempts_commits_two_outcomes(nodes: int, attempts: int) -> None:
     states, what = explore(Model(nodes, attempts))
     assert not what and states > 100_000

@@ -24,21 +24,21 @@ def _loud_afterwards() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["group_decides", "failed_call_means_death"])
-def test_the_simulation_finds_a_mutant(name: str) -> None:
-    """The quick ones. `make mutants` runs all."""
+def test_the_simulation_finds_a_mutant_of_the_protocol(name: str) -> None:
+    """These mutants are found quickly. `make mutants` runs all mutants."""
     found = find(MUTANTS[name], range(SEEDS))
     assert found.violation, f"no seed below {SEEDS} finds that {found.mutant.rule}"
 
 
 @pytest.mark.parametrize("one", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_changes_code_that_exists_and_puts_it_back(one: Mutant) -> None:
+def test_a_mutant_changes_code_that_exists_and_restores_it_afterwards(one: Mutant) -> None:
     before = [dict(vars(owner)) for owner in (Committer, Electorate, Leader)]
     with one.applied():
         pass
     assert [dict(vars(owner)) for owner in (Committer, Electorate, Leader)] == before
 
 
-def test_a_mutant_of_code_that_has_changed_fails() -> None:
+def test_a_mutant_of_code_that_no_longer_exists_or_has_changed_raises_an_error() -> None:
     patches = Patches()
     with pytest.raises(MissingRule, match="is_majority does not exist"):
         patches.replace(Electorate, "is_majority", lambda _: lambda self, votes: True)

@@ -19,7 +19,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def test_every_member_is_in_every_second_round() -> None:
+def test_every_simulated_member_is_in_at_least_every_second_round() -> None:
     results = [run_seed(seed) for seed in range(8)]
     assert {result.seed: result.violations for result in results if result.violations} == {}
 
@@ -27,12 +27,12 @@ def test_every_member_is_in_every_second_round() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(1000, 1100, 50))
-def test_every_member_of_many_is_in_every_second_round(first: int) -> None:
+def test_every_member_is_in_at_least_every_second_round_for_a_hundred_seeds(first: int) -> None:
     failed = [seed for seed in range(first, first + 50) if run_seed(seed).violations]
     assert failed == [], "python -m tests.simulation.participation --seed N shows the messages"
 
 
-def test_a_member_on_a_line_below_the_bounds_is_found() -> None:
+def test_participation_check_finds_a_member_whose_line_is_below_the_bounds() -> None:
     scenario = draw(2)
     slow = replace(scenario.lines[0], up_bytes_s=25_000.0)
     result = judge(replace(scenario, lines=(slow, *scenario.lines[1:])))
@@ -40,12 +40,12 @@ def test_a_member_on_a_line_below_the_bounds_is_found() -> None:
     assert result.worst.startswith("n0")
 
 
-def test_the_check_names_the_second_of_two_missed_rounds() -> None:
+def test_participation_check_names_the_second_of_two_missed_rounds() -> None:
     assert misses(["ab", "a", "ab", "a"], "b") == []
     assert misses(["ab", "a", "a", "a", "b"], "b") == [2, 3]
 
 
-def test_the_drawn_lines_cover_all_speeds() -> None:
+def test_lines_drawn_for_simulated_members_cover_all_speeds() -> None:
     lines = [line for seed in range(300) for line in draw(seed).lines]
     uplinks = [line.up_bytes_s for line in lines]
     assert min(uplinks) == 250_000 and max(uplinks) > 100e6

@@ -1,4 +1,4 @@
-"""Simulated nights: no seed violates an invariant, and a seed gives the same messages each time."""
+"""No simulated seed violates an invariant, and a seed gives the same messages each time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
-def test_no_seed_violates_an_invariant(first: int) -> None:
+def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
     reports = [simulate(draw(seed))[0] for seed in range(first, first + PER_TEST)]
     assert {report.seed: report.violations for report in reports if report.violations} == {}
     assert sum(report.rounds for report in reports) > 2 * PER_TEST
@@ -34,7 +34,7 @@ def test_no_seed_violates_an_invariant(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(1450, 1900, 225))
-def test_no_seed_of_many_violates_an_invariant(first: int) -> None:
+def test_none_of_many_simulated_seeds_violates_an_invariant(first: int) -> None:
     failed = [seed for seed in range(first, first + 225) if simulate(draw(seed))[0].violations]
     assert failed == [], "python -m tests.simulation --seed N shows the messages"
 
@@ -46,15 +46,15 @@ def test_one_hostile_node_neither_forks_nor_stops_the_others(hostile: str) -> No
 
 
 @pytest.mark.parametrize("seed", [1, 5, 21])
-def test_a_seed_gives_the_same_messages_byte_for_byte(seed: int) -> None:
+def test_a_simulated_seed_gives_the_same_messages_byte_for_byte(seed: int) -> None:
     first, second = simulate(draw(seed))[0], simulate(draw(seed))[0]
     assert (first.digest, first.messages, first.events) == (second.digest, second.messages, second.events)
     assert first.messages > 100
     assert simulate(draw(seed + 1))[0].digest != first.digest
 
 
-def test_a_lost_disk_write_is_found_and_the_scenario_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator sees a defect: without results on the disk, a blackout loses rounds."""
+def test_simulation_finds_lost_disk_writes_and_shrinks_the_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation finds this defect: without results on the disk, a blackout loses rounds."""
     monkeypatch.setattr("node.swarm.allreduce.result_store.ResultStore.put", lambda *_: None)
     calm = replace(draw(3), faults=(), hostile="")
     faults = (Fault(5.0, "clock", 0, 1.0), Fault(22.0, "blackout", 0, 1.0), Fault(23.0, "clock", 1, 1.0))

@@ -25,11 +25,11 @@ class Process(Protocol):
 
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
-"""The process that the running callback belongs to; None: the simulation itself."""
+"""The process that the running callback belongs to. None means the simulation itself."""
 
 
 class Deadlock(RuntimeError):
-    """Nothing is left to run, and the simulation waits."""
+    """Nothing is left to run, although the simulation has not ended."""
 
 
 class TooManyEvents(RuntimeError):
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, disk_delay: Callable[[], float], max_events: int = 5_000_000) -> None:
-        """`disk_delay`: virtual seconds that the next call in a thread takes."""
+        """`disk_delay` returns the virtual seconds that the next call in a thread takes."""
         super().__init__()
         self._now_s = 0.0
         self._disk_delay, self._max_events = disk_delay, max_events
@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         task = asyncio.Task(coro, loop=loop, **options)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         if (process := PROCESS.get()) is not None:
-            # The garbage collector would run the `finally` blocks of a dead node's coroutines.
+            # Keep the task: the garbage collector would run the `finally` blocks of a dead node's coroutines.
             self._tasks.append((task, process))
             if len(self._tasks) > 20_000:
                 self._tasks = [(one, owner) for one, owner in self._tasks if not one.done()]

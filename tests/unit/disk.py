@@ -1,4 +1,4 @@
-"""A disk that is full, for any user."""
+"""Simulates a full disk, even for root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def disk_that_takes(most_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond this; the kernel says so with an OSError, as a full disk does."""
+    """Let no file of this process grow beyond `most_bytes`. A longer write raises OSError, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:

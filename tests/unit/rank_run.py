@@ -1,7 +1,7 @@
-"""One node's inner steps on several ranks, without a swarm: what `test_ranks` runs.
+"""Runs the inner steps of one node on several ranks, without a swarm, for `test_ranks`.
 
-Rank 0 is forked from a server that has imported torch, and the other ranks from rank 0: an interpreter for each of them
-would import torch again.
+Rank 0 is forked from a server that has imported torch, and the other ranks are forked from rank 0, so none of them has
+to import torch again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _forks.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Done:
-    """How rank 0 ended."""
+    """The exit code and the output of rank 0."""
 
     returncode: int
     stdout: str
@@ -51,7 +51,7 @@ class Done:
 def run_ranks(
     data: Path, output: Path, faults: tuple[str, str], *, steps: int, run: dict[str, Any], devices: dict[str, Any]
 ) -> Done:
-    """Make `steps` inner steps on `devices`. `data`, `output`: folders. `faults`: of rank 0, and of the others."""
+    """Make `steps` inner steps. `data` and `output` are folders. `faults` has the plans of rank 0 and of the others."""
     config = Config.model_validate({"node": {"data_dir": str(data)}, "devices": devices})
     order = {
         "run": RunConfig.model_validate(run).model_dump(mode="json"),
@@ -71,7 +71,7 @@ def run_ranks(
 
 
 class ForkedRank:
-    """A rank other than 0, forked from rank 0. It has the part of `subprocess.Popen` that `RankProcesses` uses."""
+    """A rank other than 0, forked from rank 0. It has the methods of `subprocess.Popen` that `RankProcesses` uses."""
 
     def __init__(self, settings: rank_processes.RankSettings, faults: str) -> None:
         self._exit_code: int | None = None
@@ -146,7 +146,7 @@ def _train(order: dict[str, Any]) -> None:
         except RuntimeError as exc:
             assert helpers is not None
             helpers.explain(exc)
-        if number == steps // 2:  # As at a round's end: change a part, and restore a checkpoint.
+        if number == steps // 2:  # This happens at the end of a round: a part changes, and a checkpoint is restored.
             flat, moments = replica.parameters, replica.optimizer_state()
             ranges = ((100, 5000), (6000, 7001))
             replica.change(ranges, lambda part, at, place: part * 0.999)
@@ -155,7 +155,7 @@ def _train(order: dict[str, Any]) -> None:
             expected = torch.cat([flat[low:high] for low, high in ranges]) * 0.999
             assert torch.allclose(taken, expected), (taken - expected).abs().max()
             replica.load_optimizer_state(moments)
-            replica.loss_of(batches[0])  # As in evaluation: other parameters for a while.
+            replica.loss_of(batches[0])  # Evaluation loads other parameters for a while.
             replica.load(torch.zeros_like(flat))
             replica.loss_of(batches[0])
             replica.load(flat)

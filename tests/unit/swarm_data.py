@@ -1,4 +1,4 @@
-"""Signed proofs, and leaves of states, for tests of the swarm's state."""
+"""Makes signed proofs and leaves of states for tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def committed(
     hashes: Sequence[bytes] = (bytes(32),),
     state: str = STATE,
 ) -> Proof:
-    """A proof in which all members contributed and voted. `tokens`: of each member."""
+    """A proof in which all members voted and each member contributed `tokens`."""
     joins = tuple(sign(member, new_join(tokens, parent=parent, state=state)) for member in members)
     ids = tuple(member.peer_id for member in members)
     plan = Plan(run=RUN, parent=parent, attempt=0, joins=joins, reducers=ids[:1], owners=(0,) * len(hashes))

@@ -1,4 +1,4 @@
-"""Endpoints of multiaddresses, and which of a peer's addresses are dialed."""
+"""The endpoints of multiaddresses, and the choice of a peer's addresses to dial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = LocalAddresses(
 
 
 def at(*places: str) -> list[str]:
-    """Multiaddresses of the peer: `ip4/HOST` with the usual port, or with one of its own."""
+    """Multiaddresses of the peer. A place without a port, such as `ip4/HOST`, gets port 31337."""
     return [f"/{p if '/tcp/' in p else p + '/tcp/31337'}/p2p/{PEER}" for p in places]
 
 
@@ -43,41 +43,41 @@ def at(*places: str) -> list[str]:
         (["ip6/fd00::9", "ip6/fd01::9"], ["ip6/fd00::9"]),
         # behind the same router
         (["ip4/203.0.113.7", "ip4/10.0.0.5"], ["ip4/203.0.113.7", "ip4/10.0.0.5"]),
-        # on this machine: it shares an address, on another port
+        # the peer is on this machine: it has the same address with another port
         (
             ["ip4/192.168.1.2/tcp/4000", "ip4/127.0.0.1/tcp/4000"],
             ["ip4/192.168.1.2/tcp/4000", "ip4/127.0.0.1/tcp/4000"],
         ),
         (["ip4/127.0.0.1/tcp/4000"], ["ip4/127.0.0.1/tcp/4000"]),
-        # a container elsewhere has the same address and port as this node: that leads back to this node
+        # a peer in a container elsewhere has this node's address and port, so a dial would reach this node
         (["ip4/8.8.8.8", "ip4/172.17.0.1", "ip4/127.0.0.1"], ["ip4/8.8.8.8"]),
         (["ip4/172.17.0.1", "ip4/127.0.0.1"], []),
-        # nothing else is known: a network that routers join with this one, perhaps
+        # no other address is known, and a router may connect the other network with this one
         (["ip4/10.0.0.5", "ip4/127.0.0.1"], ["ip4/10.0.0.5"]),
     ],
     ids=str,
 )
-def test_reachable_addresses_are_dialed(told: list[str], dialed: list[str]) -> None:
+def test_only_addresses_that_may_lead_to_the_peer_are_dialed(told: list[str], dialed: list[str]) -> None:
     assert select_addresses(at(*told), HERE) == (at(*dialed), [a for a in at(*told) if a not in at(*dialed)])
 
 
-def test_all_addresses_are_dialed_if_interfaces_are_unknown() -> None:
+def test_all_addresses_of_a_peer_are_dialed_if_the_own_interfaces_are_unknown() -> None:
     told = at("ip4/8.8.8.8", "ip4/10.0.0.5", "ip4/127.0.0.1")
     assert select_addresses(told, LocalAddresses()) == (told, [])
 
 
-def test_circuits_are_kept_and_dials_are_limited() -> None:
+def test_relayed_addresses_are_kept_and_the_number_of_dialed_addresses_is_limited() -> None:
     assert select_addresses([CIRCUIT, *at("ip4/10.0.0.5")], HERE)[0] == [CIRCUIT, *at("ip4/10.0.0.5")]
     many = at(*(f"ip4/8.8.8.{n}" for n in range(20)))
     assert select_addresses(many, HERE) == (many[:MAX_DIALED], many[MAX_DIALED:])
 
 
-def test_read_interfaces() -> None:
+def test_read_interfaces_finds_the_loopback_address_and_its_network() -> None:
     here = LocalAddresses(interfaces=read_interfaces())
     assert here.has_address(ip_address("127.0.0.1")) and here.has_network_of(ip_address("127.9.9.9"))
 
 
-def test_describe_dial_names_tried_and_skipped_addresses() -> None:
+def test_describe_dial_names_tried_addresses_and_counts_skipped_private_ones() -> None:
     tried, private = at("ip4/203.0.113.5"), at("ip4/10.0.0.5", "ip4/127.0.0.1")
     assert describe_dial(tried, private) == ("203.0.113.5:31337 (and 2 private addresses that are not on this network)")
     assert describe_dial(at("ip6/2001:db8::1", "dns4/a.example"), private[:1]) == (
@@ -100,17 +100,17 @@ def test_describe_dial_names_tried_and_skipped_addresses() -> None:
         CIRCUIT,
     ],
 )
-def test_other_addresses_have_no_endpoint(address: str) -> None:
+def test_malformed_udp_and_relayed_addresses_have_no_tcp_endpoint(address: str) -> None:
     assert parse_endpoint(address) is None
 
 
-def test_scope_of() -> None:
+def test_ip_addresses_are_classified_as_loopback_private_or_wide() -> None:
     scopes = {"127.3.2.1": 0, "::1": 0, "10.1.1.1": 1, "100.64.0.1": 1, "fe80::1": 1, "fd12::1": 1}
     scopes |= {"11.0.0.1": 2, "203.0.113.5": 2, "2001:db8::1": 2, "172.32.0.1": 2}
     assert {ip: int(scope_of(ip_address(ip))) for ip in scopes} == scopes
 
 
-def test_interface_addresses_replace_the_wildcard() -> None:
+def test_wildcard_listen_address_is_replaced_by_the_addresses_of_the_interfaces() -> None:
     interfaces = tuple(map(ip_interface, ("127.0.0.1/8", "192.168.1.2/24", "fe80::2/64", "2001:db8::2/64")))
     both = ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/8"]
     assert interface_addresses(both, interfaces) == [

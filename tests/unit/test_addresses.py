@@ -37,22 +37,22 @@ WRONG = [
 
 
 @pytest.mark.parametrize("address", RIGHT, ids=range(len(RIGHT)))
-def test_valid_address_is_split(address: str) -> None:
+def test_valid_address_of_a_peer_is_split_into_peer_id_and_transport_address(address: str) -> None:
     found = read_address(address)
     assert found is not None and found[0] == PEER
     assert f"{found[1]}/p2p/{PEER}" == address
 
 
 @pytest.mark.parametrize("address", WRONG, ids=range(len(WRONG)))
-def test_invalid_address_is_none(address: str) -> None:
+def test_read_address_returns_none_for_an_invalid_address(address: str) -> None:
     assert read_address(address) is None
 
 
-def test_addresses_of_keeps_the_peers_valid_addresses() -> None:
+def test_addresses_of_keeps_only_valid_addresses_of_the_peer_itself() -> None:
     assert addresses_of(PEER, [*WRONG, *RIGHT, f"/ip4/1.2.3.4/tcp/1/p2p/{RELAY}"]) == tuple(RIGHT)
 
 
-def test_read_address_never_raises() -> None:
+def test_read_address_raises_no_error_for_random_addresses() -> None:
     rng = random.Random(1)
     parts = [
         "ip4",
@@ -77,7 +77,7 @@ def test_read_address_never_raises() -> None:
         )
 
 
-def test_printable_text_is_one_short_line_without_control_characters() -> None:
+def test_text_from_a_peer_becomes_one_short_line_without_control_characters() -> None:
     said = "no\r\n2026-11-22 ERROR \x1b[2Jall is lost\x00\x7f\x9b1m\u2028\u2029\u202egnp.exe\u2066\u200f"
     assert printable(said, 300) == "no  2026-11-22 ERROR  [2Jall is lost   1m   gnp.exe  "
     assert printable("äß 日本 👍", 300) == "äß 日本 👍"

@@ -1,4 +1,4 @@
-"""A worker's orders, log records and notices. No run is entered."""
+"""Tests of a worker's orders, log records and notices. The worker joins no run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def connection() -> Iterator[tuple[SupervisorLink, socket.socket]]:
-    """The worker's link, and the supervisor's end of it."""
+    """The worker's link, and the supervisor's end of the connection."""
     worker_end, supervisor_end = socket.socketpair()
     link = SupervisorLink(worker_end)
     with worker_end, supervisor_end, link._file:
@@ -47,7 +47,7 @@ def worker(connection: tuple[SupervisorLink, socket.socket], handler: Supervisor
     return Worker(connection[0], start, config, handler)
 
 
-def test_a_drain_without_a_round_times_out(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_worker_stops_after_a_while_if_no_round_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "DRAIN_S", 0.2)
     worker._orders.check()
     worker._link.stop = Stop(how="drain")
@@ -58,7 +58,7 @@ def test_a_drain_without_a_round_times_out(worker: Worker, monkeypatch: pytest.M
     assert "no round ended" in worker._orders.end_reason
 
 
-def test_a_drain_ends_with_the_round_of_a_contribution(worker: Worker) -> None:
+def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: Worker) -> None:
     worker._orders.round_over()
     worker._link.stop = Stop(how="drain")
     worker._orders.check()
@@ -67,7 +67,7 @@ def test_a_drain_ends_with_the_round_of_a_contribution(worker: Worker) -> None:
         worker._orders.check()
 
 
-def test_background_threads_live_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
     def enter() -> None:
@@ -81,7 +81,7 @@ def test_background_threads_live_until_the_worker_ends(worker: Worker, monkeypat
     assert not threads[0].is_alive()
 
 
-def test_a_log_record_has_the_round_that_it_names_or_the_newest(
+def test_log_record_has_the_round_that_it_names_or_else_the_newest_round(
     connection: tuple[SupervisorLink, socket.socket], handler: SupervisorLogHandler, request: pytest.FixtureRequest
 ) -> None:
     log = logging.getLogger("node.worker.test")
@@ -99,7 +99,7 @@ def test_a_log_record_has_the_round_that_it_names_or_the_newest(
         assert [json.loads(lines.readline())["round"] for _ in range(4)] == [None, None, 7, 8]
 
 
-def test_the_owner_of_an_unreachable_relay_is_notified(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_of_an_unreachable_relay_is_notified(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[tuple[str, str]] = []
     monkeypatch.setattr(worker._reporter, "notice", lambda code, text: notices.append((code, text)))
     for code in ("not_tested", "not_reached", "not_reached", "reached"):

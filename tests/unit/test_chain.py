@@ -1,4 +1,4 @@
-"""The chain of committed rounds: what a tip states, and which proofs are kept."""
+"""The chain of committed rounds, the content of its tip, and the proofs that it keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(
     proof: Proof | None = None,
     outer: OuterRule = OUTER,
 ) -> Tip:
-    """The tip one round later. By default A alone contributes a mean of ones."""
+    """The tip one round later. By default only A contributes, and the mean is a vector of ones."""
     proof = proof or committed(tip.head, tip.round + 1, (A,))
     joins = joins or {A.peer_id: new_join(parent=tip.head)}
     mean = torch.ones(P) if mean is None else mean
@@ -45,14 +45,14 @@ def advance(chain: Chain) -> Tip:
     return tip
 
 
-def test_the_first_tip_has_no_record() -> None:
+def test_initial_tip_of_a_chain_has_no_proof_and_no_previous_round() -> None:
     tip = first_tip()
     assert (tip.head, tip.round, tip.proof) == (RUN, -1, None)
     assert (tip.round_s, tip.last_round_tokens, dict(tip.last_weights)) == (None, None, {})
     assert tip.digest == state_digest(tip.state)
 
 
-def test_with_auto_h_follows_the_signed_transfers_and_the_rate_the_contributors() -> None:
+def test_automatic_settings_fit_inner_steps_to_transfers_and_outer_lr_to_contributors() -> None:
     outer = OuterRule(lr=0.1, momentum=0.0, inner_steps=50, most_inner_steps=100, follows_peers=True)
     tip = make_tip(genesis(torch.zeros(P)), RUN, None, outer, {}, 5.0)
     assert (tip.inner_steps, tip.round_s) == (50, None)
@@ -64,7 +64,7 @@ def test_with_auto_h_follows_the_signed_transfers_and_the_rate_the_contributors(
     assert tip.state.anchor[0] == pytest.approx(-0.4 - 0.6), "the rate for 2.5, the mean of one and four"
 
 
-def test_the_next_tip_follows_from_mean_and_joins() -> None:
+def test_next_tip_is_computed_from_the_mean_and_the_signed_joins() -> None:
     tip, proof = first_tip(), committed(RUN, 0, (A,))
     joins = {A.peer_id: new_join(100, 0.1), B.peer_id: new_join(300, 0.2)}
     mean = torch.randn(P, generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def test_the_next_tip_follows_from_mean_and_joins() -> None:
 
 
 @pytest.mark.parametrize("step_s", [LEAST_STEP_S, MOST_STEP_S])
-def test_one_step_time_changes_the_round_length_by_a_factor_of_four_at_most(step_s: float) -> None:
+def test_one_signed_step_time_changes_the_round_length_by_at_most_a_factor_of_four(step_s: float) -> None:
     before = step(first_tip())
     assert before.round_s == pytest.approx(5.0)
     joins = {A.peer_id: new_join(2**40, step_s, before.head).model_copy(update={"round_s": before.round_s})}
@@ -89,7 +89,7 @@ def test_one_step_time_changes_the_round_length_by_a_factor_of_four_at_most(step
     assert tip.round_s == make_tip(tip.state, tip.head, tip.proof, OUTER, joins, 9.0).round_s, "without the tip before"
 
 
-def test_proofs_lead_from_any_kept_head_to_the_tip(tmp_path: Path) -> None:
+def test_chain_gives_the_proofs_from_any_kept_head_to_its_tip(tmp_path: Path) -> None:
     chain = Chain(first_tip(), ResultStore(tmp_path))
     heads = [RUN, *(advance(chain).head for _ in range(KEPT_ROUNDS + 2))]
     assert chain.proofs_after(heads[-1]) == [] and chain.proof_after(heads[-1]) is None
@@ -115,13 +115,13 @@ def test_a_downloaded_state_replaces_the_chain(tmp_path: Path) -> None:
     assert chain.tip is downloaded and chain.proof_after(RUN) is None
 
 
-def test_a_start_finds_the_rounds_before_and_after_its_checkpoint_and_removes_other_chains(tmp_path: Path) -> None:
+def test_restarted_chain_finds_the_rounds_around_its_checkpoint_and_removes_other_chains(tmp_path: Path) -> None:
     store, tips = ResultStore(tmp_path), [first_tip()]
     for number in range(5):
         tips.append(step(tips[-1]))
         proof = tips[-1].proof
         assert proof is not None
-        if number != 0:  # The disk was full.
+        if number != 0:  # Round 0 was not stored, because the disk was full.
             store.put(proof, [b"chunk"])
     other = committed(tips[2].head, 2, (A,), tokens=1)
     store.put(other, [b"other"])

@@ -1,4 +1,4 @@
-"""Checkpoints: a saved one loads unchanged, a damaged one never loads, and a full disk loses nothing."""
+"""A saved checkpoint loads unchanged, a damaged one never loads, and a full disk costs no older checkpoint."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_a_checkpoint_without_local_parameters_loads_unchanged(tmp_path: Path) -
     assert same(store.newest(repair=True), bare)
 
 
-def test_an_empty_store_has_no_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_store_has_no_newest_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere", keep=2)
     assert store.newest(repair=True) is None
     assert store.rounds() == []
     assert store.outer_file(0) is None
 
 
-def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
+def test_checkpoint_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path, keep=2).save(checkpoint())
     outer, local = load_file(path / OUTER), load_file(path / LOCAL)
     assert torch.equal(outer["momentum"], checkpoint().momentum)
@@ -100,7 +100,7 @@ def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
     assert body["files"][OUTER]["bytes"] == (path / OUTER).stat().st_size
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for round in (-1, 3, 4, 100_000_000):
         store.save(checkpoint(round))
@@ -110,7 +110,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert store.outer_file(3) is None
 
 
-def test_a_checkpoint_of_the_same_round_is_replaced(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_of_the_same_round_replaces_the_older_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint())
     changed = replace(checkpoint(), inner_step=99)
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_the_same_round_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["round-00000012"]
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_of_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
     store.save(checkpoint(12)).rename(tmp_path / "replaced-round-00000012")
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_skipped_by_readers_and_set_aside_by_the_writer(
     assert same(store.newest(repair=True), checkpoint(12))
 
 
-def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     small = replace(checkpoint(parameters=8), optimizer={}, other={})
     path = store.save(small)
@@ -196,9 +196,9 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         for at in range(0, len(data), 3):
             _flip(path / name, at)
             if b'"format": 3' in (path / name).read_bytes():
-                continue  # Cannot be told from a newer version, and changes nothing on disk.
+                continue  # This looks like a checkpoint of a newer version, which stays unchanged.
             found = store.newest(repair=True)
-            # A bit in the white space of the JSON may change nothing.
+            # A changed bit in the white space of the JSON may have no effect.
             assert found is None or same(found, small), (name, at)
             if found is None:
                 (tmp_path / f"damaged-{path.name}").rename(path)
@@ -206,7 +206,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
     assert same(store.newest(repair=True), small)
 
 
-def test_damaged_checkpoints_are_kept_until_another_is_saved(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_kept_until_a_new_checkpoint_is_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for round in (1, 2, 3):
         (store.save(checkpoint(round)) / META).unlink()
@@ -219,7 +219,7 @@ def test_damaged_checkpoints_are_kept_until_another_is_saved(tmp_path: Path) -> 
     assert names(tmp_path) == ["damaged-round-00000003", "damaged-round-00000003-2"]
 
 
-def test_a_reader_reads_a_checkpoint_again_that_was_replaced_meanwhile(
+def test_a_reader_starts_again_if_its_checkpoint_is_replaced_while_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, keep=1)
@@ -227,7 +227,7 @@ def test_a_reader_reads_a_checkpoint_again_that_was_replaced_meanwhile(
     saves = iter([replace(checkpoint(12), inner_step=99), checkpoint(13)])
 
     def read_after_a_save(path: Path, facts: FileFacts) -> dict[str, Tensor]:
-        """Between a reader's meta.json and its tensors the node saves: the same round, then the next."""
+        """Save a checkpoint after the reader has read meta.json: first of the same round, then of the next one."""
         if (new := next(saves, None)) is not None:
             with monkeypatch.context() as direct:
                 direct.setattr("node.training.checkpoint.read_tensors", read_tensors)
@@ -240,7 +240,7 @@ def test_a_reader_reads_a_checkpoint_again_that_was_replaced_meanwhile(
 
 
 @pytest.mark.parametrize("repair", [True, False])
-def test_a_checkpoint_of_a_newer_version_is_an_error_and_stays_as_it_is(tmp_path: Path, repair: bool) -> None:
+def test_a_checkpoint_of_a_newer_program_version_is_an_error_and_stays_unchanged(tmp_path: Path, repair: bool) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for round in (1, 2):
         meta = store.save(checkpoint(round)) / META
@@ -253,14 +253,14 @@ def test_a_checkpoint_of_a_newer_version_is_an_error_and_stays_as_it_is(tmp_path
     assert contents(tmp_path) == before
 
 
-def test_checkpoints_put_aside_are_not_used_and_the_first_one_is_kept_until_dropped(tmp_path: Path) -> None:
+def test_checkpoints_put_aside_are_not_loaded_and_the_first_is_kept_until_it_is_dropped(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for round in (11, 12):
         store.save(checkpoint(round))
     store.put_aside()
     assert names(tmp_path) == ["aside-round-00000012"]
     assert store.newest(repair=True) is None and store.rounds() == [] and store.outer_file(12) is None
-    store.save(checkpoint(8))  # Downloaded from others, and not accepted either.
+    store.save(checkpoint(8))  # The node downloaded this checkpoint, and does not accept it either.
     store.put_aside()
     store.save(checkpoint(9))
     assert names(tmp_path) == ["aside-round-00000012", "round-00000009"]
@@ -272,7 +272,7 @@ def test_checkpoints_put_aside_are_not_used_and_the_first_one_is_kept_until_drop
     assert names(tmp_path) == []
 
 
-def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_the_next_save_removes_an_unfinished_checkpoint_of_a_killed_process(tmp_path: Path) -> None:
     (tmp_path / ".writing-round-00000011").mkdir()
     (tmp_path / ".writing-round-00000011" / OUTER).write_bytes(b"half")
     store = CheckpointStore(tmp_path, keep=2)
@@ -281,7 +281,7 @@ def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path: Path) -> Non
     assert names(tmp_path) == ["round-00000012"]
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from node.training.checkpoint import Checkpoint, CheckpointStore\n"
@@ -308,7 +308,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path)
 
 
-def test_slices_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
+def test_slices_of_a_checkpoint_file_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint())
     path = store.outer_file(12)
@@ -356,7 +356,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("round", [11, 12], ids=["the same round", "the next round"])
-def test_a_full_disk_is_an_error_and_loses_nothing(tiny_disk: Path, round: int) -> None:
+def test_saving_to_a_full_disk_is_an_error_and_keeps_the_older_checkpoint(tiny_disk: Path, round: int) -> None:
     store = CheckpointStore(tiny_disk / "checkpoints", keep=1)
     store.save(checkpoint(11))
     with pytest.raises(MachineError) as caught:
@@ -371,7 +371,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tiny_disk: Path, round: int) 
     assert same(store.newest(repair=True), checkpoint(12))
 
 
-def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
+def test_saving_beyond_a_limit_on_file_size_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint(11))
     with disk_that_takes(30_000), pytest.raises(MachineError, match="older checkpoint is kept") as caught:
@@ -380,7 +380,7 @@ def test_a_limit_on_file_size_counts_as_a_full_disk(tmp_path: Path) -> None:
     assert names(tmp_path) == ["round-00000011"]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_saving_to_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="could not be written") as caught:
         CheckpointStore(tmp_path / "file" / "checkpoints", keep=2).save(checkpoint())
@@ -390,13 +390,13 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 # pins
 
 
-def test_pinned_checkpoints_are_not_pruned_for_a_while(tmp_path: Path) -> None:
+def test_pinned_checkpoints_are_kept_until_their_pins_expire(tmp_path: Path) -> None:
     now_s = [0.0]
     store = CheckpointStore(tmp_path, keep=2, clock=lambda: now_s[0])
     for round_ in range(2):
         store.save(checkpoint(round_))
     store.pin(0)
-    store.pin(77)  # A round without a checkpoint.
+    store.pin(77)  # Round 77 has no checkpoint.
     for round_ in range(2, 5):
         store.save(checkpoint(round_))
     assert store.rounds() == [4, 3, 0] and store.pinned() == [0]
@@ -411,7 +411,7 @@ def test_pinned_checkpoints_are_not_pruned_for_a_while(tmp_path: Path) -> None:
     assert store.rounds() == [6, 5]
 
 
-def test_pins_cannot_fill_the_disk(tmp_path: Path) -> None:
+def test_number_of_pinned_checkpoints_is_limited(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1, clock=lambda: 0.0)
     for round_ in range(8):
         store.save(checkpoint(round_))

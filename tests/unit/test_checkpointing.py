@@ -1,4 +1,4 @@
-"""Checkpoints in the background: one at a time, served once they are written, on a common schedule."""
+"""Checkpoints are written in the background, one at a time, on the same schedule on all nodes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def checkpointer(store: SlowStore, source: CheckpointSource) -> Iterator[Checkpo
     assert made.wait(10)
 
 
-def test_a_checkpoint_is_served_once_it_is_written(
+def test_a_checkpoint_is_served_only_after_it_is_written(
     checkpointer: Checkpointer, store: SlowStore, source: CheckpointSource
 ) -> None:
     checkpointer.begin(CHECKPOINT, TIP)
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_served_once_it_is_written(
     assert snapshot is not None and snapshot.digest == TIP.digest
 
 
-def test_a_full_disk_is_raised_once_at_the_next_call(
+def test_a_failed_background_save_is_raised_once_at_the_next_call(
     checkpointer: Checkpointer, store: SlowStore, source: CheckpointSource
 ) -> None:
     store.is_full = True
@@ -93,7 +93,7 @@ def test_a_full_disk_is_raised_once_at_the_next_call(
     assert source.find() is None
 
 
-def test_a_checkpoint_that_a_newer_one_replaces_is_not_finished(
+def test_a_cancelled_checkpoint_is_neither_written_nor_served(
     checkpointer: Checkpointer, store: SlowStore, source: CheckpointSource
 ) -> None:
     checkpointer.begin(CHECKPOINT, TIP)
@@ -113,7 +113,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_checkpoint_is_due_shortly_after_its_round() -> None:
+def test_a_checkpoint_is_due_shortly_after_its_round_ends() -> None:
     clock = Clock()
     schedule = CheckpointSchedule(0, 60.0, 1, clock)
     schedule.round_over(3)
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_due_shortly_after_its_round() -> None:
 
 
 @pytest.mark.parametrize(("fragments", "expected"), [(1, [3, 7, 11, 15, 19, 23, 27, 31]), (4, [15, 31])])
-def test_all_nodes_save_the_same_rounds(fragments: int, expected: list[int]) -> None:
+def test_checkpoint_schedule_chooses_the_same_rounds_on_all_nodes(fragments: int, expected: list[int]) -> None:
     schedule = CheckpointSchedule(0, 60.0, fragments, Clock())
     saved = []
     for round_ in range(1, 32):

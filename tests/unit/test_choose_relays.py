@@ -1,4 +1,4 @@
-"""Which relays a node keeps a connection to."""
+"""The choice of the relays to which a node keeps a connection."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def choose(via: tuple[str, ...], seed: int) -> list[str]:
 
 
 async def check(discovery: Any, times: int) -> list[str]:
-    """So many checks, and what is chosen then."""
+    """Check the relays `times` times, and return the relays that are chosen afterwards."""
     for _ in range(times):
         await discovery._check_relays()
     chosen: list[str] = discovery._choose_relays()
     return chosen
 
 
-def test_working_relays_are_kept_and_missing_ones_drawn() -> None:
+def test_node_keeps_its_working_relays_and_draws_the_missing_ones() -> None:
     chosen = choose(("relay7", "gone"), seed=1)
     assert chosen[0] == "relay7" and len(set(chosen)) == 3 and "gone" not in chosen
     assert choose(("relay1", "relay2", "relay3"), seed=1) == ["relay1", "relay2", "relay3"]
 
 
-def test_every_relay_is_tried_eventually() -> None:
+def test_nodes_choose_different_relays_at_random() -> None:
     assert any("relay4" in choose((), seed) for seed in range(20))
     assert len({tuple(choose((), seed)) for seed in range(20)}) > 1
 
@@ -77,11 +77,11 @@ def test_relay_that_fails_twice_in_a_row_is_replaced() -> None:
     asyncio.run(run())
 
 
-def test_failing_relay_is_kept_if_it_is_the_only_one() -> None:
+def test_failing_relay_is_kept_if_it_is_the_only_relay() -> None:
     node = discovery(("relay1",), 1, "relay1", relays=["relay1"])
     assert asyncio.run(check(node, 3)) == ["relay1"]
 
 
-def test_inbound_node_does_not_check_relays() -> None:
+def test_node_with_an_inbound_port_does_not_check_its_relays() -> None:
     node = discovery(("relay1",), 1, "relay1", inbound=True)
     assert asyncio.run(check(node, 3))[0] == "relay1" and not node._wire.asked

@@ -1,4 +1,4 @@
-"""The command line, in process and as a program: names, exit codes, messages, and real HTTP to a fake node."""
+"""Tests of the command line, in process and as a program, with real HTTP to a fake node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_status(invite: str = INVITE) -> dict[str, Any]:
 
 
 class FakeNode(ThreadingHTTPServer):
-    """An API with configurable responses."""
+    """A server that answers requests for a node's API as the test sets."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.seen.append((self.command, self.path, body))
             code, answer = self.server.answer
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        if not code:  # not HTTP
+        if not code:  # The answer is not HTTP.
             self.wfile.write(content)
             return
         self.send_response(code)
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[FakeNode]:
-    """A node on the data folder `tmp_path`."""
+    """A fake node on the data folder `tmp_path`."""
     with FakeNode() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -107,12 +107,12 @@ def test_help_names_every_command_and_exit_code() -> None:
         assert code in done.stdout.replace("\n", " ")
 
 
-def test_version() -> None:
+def test_version_option_prints_the_version() -> None:
     done = run_program("--version")
     assert (done.returncode, done.stdout) == (0, f"diloco-node {__version__}\n")
 
 
-def test_an_error_is_one_sentence_on_stderr_without_a_traceback() -> None:
+def test_command_prints_an_error_as_one_sentence_on_stderr_without_a_traceback() -> None:
     done = run_program("run", "--run.round.inner_step", "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -120,7 +120,7 @@ def test_an_error_is_one_sentence_on_stderr_without_a_traceback() -> None:
     )
 
 
-def test_a_closed_pipe_is_not_an_error() -> None:
+def test_command_succeeds_when_its_output_pipe_is_closed() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m node.cli config | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, check=False,
@@ -128,8 +128,8 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_settings_that_a_joiner_does_not_use_are_named(tmp_path: Path) -> None:
-    """The data folder is a file, so the node stops there."""
+def test_joining_node_names_the_given_run_settings_that_it_does_not_use(tmp_path: Path) -> None:
+    """The data folder is a file, so the node stops with an error after the message."""
     file = tmp_path / "file"
     file.touch()
     done = run_program("run", "--join", INVITE, "--data-dir", str(file), "--run.outer.lr", "0.5", "--api.port", "0")
@@ -143,7 +143,7 @@ def test_settings_that_a_joiner_does_not_use_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         call(command, "--help")
     assert ended.value.code == 0
@@ -166,7 +166,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (("config", "--api.port", "x"), "api.port = 'x' from the flag --api.port"),
     ],
 )
-def test_bad_usage_is_exit_code_2(
+def test_bad_usage_ends_with_exit_code_2_and_a_one_line_error(
     argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(*argv, environ={"DILOCO_NODE__DATA_DIR": str(tmp_path)}) == 2
@@ -178,7 +178,7 @@ def test_bad_usage_is_exit_code_2(
 
 @pytest.mark.parametrize("address", [None, '{"url": "http://127.0.0.1:1", "pid": 1}', "[]", "{}"])
 @pytest.mark.parametrize("command", CLIENT_COMMANDS)
-def test_no_running_node_is_one_clear_sentence(
+def test_client_command_says_in_one_sentence_that_no_node_is_running(
     command: str, address: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if address is not None:
@@ -189,7 +189,9 @@ def test_no_running_node_is_one_clear_sentence(
     assert line.startswith(f"diloco-node: No node runs on the data folder {tmp_path}")
 
 
-def test_a_bug_is_exit_code_70(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_error_ends_with_exit_code_70(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     node.answer = 200, {"run": 5}
     assert call("invite", "--data-dir", str(tmp_path)) == 70
     error = capsys.readouterr().err
@@ -199,7 +201,7 @@ def test_a_bug_is_exit_code_70(tmp_path: Path, node: FakeNode, capsys: pytest.Ca
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_status_as_text_and_as_json(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_command_prints_text_or_json(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("status", "--data-dir", str(tmp_path)) == 0
     out = capsys.readouterr().out
     for part in (
@@ -216,7 +218,7 @@ def test_status_as_text_and_as_json(tmp_path: Path, node: FakeNode, capsys: pyte
     assert json.loads(capsys.readouterr().out) == make_status()
 
 
-def test_data_folder_from_environment_or_file(tmp_path: Path, node: FakeNode) -> None:
+def test_client_command_takes_the_data_folder_from_environment_or_file(tmp_path: Path, node: FakeNode) -> None:
     assert call("status", environ={"DILOCO_NODE__DATA_DIR": str(tmp_path)}) == 0
     file = tmp_path / "my.toml"
     file.write_text(f"[node]\ndata_dir = '{tmp_path}'\n")
@@ -233,7 +235,7 @@ def test_data_folder_from_environment_or_file(tmp_path: Path, node: FakeNode) ->
         (("leave",), {}),
     ],
 )
-def test_actions(
+def test_action_command_posts_its_action_and_prints_the_phase(
     argv: tuple[str, ...], body: dict[str, float], tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.answer = 202, {"phase": "paused"}
@@ -242,7 +244,7 @@ def test_actions(
     assert "phase paused" in capsys.readouterr().out
 
 
-def test_pause_after_the_current_round(tmp_path: Path, node: FakeNode) -> None:
+def test_pause_with_after_round_0_pauses_after_the_round_in_progress(tmp_path: Path, node: FakeNode) -> None:
     assert call("pause", "--after-round", "0", "--data-dir", str(tmp_path)) == 0
     assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"after_round": 4})
 
@@ -257,7 +259,7 @@ def test_pause_after_the_current_round(tmp_path: Path, node: FakeNode) -> None:
         ((0, b"SSH-2.0-OpenSSH\r\n"), "is not a node"),
     ],
 )
-def test_a_refusal_or_another_program_on_the_port(
+def test_refusal_by_the_node_or_answer_of_another_program_is_a_one_line_error(
     answer: tuple[int, Any], message: str, tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.answer = answer
@@ -266,7 +268,9 @@ def test_a_refusal_or_another_program_on_the_port(
     assert message in line
 
 
-def test_invite(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invite_command_prints_the_invite_or_says_that_there_is_none_yet(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("invite", "--data-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == INVITE + "\n"
     node.answer = 200, make_status(invite="")
@@ -274,7 +278,7 @@ def test_invite(tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[st
     assert "no invite yet" in capsys.readouterr().err
 
 
-def test_config_prints_every_value_and_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_command_prints_every_value_and_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     environ = {"DILOCO_LOG__FORMAT": "json"}
     assert call("config", "--api.port", "9", "--data-dir", "/x/y", environ=environ) == 0
     rows = [line.partition(" = ") for line in capsys.readouterr().out.splitlines()]
@@ -286,7 +290,7 @@ def test_config_prints_every_value_and_its_origin(capsys: pytest.CaptureFixture[
     assert values["run.preset"] == ['"builtin"', "default"]
 
 
-def test_settings_are_separated_from_options() -> None:
+def test_settings_on_the_command_line_are_separated_from_options() -> None:
     words = "--log.level debug run --join x --api.port=0 --swarm.relay --name n --run.round.inner_steps 5"
     rest, flags = split_flags(words.split())
     assert rest == ["run", "--join", "x", "--name", "n"]
@@ -296,5 +300,5 @@ def test_settings_are_separated_from_options() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("45m", 2700), ("2h", 7200), ("1h30m", 5400), ("0.5d", 43200)]
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed_into_seconds(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds

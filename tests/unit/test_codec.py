@@ -1,4 +1,4 @@
-"""The codecs: error bounds, bytes on the wire, refusal of bad data; error feedback; the chunk grid."""
+"""Tests of the codecs, of error feedback and of the chunk grid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOP = {"int8": 127, "int4": 7}
 
 
 def wide_range_vector(n: int, seed: int) -> torch.Tensor:
-    """Every magnitude of fp32: a base per block and a spread around it."""
+    """A vector with every magnitude of fp32. Each block has its own magnitude, with a spread around it."""
     rng = np.random.default_rng(seed)
     base = np.repeat(rng.integers(-44, 38, -(-n // BLOCK)), BLOCK)[:n]
     values = rng.standard_normal(n) * 10.0 ** np.clip(base + rng.integers(-12, 1, n), -45, 37)
@@ -60,7 +60,7 @@ vectors = st.builds(
 
 
 def error_bound(name: str, x: torch.Tensor) -> torch.Tensor:
-    """As the codecs' docstrings state it, fp64 [n]."""
+    """The largest error of each element that the codec's docstring allows, fp64 [n]."""
     size = BLOCK if name == "fp16" else SCALE_BLOCK
     padded = torch.zeros(-(-x.numel() // size) * size, dtype=torch.float64)
     padded[: x.numel()] = x
@@ -94,7 +94,7 @@ def assert_within_bound(name: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_decoded_vector_is_new_fp32_of_the_right_size(name: str, n: int) -> None:
+def test_decoded_vector_is_a_new_fp32_vector_of_the_right_size(name: str, n: int) -> None:
     codec, x = make_codec(name), wide_range_vector(n, 1)
     assert codec.name == name
     data = bytearray(codec.encode(x))
@@ -108,14 +108,14 @@ def test_decoded_vector_is_new_fp32_of_the_right_size(name: str, n: int) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_on_the_grid_decode_to_the_same_values_as_the_whole(name: str) -> None:
+def test_chunks_on_the_grid_decode_to_the_same_values_as_the_whole_vector(name: str) -> None:
     codec, x = make_codec(name), wide_range_vector(5 * BLOCK + 123, 5)
     parts = [codec.decode(codec.encode(x[a:b]), b - a) for a, b in ((0, 2 * BLOCK), (2 * BLOCK, x.numel()))]
     assert torch.equal(torch.cat(parts), round_trip(name, x))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_data_decodes_from_any_address_inside_a_message(name: str) -> None:
+def test_encoded_data_decodes_at_any_offset_inside_a_message(name: str) -> None:
     codec, x = make_codec(name), wide_range_vector(BLOCK + 3, 6)
     data = codec.encode(x)
     for shift in range(4):
@@ -149,7 +149,7 @@ def test_encoding_refuses_anything_but_fp32_vectors(name: str, x: torch.Tensor) 
 
 @pytest.mark.parametrize("n", [0, 1, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_data_of_the_wrong_size_is_refused(name: str, n: int) -> None:
+def test_encoded_data_of_the_wrong_size_is_refused(name: str, n: int) -> None:
     codec = make_codec(name)
     data = codec.encode(torch.ones(n))
     wrong = [data + b"\0", codec.encode(torch.ones(n + BLOCK))] + ([data[:-1], b""] if n else [])
@@ -162,7 +162,7 @@ def test_data_of_the_wrong_size_is_refused(name: str, n: int) -> None:
 @pytest.mark.parametrize("name", ["fp32", *LOW_BIT, "topk"])
 @given(x=vectors, damage=st.binary(min_size=1, max_size=50))
 @settings(max_examples=60, deadline=None)
-def test_damaged_data_is_refused_or_decodes_to_finite_values(name: str, x: torch.Tensor, damage: bytes) -> None:
+def test_damaged_encoded_data_is_refused_or_decodes_to_finite_values(name: str, x: torch.Tensor, damage: bytes) -> None:
     codec, n = make_codec(name), x.numel()
     data = bytearray(codec.encode(x))
     for i, byte in enumerate(damage):
@@ -178,13 +178,13 @@ def test_damaged_data_is_refused_or_decodes_to_finite_values(name: str, x: torch
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_check_accepts_every_encoding_and_refuses_what_decode_refuses(name: str) -> None:
+def test_codec_check_accepts_every_encoding_and_refuses_what_decode_refuses(name: str) -> None:
     codec = make_codec(name)
     for scale in (0.0, 1e-30, 1.0, 3e38):
         for n in (0, 1, BLOCK, BLOCK + 5):
             codec.check(codec.encode((torch.rand(n) * 2 - 1) * scale), n)
     data = bytearray(codec.encode(torch.ones(100)))
-    # fp32 and fp16: the last value; the others: a scale, as every code is a number.
+    # Damage the last value of fp32 and fp16. Every code of the other codecs is a number, so damage a scale.
     place = slice(-2, None) if name in ("fp32", "fp16") else slice(0, 2)
     data[place] = b"\xc0\x7f" if name == "fp32" else b"\xff\x7f"
     for read in (codec.check, codec.decode):
@@ -193,7 +193,7 @@ def test_check_accepts_every_encoding_and_refuses_what_decode_refuses(name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ends_of_fp32_stay_finite_and_nothing_becomes_denormal(name: str) -> None:
+def test_extreme_fp32_values_decode_to_finite_values_that_are_not_denormal(name: str) -> None:
     for value in (FLOAT_MAX, -FLOAT_MAX, 2.0**127, 2.0**-126, 2.0**-149):
         for n in (3, SCALE_BLOCK, BLOCK + 1):
             x = torch.full((n,), value)
@@ -205,12 +205,12 @@ def test_the_ends_of_fp32_stay_finite_and_nothing_becomes_denormal(name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", [0, 1, 255, 257, BLOCK + 1])
-def test_zeros_stay_zeros(name: str, n: int) -> None:
+def test_zeros_decode_to_zeros(name: str, n: int) -> None:
     assert torch.equal(round_trip(name, torch.zeros(n)), torch.zeros(n))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_encoding_lengthens_a_vector_no_more_than_the_codec_states(name: str) -> None:
+def test_encoding_increases_a_norm_by_at_most_the_codecs_stated_ratio(name: str) -> None:
     codec = make_codec(name)
     plain = torch.randn(100_000)
     spiky = plain.clone()
@@ -222,12 +222,12 @@ def test_encoding_lengthens_a_vector_no_more_than_the_codec_states(name: str) ->
 @pytest.mark.parametrize(
     ("name", "bits"), [("fp32", 32), ("fp16", 16), ("int8", 8), ("int4", 4), ("e3m0", 4), ("topk", 0.8828)]
 )
-def test_bits_per_element_with_all_overhead(name: str, bits: float) -> None:
+def test_each_codec_needs_its_documented_number_of_bits_per_element(name: str, bits: float) -> None:
     n = 1_000_000 // BLOCK * BLOCK
     assert 8 * make_codec(name).encoded_bytes(n) / n == pytest.approx(bits, rel=0.016)
 
 
-def test_an_unknown_codec_is_named() -> None:
+def test_error_for_an_unknown_codec_names_it() -> None:
     with pytest.raises(ValueError, match="'int3'"):
         make_codec("int3")
 
@@ -236,18 +236,18 @@ def test_an_unknown_codec_is_named() -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_fp32_is_lossless(n: int) -> None:
+def test_fp32_codec_is_lossless(n: int) -> None:
     x = wide_range_vector(n, 2)
     assert torch.equal(round_trip("fp32", x).view(torch.int32), x.view(torch.int32))
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("n", SIZES)
-def test_fp16_stays_within_its_error_bound(n: int, seed: int) -> None:
+def test_fp16_codec_stays_within_its_error_bound(n: int, seed: int) -> None:
     assert_within_bound("fp16", wide_range_vector(n, seed))
 
 
-def test_fp16_keeps_tiny_values_and_outliers() -> None:
+def test_fp16_codec_keeps_tiny_values_and_outliers() -> None:
     tiny = torch.full((BLOCK + 5,), 1e-12)
     torch.testing.assert_close(round_trip("fp16", tiny), tiny, rtol=2**-11, atol=0)
     tiny[0] = 1e6
@@ -257,7 +257,7 @@ def test_fp16_keeps_tiny_values_and_outliers() -> None:
     assert_within_bound("fp16", torch.tensor([FLOAT_MAX, -FLOAT_MAX, 1.0, FLOAT_MAX / 2, 2.0**127, -(2.0**127)]))
 
 
-def test_fp16_is_exact_for_values_of_fp16() -> None:
+def test_fp16_codec_is_exact_for_values_that_fp16_can_represent() -> None:
     x = torch.arange(-1024, 1025, dtype=torch.float32)
     for power in (-90, -20, 0, 30, 100):
         scaled = x * 2.0**power
@@ -265,12 +265,12 @@ def test_fp16_is_exact_for_values_of_fp16() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", *LOW_BIT])
-def test_encoding_is_symmetric_in_the_sign(name: str) -> None:
+def test_encoding_a_negated_vector_negates_the_decoded_vector(name: str) -> None:
     x = torch.randn(3 * BLOCK + 9)
     assert torch.equal(round_trip(name, -x), -round_trip(name, x))
 
 
-def test_bytes_are_little_endian_on_any_machine() -> None:
+def test_encoded_values_are_little_endian_on_any_machine() -> None:
     x = torch.tensor([1.0, -2.0, 0.5])
     assert make_codec("fp32").encode(x).hex() == "0000803f000000c00000003f"
     # -2 is the largest: 2 = 2^14 * 2^-13, so e = -13 and the halves hold 2^13, -2^14, 2^12.
@@ -279,7 +279,7 @@ def test_bytes_are_little_endian_on_any_machine() -> None:
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00, 0xFFFF, 0x7C01])
 @pytest.mark.parametrize("place", [0, BLOCK])
-def test_fp16_refuses_values_that_are_not_finite(half: int, place: int) -> None:
+def test_fp16_codec_refuses_to_decode_values_that_are_not_finite(half: int, place: int) -> None:
     codec = make_codec("fp16")
     data = bytearray(codec.encode(torch.ones(BLOCK + 1)))
     at = 2 + 2 * place
@@ -290,7 +290,7 @@ def test_fp16_refuses_values_that_are_not_finite(half: int, place: int) -> None:
 
 @pytest.mark.parametrize("exponent", [-128, MIN_EXPONENT - 1, MAX_EXPONENT + 1, 127])
 @pytest.mark.parametrize("block", [0, 1])
-def test_fp16_refuses_a_scale_out_of_range(exponent: int, block: int) -> None:
+def test_fp16_codec_refuses_a_scale_out_of_range(exponent: int, block: int) -> None:
     codec = make_codec("fp16")
     data = bytearray(codec.encode(torch.ones(BLOCK + 1)))
     data[block : block + 1] = exponent.to_bytes(1, "little", signed=True)
@@ -299,13 +299,13 @@ def test_fp16_refuses_a_scale_out_of_range(exponent: int, block: int) -> None:
             read(bytes(data), BLOCK + 1)
 
 
-def test_fp16_refuses_a_product_beyond_fp32() -> None:
+def test_fp16_codec_refuses_to_decode_a_value_beyond_the_range_of_fp32() -> None:
     data = MAX_EXPONENT.to_bytes(1, "little") + (0x7BFF).to_bytes(2, "little")
     with pytest.raises(ValueError, match="not finite"):
         make_codec("fp16").decode(data, 1)
 
 
-def test_fp32_refuses_values_that_are_not_finite() -> None:
+def test_fp32_codec_refuses_to_decode_values_that_are_not_finite() -> None:
     data = np.array([1.0, np.nan, 1.0], "<f4").tobytes()
     with pytest.raises(ValueError, match="not finite"):
         make_codec("fp32").decode(data, 3)
@@ -313,7 +313,7 @@ def test_fp32_refuses_values_that_are_not_finite() -> None:
 
 @given(data=st.binary(min_size=19, max_size=19))
 @settings(max_examples=300, deadline=None)
-def test_random_data_that_fp16_accepts_decodes_to_finite_numbers(data: bytes) -> None:
+def test_random_data_that_the_fp16_check_accepts_decodes_to_finite_numbers(data: bytes) -> None:
     codec, n = make_codec("fp16"), 9
     try:
         codec.check(data, n)
@@ -328,12 +328,12 @@ def test_random_data_that_fp16_accepts_decodes_to_finite_numbers(data: bytes) ->
 @pytest.mark.parametrize("name", LOW_BIT)
 @given(x=vectors)
 @settings(max_examples=150, deadline=None)
-def test_every_element_is_within_its_error_bound(name: str, x: torch.Tensor) -> None:
+def test_low_bit_codecs_keep_every_element_within_its_error_bound(name: str, x: torch.Tensor) -> None:
     assert_within_bound(name, x)
 
 
 @pytest.mark.parametrize(("name", "code"), [("int8", 0x80), ("int4", 0x00)])
-def test_a_code_that_no_encoder_writes_cannot_overflow(name: str, code: int) -> None:
+def test_a_low_bit_code_that_no_encoder_writes_is_refused_if_its_value_overflows(name: str, code: int) -> None:
     codec = make_codec(name)
     data = bytearray(codec.encode(torch.full((SCALE_BLOCK,), FLOAT_MAX)))
     codec.check(bytes(data), SCALE_BLOCK)
@@ -343,8 +343,8 @@ def test_a_code_that_no_encoder_writes_cannot_overflow(name: str, code: int) -> 
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-def test_decoded_values_are_exact_products_and_the_largest_element_is_kept(name: str) -> None:
-    """So no rounding, fused or not, can differ between machines: every decoded number is code times scale."""
+def test_low_bit_values_are_exactly_code_times_scale_and_the_largest_element_is_kept(name: str) -> None:
+    """Every decoded number is exactly code times scale, so no rounding can differ between machines."""
     codec, x = make_codec(name), torch.randn(SCALE_BLOCK)
     data = codec.encode(x)
     scale = (np.frombuffer(data, "<u2", count=1).astype(np.uint32) << 16).view(np.float32).item()
@@ -357,7 +357,7 @@ def test_decoded_values_are_exact_products_and_the_largest_element_is_kept(name:
     assert decoded[largest] == pytest.approx(float(x[largest]), rel=0.008)
 
 
-def test_the_layout_of_int4_is_as_documented() -> None:
+def test_int4_data_has_the_documented_layout() -> None:
     x = torch.zeros(SCALE_BLOCK)
     x[0], x[1], x[128] = 7.0, -3.0, 2.0
     data = make_codec("int4").encode(x)
@@ -365,7 +365,7 @@ def test_the_layout_of_int4_is_as_documented() -> None:
     assert [data[2] & 15, data[2] >> 4, data[3] & 15, data[3] >> 4] == [7 + 8, 2 + 8, -3 + 8, 8]
 
 
-def test_the_values_of_e3m0_are_powers_of_two_and_zero() -> None:
+def test_e3m0_values_are_powers_of_two_or_zero() -> None:
     x = torch.zeros(SCALE_BLOCK)
     x[:10] = torch.tensor([1.0, -1.0, 0.76, 0.74, 0.5, 2.0**-6, 0.012, 0.011, -0.011, 0.0])
     assert round_trip("e3m0", x)[:10].tolist() == [1.0, -1.0, 1.0, 0.5, 0.5, 2.0**-6, 2.0**-6, 0.0, 0.0, 0.0]
@@ -373,14 +373,14 @@ def test_the_values_of_e3m0_are_powers_of_two_and_zero() -> None:
 
 @pytest.mark.parametrize("name", LOW_BIT)
 @pytest.mark.parametrize("bits", [0x0000, 0x007F, 0x7F80, 0x7FC0, 0x8000, 0xBF80])
-def test_a_scale_that_no_encoder_writes_is_refused(name: str, bits: int) -> None:
+def test_low_bit_codecs_refuse_a_scale_that_no_encoder_writes(name: str, bits: int) -> None:
     codec = make_codec(name)
     data = bits.to_bytes(2, "little") + codec.encode(torch.ones(SCALE_BLOCK))[2:]
     with pytest.raises(ValueError, match="scale out of range"):
         codec.decode(data, SCALE_BLOCK)
 
 
-def test_topk_keeps_the_largest_elements_with_two_magnitudes() -> None:
+def test_topk_codec_keeps_the_largest_elements_with_two_magnitudes() -> None:
     x = torch.zeros(BLOCK)
     x[10 : 10 + KEPT // 2] = 1.0
     x[1000 : 1000 + KEPT // 2] = -3.0
@@ -391,7 +391,7 @@ def test_topk_keeps_the_largest_elements_with_two_magnitudes() -> None:
 
 
 @pytest.mark.parametrize("places", [bytes(3), b"\x02\x10\x00"])
-def test_topk_refuses_places_that_do_not_rise(places: bytes) -> None:
+def test_topk_codec_refuses_element_positions_that_do_not_increase(places: bytes) -> None:
     codec = make_codec("topk")
     data = bytearray(codec.encode(torch.randn(BLOCK)))
     assert len(data) == TOPK_BLOCK_BYTES
@@ -404,8 +404,8 @@ def test_topk_refuses_places_that_do_not_rise(places: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "e3m0", "topk"])
-def test_with_feedback_all_of_a_constant_gradient_arrives_in_the_mean(name: str) -> None:
-    """Sign: the error is added to the next vector, so the sum of what arrived differs by one residual only."""
+def test_error_feedback_delivers_all_of_a_constant_gradient_on_average(name: str) -> None:
+    """Each error is added to the next vector, so the sum of all decoded vectors lacks only the last residual."""
     codec, g = make_codec(name), torch.randn(BLOCK) * 1e-3
     rounds, feedback = 64, ErrorFeedback(g.numel(), beta=1.0)
     total, without = torch.zeros_like(g), torch.zeros_like(g)
@@ -422,7 +422,7 @@ def test_with_feedback_all_of_a_constant_gradient_arrives_in_the_mean(name: str)
     assert error < 0.5 * error_without
 
 
-def test_the_residual_advances_only_on_inclusion_and_by_a_moving_average() -> None:
+def test_error_feedback_residual_changes_only_on_inclusion_and_is_a_moving_average() -> None:
     feedback = ErrorFeedback(3, beta=0.25)
     g = torch.tensor([1.0, 2.0, 4.0])
     assert torch.equal(feedback.add(g), g)
@@ -440,7 +440,7 @@ def test_the_residual_advances_only_on_inclusion_and_by_a_moving_average() -> No
     assert torch.equal(feedback.residual, 0.75 * (0.25 * g) + 0.25 * (0.25 * g))
 
 
-def test_a_residual_that_does_not_fit_is_refused() -> None:
+def test_error_feedback_refuses_a_residual_of_wrong_size_and_an_invalid_beta() -> None:
     with pytest.raises(ValueError, match=r"fp32 \[3\]"):
         ErrorFeedback(3, beta=1.0, residual=torch.zeros(4))
     for beta in (0.0, 1.1, math.nan):
@@ -454,7 +454,7 @@ def test_a_residual_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     "parameters", [0, 1, BLOCK, BLOCK + 1, 256 * BLOCK, 256 * BLOCK + 1, 15_000_000, 2**30, 2**30 + 1, 1_100_000_000]
 )
-def test_the_grid_is_the_smallest_that_makes_at_most_256_chunks(parameters: int) -> None:
+def test_chunk_size_is_the_smallest_that_makes_at_most_256_chunks(parameters: int) -> None:
     size = chunk_elements(parameters)
     assert size % BLOCK == 0
     assert BLOCK <= size <= MAX_CHUNK_ELEMENTS

@@ -1,4 +1,4 @@
-"""When a connection counts as half-open."""
+"""Tests of the detector of half-open connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calls() -> Calls:
     return Calls()
 
 
-def test_second_timeout_in_a_row_drops_the_connection(calls: Calls) -> None:
+def test_second_call_timeout_in_a_row_drops_the_connection(calls: Calls) -> None:
     calls.time_out(0.0)
     assert not calls.dropped
     calls.time_out(3.0)
@@ -47,7 +47,7 @@ def test_second_timeout_in_a_row_drops_the_connection(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_answer_resets_the_count(calls: Calls, refused: bool) -> None:
+def test_answer_of_a_peer_resets_the_count_of_its_timeouts(calls: Calls, refused: bool) -> None:
     calls.time_out(0.0)
     if refused:
         calls.end(PeerError("no", code="busy"), 3.0, 3.1)
@@ -57,7 +57,7 @@ def test_answer_resets_the_count(calls: Calls, refused: bool) -> None:
     assert not calls.dropped
 
 
-def test_concurrent_timeouts_count_once(calls: Calls) -> None:
+def test_timeouts_of_concurrent_calls_count_once(calls: Calls) -> None:
     for began_s in (0.0, 0.5, 1.0):
         calls.time_out(began_s)
     assert not calls.dropped
@@ -65,13 +65,13 @@ def test_concurrent_timeouts_count_once(calls: Calls) -> None:
     assert calls.dropped == ["peer"]
 
 
-def test_early_cancellation_does_not_count(calls: Calls) -> None:
+def test_call_cancelled_before_its_timeout_does_not_count_as_a_timeout(calls: Calls) -> None:
     for began_s in (0.0, 3.0, 6.0):
         calls.end(asyncio.CancelledError(), began_s, began_s + 2.0)
     assert not calls.dropped
 
 
-def test_bulk_does_not_count_and_keeps_the_connection(calls: Calls) -> None:
+def test_bulk_timeouts_do_not_count_and_a_running_bulk_call_keeps_the_connection(calls: Calls) -> None:
     for began_s in (0.0, 3.0, 6.0):
         calls.time_out(began_s, is_bulk=True)
     assert not calls.dropped

@@ -20,7 +20,7 @@ def merged(update: FragmentUpdate, mix_alpha: float = 0.5) -> float:
     return update.merge(LOCAL, slice(None), OLD, NEW, mix_alpha).item()
 
 
-def test_an_included_contribution_counts_and_later_tokens_stay_pending() -> None:
+def test_tokens_of_an_included_contribution_count_and_later_tokens_stay_pending() -> None:
     tracker = ContributionTracker(1)
     send(tracker, 100)
     assert tracker.pending_tokens(0) == 0 and tracker.in_flight is not None and tracker.in_flight.tokens == 100
@@ -41,7 +41,9 @@ def test_an_included_contribution_counts_and_later_tokens_stay_pending() -> None
     [(SENT, 0, 2.0), (None, 1, 0.25 * 10.0 + 0.75 * 2.0), (SENT, 1, 2.0 + (10.0 - 8.0))],
     ids=["no steps since: new anchor", "mix", "correction"],
 )
-def test_the_local_parameters_after_an_included_contribution(sent: Tensor | None, steps: int, expected: float) -> None:
+def test_local_parameters_are_reset_mixed_or_corrected_after_an_included_contribution(
+    sent: Tensor | None, steps: int, expected: float
+) -> None:
     tracker = ContributionTracker(1)
     send(tracker, 100, sent)
     update = tracker.round_over(0, included=True, steps=steps)
@@ -63,7 +65,7 @@ def test_an_excluded_contribution_is_carried_for_two_rounds_and_then_discarded()
             assert merged(update) == 2.0 and update.discarded_tokens == 101 * (MAX_CARRIED + 1)
 
 
-def test_a_missed_round_carries_pending_tokens() -> None:
+def test_pending_tokens_are_carried_over_a_missed_round() -> None:
     tracker = ContributionTracker(1)
     tracker.add_tokens(50)
     update = tracker.round_over(0, included=False, steps=3)
@@ -71,8 +73,8 @@ def test_a_missed_round_carries_pending_tokens() -> None:
     assert not ContributionTracker(1).round_over(0, included=False, steps=0).is_carried
 
 
-def test_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
-    """Else the tokens of a step that takes several rounds would be discarded before they could be sent."""
+def test_several_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
+    """If each round counted, the tokens of a step that takes several rounds would be discarded unsent."""
     tracker = ContributionTracker(1)
     for _ in range(2):
         tracker.add_tokens(100)
@@ -85,7 +87,7 @@ def test_rounds_that_pass_within_one_inner_step_count_as_one() -> None:
     assert not update.is_carried and update.discarded_tokens == 200
 
 
-def test_a_contribution_that_counted_is_not_sent_again_after_a_restart() -> None:
+def test_an_included_contribution_is_not_sent_again_after_a_restart() -> None:
     tracker = ContributionTracker(1)
     send(tracker, 100)
     tracker.add_tokens(20)
@@ -97,7 +99,7 @@ def test_a_contribution_that_counted_is_not_sent_again_after_a_restart() -> None
     assert merged(update) == 2.0 and restarted.pending_tokens(0) == 0
 
 
-def test_fragments_are_tracked_separately() -> None:
+def test_pending_tokens_are_tracked_separately_for_each_fragment() -> None:
     tracker = ContributionTracker(3)
     tracker.add_tokens(10)
     tracker.send(1, 1, 0.0, None)
@@ -108,7 +110,7 @@ def test_fragments_are_tracked_separately() -> None:
     assert tracker.for_checkpoint(2)[1] == [(20, 0), (20, 1), (20, 0)]
 
 
-def test_discarded_tokens_are_not_carried() -> None:
+def test_discarded_tokens_are_not_carried_to_the_next_round() -> None:
     tracker = ContributionTracker(1)
     send(tracker, 10)
     tracker.add_tokens(7)

@@ -1,4 +1,4 @@
-"""The built-in text: complete, split by name, and reproducible from any position."""
+"""The built-in text is complete, split by file name, and reproducible from any position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_library(folder: Path, files: int) -> Path:
 
 
 def numbered_corpus(lengths: list[int]) -> Corpus:
-    """All tokens are different numbers."""
+    """A corpus in which all tokens are different numbers."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     split = Split(tokens=np.arange(offsets[-1], dtype=np.uint16), offsets=offsets)
     return Corpus(train=split, held_out=split)
@@ -34,7 +34,7 @@ CORPUS = numbered_corpus([5, 300, 17, 1, 90, 2, 41])
 N = 456
 
 
-def test_documents_are_bytes_between_begin_and_end(tmp_path: Path) -> None:
+def test_documents_are_the_bytes_of_a_file_between_a_begin_and_an_end_token(tmp_path: Path) -> None:
     folder = write_library(tmp_path, 200)
     corpus = load_corpus(folder)
     texts = set()
@@ -48,7 +48,7 @@ def test_documents_are_bytes_between_begin_and_end(tmp_path: Path) -> None:
     assert corpus.train.documents + corpus.held_out.documents == 200
 
 
-def test_the_split_depends_on_the_names_only(tmp_path: Path) -> None:
+def test_held_out_split_depends_on_the_file_names_only(tmp_path: Path) -> None:
     folder = write_library(tmp_path, 200)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py")]
     expected = sum(is_held_out(name) for name in names)
@@ -56,7 +56,7 @@ def test_the_split_depends_on_the_names_only(tmp_path: Path) -> None:
     assert 0.03 < sum(is_held_out(f"module{i}.py") for i in range(5000)) / 5000 < 0.07
 
 
-def test_foreign_packages_and_unreadable_files_are_left_out(tmp_path: Path) -> None:
+def test_built_in_text_omits_foreign_packages_and_unreadable_files(tmp_path: Path) -> None:
     folder = write_library(tmp_path, 200)
     for other in ("site-packages", "dist-packages", "package0/__pycache__"):
         (folder / other).mkdir()
@@ -74,8 +74,8 @@ def test_an_incomplete_standard_library_is_an_error_with_a_remedy(tmp_path: Path
         load_corpus(tmp_path / "nowhere")
 
 
-def test_this_python_has_enough_text_and_loads_it_quickly() -> None:
-    load_corpus()  # The first may wait for the disk.
+def test_standard_library_of_this_python_has_enough_text_and_loads_within_2_s() -> None:
+    load_corpus()  # The first load may wait for the disk.
     begin_s = time.process_time()
     corpus = load_corpus()
     assert time.process_time() - begin_s < 2.0, "CPU time, which excludes other programs"
@@ -84,7 +84,7 @@ def test_this_python_has_enough_text_and_loads_it_quickly() -> None:
 
 
 @pytest.mark.parametrize("sequence_length", [8, 19, 100])
-def test_every_token_is_a_target_once_in_a_pass(sequence_length: int) -> None:
+def test_every_token_is_a_target_in_each_pass_over_the_text(sequence_length: int) -> None:
     rows = -(-N // sequence_length)
     stream = Stream(CORPUS, "run", "peer", 0)
     batch = torch.cat([stream.next_batch(1, sequence_length) for _ in range(rows)])
@@ -95,7 +95,7 @@ def test_every_token_is_a_target_once_in_a_pass(sequence_length: int) -> None:
     assert stream.position == rows * sequence_length
 
 
-def test_rows_are_packed_documents_and_overlap_by_one_token() -> None:
+def test_training_rows_are_packed_documents_and_overlap_by_one_token() -> None:
     stream = Stream(CORPUS, "run", "peer", 0)
     batch = stream.next_batch(46, 10)
     assert batch.shape == (46, 11)
@@ -108,9 +108,9 @@ def test_rows_are_packed_documents_and_overlap_by_one_token() -> None:
             assert b == a + 1 or (a in lasts and b in starts)
 
 
-def test_a_stream_continues_exactly_from_a_position() -> None:
+def test_a_token_stream_continues_exactly_from_a_saved_position() -> None:
     whole = Stream(CORPUS, "run", "peer", 3)
-    batches = [whole.next_batch(4, 16) for _ in range(40)]  # More than five passes.
+    batches = [whole.next_batch(4, 16) for _ in range(40)]  # These are more than five passes over the text.
     for k in (0, 1, 7, 8, 39):
         resumed = Stream(CORPUS, "run", "peer", 3, position=k * 64)
         assert torch.equal(resumed.next_batch(4, 16), batches[k])
@@ -118,7 +118,7 @@ def test_a_stream_continues_exactly_from_a_position() -> None:
     assert torch.equal(torch.cat([other_size.next_batch(2, 16), other_size.next_batch(2, 16)]), batches[1])
 
 
-def test_run_peer_and_round_each_determine_the_order() -> None:
+def test_order_of_the_text_differs_between_runs_peers_and_rounds() -> None:
     names = [("run", "peer", 0), ("run2", "peer", 0), ("run", "peer2", 0), ("run", "peer", 1), ("runp", "eer", 0)]
     first = [tuple(Stream(CORPUS, *name).next_batch(4, 16).flatten().tolist()) for name in names]
     assert len(set(first)) == len(names)

@@ -1,4 +1,4 @@
-"""The worker's counters: they continue from earlier processes and count nothing twice."""
+"""The worker's counters continue from earlier processes and count nothing twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def work(counters: WorkCounters, clock: Clock, tokens: int) -> None:
     counters.round_done(at_s=0.0)
 
 
-def test_replayed_round_that_was_counted_counts_once() -> None:
+def test_tokens_of_a_round_count_once_although_the_round_is_replayed() -> None:
     counters = WorkCounters(Clock())
     counters.count_tokens(0, merged=5, discarded=2, is_replayed=False)
     counters.count_round(0, Outcome.COMPLETE, attempted=True, included=True)
@@ -36,7 +36,7 @@ def test_replayed_round_that_was_counted_counts_once() -> None:
     assert (counters.totals.tokens_merged, counters.totals.tokens_discarded) == (10, 4)
 
 
-def test_next_process_continues_from_the_newest_totals() -> None:
+def test_next_worker_process_continues_from_the_newest_saved_totals() -> None:
     clock = Clock()
     first = WorkCounters(clock)
     work(first, clock, 100)
@@ -46,7 +46,7 @@ def test_next_process_continues_from_the_newest_totals() -> None:
     stored = SavedCounters.model_validate(first.save(first.counters(view)))
     second = WorkCounters(clock)
     second.load(stored)
-    second.load(checkpoint)  # Older than the stored totals.
+    second.load(checkpoint)  # This checkpoint is older than the stored totals.
     assert (second.totals.tokens_processed, second.rounds_joined, second.totals.sync_rounds) == (
         150,
         2,
@@ -54,7 +54,7 @@ def test_next_process_continues_from_the_newest_totals() -> None:
     )
     assert second.last_round == 1, "a replay of rounds 0 and 1 counts neither again"
     assert second.counters(view).network_sent_bytes == {Channel.REDUCE: 18}
-    # A checkpoint that is newer than the stored totals, as after a power cut.
+    # After a power cut, a checkpoint may be newer than the stored totals.
     work(second, clock, 50)
     checkpoint = second.save(second.counters(MemberSnapshot()))
     third = WorkCounters(clock)
@@ -63,7 +63,7 @@ def test_next_process_continues_from_the_newest_totals() -> None:
     assert (third.totals.tokens_processed, third.totals.sync_rounds) == (200, {Outcome.COMPLETE: 3})
 
 
-def test_relayed_traffic_is_part_of_the_contribution() -> None:
+def test_relayed_bytes_are_part_of_the_reported_contribution_of_a_node() -> None:
     counters = WorkCounters(Clock())
     view = MemberSnapshot(
         sent_bytes={Channel.REDUCE: 10, Channel.RELAY: 7}, received_bytes={Channel.REDUCE: 5, Channel.RELAY: 8}

@@ -1,4 +1,4 @@
-"""The data directory: creation, lock, private files, and stored requests and counters."""
+"""Tests of the data directory: its creation, its lock, its private files, and what it stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_first_start_creates_a_private_directory_and_token(tmp_path: Path) -> None:
+def test_first_start_creates_a_private_data_directory_and_an_api_token(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with DataDirectory.open(path) as directory:
         token = directory.token
@@ -29,13 +29,13 @@ def test_first_start_creates_a_private_directory_and_token(tmp_path: Path) -> No
         directory.write_address("http://127.0.0.1:1")
         assert json.loads((path / "api.json").read_text()) == {"url": "http://127.0.0.1:1", "pid": os.getpid()}
     assert not (path / "api.json").exists()
-    (path / "api.json").write_text("{}")  # As after a kill.
+    (path / "api.json").write_text("{}")  # A killed node leaves this file.
     with DataDirectory.open(path) as again:
         assert again.token == token
         assert not (path / "api.json").exists()
 
 
-def test_second_node_is_refused_with_the_holder(tmp_path: Path) -> None:
+def test_second_node_on_a_data_directory_is_refused_and_the_error_names_the_first(tmp_path: Path) -> None:
     with (
         DataDirectory.open(tmp_path),
         pytest.raises(DataFolderError, match=rf"process {os.getpid()}\b") as caught,
@@ -45,14 +45,14 @@ def test_second_node_is_refused_with_the_holder(tmp_path: Path) -> None:
     DataDirectory.open(tmp_path).close()
 
 
-def test_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_data_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataFolderError, match="--data-dir") as caught:
         DataDirectory.open(tmp_path / "file" / "data")
     assert caught.value.exit_code == 2
 
 
-def test_weak_token_is_refused_and_a_readable_one_made_private(tmp_path: Path) -> None:
+def test_weak_api_token_is_refused_and_a_readable_token_file_is_made_private(tmp_path: Path) -> None:
     token = tmp_path / "api-token"
     token.write_text("hunter2\n")
     with pytest.raises(DataFolderError, match="remove the file") as caught:
@@ -64,7 +64,7 @@ def test_weak_token_is_refused_and_a_readable_one_made_private(tmp_path: Path) -
         assert mode(token) == 0o600
 
 
-def test_pause_request_survives_a_restart(tmp_path: Path) -> None:
+def test_pause_request_of_the_owner_survives_a_restart(tmp_path: Path) -> None:
     request = OwnerRequest(until=datetime(2030, 1, 1, tzinfo=UTC))
     with DataDirectory.open(tmp_path) as directory:
         assert directory.load_owner_request() is None
@@ -77,7 +77,7 @@ def test_pause_request_survives_a_restart(tmp_path: Path) -> None:
         assert directory.load_owner_request() == OwnerRequest()
 
 
-def test_counters_survive_a_restart(tmp_path: Path) -> None:
+def test_saved_counters_survive_a_restart(tmp_path: Path) -> None:
     counters = Counters(tokens_processed=70, activity_seconds={Activity.COMPUTE: 2.5})
     saved = SavedCounters(counters=counters, rounds_joined=1, rounds_attempted=2, last_round=3)
     with DataDirectory.open(tmp_path) as directory:
@@ -99,7 +99,7 @@ def test_damaged_counters_are_ignored_with_a_warning(
     assert "cannot be read" in caplog.text
 
 
-def test_disk_that_rejects_the_counters_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_to_write_the_counters_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = SavedCounters(counters=Counters(), rounds_joined=0, rounds_attempted=0)
     (tmp_path / f"{COUNTERS_FILE}.new").mkdir()
     with DataDirectory.open(tmp_path) as directory, caplog.at_level(logging.WARNING):
@@ -108,7 +108,7 @@ def test_disk_that_rejects_the_counters_is_reported_once(tmp_path: Path, caplog:
     assert caplog.text.count("cannot be written") == 1
 
 
-def test_used_bytes_by_kind(tmp_path: Path) -> None:
+def test_data_directory_reports_its_used_bytes_by_kind_of_file(tmp_path: Path) -> None:
     with DataDirectory.open(tmp_path) as directory:
         (tmp_path / "checkpoints" / "7").mkdir(parents=True)
         (tmp_path / "checkpoints" / "7" / "x").write_bytes(b"12345")

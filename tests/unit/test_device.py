@@ -1,4 +1,4 @@
-"""The device: a missing one is an error with a remedy; figures are real or None."""
+"""The choice of the device, and the figures that describe it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_a_missing_gpu_is_an_error_with_a_remedy() -> None:
     assert caught.value.code == "no_gpu"
 
 
-def test_threads_are_as_configured_and_at_most_the_cores() -> None:
+def test_torch_uses_the_configured_threads_but_no_more_than_the_usable_cores() -> None:
     for configured, threads in ((1, 1), (0, usable_cores()), (10_000, usable_cores())):
         choose_device(DevicesConfig(device="cpu"), configured)
         assert torch.get_num_threads() == threads
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
-def test_cores_follow_the_affinity() -> None:
+def test_usable_cores_follow_the_cpu_affinity_of_the_process() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
@@ -57,13 +57,13 @@ def test_cores_follow_the_affinity() -> None:
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("", None)]
 )
-def test_the_quota_of_a_container_is_read(tmp_path: Path, text: str, cores: int | None) -> None:
+def test_cpu_quota_of_a_container_limits_the_usable_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert _quota_cores(tmp_path / "cpu.max") == cores
     assert _quota_cores(tmp_path / "nowhere") is None
 
 
-def test_the_figures_of_a_cpu() -> None:
+def test_description_of_a_cpu_has_memory_and_utilization_but_no_temperature() -> None:
     info = describe(torch.device("cpu"))
     assert info.kind == "cpu" and info.name
     assert info.utilization_ratio is not None and 0 <= info.utilization_ratio <= 1
@@ -73,7 +73,7 @@ def test_the_figures_of_a_cpu() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_chosen_and_has_figures() -> None:
+def test_a_gpu_is_chosen_by_default_and_its_description_has_memory_figures() -> None:
     chosen = choose_device(DevicesConfig(), 1)
     assert chosen.device.type == "cuda"
     info = describe(chosen.device)

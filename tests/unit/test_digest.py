@@ -1,4 +1,4 @@
-"""The digest of the outer state: every bit counts, and each leaf can be checked alone."""
+"""Every bit of the outer state changes its digest, and each leaf can be checked alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flipped(x: torch.Tensor, element: int, bit: int) -> torch.Tensor:
     return values
 
 
-def test_it_is_the_documented_hash() -> None:
+def test_state_digest_is_the_documented_hash() -> None:
     state = state_of(3)
     leaves = [
         blake3(x.numpy().astype("<f4").tobytes(), derive_key_context="diloco-node outer state leaf v1").digest()
@@ -40,13 +40,13 @@ def test_it_is_the_documented_hash() -> None:
     assert len(root) == 64
 
 
-def test_it_is_the_same_in_every_version() -> None:
+def test_state_digest_is_the_same_in_every_version() -> None:
     state = OuterState(anchor=torch.arange(5.0), momentum=torch.zeros(5), round=-1, tokens=0)
     assert state_digest(state) == GOLDEN
 
 
 @pytest.mark.parametrize("element", [0, 1, 998, 999])
-def test_every_bit_counts(element: int) -> None:
+def test_every_bit_of_a_state_changes_its_digest(element: int) -> None:
     state = state_of(1000)
     seen = {state_digest(state)}
     for bit in range(32):
@@ -55,7 +55,7 @@ def test_every_bit_counts(element: int) -> None:
     assert len(seen) == 65
 
 
-def test_round_tokens_length_and_order_count() -> None:
+def test_state_digest_depends_on_round_tokens_length_and_order() -> None:
     state = state_of(1000)
     others = [
         replace(state, round=8),
@@ -67,7 +67,7 @@ def test_round_tokens_length_and_order_count() -> None:
     assert len({state_digest(s) for s in [state, *others]}) == 6
 
 
-def test_leaves_cover_each_vector_separately() -> None:
+def test_leaf_hashes_of_a_state_cover_anchor_and_momentum_separately() -> None:
     parameters = 4 * LEAF_ELEMENTS + 3
     state = state_of(parameters)
     leaves, bounds = leaf_hashes(state), leaf_bounds(parameters)
@@ -82,7 +82,7 @@ def test_leaves_cover_each_vector_separately() -> None:
     assert root_digest(7, 123_456, parameters, leaves) == state_digest(state) != state_digest(changed)
 
 
-def test_a_root_needs_all_its_leaves() -> None:
+def test_root_digest_refuses_missing_additional_or_short_leaf_hashes() -> None:
     leaves = leaf_hashes(state_of(10))
     for wrong in ([], leaves[:1], [*leaves, leaves[0]], [leaves[0], b"short"]):
         with pytest.raises(ValueError, match="do not make the tree"):

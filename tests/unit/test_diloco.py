@@ -1,4 +1,4 @@
-"""DiLoCo as a whole on a small network in plain torch: special cases that equal known algorithms."""
+"""In special cases, DiLoCo on a small network in plain torch equals known algorithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INNER_LR = 0.05
 
 
 def loss_of(flat: Tensor, x_BI: Tensor) -> Tensor:
-    """Loss of a two-layer network that learns |sum of inputs|. `flat`: its parameters, fp32 [P]."""
+    """Loss of a two-layer network that learns |sum of inputs|. `flat` holds its parameters, fp32 [P]."""
     weight_HI, bias_H, out_H = flat.split([HIDDEN * INPUTS, HIDDEN, HIDDEN])
     y_B = torch.tanh(x_BI @ weight_HI.view(HIDDEN, INPUTS).T + bias_H) @ out_H
     loss: Tensor = (y_B - x_BI.sum(1).abs()).square().mean()
@@ -54,7 +54,7 @@ def round_of(
 
 
 @pytest.mark.parametrize("inner_steps", [1, 5])
-def test_one_peer_with_outer_lr_1_and_no_momentum_is_local_training(inner_steps: int) -> None:
+def test_diloco_with_one_peer_outer_lr_1_and_no_momentum_equals_local_training(inner_steps: int) -> None:
     state, local = genesis(initial()), initial()
     for number in range(6):
         batches = [batch(0, number * inner_steps + i) for i in range(inner_steps)]
@@ -66,7 +66,7 @@ def test_one_peer_with_outer_lr_1_and_no_momentum_is_local_training(inner_steps:
 
 
 @pytest.mark.parametrize("rows", [[16, 16, 16], [16, 8, 40]])
-def test_peers_with_one_inner_sgd_step_are_data_parallel_sgd(rows: list[int]) -> None:
+def test_diloco_with_one_inner_sgd_step_equals_data_parallel_sgd(rows: list[int]) -> None:
     state, together = genesis(initial()), initial()
     for step in range(8):
         batches = [batch(peer, step, n) for peer, n in enumerate(rows)]
@@ -75,7 +75,7 @@ def test_peers_with_one_inner_sgd_step_are_data_parallel_sgd(rows: list[int]) ->
     torch.testing.assert_close(state.anchor, together, rtol=1e-5, atol=2e-6)
 
 
-def test_fp16_encoding_converges_like_fp32() -> None:
+def test_training_with_the_fp16_codec_converges_like_training_with_fp32() -> None:
     states = {}
     for codec in ("fp32", "fp16"):
         state = genesis(initial())
@@ -93,7 +93,7 @@ def test_fp16_encoding_converges_like_fp32() -> None:
 
 
 def test_carried_work_of_a_member_that_missed_a_round_counts_in_full() -> None:
-    """With outer lr 1. Peer b misses round 0 and contributes its work of both rounds in round 1."""
+    """The outer lr is 1. Peer b misses round 0 and contributes its carried work in round 1."""
     start = initial()
     work_a = [sgd(start, [batch(0, i) for i in range(3)])]
     state_1 = outer_step(genesis(start), pseudo_gradient(start, work_a[0]), lr=1.0, momentum=0.0, tokens=1)

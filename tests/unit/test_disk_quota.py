@@ -1,5 +1,4 @@
-"""The data folder's size limit: the oldest files are removed, never the newest checkpoint, and writes may be
-refused."""
+"""The size limit of the data folder removes the oldest files, never the newest checkpoint, and may refuse writes."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def folder(tmp_path: Path) -> Folder:
     return made
 
 
-def test_nothing_is_removed_without_a_limit_or_below_it(folder: Folder) -> None:
+def test_quota_removes_nothing_without_a_limit_or_below_it(folder: Folder) -> None:
     before = folder.names
     for quota in (folder.quota(0), folder.quota(45)):
         with quota.room(5 * MB):
@@ -69,7 +68,7 @@ def test_nothing_is_removed_without_a_limit_or_below_it(folder: Folder) -> None:
     assert folder.quota(0).used_bytes() == 30.001 * MB
 
 
-def test_the_oldest_files_are_removed_and_some_never(folder: Folder) -> None:
+def test_quota_removes_the_oldest_files_first_and_some_kinds_of_file_never(folder: Folder) -> None:
     gone = []
     for more in (5, 6, 8, 10, 12, 16):
         before = folder.names
@@ -99,7 +98,7 @@ def test_the_oldest_files_are_removed_and_some_never(folder: Folder) -> None:
     assert "checkpoints/round-00000003/outer.safetensors" in folder.names
 
 
-def test_the_newest_complete_checkpoint_stays(folder: Folder) -> None:
+def test_quota_never_removes_the_newest_complete_checkpoint(folder: Folder) -> None:
     folder.checkpoint(4, 1, whole=False)
     folder.checkpoint(5, 100, name="damaged-round-")
     folder.checkpoint(6, 100, name=".writing-round-")
@@ -112,7 +111,7 @@ def test_the_newest_complete_checkpoint_stays(folder: Folder) -> None:
     assert left == {"round-00000003", ".writing-round-00000006"} | ({"round-00000004"} & left)
 
 
-def test_room_is_reserved_and_a_refusal_is_reported_until_it_ends(folder: Folder) -> None:
+def test_quota_reserves_room_for_writes_and_reports_a_refusal_until_there_is_room(folder: Folder) -> None:
     quota = folder.quota(60)
     with quota.room(10 * MB), quota.room(10 * MB), quota.room(10 * MB):
         with pytest.raises(QuotaError), quota.room(20 * MB):
@@ -122,7 +121,7 @@ def test_room_is_reserved_and_a_refusal_is_reported_until_it_ends(folder: Folder
         assert [bool(text) for text in folder.told] == [True, False]
 
 
-def test_a_lowered_limit_is_enforced_or_reported(folder: Folder) -> None:
+def test_quota_enforces_a_lowered_limit_or_reports_that_it_cannot(folder: Folder) -> None:
     quota = folder.quota(60)
     quota.limit_bytes = 30 * MB
     quota.enforce()
@@ -134,7 +133,7 @@ def test_a_lowered_limit_is_enforced_or_reported(folder: Folder) -> None:
     assert least >= quota.used_bytes() + 5 * MB
 
 
-def test_concurrent_writers_never_exceed_the_limit(tmp_path: Path) -> None:
+def test_concurrent_writers_never_exceed_the_disk_quota(tmp_path: Path) -> None:
     quota = Quota(tmp_path, 30 * MB, tmp_path / "text")
     (tmp_path / "cache").mkdir()
     most, over = [0], threading.Event()

@@ -1,4 +1,4 @@
-"""The doctor finds before the first step what a machine lacks, with the remedy and the right exit code."""
+"""Before the first step, the doctor reports what a machine lacks, with a remedy and the right exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Doctor = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs the doctor; returns its exit code and lines."""
+    """A function that runs the doctor and returns its exit code and its output lines."""
 
     def run(*flags: str) -> tuple[int, list[str]]:
         code = main(["doctor", "--data-dir", str(tmp_path / "data"), *TINY.split(), *flags])
@@ -47,7 +47,7 @@ def lines_with(lines: list[str], text: str) -> list[str]:
     return [line for line in lines if text in line]
 
 
-def test_the_forecast_for_a_limited_link(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_forecasts_utilization_at_the_configured_upload_limit(doctor: Doctor, tmp_path: Path) -> None:
     code, lines = doctor("--limits.upload_mbit_s", "20", "--members", "4")
     assert code == 0 and not lines_with(lines, "fault")
     (line,) = lines_with(lines, "forecast")
@@ -56,20 +56,20 @@ def test_the_forecast_for_a_limited_link(doctor: Doctor, tmp_path: Path) -> None
     assert not (tmp_path / "data").exists(), "the doctor creates no files"
 
 
-def test_a_limit_below_the_required_link_is_a_warning(doctor: Doctor) -> None:
+def test_doctor_warns_of_an_upload_limit_below_the_link_that_the_run_requires(doctor: Doctor) -> None:
     code, lines = doctor("--limits.upload_mbit_s", "2", "--run.round.inner_steps", "2")
     (line,) = [line for line in lines if line.split()[1] == "link"]
     assert code == 0
     assert line.startswith("warn") and "this node's limit is 2" in line and "more inner steps" in line
 
 
-def test_without_limits_the_forecast_covers_usual_links(doctor: Doctor) -> None:
+def test_doctor_forecasts_utilization_for_usual_links_if_no_limit_is_set(doctor: Doctor) -> None:
     code, lines = doctor()
     shares = [float(line.split("%")[0].split()[-1]) for line in lines_with(lines, "forecast")]
     assert code == 0 and len(shares) == 4 and shares == sorted(shares)
 
 
-def test_a_taken_port_is_a_fault_with_its_remedy(doctor: Doctor, taken_port: int) -> None:
+def test_doctor_reports_a_taken_port_as_a_fault_with_a_remedy(doctor: Doctor, taken_port: int) -> None:
     code, lines = doctor("--api.port", str(taken_port))
     (fault,) = lines_with(lines, "fault")
     assert code == 3 and f"Port {taken_port} on 127.0.0.1 is in use" in fault and "--api.port 0" in fault
@@ -78,7 +78,7 @@ def test_a_taken_port_is_a_fault_with_its_remedy(doctor: Doctor, taken_port: int
     assert code == 3 and f"TCP port {taken_port}: another program has the port" in fault and "--swarm.listen" in fault
 
 
-def test_a_taken_default_port_is_not_a_fault(tmp_path: Path, taken_port: int) -> None:
+def test_doctor_does_not_report_a_taken_default_port_as_a_fault(tmp_path: Path, taken_port: int) -> None:
     tables = {"swarm": {"listen": (f"/ip4/127.0.0.1/tcp/{taken_port}",)}, "api": {"port": taken_port}}
     config = Config.model_validate({**tables, "node": {"data_dir": tmp_path}})
     defaults = {"api.port": "default", "swarm.listen": "default"}
@@ -88,7 +88,7 @@ def test_a_taken_default_port_is_not_a_fault(tmp_path: Path, taken_port: int) ->
     assert list(tmp_path.iterdir()) == [], "the doctor creates no files"
 
 
-def test_a_remembered_port_is_kept(tmp_path: Path, taken_port: int) -> None:
+def test_doctor_says_that_the_node_keeps_its_remembered_port(tmp_path: Path, taken_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         kept = free.getsockname()[1]
     PortFile(tmp_path / "cache" / LISTEN_PORT_FILE).remember(taken_port, kept)
@@ -100,16 +100,16 @@ def test_a_remembered_port_is_kept(tmp_path: Path, taken_port: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "text"), [(142.3, "140"), (0.0123, "0.012"), (12345.0, "12,000"), (3.0, "3")])
-def test_numbers_have_two_digits_and_no_exponent(number: float, text: str) -> None:
+def test_doctor_writes_numbers_with_two_digits_and_no_exponent(number: float, text: str) -> None:
     assert _two_digits(number) == text
 
 
-def test_an_address_of_another_machine_is_a_fault(doctor: Doctor) -> None:
+def test_doctor_reports_a_listen_address_of_another_machine_as_a_fault(doctor: Doctor) -> None:
     code, lines = doctor("--swarm.listen", "/ip4/203.0.113.7/tcp/4001")
     assert code == 3 and lines_with(lines, "does not have the address 203.0.113.7")
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_built(doctor: Doctor) -> None:
+def test_doctor_refuses_a_model_that_does_not_fit_before_it_is_built(doctor: Doctor) -> None:
     code, lines = doctor(*HUGE.split())
     faults = lines_with(lines, "fault")
     assert code == 3
@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(doctor: Doctor)
     assert lines_with(faults, "smaller model")
 
 
-def test_bootstrap_peers_are_dialed(doctor: Doctor, taken_port: int) -> None:
+def test_doctor_dials_the_bootstrap_peers_and_reports_how_many_answer(doctor: Doctor, taken_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closing:
         gone = f"127.0.0.1:{closing.getsockname()[1]}"
     for addresses, expected_code, text in (
@@ -129,7 +129,7 @@ def test_bootstrap_peers_are_dialed(doctor: Doctor, taken_port: int) -> None:
         assert code == expected_code and lines_with(lines, text)
 
 
-def test_files_of_a_killed_node_are_not_a_running_node(doctor: Doctor, tmp_path: Path, taken_port: int) -> None:
+def test_doctor_ignores_the_address_file_of_a_killed_node(doctor: Doctor, tmp_path: Path, taken_port: int) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "api.json").write_text('{"url": "http://127.0.0.1:9", "pid": 1}')
     (tmp_path / "data" / "api-token").write_text("t" * 43)
@@ -137,7 +137,7 @@ def test_files_of_a_killed_node_are_not_a_running_node(doctor: Doctor, tmp_path:
     assert code == 3 and lines_with(lines, "is in use by another program")
 
 
-def test_bad_usage_and_a_damaged_manifest_are_exit_code_2(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_ends_with_exit_code_2_after_bad_usage_or_a_damaged_manifest(doctor: Doctor, tmp_path: Path) -> None:
     code, lines = doctor("--members", "0")
     assert code == 2 and lines_with(lines, "at least one member")
     (tmp_path / "data").mkdir()

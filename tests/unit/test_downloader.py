@@ -1,4 +1,4 @@
-"""Downloading a state: what a proof must show, which state is chosen, and how leaves are requested from peers."""
+"""Tests of the proofs of a state, the choice of a state, and the requests for its leaves."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_only_the_initial_state_needs_no_proof() -> None:
             verified_tip(state, head, None, RULES, 1.0)
 
 
-def test_a_proven_state_gives_a_tip() -> None:
+def test_a_downloaded_state_with_a_valid_proof_becomes_a_tip() -> None:
     tip = proven_tip(4)
     assert tip.last_weights == {A.peer_id: 100, B.peer_id: 100} and tip.round_s == pytest.approx(1.0)
 
 
-def test_a_proof_of_another_round_head_or_group_is_refused() -> None:
+def test_a_proof_of_another_round_another_head_or_too_few_peers_is_refused() -> None:
     proof, alone = committed(PARENT, 4), committed(PARENT, 4, (A,))
     cases = [(5, proof, proof.outcome.hash, "another round"), (4, proof, PARENT, "another round")]
     for round_, given, head, problem in (*cases, (4, alone, alone.outcome.hash, "fewer peers")):
@@ -84,7 +84,7 @@ def test_a_proof_of_another_round_head_or_group_is_refused() -> None:
 
 
 class Source:
-    """A StateSource of one state. `data`: sent in place of every leaf. `next_proof`: of the round after the state."""
+    """A StateSource of one state. It sends `data` in place of every leaf. `next_proof` belongs to the next round."""
 
     def __init__(self, tip: Tip, data: bytes | None = None, next_proof: Proof | None = None) -> None:
         self.tip, self.data, self.next_proof = tip, data, next_proof
@@ -113,7 +113,7 @@ def description(tip: Tip, **changes: Any) -> Message:
 
 
 class HungSource(Source):
-    """A source whose server describes the state and then answers nothing more."""
+    """A source whose server describes the state and then answers no other request."""
 
 
 async def hang(_caller: str, _request: Message) -> Message:
@@ -124,7 +124,7 @@ async def hang(_caller: str, _request: Message) -> Message:
 def download(
     peers: Sequence[Message | Tip | Source], initial_digest: str | None = None, avoid: frozenset[str] = frozenset()
 ) -> Tip:
-    """Download where each peer serves this state, or describes it so. The peers' ids are in the order of `peers`."""
+    """Download from peers that serve these states or send these descriptions. Their ids are in the order of `peers`."""
     progress: list[float] = []
 
     async def main(folder: Path) -> Tip:
@@ -163,21 +163,21 @@ def answer_with(message: Message) -> Any:
     return answer
 
 
-def test_the_newest_state_is_downloaded() -> None:
+def test_joiner_downloads_the_newest_state() -> None:
     new = proven_tip(4)
     found = download([proven_tip(3), new])
     assert found.digest == new.digest and torch.equal(found.state.momentum, new.state.momentum)
 
 
 @pytest.mark.timeout(60)
-def test_a_peer_that_hangs_after_its_description_delays_neither_leaves_nor_links() -> None:
+def test_a_peer_that_hangs_after_it_described_its_state_does_not_delay_the_download() -> None:
     new, began_at_s = proven_tip(4), time.monotonic()
     found = download([HungSource(new), new])
     assert found.digest == new.digest and found.links[-1].head == new.head
     assert time.monotonic() - began_at_s < 10
 
 
-def test_the_state_of_more_peers_is_downloaded() -> None:
+def test_joiner_downloads_the_state_that_most_peers_serve() -> None:
     proof = committed(PARENT, 4)
     common, rare = tip_of(random_state(), proof), tip_of(random_state(), proof)
     assert download([rare, common, common]).digest == common.digest
@@ -191,12 +191,12 @@ INVALID_FIELDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", INVALID_FIELDS)
-def test_an_inconsistent_description_is_ignored(changes: dict[str, Any]) -> None:
+def test_an_inconsistent_description_of_a_state_is_ignored(changes: dict[str, Any]) -> None:
     good, bad = proven_tip(3), proven_tip(4)
     assert download([description(bad, **changes), good]).digest == good.digest
 
 
-def test_a_description_with_invalid_blobs_is_ignored() -> None:
+def test_a_description_of_a_state_with_invalid_blobs_is_ignored() -> None:
     good, right = proven_tip(3), description(proven_tip(4))
     leaves, proof, _ = right.blobs
     for blobs in ([], [leaves], [leaves, proof], [leaves[:-32], proof, b""], [leaves, b"{}", b""], [b"x", b"", b""]):
@@ -204,7 +204,7 @@ def test_a_description_with_invalid_blobs_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("data", [bytes(4 * P - 4), bytes(4 * P + 4), bytes(3), b"", b"\xff" * 4 * P])
-def test_made_up_leaves_with_right_hashes_are_refused(data: bytes) -> None:
+def test_leaves_of_a_made_up_state_are_refused_although_their_hashes_match(data: bytes) -> None:
     good, bad = proven_tip(3), proven_tip(4)
     leaves = [leaf_hash(data)] * 2
     false = replace(bad, leaves=leaves, digest=root_digest(4, bad.state.tokens, P, leaves))
@@ -222,20 +222,20 @@ def test_a_state_with_a_wrong_proof_is_not_downloaded() -> None:
             download([source])
 
 
-def test_the_certificate_of_the_next_round_proves_a_state_against_two_peers_with_another() -> None:
+def test_the_next_rounds_certificate_proves_a_state_although_two_peers_serve_another() -> None:
     true = proven_tip(4)
     false = tip_of(random_state(4), true.proof)
     proof = committed(true.head, 5, state=true.digest)
     assert download([false, false, Source(true, next_proof=proof)]).digest == true.digest
 
 
-def test_a_state_is_refused_if_the_certificate_of_the_next_round_names_another() -> None:
+def test_a_state_is_refused_if_the_next_rounds_certificate_names_another_state() -> None:
     good, bad = proven_tip(3), proven_tip(4)
     for proof in (committed(bad.head, 5, state=good.digest), committed(good.head, 5, state=bad.digest)):
         assert download([Source(bad, next_proof=proof), good]).digest == good.digest
 
 
-def test_strangers_prove_no_state_with_a_certificate_of_their_own() -> None:
+def test_a_certificate_that_only_strangers_signed_proves_no_state() -> None:
     true = proven_tip(4)
     false = tip_of(random_state(4), true.proof)
     strangers = (new_identity(), new_identity())
@@ -243,12 +243,12 @@ def test_strangers_prove_no_state_with_a_certificate_of_their_own() -> None:
     assert download([true, true, Source(false, next_proof=proof)]).digest == true.digest
 
 
-def test_a_download_without_servers_fails() -> None:
+def test_a_download_without_a_peer_that_serves_a_state_fails() -> None:
     with pytest.raises(TransferFailed, match="No peer serves"):
         download([])
 
 
-def test_an_avoided_state_is_not_downloaded() -> None:
+def test_joiner_does_not_download_a_state_that_it_must_avoid() -> None:
     one, other = proven_tip(3), proven_tip(4)
     for name in (other.digest, other.head):
         assert download([one, other], avoid=frozenset({name})).digest == one.digest
@@ -276,7 +276,7 @@ def state() -> OuterState:
 
 
 class Peers:
-    """A joiner, and servers that answer as told."""
+    """A joiner, and servers whose answers the test sets."""
 
     def __init__(self, state: OuterState, folder: Path) -> None:
         self.snapshot = Snapshot(3, "aa" * 32, 5000, "bb" * 32, leaf_hashes(state), None)
@@ -303,7 +303,7 @@ class Peers:
         InProcessWire(network, name).serve({"leaf": Service(on_leaf, Channel.STATE)})
 
     def transfer(self, *first: str) -> None:
-        """Transfer all leaves from the first servers; the others are found later."""
+        """Transfer all leaves, at first from the servers in `first`. The other servers are found later."""
 
         async def find_servers() -> list[str]:
             return list(self.answers)
@@ -337,7 +337,7 @@ async def zeros(index: int) -> bytes:
 
 
 def failing(code: str, after: int, then: Answer) -> Answer:
-    """Raise an error from the request after so many on; before, answer as `then`."""
+    """Answer the first `after` requests as `then` does, and raise an error for all later ones."""
     calls = 0
 
     async def answer(index: int) -> bytes:
@@ -351,7 +351,7 @@ def failing(code: str, after: int, then: Answer) -> Answer:
 
 
 @pytest.mark.timeout(30)
-def test_a_slow_peer_is_asked_less_and_a_hung_one_delays_nothing(peers: Peers) -> None:
+def test_a_slow_peer_gets_fewer_requests_and_a_hung_peer_does_not_delay_the_download(peers: Peers) -> None:
     peers.answers = {"quick": peers.good(0.05), "slow": peers.good(1.0), "hung": never}
     began_at_s = time.monotonic()
     peers.transfer("hung", "quick", "slow")
@@ -372,7 +372,7 @@ def test_a_peer_that_sends_wrong_bytes_is_banned_and_counted_once(
 
 
 @pytest.mark.timeout(30)
-def test_a_failed_transfer_is_resumed(peers: Peers, state: OuterState, tmp_path: Path) -> None:
+def test_a_failed_transfer_is_resumed_with_the_missing_leaves(peers: Peers, state: OuterState, tmp_path: Path) -> None:
     peers.answers = {"some": failing("gone", 5, peers.good())}
     with pytest.raises(TransferFailed, match="11 of 16 parts"):
         peers.transfer("some")
@@ -384,13 +384,13 @@ def test_a_failed_transfer_is_resumed(peers: Peers, state: OuterState, tmp_path:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_is_found_later_is_asked(peers: Peers) -> None:
+def test_a_server_that_is_found_during_the_transfer_is_asked_for_leaves(peers: Peers) -> None:
     peers.answers = {"leaving": failing("gone", 0, never), "coming": peers.good()}
     peers.transfer("leaving")
 
 
 @pytest.mark.timeout(30)
-def test_a_busy_server_is_asked_again(peers: Peers) -> None:
+def test_a_busy_server_is_asked_for_the_leaf_again(peers: Peers) -> None:
     refusals = [PeerError("too many requests", code="busy")] * 3
 
     async def answer(index: int) -> bytes:
@@ -403,7 +403,7 @@ def test_a_busy_server_is_asked_again(peers: Peers) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_is_given_up_after_three_timeouts(peers: Peers) -> None:
+def test_downloader_gives_up_a_server_after_three_timeouts(peers: Peers) -> None:
     peers.answers = {"late": failing("timeout", 0, never)}
     with pytest.raises(TransferFailed, match="16 of 16 parts"):
         peers.transfer("late")

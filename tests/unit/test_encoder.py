@@ -1,4 +1,4 @@
-"""Encoding of contributions: sign, norm, error feedback, and errors on the background thread."""
+"""Tests of the encoder: sign, norm, error feedback, and errors on its background thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def encode(encoder: Encoder, layout: ChunkLayout, local: Tensor, fragment: int =
     return layout.decode(encoded.chunks), encoded
 
 
-def test_the_pseudo_gradient_is_anchor_minus_local() -> None:
+def test_encoded_pseudo_gradient_is_the_anchor_minus_the_local_parameters() -> None:
     layouts = layouts_for("fp32", 2)
     encoder = Encoder(layouts, SyncConfig(codec="fp32"), {})
     for fragment, layout in enumerate(layouts):
@@ -59,14 +59,14 @@ def test_the_pseudo_gradient_is_anchor_minus_local() -> None:
         encoder.round_over(fragment, included=True)
 
 
-def test_the_norm_is_that_of_the_decoded_vector() -> None:
+def test_encoder_reports_the_norm_of_the_decoded_contribution() -> None:
     (layout,) = layouts = layouts_for("int4")
     decoded, encoded = encode(Encoder(layouts, SyncConfig(codec="int4"), {}), layout, LOCAL)
     assert encoded.norm == pytest.approx(decoded.norm().item(), rel=1e-5)
     assert encoded.norm != pytest.approx((ANCHOR - LOCAL).norm().item(), rel=1e-5)
 
 
-def test_the_encoding_error_is_added_to_the_next_contribution_if_this_one_was_included() -> None:
+def test_encoding_error_is_added_to_the_next_contribution_if_this_one_was_included() -> None:
     (layout,) = layouts = layouts_for("int4")
     encoder = Encoder(layouts, SyncConfig(codec="int4", feedback="on"), {})
     exact = ANCHOR - LOCAL
@@ -85,14 +85,14 @@ def test_the_encoding_error_is_added_to_the_next_contribution_if_this_one_was_in
     assert error < 0.2 * (first - exact).abs().max()
 
 
-def test_a_saved_residual_is_used() -> None:
+def test_encoder_continues_with_a_saved_residual() -> None:
     (layout,) = layouts = layouts_for("int4")
     saved = {f"{RESIDUAL}.0": torch.full((P,), 0.5)}
     decoded, _ = encode(Encoder(layouts, SyncConfig(codec="int4", feedback="on"), saved), layout, ANCHOR)
     torch.testing.assert_close(decoded, saved[f"{RESIDUAL}.0"], rtol=0.1, atol=0.0)
 
 
-def test_an_encoding_error_is_raised_once() -> None:
+def test_encoder_raises_an_error_of_its_background_thread_once() -> None:
     encoder, encoded = Encoder(layouts_for("fp16"), SyncConfig(codec="fp16"), {}), Encoded()
     encoder.begin(0, ANCHOR, torch.full((P,), float("nan")), encoded)
     encoder.wait()
@@ -114,5 +114,5 @@ def test_an_encoding_error_is_raised_once() -> None:
         ([float("-inf"), 0.0], False),
     ],
 )
-def test_which_parameters_can_be_encoded(values: list[float], expected: bool) -> None:
+def test_only_finite_parameters_up_to_the_allowed_maximum_are_encodable(values: list[float], expected: bool) -> None:
     assert is_encodable(torch.tensor(values)) is expected

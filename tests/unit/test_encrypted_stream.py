@@ -1,4 +1,4 @@
-"""The encrypted stream over in-memory pipes that the test reads and changes."""
+"""Tests of the encrypted stream over in-memory pipes, whose data the tests read and change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLER, TARGET, OTHER = (new_identity() for _ in range(3))
 
 
 class Pipe:
-    """One direction. Data is kept, and is readable at once unless `is_held`."""
+    """One direction of a connection. It keeps all data, which is readable at once unless `is_held` is set."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -33,7 +33,7 @@ class Pipe:
 
 
 async def streams(forth: Pipe, back: Pipe) -> tuple[EncryptedStream, EncryptedStream]:
-    """The caller's end and the target's."""
+    """The encrypted streams of the caller and of the target."""
     shake = Handshake(CALLER)
     answer = Handshake(TARGET).as_target(CALLER.peer_id, shake.hello, forth.reader, back)
     one, other = await asyncio.gather(shake.as_caller(TARGET.peer_id, back.reader, forth), answer)
@@ -41,7 +41,7 @@ async def streams(forth: Pipe, back: Pipe) -> tuple[EncryptedStream, EncryptedSt
 
 
 @in_loop
-async def test_data_arrives_at_the_other_end() -> None:
+async def test_encrypted_data_arrives_unchanged_at_the_other_end() -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
     for data in (b"a", bytes(range(256)) * 1000, b"end"):
@@ -56,7 +56,7 @@ async def test_data_arrives_at_the_other_end() -> None:
 
 
 @in_loop
-async def test_data_is_encrypted_with_fresh_nonces() -> None:
+async def test_stream_encrypts_every_frame_with_a_fresh_nonce() -> None:
     forth, back = Pipe(), Pipe()
     one, _ = await streams(forth, back)
     before = len(forth.written)
@@ -69,7 +69,7 @@ async def test_data_is_encrypted_with_fresh_nonces() -> None:
 
 @pytest.mark.parametrize("place", ["length", "data", "tag"])
 @in_loop
-async def test_changed_byte_breaks_the_stream(place: str) -> None:
+async def test_changed_byte_in_an_encrypted_frame_breaks_the_stream(place: str) -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
     forth.is_held, before = True, len(forth.written)
@@ -83,7 +83,7 @@ async def test_changed_byte_breaks_the_stream(place: str) -> None:
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0), (1,)], ids=["swapped", "repeated", "left out"])
 @in_loop
-async def test_frames_must_arrive_in_order(order: tuple[int, ...]) -> None:
+async def test_swapped_repeated_or_missing_frames_break_the_encrypted_stream(order: tuple[int, ...]) -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
     forth.is_held, frames = True, []
@@ -98,7 +98,7 @@ async def test_frames_must_arrive_in_order(order: tuple[int, ...]) -> None:
 
 
 @in_loop
-async def test_reflected_frame_is_refused() -> None:
+async def test_encrypted_frame_that_is_reflected_to_its_sender_is_refused() -> None:
     forth, back = Pipe(), Pipe()
     one, _ = await streams(forth, back)
     before = len(forth.written)
@@ -109,7 +109,7 @@ async def test_reflected_frame_is_refused() -> None:
 
 
 @in_loop
-async def test_frame_of_another_circuit_is_refused() -> None:
+async def test_encrypted_frame_of_another_circuit_is_refused() -> None:
     first = Pipe(), Pipe()
     one, _ = await streams(*first)
     before = len(first[0].written)
@@ -127,7 +127,7 @@ async def test_frame_of_another_circuit_is_refused() -> None:
     ids=["wrong target", "signature for another caller", "man in the middle"],
 )
 @in_loop
-async def test_caller_refuses_a_wrong_signature(
+async def test_caller_refuses_a_handshake_with_a_wrong_signature(
     target: Identity, expected_caller: Identity, hello_of: Identity | None
 ) -> None:
     """The target signs both peer ids and both keys. A man in the middle has no signature over its own key."""
@@ -141,7 +141,7 @@ async def test_caller_refuses_a_wrong_signature(
 
 
 @in_loop
-async def test_target_refuses_a_wrong_caller() -> None:
+async def test_target_refuses_a_handshake_that_another_key_than_the_callers_signed() -> None:
     forth, back = Pipe(), Pipe()
     shake = Handshake(Identity(OTHER.key, CALLER.peer_id))
     target = asyncio.create_task(Handshake(TARGET).as_target(CALLER.peer_id, shake.hello, forth.reader, back))
@@ -152,14 +152,14 @@ async def test_target_refuses_a_wrong_caller() -> None:
 
 @pytest.mark.parametrize("hello", [bytes(KEY_BYTES), b"\1" + bytes(KEY_BYTES - 1)], ids=["zero", "low order"])
 @in_loop
-async def test_low_order_key_is_refused(hello: bytes) -> None:
+async def test_handshake_refuses_a_key_of_low_order(hello: bytes) -> None:
     with pytest.raises(DecryptionFailed):
         await Handshake(TARGET).as_target(CALLER.peer_id, hello, Pipe().reader, Pipe())
 
 
 @pytest.mark.parametrize("length", [0, 16, FRAME_BYTES + 17, 2**32 - 1])
 @in_loop
-async def test_frame_of_impossible_length_is_refused(length: int) -> None:
+async def test_encrypted_frame_of_impossible_length_is_refused(length: int) -> None:
     forth, back = Pipe(), Pipe()
     _, other = await streams(forth, back)
     forth.reader.feed_data(length.to_bytes(4, "big"))
@@ -168,7 +168,7 @@ async def test_frame_of_impossible_length_is_refused(length: int) -> None:
 
 
 @in_loop
-async def test_stream_cut_within_a_frame_is_incomplete() -> None:
+async def test_reading_an_encrypted_stream_that_ends_within_a_frame_fails() -> None:
     forth, back = Pipe(), Pipe()
     one, other = await streams(forth, back)
     forth.is_held, before = True, len(forth.written)

@@ -1,4 +1,4 @@
-"""Atomic writes: a file has its old or its new content, whatever the disk does."""
+"""After an atomic write, a file has its old or its new content, whatever the disk does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_only_the_owner_can_read_a_written_file(tmp_path: Path, forced: bool) ->
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_a_full_disk_keeps_the_old_content_and_no_temporary_file(tmp_path: Path, forced: bool) -> None:
+def test_a_write_to_a_full_disk_keeps_the_old_file_and_leaves_no_temporary_file(tmp_path: Path, forced: bool) -> None:
     path = tmp_path / "totals.json"
     write_whole(path, "old", forced=forced)
     with disk_that_takes(1000), pytest.raises(OSError, match="too large"):
@@ -32,7 +32,7 @@ def test_a_full_disk_keeps_the_old_content_and_no_temporary_file(tmp_path: Path,
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_partly_written_file(tmp_path: Path) -> None:
     path = tmp_path / "pause.json"
     versions = [100_000 * b"a", 100_000 * b"b"]
     write_whole(path, versions[0])

@@ -1,4 +1,4 @@
-"""The memory that a run needs: the formulas agree with what torch uses, and a run that does not fit is refused."""
+"""The formulas for the memory of a run agree with what torch uses, and a run that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_of(length: int = 256, **model: Any) -> RunConfig:
 
 
 def kept_bytes(model: nn.Module, run: RunConfig, precision: str) -> int:
-    """What autograd keeps for the backward pass of one sequence, without the parameters."""
+    """The bytes that autograd keeps for the backward pass of one sequence, without the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -73,7 +73,7 @@ def kept_bytes(model: nn.Module, run: RunConfig, precision: str) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [{}, {"num_key_value_heads": 1}, {"vocab_size": 8000}])
-def test_activations_are_estimated_within_a_third(precision: str, model: dict[str, Any]) -> None:
+def test_memory_of_activations_is_estimated_within_a_third(precision: str, model: dict[str, Any]) -> None:
     run = run_of(**model)
     found = kept_bytes(build_model(run.model, seed=0), run, precision)
     of_loss = (fit.LOGIT_BYTES - 4) * run.model.vocab_size * run.inner.sequence_length  # Freed before the others.
@@ -81,7 +81,7 @@ def test_activations_are_estimated_within_a_third(precision: str, model: dict[st
     assert estimated == pytest.approx(found, rel=0.34)
 
 
-def test_recomputing_keeps_a_fraction_of_the_activations() -> None:
+def test_recomputing_keeps_less_than_a_third_of_the_activations_in_memory() -> None:
     run, devices = run_of(num_hidden_layers=12), DevicesConfig(activation_checkpointing=True)
     model = build_model(run.model, seed=0)
     plain = kept_bytes(model, run, "fp32")
@@ -91,13 +91,13 @@ def test_recomputing_keeps_a_fraction_of_the_activations() -> None:
 
 
 def live_bytes() -> int:
-    """Of all tensors of this process."""
+    """The bytes of all tensors of this process."""
     gc.collect()
     tensors = [obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, nn.Parameter)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_bytes_per_parameter_on_the_device_and_on_the_host() -> None:
+def test_stated_bytes_per_parameter_match_the_memory_in_use_on_device_and_host() -> None:
     run = run_of(hidden_size=512, intermediate_size=1344, num_hidden_layers=2)
     before = live_bytes()
     model = build_model(run.model, seed=0)
@@ -121,8 +121,8 @@ def test_bytes_per_parameter_on_the_device_and_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "topk"])
-def test_bytes_per_parameter_of_the_encoder_with_error_feedback(codec: str) -> None:
-    """While the pseudo-gradient is encoded, and between two rounds."""
+def test_stated_bytes_per_parameter_match_the_memory_in_use_by_error_feedback(codec: str) -> None:
+    """The memory is measured while the pseudo-gradient is encoded, and between two rounds."""
     run = RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": "on"}))
     parameters = 2_000_000
     anchor = torch.zeros(parameters)
@@ -151,7 +151,7 @@ def test_bytes_per_parameter_of_the_encoder_with_error_feedback(codec: str) -> N
     assert with_feedback.disk_bytes > without.disk_bytes
 
 
-def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_of_a_run_names_the_needed_and_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path / "not" / "there")), run_of()
     check_fit(run, config, CPU_DEVICE)
     needs = estimate_requirements(run, config, "fp32")
@@ -165,14 +165,14 @@ def test_the_refusal_names_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     assert caught.value.exit_code == 3
 
 
-def test_a_gpu_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_exceeds_the_memory_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, run = ComputeDevice(torch.device("cuda", 0), "bf16", "a small GPU"), run_of()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10e6, 8e9))
     with pytest.raises(MachineError, match=r"GB of GPU memory here.*smaller model"):
         check_fit(run, Config(), gpu)
 
 
-def test_existing_checkpoints_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_checkpoints_count_towards_the_needed_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(node=NodeConfig(data_dir=tmp_path)), run_of()
     disk = estimate_requirements(run, config, "fp32").disk_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 0.7 * disk})())
@@ -184,7 +184,7 @@ def test_existing_checkpoints_count_towards_the_disk(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8.0, 4), (4.1, 4), (3.9, 2), (0.2, 1)])
-def test_the_micro_batch_on_a_cpu_fits_into_its_memory(
+def test_micro_batch_on_a_cpu_is_chosen_to_fit_into_memory(
     rows: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, devices = run_of(), DevicesConfig()
@@ -194,7 +194,7 @@ def test_the_micro_batch_on_a_cpu_fits_into_its_memory(
     assert choose_execution(model, run, CPU_DEVICE, DevicesConfig(micro_batch=3)).micro_batch == 3
 
 
-def test_the_loss_of_a_large_vocabulary_is_chunked() -> None:
+def test_loss_over_a_large_vocabulary_is_computed_in_chunks() -> None:
     small, large = run_of(), run_of(vocab_size=50_000, length=2048)
     assert not choose_execution(build_model(small.model, seed=0), small, CPU_DEVICE, DevicesConfig()).chunked_loss
     with torch.device("meta"):

@@ -24,7 +24,7 @@ BOUNDS = Bounds(RUN, (1,), 1, 1000)
 
 
 def chain_of(tokens: Sequence[int]) -> tuple[Link, ...]:
-    """Rounds after RUN with so many tokens of each of two members."""
+    """Links of rounds after RUN. Each of two members contributes the given number of tokens to each round."""
     links: tuple[Link, ...] = ()
     parent = RUN
     for number, count in enumerate(tokens):
@@ -34,7 +34,7 @@ def chain_of(tokens: Sequence[int]) -> tuple[Link, ...]:
     return links
 
 
-def test_links_are_read_back_with_the_signed_tokens_and_without_hashes() -> None:
+def test_chain_links_have_the_signed_tokens_and_no_chunk_hashes() -> None:
     links = chain_of([10, 20])
     assert [(link.round, link.tokens) for link in links] == [(0, 20), (1, 40)]
     assert links[1].parent == links[0].head and links[0].members == (A.peer_id, B.peer_id)
@@ -42,7 +42,7 @@ def test_links_are_read_back_with_the_signed_tokens_and_without_hashes() -> None
     assert read_links([link.text for link in links], BOUNDS) == links
 
 
-def test_links_that_were_tampered_with_are_refused() -> None:
+def test_chain_links_that_were_tampered_with_are_refused() -> None:
     texts = [link.text for link in chain_of([10, 20, 30])]
     for broken in ([texts[0], texts[2]], texts[::-1], [texts[0], texts[0]]):
         with pytest.raises(PeerError, match="not contiguous"):
@@ -54,7 +54,7 @@ def test_links_that_were_tampered_with_are_refused() -> None:
             read_links([text], BOUNDS)
 
 
-def test_links_after_a_head() -> None:
+def test_links_after_a_head_are_the_later_ones_or_all_if_the_head_is_unknown() -> None:
     links = chain_of([1, 2, 3])
     assert links_after(links, RUN) == links
     assert links_after(links, links[0].head) == links[1:]
@@ -64,20 +64,20 @@ def test_links_after_a_head() -> None:
     assert heads_of((), RUN) == [RUN]
 
 
-def test_the_chain_with_more_tokens_wins_on_both_sides_whatever_its_length() -> None:
+def test_the_chain_with_more_tokens_is_heavier_whatever_its_length() -> None:
     long, heavy = chain_of([10, 10, 10]), chain_of([100])
     assert is_heavier(heavy, long) and not is_heavier(long, heavy)
     assert is_heavier(long, ()) and not is_heavier((), long) and not is_heavier((), ())
 
 
-def test_the_smaller_head_wins_between_equal_chains() -> None:
+def test_the_smaller_head_decides_between_chains_with_equal_tokens() -> None:
     one, other = chain_of([10, 20]), chain_of([20, 10])
     assert is_heavier(one, other) is not is_heavier(other, one)
     assert is_heavier(one, other) is (one[-1].head < other[-1].head)
     assert not is_heavier(one, one)
 
 
-def test_the_oldest_links_are_dropped_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_chain_links_are_dropped_above_a_number_and_above_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     links = chain_of([1, 2, 3])
     monkeypatch.setattr(fork_choice, "MAX_LINKS", 2)
     assert append_link(links[:2], links[2]) == links[1:]

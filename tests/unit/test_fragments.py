@@ -1,4 +1,4 @@
-"""Fragments: which elements belong to which, and copying them out and in."""
+"""The elements of each fragment, and copying fragments out of a vector and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNITS = [5, 3, 3, 3, 3, 2]
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4, 6])
-def test_every_element_is_in_one_fragment(fragments: int) -> None:
+def test_every_element_is_in_exactly_one_fragment(fragments: int) -> None:
     ranges = strided(UNITS, fragments)
     assert sum(elements(r) for r in ranges) == sum(UNITS)
     seen = torch.zeros(sum(UNITS))
@@ -20,13 +20,13 @@ def test_every_element_is_in_one_fragment(fragments: int) -> None:
     assert torch.equal(seen, torch.ones_like(seen))
 
 
-def test_fragments_are_strided_and_adjacent_units_joined() -> None:
+def test_fragments_consist_of_every_nth_unit_and_adjacent_units_are_joined() -> None:
     assert strided(UNITS, 1) == [((0, 19),)]
     assert strided(UNITS, 3) == [((0, 5), (11, 14)), ((5, 8), (14, 17)), ((8, 11), (17, 19))]
     assert strided([4, 4], 2) == [((0, 4),), ((4, 8),)]
 
 
-def test_putting_back_what_was_taken_restores_the_vector() -> None:
+def test_fragments_that_are_taken_and_put_back_restore_the_vector() -> None:
     x, y = torch.arange(19.0), torch.zeros(19)
     for ranges in strided(UNITS, 3):
         put_(y, ranges, take(x, ranges))
@@ -35,6 +35,6 @@ def test_putting_back_what_was_taken_restores_the_vector() -> None:
 
 
 @pytest.mark.parametrize("fragments", [0, 7])
-def test_more_fragments_than_units_are_refused(fragments: int) -> None:
+def test_a_split_into_no_fragments_or_more_fragments_than_units_is_refused(fragments: int) -> None:
     with pytest.raises(ValueError, match="6 units cannot be split"):
         strided(UNITS, fragments)

@@ -40,11 +40,11 @@ def read_from(feed_s: float, piece: int, size: int, monkeypatch: pytest.MonkeyPa
     return asyncio.run(read())
 
 
-def test_steady_sender_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_of_a_steady_sender_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_from(0.01, 5120, 51200, monkeypatch)) == 51200
 
 
-def test_trickling_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_of_a_trickling_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         read_from(0.05, 16, 25600, monkeypatch)
@@ -52,15 +52,15 @@ def test_trickling_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.9 * due_s < time.monotonic() - began_s < 3 * due_s, "the whole blob would take 80 s"
 
 
-def test_stalled_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_of_a_stalled_sender_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         read_from(30.0, 1024, 10240, monkeypatch)
     assert time.monotonic() - began_s < 10, "the next piece arrives after 30 s"
 
 
-def test_own_rate_limit_does_not_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """51 kB at 0.12 Mbit/s take 3.6 s; a peer may take 3.1 s."""
+def test_rate_limit_of_the_reader_does_not_count_as_a_stall_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the reader's own limit of 0.12 Mbit/s, 51 kB take 3.6 s, although a peer may take only 3.1 s."""
     began_s = time.monotonic()
     assert len(read_from(0.0, 51200, 51200, monkeypatch, mbit_s=0.12)) == 51200
     assert time.monotonic() - began_s > 3.3
@@ -82,8 +82,8 @@ class Memory:
         """Nothing to close."""
 
 
-def test_long_headers_do_not_delay_bulk() -> None:
-    """16 streams at 8 Mbit/s: all of it takes 18 s."""
+def test_long_headers_do_not_delay_bulk_transfers() -> None:
+    """At 8 Mbit/s, the headers of 16 streams take 18 s."""
 
     async def flood() -> float:
         clock = asyncio.get_running_loop().time
@@ -109,7 +109,7 @@ def test_long_headers_do_not_delay_bulk() -> None:
 
 
 @pytest.mark.parametrize("text_bytes", [10, streams.SMALL_HEADER_BYTES + 1])
-def test_header_of_any_length_arrives(text_bytes: int) -> None:
+def test_message_with_a_header_of_any_length_arrives(text_bytes: int) -> None:
     async def pass_on() -> None:
         clock = asyncio.get_running_loop().time
         message, writer, reader = Message({"text": "x" * text_bytes}, [b"blob"]), Memory(), asyncio.StreamReader()

@@ -42,14 +42,14 @@ def generate(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> s
     return capsys.readouterr().out
 
 
-def test_a_text_is_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_continues_a_text_and_repeats_it_per_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = generate(folder, capsys, "--seed", "1")
     assert output.startswith("def f(") and len(output) > len("def f(\n")
     assert generate(folder, capsys, "--seed", "1") == output
     assert generate(folder, capsys, "--seed", "2") != output
 
 
-def test_temperature_0_picks_the_likeliest_token_each_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_at_temperature_0_picks_the_likeliest_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(RUN.model, seed=5).eval()
     tokens = [256, *b"def f("]
     with torch.inference_mode():
@@ -71,14 +71,14 @@ def test_temperature_0_picks_the_likeliest_token_each_time(folder: Path, capsys:
     ],
     ids=["tokens", "temperature", "text too long", "no run"],
 )
-def test_bad_arguments_are_refused(
+def test_generate_command_refuses_bad_arguments(
     folder: Path, text: str, flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", text, "--data-dir", str(folder), *flags]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_and_not_changed(
+def test_generate_and_export_refuse_a_checkpoint_of_a_newer_version_and_keep_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     meta = folder / "checkpoints" / "round--0000001" / META

@@ -15,7 +15,7 @@ GPU = "GPU-1"
 
 
 class Driver:
-    """Replaces pynvml."""
+    """A fake driver in place of pynvml."""
 
     class NVMLError(Exception):
         pass
@@ -46,11 +46,11 @@ class Driver:
         self.milliwatts = milliwatts
 
 
-def test_a_limit_is_set_and_restored(tmp_path: Path) -> None:
+def test_power_limit_of_a_gpu_is_set_and_the_original_limit_is_restored(tmp_path: Path) -> None:
     driver = Driver()
     cap(tmp_path, GPU, 300, driver)
     assert driver.milliwatts == 300_000
-    # A restarted worker sets a limit again; the original one is restored.
+    # A restarted worker sets a limit again, but the original limit is restored.
     cap(tmp_path, GPU, 200, driver)
     assert driver.milliwatts == 200_000
     restore(tmp_path, driver)
@@ -61,7 +61,7 @@ def test_a_limit_is_set_and_restored(tmp_path: Path) -> None:
     assert driver.milliwatts == 1, "nothing was left to restore"
 
 
-def test_a_refusal_of_the_driver_is_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_refusal_of_a_power_limit_by_the_driver_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(NotCapped, match=r"nvidia-smi -pl 300"):
         cap(tmp_path, GPU, 300, Driver(allows=False))
     with pytest.raises(NotCapped, match="driver"):
@@ -74,14 +74,14 @@ def test_a_refusal_of_the_driver_is_reported_with_the_remedy(tmp_path: Path) -> 
         cap(tmp_path, GPU, 300)
 
 
-def test_without_room_for_the_previous_limit_nothing_changes(tmp_path: Path) -> None:
+def test_power_limit_is_not_changed_if_the_previous_one_cannot_be_stored(tmp_path: Path) -> None:
     driver = Driver()
     with disk_that_takes(3), pytest.raises(NotCapped, match=r"could not be written.*free some space"):
         cap(tmp_path, GPU, 300, driver)
     assert driver.milliwatts == 450_000
 
 
-def test_limits_that_cannot_be_restored_are_reported_and_kept_for_later(
+def test_power_limits_that_cannot_be_restored_are_logged_and_kept_for_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = Driver()
@@ -96,7 +96,7 @@ def test_limits_that_cannot_be_restored_are_reported_and_kept_for_later(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"GPU-1": "x"}'])
-def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
+def test_damaged_file_of_previous_power_limits_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     driver = Driver()
     restore(tmp_path, driver)

@@ -1,4 +1,4 @@
-"""The history: sampling, storage with bounds, and failures of its file and its disk."""
+"""Tests of the history's sampling, its bounded storage, and failures of its file and its disk."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def sampler(machine: Machine) -> Sampler:
-    """A sampler with its first report."""
+    """A sampler that has received its first report."""
     sampler = Sampler(trains=True)
     machine.report_to(sampler)
     return sampler
@@ -122,7 +122,7 @@ def chart(history: HistoryStore, names: str = "") -> dict[str, Any]:
 # sampling
 
 
-def test_activities_add_up_and_unaccounted_time_is_idle(machine: Machine, sampler: Sampler) -> None:
+def test_history_adds_up_activities_and_counts_unaccounted_time_as_idle(machine: Machine, sampler: Sampler) -> None:
     for _ in range(10):
         machine.advance(1.0, Activity.COMPUTE, 0.7, sent=100)
         machine.report_to(sampler, 2.5)
@@ -134,7 +134,7 @@ def test_activities_add_up_and_unaccounted_time_is_idle(machine: Machine, sample
     assert (row.means["training_loss"], row.means["swarm_peers"]) == (2.5, 3.0)
 
 
-def test_counters_that_jump_are_limited_to_the_elapsed_time(machine: Machine, sampler: Sampler) -> None:
+def test_history_limits_counters_that_jump_to_the_elapsed_time(machine: Machine, sampler: Sampler) -> None:
     machine.advance(4.0, share=50.0)
     machine.report_to(sampler)
     (row,) = sampler.take(None)
@@ -142,7 +142,7 @@ def test_counters_that_jump_are_limited_to_the_elapsed_time(machine: Machine, sa
     assert row.sums["activity_idle"] == 0.0
 
 
-def test_late_report_is_spread_and_a_longer_silence_is_a_gap(machine: Machine, sampler: Sampler) -> None:
+def test_late_report_is_spread_over_its_rows_and_longer_silence_is_a_gap(machine: Machine, sampler: Sampler) -> None:
     machine.advance(25.0)
     machine.report_to(sampler)
     assert [row.seen_s for row in sampler.take(None)] == pytest.approx([10.0, 10.0, 5.0])
@@ -151,16 +151,16 @@ def test_late_report_is_spread_and_a_longer_silence_is_a_gap(machine: Machine, s
     assert sampler.take(None) == []
 
 
-def test_sleep_of_the_machine_is_a_gap(machine: Machine, sampler: Sampler) -> None:
+def test_time_during_which_the_machine_sleeps_is_a_gap_in_the_history(machine: Machine, sampler: Sampler) -> None:
     machine.advance(2.0)
-    machine.wall_s += 3600  # The monotonic clock stands still meanwhile.
+    machine.wall_s += 3600  # The monotonic clock does not advance during sleep.
     machine.report_to(sampler)
     rows = sampler.take(None)
     assert sum(row.seen_s for row in rows) == pytest.approx(2.0)
     assert min(row.at_s for row in rows) >= START_S + 3590
 
 
-def test_clock_that_is_set_back_loses_nothing(machine: Machine, sampler: Sampler) -> None:
+def test_history_loses_nothing_when_the_clock_is_set_back(machine: Machine, sampler: Sampler) -> None:
     for _ in range(5):
         machine.advance(1.0)
         machine.report_to(sampler)
@@ -169,7 +169,7 @@ def test_clock_that_is_set_back_loses_nothing(machine: Machine, sampler: Sampler
     assert [row.at_s for row in sampler.take(machine.wall_s)] == [START_S]
 
 
-def test_values_that_do_not_apply_to_a_relay_are_unknown(tmp_path: Path, machine: Machine) -> None:
+def test_history_of_a_relay_has_no_values_about_training(tmp_path: Path, machine: Machine) -> None:
     with machine.history(tmp_path, trains=False) as history:
         for _ in range(3):
             history.add_report(make_report())
@@ -181,14 +181,14 @@ def test_values_that_do_not_apply_to_a_relay_are_unknown(tmp_path: Path, machine
     assert found["swarm_peers"] == [3.0, 3.0, 3.0]
 
 
-def test_loss_that_is_not_finite_is_unknown(machine: Machine, sampler: Sampler) -> None:
+def test_loss_that_is_not_finite_is_unknown_in_the_history(machine: Machine, sampler: Sampler) -> None:
     for loss in (None, float("nan"), float("inf")):
         machine.advance(1.0)
         machine.report_to(sampler, loss)
     assert all(row.means["training_loss"] is None for row in sampler.take(None))
 
 
-def test_rows_merge_by_the_time_that_they_cover() -> None:
+def test_merged_history_rows_are_weighted_by_the_time_that_they_cover() -> None:
     one, other = Row(0, 8.0), Row(0, 2.0)
     one.means["training_loss"], other.means["training_loss"] = 1.0, 6.0
     other.means["evaluation_loss"] = 3.0
@@ -199,7 +199,7 @@ def test_rows_merge_by_the_time_that_they_cover() -> None:
 # storage
 
 
-def test_history_survives_a_restart_and_time_off_is_a_gap(tmp_path: Path, machine: Machine) -> None:
+def test_history_survives_a_restart_and_the_time_off_is_a_gap(tmp_path: Path, machine: Machine) -> None:
     for _ in range(2):
         with machine.history(tmp_path) as history:
             for _ in range(3):
@@ -216,7 +216,7 @@ def test_history_survives_a_restart_and_time_off_is_a_gap(tmp_path: Path, machin
     assert set(found) == {"step_s", "at_s", "training_loss", "utilization_ratio", "activity_idle"}
 
 
-def test_round_records_survive_and_their_seconds_are_means(tmp_path: Path, machine: Machine) -> None:
+def test_round_records_survive_a_restart_and_charts_show_their_mean_seconds(tmp_path: Path, machine: Machine) -> None:
     with machine.history(tmp_path) as history:
         history.add_report(make_report())
         for number in range(4):
@@ -230,11 +230,11 @@ def test_round_records_survive_and_their_seconds_are_means(tmp_path: Path, machi
     assert (found["sync_reduce"], found["sync_blocked"], found["sync_commit"]) == ([2.0], [3.0], [0.0])
 
 
-def test_shares_count_each_round_once_and_no_dropped_round(tmp_path: Path) -> None:
+def test_shares_of_peers_count_each_round_once_and_omit_dropped_rounds(tmp_path: Path) -> None:
     database = HistoryDatabase(tmp_path)
     for number in range(5):
         database.add_round(make_round(number, head=f"x{number}"))
-    database.add_round(make_round(4, head="x4"))  # Reported again after a crash.
+    database.add_round(make_round(4, head="x4"))  # After a crash the worker reports this round again.
     assert [(s.peer_id, s.rounds, s.tokens, s.last_round) for s in database.shares(9)] == [
         ("a", 5, 50, 4), ("b", 5, 50, 4),
     ]  # fmt: skip
@@ -247,7 +247,7 @@ def test_shares_count_each_round_once_and_no_dropped_round(tmp_path: Path) -> No
     database.close()
 
 
-def test_each_table_keeps_its_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_table_of_the_history_keeps_its_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_database, "TIERS", (Tier(10, 5), Tier(120, 3), Tier(3600, 2)))
     database = HistoryDatabase(tmp_path)
     for i in range(1000):
@@ -260,7 +260,7 @@ def test_each_table_keeps_its_newest_rows(tmp_path: Path, monkeypatch: pytest.Mo
     assert counts[0][1] == START_S + 9990
 
 
-def test_rounds_and_peers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_a_bounded_number_of_rounds_and_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROUNDS_KEPT >= 1000
     monkeypatch.setattr(history_database, "ROUNDS_KEPT", 20)
     monkeypatch.setattr(history_database, "PEERS_KEPT", 10)
@@ -276,7 +276,7 @@ def test_rounds_and_peers_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def two_years(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a node that was always on: the maximum of rows."""
+    """The history file of a node that was on for two years, with the largest possible number of rows."""
     folder = tmp_path_factory.mktemp("history")
     database = HistoryDatabase(folder)
     marks = ", ".join("?" * (3 + len(COLUMNS)))
@@ -290,7 +290,9 @@ def two_years(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("since_s", [0.0, -62e9, START_S - 1, START_S - 3600, START_S - DAY_S, START_S + 1e9, None])
 @pytest.mark.parametrize("points", [1, 7, 2000])
-def test_every_chart_is_bounded_and_even(two_years: Path, since_s: float | None, points: int) -> None:
+def test_every_chart_is_evenly_spaced_and_has_a_bounded_number_of_points(
+    two_years: Path, since_s: float | None, points: int
+) -> None:
     database = HistoryDatabase(two_years)
     began_s = time.thread_time()
     found = database.chart(SERIES, since_s, START_S, points)
@@ -304,7 +306,7 @@ def test_every_chart_is_bounded_and_even(two_years: Path, since_s: float | None,
         assert all(value is not None for value in found.columns["training_loss"][1:-1])
 
 
-def test_older_times_come_from_coarser_rows(two_years: Path) -> None:
+def test_charts_of_older_times_use_coarser_rows(two_years: Path) -> None:
     assert TIERS[0].step == STEP_S and all(b.step % a.step == 0 for a, b in pairwise(TIERS))
     database = HistoryDatabase(two_years)
     spans = [3600, DAY_S - 100, 10 * DAY_S, 600 * DAY_S]
@@ -318,7 +320,7 @@ def test_older_times_come_from_coarser_rows(two_years: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not a database at all " * 100, b"SQLite format 3\0" + b"\xff" * 5000])
-def test_damaged_file_is_set_aside(
+def test_damaged_history_file_is_set_aside(
     tmp_path: Path, machine: Machine, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FILE).write_bytes(content)
@@ -329,7 +331,7 @@ def test_damaged_file_is_set_aside(
     assert [r.levelno for r in caplog.records if "set aside" in r.message] == [logging.WARNING]
 
 
-def test_file_that_is_damaged_while_in_use_is_set_aside(
+def test_history_file_that_is_damaged_while_in_use_is_set_aside(
     tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with machine.history(tmp_path) as history:
@@ -343,7 +345,7 @@ def test_file_that_is_damaged_while_in_use_is_set_aside(
             file.seek(4096)
             file.write(b"\xa5" * (size - 4096))
         assert history._database is not None
-        history._database._db.execute("PRAGMA shrink_memory")  # Else SQLite answers from its cache.
+        history._database._db.execute("PRAGMA shrink_memory")  # Otherwise SQLite answers from its cache.
         for number in range(200, 230):
             history.add_round(make_round(number))
         assert rounds(history, 1)[0].round == 229
@@ -362,7 +364,7 @@ def test_full_disk_pauses_the_history_with_one_warning(
         assert history._database is not None
         db = history._database._db
         pages = db.execute("PRAGMA page_count").fetchone()[0]
-        db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own way to SQLITE_FULL.
+        db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite reports SQLITE_FULL beyond this limit.
         for number in range(1, 200):
             history.add_round(make_round(number, peers="abcdefghijklmnopq"))
         kept = len(rounds(history))
@@ -378,9 +380,7 @@ def test_full_disk_pauses_the_history_with_one_warning(
     )
 
 
-def test_unusable_folder_is_tried_again_later(
-    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_history_folder_is_retried(tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "history").write_text("a file where the folder should be")
     with machine.history(tmp_path / "history") as history:
         for number in range(5):
@@ -394,7 +394,7 @@ def test_unusable_folder_is_tried_again_later(
     assert sum("is not recorded" in r.message for r in caplog.records) == 1
 
 
-def test_hanging_disk_blocks_neither_callers_nor_the_end(
+def test_hanging_disk_blocks_neither_callers_nor_the_closing_of_the_history(
     tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_works = threading.Event()
@@ -413,7 +413,7 @@ def test_hanging_disk_blocks_neither_callers_nor_the_end(
     history._thread.join(10)
 
 
-def test_file_of_a_newer_version_is_set_aside_unchanged(tmp_path: Path) -> None:
+def test_history_file_of_a_newer_version_is_set_aside_unchanged(tmp_path: Path) -> None:
     HistoryDatabase(tmp_path).close()
     db = sqlite3.connect(tmp_path / FILE)
     db.execute("PRAGMA user_version = 99")

@@ -1,4 +1,4 @@
-"""Hole punching: candidates, pauses, and which addresses a relay or caller can make a member dial."""
+"""Tests of hole punching: its candidates, its pauses, and the addresses that others can make a member dial."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.event_loop import in_loop
 from tests.in_process import InProcessNetwork, InProcessWire
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.connectivity.hole_punching import (
         MAX_PAUSE_S,
         PAUSE_S,
@@ -33,7 +33,7 @@ RELAY_IP = "11.0.1.2"
 
 
 class Wire(InProcessWire):
-    """Records UDP dials."""
+    """An in-process wire that records UDP dials."""
 
     def __init__(self, hub: InProcessNetwork, peer_id: str, network: FakeNetwork) -> None:
         super().__init__(hub, peer_id)
@@ -120,7 +120,7 @@ class FakeNetwork:
 
 
 @in_loop
-async def test_both_members_dial_the_observed_address() -> None:
+async def test_both_members_dial_the_observed_address_of_the_other() -> None:
     network = FakeNetwork()
     one, other = network.one, network.other
     assert one.tries() == [other.peer_id] and other.tries() == []
@@ -132,7 +132,7 @@ async def test_both_members_dial_the_observed_address() -> None:
 
 
 @in_loop
-async def test_candidates_are_relayed_members_with_a_shared_relay() -> None:
+async def test_hole_punching_is_tried_only_with_relayed_members_that_share_a_relay() -> None:
     network = FakeNetwork()
     one, other = network.one, network.other
     for member, was, now in (
@@ -153,7 +153,7 @@ async def test_candidates_are_relayed_members_with_a_shared_relay() -> None:
 
 
 @in_loop
-async def test_pause_doubles_on_failure_and_resets_on_success() -> None:
+async def test_pause_between_punches_doubles_on_failure_and_resets_on_success() -> None:
     network = FakeNetwork()
     punching, peer_id = network.one.punching, network.other.peer_id
     network.nats_allow = False
@@ -170,7 +170,7 @@ async def test_pause_doubles_on_failure_and_resets_on_success() -> None:
 
 
 @in_loop
-async def test_punch_needs_a_shared_relay_and_spacing() -> None:
+async def test_punch_request_without_a_shared_relay_or_soon_after_another_is_refused() -> None:
     network = FakeNetwork()
     one, other = network.one, network.other
     for relay in (new_identity().peer_id, one.peer_id, ""):
@@ -188,7 +188,7 @@ async def test_punch_needs_a_shared_relay_and_spacing() -> None:
 
 
 @in_loop
-async def test_answered_callers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_callers_whose_punch_requests_are_answered_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.connectivity.hole_punching.MAX_ANSWERED", 1)
     network = FakeNetwork()
     network.other.punching._answered_at_s["another"] = network.other.now_s()
@@ -198,7 +198,7 @@ async def test_answered_callers_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @in_loop
-async def test_relay_without_udp_is_not_asked_again_soon() -> None:
+async def test_relay_without_udp_is_not_asked_for_its_observer_again_soon() -> None:
     network = FakeNetwork()
     network.relay_has_udp = False
     for _ in range(3):
@@ -207,7 +207,7 @@ async def test_relay_without_udp_is_not_asked_again_soon() -> None:
 
 
 @in_loop
-async def test_punch_of_a_stranger_is_refused() -> None:
+async def test_punch_request_of_a_stranger_is_refused() -> None:
     network = FakeNetwork()
     stranger = Member(network.one.wire._hub, new_identity(), network)
     with pytest.raises(PeerError, match="does not know"):
@@ -226,7 +226,7 @@ def test_impossible_observed_address_is_refused(told: object) -> None:
         read_observed({"outer": told}, 4)
 
 
-def test_observed_address_is_read() -> None:
+def test_observed_address_of_the_requested_ip_version_is_read() -> None:
     assert read_observed({"outer": ["8.8.8.8", 5000]}, 4) == ("8.8.8.8", 5000)
     assert read_observed({"outer": ["2001:4860::1", 5000]}, 6) == ("2001:4860::1", 5000)
     with pytest.raises(PeerError):
@@ -234,7 +234,7 @@ def test_observed_address_is_read() -> None:
 
 
 @in_loop
-async def test_invalid_observed_address_ends_the_attempt_only() -> None:
+async def test_invalid_observed_address_ends_only_the_hole_punching_attempt() -> None:
     network = FakeNetwork()
     for told in (("10.0.0.1", 5000), "nothing", None):
         network.outer[network.other.peer_id] = told
@@ -244,7 +244,7 @@ async def test_invalid_observed_address_ends_the_attempt_only() -> None:
 
 
 @in_loop
-async def test_relay_cannot_pass_off_a_known_peer_as_its_observer() -> None:
+async def test_relay_cannot_name_a_known_peer_as_its_address_observer() -> None:
     network = FakeNetwork()
     network.one.wire.connected.add(friend := new_identity().peer_id)
     for observer in (network.other.peer_id, friend, network.relay.peer_id):
@@ -255,7 +255,7 @@ async def test_relay_cannot_pass_off_a_known_peer_as_its_observer() -> None:
 
 @pytest.mark.parametrize("peer", ["0OIl", "é", "", 7])
 @in_loop
-async def test_relay_cannot_pass_off_rubbish_as_its_observer(peer: Any) -> None:
+async def test_relay_cannot_name_an_invalid_peer_id_as_its_address_observer(peer: Any) -> None:
     network = FakeNetwork()
     network.observer = peer
     await network.one_tries()
@@ -263,7 +263,7 @@ async def test_relay_cannot_pass_off_rubbish_as_its_observer(peer: Any) -> None:
 
 
 @in_loop
-async def test_idle_connection_to_observer_is_closed() -> None:
+async def test_idle_connection_to_an_address_observer_is_closed() -> None:
     network = FakeNetwork()
     await network.one_tries()
     punching = network.one.punching
@@ -274,7 +274,7 @@ async def test_idle_connection_to_observer_is_closed() -> None:
     assert network.one.wire.dropped == [network.observer] and not punching._observers
 
 
-def test_observer_endpoint_prefers_the_seen_address() -> None:
+def test_observer_is_dialed_preferably_at_the_address_where_its_relay_is_seen() -> None:
     told = ["/ip4/192.168.1.2/tcp/1", "/ip4/8.8.8.8/tcp/2", "/ip4/9.9.9.9/tcp/3", "/ip6/2001:4860::1/tcp/4"]
     assert observer_endpoint(told, ["9.9.9.9"], None).port == 3
     assert observer_endpoint(told, ["2001:4860::1"], None).port == 4

@@ -14,15 +14,13 @@ from node.daemon.http_server import no_tls_notice
         ("127.0.0.1", "", "", False), ("::1", "", "", False), ("localhost", "", "", False),
         ("127.9.9.9", "", "", False),
         ("192.168.1.5", "", "", True), ("node.example", "", "", True), ("192.168.1.5", "", "a.pem", False),
-        # All addresses, and no name that others could use: as in a container.
+        # As in a container, the API listens on all addresses but allows no name that others could use.
         ("0.0.0.0", "", "", False), ("::", "", "", False), ("0.0.0.0", "localhost", "", False),
         ("0.0.0.0", "node.example", "", True), ("0.0.0.0", "node.example", "a.pem", False),
-        # A proxy on this machine, which may have its own TLS.
+        # A proxy on this machine may have its own TLS.
         ("127.0.0.1", "node.example", "", False),
     ],
 )  # fmt: skip
-def test_page_that_is_open_to_others_without_tls_has_a_notice(
-    host: str, allowed: str, cert: str, is_open: bool
-) -> None:
+def test_api_open_to_other_machines_without_tls_has_a_notice(host: str, allowed: str, cert: str, is_open: bool) -> None:
     api = ApiConfig(host=host, allowed_hosts=(allowed,) if allowed else (), tls_cert=cert, tls_key=cert)
     assert (no_tls_notice(api) is not None) is is_open

@@ -1,4 +1,4 @@
-"""Names on the hub: commits are kept, branches are pinned with all options, and libraries' errors are translated."""
+"""Names on the hub are pinned to commits with all their options, and errors of libraries are translated."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def run_of(source: str, tokenizer: str = "bytes") -> RunConfig:
     return RunConfig.model_validate(tiny(data={"sources": [source, "json:own/*.jsonl"], "tokenizer": tokenizer}))
 
 
-def test_commits_and_files_need_no_hub() -> None:
+def test_sources_with_a_commit_and_local_files_need_no_request_to_the_hub() -> None:
     run = run_of(f"hub:allenai/c4?config=en&split=train[:10%25]&revision={COMMIT}", f"hub:own/words@{COMMIT}")
     assert hub.pinned(run) == run
     assert parse_source(hub.pinned(run).data.sources[0]).split == "train[:10%]"
     assert hub.pinned(RunConfig.model_validate(tiny())) == RunConfig.model_validate(tiny())
 
 
-def test_a_branch_becomes_its_commit_and_the_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_replaces_a_branch_by_its_commit_and_keeps_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
     def find_commit(*what: str) -> str:
@@ -47,11 +47,13 @@ def test_a_branch_becomes_its_commit_and_the_options_stay(monkeypatch: pytest.Mo
         (MachineError("As it is."), MachineError, r"^As it is\.$"),
     ],
 )
-def test_library_errors_are_translated(raised: Exception, becomes: type[Exception], words: str) -> None:
+def test_errors_of_hub_libraries_are_translated_into_errors_with_a_remedy(
+    raised: Exception, becomes: type[Exception], words: str
+) -> None:
     with pytest.raises(becomes, match=words), hub.translate_errors("X", check="A", remedy="do B"):
         raise raised
 
 
-def test_network_errors_are_distinguished_from_missing_names() -> None:
+def test_unreachable_hub_is_distinguished_from_a_missing_name() -> None:
     assert "cannot be reached" in str(hub.hub_error("X", ConnectionRefusedError("refused")))
     assert "is not available" in str(hub.hub_error("X", FileNotFoundError("gone")))

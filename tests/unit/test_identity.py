@@ -26,17 +26,17 @@ def test_signature_is_bound_to_signer_purpose_and_data() -> None:
 
 
 @given(st.text(), st.binary(max_size=100))
-def test_malformed_ids_and_signatures_do_not_verify(peer_id: str, signature: bytes) -> None:
+def test_malformed_peer_ids_and_signatures_do_not_verify(peer_id: str, signature: bytes) -> None:
     assert not verify(peer_id, "purpose", b"data", signature)
     assert not verify(ONE.peer_id, "purpose", b"data", signature)
 
 
-def test_peer_id_of_another_key_type_does_not_verify() -> None:
-    # Of an RSA key: its hash, from which no key can be read.
+def test_peer_id_of_another_key_type_verifies_no_signature() -> None:
+    # The peer id of an RSA key is a hash, from which the key cannot be read.
     assert not verify("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "purpose", b"data", bytes(64))
 
 
-def test_key_file_is_created_once_and_private(tmp_path: Path) -> None:
+def test_key_file_is_created_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
     made = load_identity(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -57,8 +57,8 @@ def test_damaged_key_file_is_not_overwritten(tmp_path: Path, damage: object) -> 
     assert path.read_bytes() == damaged
 
 
-def test_key_file_has_libp2ps_layout(tmp_path: Path) -> None:
-    """The layout that p2pd reads: protobuf header, seed, public key, which the peer id holds."""
+def test_key_file_has_the_layout_of_libp2p(tmp_path: Path) -> None:
+    """p2pd reads this layout: a protobuf header, the seed, and the public key, which the peer id contains."""
     identity = new_identity()
     data = identity.to_libp2p()
     assert data[:4] == b"\x08\x01\x12\x40" and len(data) == 68

@@ -1,4 +1,4 @@
-"""The inner step and evaluation: AdamW and Muon as in torch, micro-batches without effect, resuming to the bit."""
+"""Tests of the inner step, of micro-batches, half precision and resuming, and of evaluation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loop(
     return model, InnerLoop(model, cfg, CPU, Execution(precision, micro_batch, chunked))
 
 
-def test_it_is_torch_adamw_with_decay_on_matrices_only() -> None:
+def test_inner_optimizer_equals_torch_adamw_with_decay_on_matrices_only() -> None:
     model, inner = loop()
     other = build_model(TINY, seed=1)
     matrices = [p for p in other.parameters() if p.dim() >= 2]
@@ -77,7 +77,7 @@ def test_it_is_torch_adamw_with_decay_on_matrices_only() -> None:
 @pytest.mark.parametrize(
     ("micro_batch", "chunked"), [(1, False), (2, False), (4, False), (6, False), (100, False), (0, True), (4, True)]
 )
-def test_micro_batches_and_a_chunked_loss_make_the_same_step(
+def test_micro_batches_and_a_chunked_loss_do_not_change_the_inner_step(
     micro_batch: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_module, "LOSS_TOKENS", 50)
@@ -91,7 +91,7 @@ def test_micro_batches_and_a_chunked_loss_make_the_same_step(
 
 
 @pytest.mark.parametrize("cfg", [CFG, MUON], ids=["adamw", "muon"])
-def test_resuming_gives_the_same_bits(cfg: InnerConfig) -> None:
+def test_resumed_inner_loop_gives_the_same_bits(cfg: InnerConfig) -> None:
     model, inner = loop(2, cfg=cfg)
     data = batches(6)
     for batch in data[:3]:
@@ -101,7 +101,7 @@ def test_resuming_gives_the_same_bits(cfg: InnerConfig) -> None:
     for batch in data[3:]:
         inner.step(batch, 1e-3)
     resumed_model, resumed = loop(2, cfg=cfg)
-    resumed.step(data[0], 1.0)  # Something to overwrite.
+    resumed.step(data[0], 1.0)  # Loading must overwrite the result of this step.
     load_flat_(resumed_model, parameters)
     resumed.load_state_tensors(state)
     for batch in data[3:]:
@@ -112,7 +112,7 @@ def test_resuming_gives_the_same_bits(cfg: InnerConfig) -> None:
     assert all(torch.equal(state[key], saved[key]) for key in saved), "the state is a copy, saved and loaded"
 
 
-def test_state_before_the_first_step_is_zero_and_loads() -> None:
+def test_optimizer_state_before_the_first_step_is_zero_and_can_be_loaded() -> None:
     (model, inner), (other_model, other) = loop(), loop()
     state = inner.state_tensors()
     assert {key: tuple(t.shape) for key, t in state.items()} == {
@@ -130,7 +130,7 @@ def test_state_before_the_first_step_is_zero_and_loads() -> None:
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_changes_nothing(what: str) -> None:
+def test_an_inner_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(what: str) -> None:
     model, inner = loop()
     batch = batches(1)[0]
     inner.step(batch, 1e-3)
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_nothing(what: str) -> None:
     assert inner.step(batch, 1e-3).loss > 0, "no gradient of the failed step is left"
 
 
-def test_many_steps_in_a_row_that_are_not_finite_are_an_error() -> None:
+def test_many_inner_steps_in_a_row_without_a_finite_loss_are_an_error() -> None:
     _, inner = loop()
     batch = batches(1)[0]
     for _ in range(MOST_SKIPPED - 1):
@@ -162,7 +162,7 @@ def test_many_steps_in_a_row_that_are_not_finite_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_learns_in_half_precision_with_parameters_in_fp32(precision: str) -> None:
+def test_model_learns_in_half_precision_while_its_parameters_stay_in_fp32(precision: str) -> None:
     model, inner = loop(precision=precision)
     batch = batches(1)[0]
     losses = [inner.step(batch, 3e-3).loss for _ in range(30)]
@@ -170,7 +170,7 @@ def test_it_learns_in_half_precision_with_parameters_in_fp32(precision: str) -> 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_the_scale_of_fp16_does_not_reach_gradients_and_parameters() -> None:
+def test_loss_scale_of_fp16_does_not_change_gradient_norm_and_parameters() -> None:
     (plain_model, plain), (model, inner) = loop(), loop(precision="fp16")
     for batch in batches(3):
         expected, got = plain.step(batch, 1e-3), inner.step(batch, 1e-3)
@@ -179,7 +179,7 @@ def test_the_scale_of_fp16_does_not_reach_gradients_and_parameters() -> None:
     assert (flatten(model) - flatten(plain_model)).norm() < 0.2 * moved.norm()
 
 
-def test_a_gradient_that_overflows_in_fp16_lowers_the_scale_and_skips_the_step() -> None:
+def test_gradient_that_overflows_in_fp16_lowers_the_loss_scale_and_skips_the_step() -> None:
     model, inner = loop(precision="fp16")
     batch = batches(1)[0]
     handle = model.get_parameter("model.norm.weight").register_hook(lambda g: g * float("inf"))
@@ -192,7 +192,7 @@ def test_a_gradient_that_overflows_in_fp16_lowers_the_scale_and_skips_the_step()
     assert other.state_tensors()["scale"].tolist() == [FIRST_SCALE / 8, 1]
 
 
-def test_out_of_memory_halves_the_micro_batch_and_the_step_is_the_same() -> None:
+def test_running_out_of_memory_halves_the_micro_batch_and_does_not_change_the_step() -> None:
     def out_of_memory_above_two(rows: int) -> float:
         if rows > 2:
             raise torch.OutOfMemoryError("injected")
@@ -206,7 +206,7 @@ def test_out_of_memory_halves_the_micro_batch_and_the_step_is_the_same() -> None
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-3, atol=1e-5)
 
 
-def test_no_memory_for_one_row_is_an_error_with_a_remedy() -> None:
+def test_too_little_memory_for_one_sequence_is_an_error_with_a_remedy() -> None:
     def out_of_memory(rows: int) -> float:
         raise torch.OutOfMemoryError("injected")
 
@@ -228,9 +228,9 @@ def test_no_memory_for_one_row_is_an_error_with_a_remedy() -> None:
     ],
     ids=["recomputed", "compiled"],
 )
-@pytest.mark.filterwarnings("ignore")  # Those of torch's compiler.
+@pytest.mark.filterwarnings("ignore")  # Ignore the warnings of torch's compiler.
 @pytest.mark.timeout(400)  # The compiler takes 25 s of CPU time.
-def test_recomputed_and_compiled_layers_make_the_same_step(
+def test_recomputed_or_compiled_layers_do_not_change_the_inner_step(
     devices: DevicesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiler's cache on the disk ignores ATEN_CPU_CAPABILITY: it returns code for another instruction set.
@@ -244,7 +244,7 @@ def test_recomputed_and_compiled_layers_make_the_same_step(
     torch.testing.assert_close(flatten(model), flatten(whole_model), rtol=1e-4, atol=1e-6)
 
 
-def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+def test_muon_optimizes_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
     model, inner = loop(cfg=MUON)
     batch = batches(1)[0]
     losses = [inner.step(batch, 1e-3).loss for _ in range(30)]
@@ -265,7 +265,7 @@ def loss_function(model: nn.Module, precision: str = "fp32") -> Callable[[Tensor
     return InnerLoop(model, InnerConfig(), CPU, Execution(precision)).loss_of
 
 
-def test_evaluation_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
+def test_evaluation_loss_is_the_mean_over_all_tokens_even_for_uneven_batches() -> None:
     model = build_model(TINY, seed=0)
     generator = torch.Generator().manual_seed(0)
     data = [torch.randint(0, 258, shape, generator=generator) for shape in ((2, 33), (1, 33), (4, 9))]
@@ -275,7 +275,7 @@ def test_evaluation_is_the_mean_over_tokens_also_for_uneven_batches() -> None:
     assert math.isnan(evaluate(loss_function(model), []))
 
 
-def test_evaluation_changes_nothing() -> None:
+def test_evaluation_changes_neither_parameters_nor_gradients() -> None:
     model = build_model(TINY, seed=0)
     before = flatten(model)
     data = [torch.zeros(2, 9, dtype=torch.int64)]
@@ -286,7 +286,7 @@ def test_evaluation_changes_nothing() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_evaluation_ends_with_its_budget_after_at_least_one_batch() -> None:
+def test_evaluation_ends_when_its_time_is_up_but_not_before_one_batch() -> None:
     loss_of = loss_function(build_model(TINY, seed=0))
     data = [torch.full((1, 9), token) for token in range(4)]
     times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
@@ -294,7 +294,7 @@ def test_evaluation_ends_with_its_budget_after_at_least_one_batch() -> None:
     assert evaluate(loss_of, data, budget_s=0.0) == evaluate(loss_of, data[:1])
 
 
-def test_a_stop_ends_evaluation_without_a_loss_and_restores_the_parameters() -> None:
+def test_stopped_evaluation_gives_no_loss_and_restores_the_parameters() -> None:
     model = build_model(TINY, seed=0)
     run = RunConfig(model=TINY)
     data = [torch.randint(0, 258, (2, 9)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Which addresses an invite names, and the note about where it works."""
+"""The addresses that an invite names, and the note about where the invite works."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def other(*places: str) -> PeerRecord:
     )
 
 
-def test_invite_with_wide_addresses_names_no_private_ones() -> None:
+def test_invite_with_public_addresses_names_no_private_addresses() -> None:
     assert choose_invite_addresses([OUTER, LAN, LOOP], [], {}) == (OUTER,)
     assert choose_invite_addresses([f"/dns4/home.example/tcp/1{ME}", LAN], [], {}) == (f"/dns4/home.example/tcp/1{ME}",)
 
 
-def test_invite_without_wide_addresses_names_private_ones() -> None:
+def test_invite_without_public_addresses_names_private_addresses() -> None:
     assert choose_invite_addresses([LAN, LOOP], [], {}) == (LAN, LOOP)
     near = other("ip4/192.168.1.9")
     assert choose_invite_addresses([LAN, LOOP], [near], {near.peer_id: ["192.168.1.9"]}) == (LAN, LOOP, *near.addresses)
 
 
-def test_invite_names_other_peers_where_this_node_sees_them() -> None:
+def test_invite_names_other_peers_at_the_addresses_where_this_node_sees_them() -> None:
     named = other("ip4/198.51.100.7", "ip4/8.8.8.8", "dns4/their.example", "ip4/10.0.0.9")
     seen = {named.peer_id: ["198.51.100.7"]}
     assert choose_invite_addresses([LAN], [named], seen) == (named.addresses[0], named.addresses[2])
     assert choose_invite_addresses([LAN], [named], {}) == (LAN,), "unseen addresses may be wrong"
 
 
-def test_invite_names_few_peers_and_own_addresses_first() -> None:
+def test_invite_names_a_limited_number_of_addresses_and_its_own_ones_first() -> None:
     others = [other("ip4/198.51.100.7") for _ in range(2 * MAX_PEERS)]
     named = choose_invite_addresses([OUTER], others, {one.peer_id: ["198.51.100.7"] for one in others})
     assert len(named) == MAX_PEERS and named[0] == OUTER
@@ -68,7 +68,7 @@ def test_invite_names_few_peers_and_own_addresses_first() -> None:
         ([], HOME, False, ""),
     ],
 )
-def test_note_says_where_the_invite_works(
+def test_invite_note_says_where_an_invite_with_local_addresses_works(
     addresses: list[str], here: LocalAddresses, in_container: bool, where: str
 ) -> None:
     note = invite_note(addresses, here, 31337, in_container=in_container)
@@ -87,20 +87,20 @@ def test_note_says_where_the_invite_works(
         ([OUTER], True, False, 1.0, False),
     ],
 )
-def test_local_invite_waits_for_bootstrap_peers(
+def test_invite_with_local_addresses_waits_until_bootstrap_peers_are_known(
     addresses: list[str], has_bootstrap: bool, knows_others: bool, age_s: float, early: bool
 ) -> None:
     assert is_too_early(addresses, has_bootstrap=has_bootstrap, knows_others=knows_others, age_s=age_s) is early
 
 
-def test_untested_address_gets_a_note() -> None:
+def test_invite_that_names_only_untested_addresses_has_a_note() -> None:
     before_start = {OUTER.partition("/p2p/")[0]}
     assert "since this node's start" in invite_note([OUTER], HOME, 1, in_container=False, remembered=before_start)
     tested = other("ip4/198.51.100.7").addresses[0]
     assert invite_note([OUTER, tested], HOME, 1, in_container=False, remembered=before_start) == ""
 
 
-def test_is_container(tmp_path: Path) -> None:
+def test_container_is_recognized_by_its_marker_file(tmp_path: Path) -> None:
     mark = tmp_path / ".dockerenv"
     assert not is_container([str(mark)])
     mark.touch()

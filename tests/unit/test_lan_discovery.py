@@ -1,4 +1,4 @@
-"""LAN discovery: which datagrams are taken as hints, and where a node announces itself."""
+"""Tests of LAN discovery: the datagrams that are used, and the networks on which a node announces itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_discovery(dialed: list[str], here: LocalAddresses = HERE, known: frozens
 
 
 def dialed_after(*datagrams: tuple[bytes, str], known: frozenset[str] = frozenset()) -> list[str]:
-    """The addresses dialed after these datagrams, each with its source."""
+    """The addresses that a node dials after these datagrams, each of which is given with its source."""
     dialed: list[str] = []
 
     async def main() -> None:
@@ -47,13 +47,13 @@ def dialed_after(*datagrams: tuple[bytes, str], known: frozenset[str] = frozense
     return dialed
 
 
-def test_a_datagram_names_a_peer_of_the_run_without_naming_the_run() -> None:
+def test_lan_announcement_names_a_peer_of_the_run_without_naming_the_run() -> None:
     assert read_hint(packed(), RUN) == (PEER, 31337)
     assert RUN.encode() not in packed()
     assert read_hint(packed(run=tag_of("b" * 64)), RUN) is None
 
 
-def test_an_invalid_datagram_is_no_hint() -> None:
+def test_invalid_lan_announcement_is_ignored() -> None:
     bad = [b"", b"\xff" * 9, b"[" * 400, b"{}", b"[]", b"5", packed(pad="x" * 500)]
     bad += [packed(port=port) for port in (0, -1, 65536, "1", None, True, 1.5)]
     bad += [packed(peer=peer) for peer in ("", 5, None, "x" * 200, PEER + "/tcp", "../" + PEER)]
@@ -66,21 +66,21 @@ def test_an_invalid_datagram_is_no_hint() -> None:
         read_hint(bytes(damaged), RUN)
 
 
-def test_a_peer_announced_on_this_network_is_dialed_once() -> None:
+def test_peer_that_is_announced_on_the_local_network_is_dialed_once() -> None:
     assert dialed_after(*[(packed(), NEIGHBOUR)] * 2) == [f"/ip4/{NEIGHBOUR}/tcp/31337/p2p/{PEER}"]
 
 
-def test_announcements_from_other_networks_of_this_node_or_of_known_peers_are_ignored() -> None:
+def test_node_ignores_lan_announcements_from_other_networks_itself_and_known_peers() -> None:
     elsewhere = ("10.0.0.1", "203.0.113.9", "127.0.0.1", "8.8.8.8")
     assert not dialed_after(*((packed(), source) for source in elsewhere), (packed(peer=ME), "192.168.1.2"))
     assert not dialed_after((packed(), NEIGHBOUR), known=frozenset({PEER}))
 
 
-def test_a_flood_is_dropped() -> None:
+def test_node_drops_most_of_a_flood_of_lan_announcements() -> None:
     flood = [(packed(peer=new_identity().peer_id), NEIGHBOUR) for _ in range(5 * ACCEPTED_PER_S)]
     assert 0 < len(dialed_after(*flood)) <= min(2 * ACCEPTED_PER_S, MAX_HINTS)
 
 
-def test_a_node_announces_itself_on_private_networks_only() -> None:
+def test_node_announces_itself_on_private_networks_only() -> None:
     assert new_discovery([])._private_addresses() == [("192.168.1.2", 1)]
     assert new_discovery([], LocalAddresses())._private_addresses() == []

@@ -1,4 +1,4 @@
-"""Order and origins of settings, and the errors of wrong ones."""
+"""The precedence and the origins of settings, and the errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def error(file: Path | None = None, environ: Mapping[str, str] | None = None, fl
     return str(caught.value)
 
 
-def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+def test_later_configuration_sources_override_earlier_ones_and_are_named(tmp_path: Path) -> None:
     preset = written(tmp_path, "[run.round]\ninner_steps = 2\n", "preset.toml")
     file = written(tmp_path, f"[run]\npreset = '{preset}'\n[run.round]\ninner_steps = 3\n")
     environ, flags = {STEPS_ENV: "4"}, [f"--{STEPS}", "5"]
@@ -49,25 +49,25 @@ def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
         assert start.origins["api.port"] == "default"
 
 
-def test_the_fault_plan_is_not_a_setting() -> None:
+def test_fault_plan_in_the_environment_is_not_a_setting() -> None:
     assert loaded(environ={"DILOCO_FAULTS": "reduce@1=hang"}) == loaded()
 
 
-def test_every_key_has_a_value_and_an_origin() -> None:
+def test_every_configuration_key_has_a_value_and_an_origin() -> None:
     start = loaded()
     assert set(start.origins) == set(known_keys())
     for key in known_keys():
         start.value_of(key)
 
 
-def test_flag_and_variable_are_equivalent() -> None:
+def test_flag_and_environment_variable_are_equivalent() -> None:
     configs = [loaded(flags=[f"--{STEPS}", "20"]), loaded(flags=[f"--{STEPS}=20"]), loaded(environ={STEPS_ENV: "20"})]
     assert [start.config for start in configs] == 3 * [configs[0].config]
     assert configs[0].config.run.round.inner_steps == 20
     assert loaded(flags=["--api.port=1", "--api.port=2"]).config.api.port == 2, "the last flag wins"
 
 
-def test_lists_in_toml_or_separated_by_commas(tmp_path: Path) -> None:
+def test_list_settings_are_written_in_toml_or_separated_by_commas(tmp_path: Path) -> None:
     both = ("/ip4/1.2.3.4/tcp/1", "/ip4/5.6.7.8/tcp/2")
     file = written(tmp_path, f"[swarm]\nlisten = {list(both)}\nannounce = '{both[0]}'\n")
     assert loaded(file).config.swarm.listen == both
@@ -78,7 +78,7 @@ def test_lists_in_toml_or_separated_by_commas(tmp_path: Path) -> None:
     assert loaded(flags=["--swarm.listen", "[]"]).config.swarm.listen == ()
 
 
-def test_plain_addresses_become_multiaddresses() -> None:
+def test_plain_hosts_and_ports_in_settings_become_multiaddresses() -> None:
     flags = ["--swarm.bootstrap=peer:1,[::1]:2", "--swarm.announce=1.2.3.4,example.org:5,2001:db8::1"]
     swarm = loaded(flags=flags).config.swarm
     assert swarm.bootstrap == ("/dns4/peer/tcp/1", "/ip6/::1/tcp/2")
@@ -103,7 +103,7 @@ def test_plain_addresses_become_multiaddresses() -> None:
         ("bootstrap", "/ip4/1.2.3.4/tcp/1/p2p/Qm", "copy the whole address again"),
     ],
 )
-def test_a_malformed_address_is_refused_with_the_remedy(key: str, value: str, remedy: str) -> None:
+def test_malformed_address_in_a_setting_is_refused_with_the_remedy(key: str, value: str, remedy: str) -> None:
     message = error(flags=[f"--swarm.{key}={value}"])
     assert f"swarm.{key} = " in message and remedy in message and message.endswith(".")
 
@@ -111,16 +111,16 @@ def test_a_malformed_address_is_refused_with_the_remedy(key: str, value: str, re
 @pytest.mark.parametrize(
     ("flags", "announces"), [(["--swarm.announce=1.2.3.4:5"], True), (["--swarm.announce=1.2.3.4"], False), ([], False)]
 )
-def test_whether_a_port_is_announced(flags: list[str], announces: bool) -> None:
+def test_announced_address_announces_a_port_only_if_it_names_one(flags: list[str], announces: bool) -> None:
     assert loaded(flags=flags).config.swarm.announces_port is announces
 
 
-def test_announcing_needs_an_address_to_listen_on() -> None:
+def test_announcing_an_address_without_a_listen_address_is_refused() -> None:
     assert "leave announce empty" in error(flags=["--swarm.listen=", "--swarm.announce=1.2.3.4"])
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("1", True), ("no", False)])
-def test_booleans(word: str, value: bool) -> None:
+def test_boolean_settings_are_parsed_from_words(word: str, value: bool) -> None:
     assert loaded(flags=["--swarm.relay", word]).config.swarm.relay is value
     assert loaded(environ={"DILOCO_SWARM__RELAY": word}).config.swarm.relay is value
 
@@ -131,7 +131,9 @@ def test_a_boolean_flag_needs_no_value() -> None:
     assert start.config.api.port == 9
 
 
-def test_the_data_folder_is_absolute_and_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_data_folder_is_in_the_home_folder_and_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert loaded(environ={"HOME": "/home/x"}).config.node.data_dir == Path("/home/x/.local/share/diloco-node")
     assert loaded(flags=["--node.data_dir", "here"]).config.node.data_dir == tmp_path / "here"
@@ -147,7 +149,7 @@ def test_the_data_folder_is_absolute_and_in_the_home_folder(tmp_path: Path, monk
         ("--run.round", ""),
     ],
 )
-def test_unknown_flag_names_the_nearest(wrong: str, right: str) -> None:
+def test_error_for_an_unknown_flag_names_the_nearest_one(wrong: str, right: str) -> None:
     message = error(flags=[wrong, "5"])
     assert f"Unknown flag {wrong}:" in message
     assert message.endswith(f"{right}.") or not right
@@ -156,7 +158,7 @@ def test_unknown_flag_names_the_nearest(wrong: str, right: str) -> None:
 @pytest.mark.parametrize(
     "variable", ["DILOCO_RUN__ROUND__INNER_STEP", "DILOCO_RNU__ROUND__INNER_STEPS", "DILOCO_INNER_STEPS"]
 )
-def test_unknown_variable_names_the_nearest(variable: str) -> None:
+def test_error_for_an_unknown_environment_variable_names_the_nearest_one(variable: str) -> None:
     message = error(environ={variable: "5", "PATH": "/bin", "NOT_DILOCO_X": "1"})
     assert variable in message
     assert message.endswith(f" {STEPS_ENV}.")
@@ -171,7 +173,7 @@ def test_unknown_variable_names_the_nearest(variable: str) -> None:
         ("[limits]\n[limit]\n", "limit", ""),
     ],
 )
-def test_unknown_key_in_a_file_names_the_nearest_and_the_file(
+def test_error_for_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(
     tmp_path: Path, text: str, wrong: str, right: str
 ) -> None:
     file = written(tmp_path, text)
@@ -195,7 +197,7 @@ def test_unknown_key_in_a_file_names_the_nearest_and_the_file(
         ("limits.disk_gb", "0.001", "at least 0.023"),
     ],
 )
-def test_bad_value_names_key_value_source_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
+def test_error_for_a_bad_value_names_key_value_source_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
     variable = "DILOCO_" + key.replace(".", "__").upper()
     for message, source in (
         (error(flags=[f"--{key}", value]), f"flag --{key}"),
@@ -206,18 +208,18 @@ def test_bad_value_names_key_value_source_and_what_is_allowed(key: str, value: s
 
 
 @pytest.mark.parametrize("line", ["port = true", "port = 'x'", "port = [1]", "port = {a = 1}"])
-def test_bad_value_in_a_file(tmp_path: Path, line: str) -> None:
+def test_error_for_a_bad_value_in_a_file_names_the_key_and_the_file(tmp_path: Path, line: str) -> None:
     file = written(tmp_path, f"[api]\n{line}\n")
     message = error(file)
     assert "api.port = " in message
     assert str(file) in message
 
 
-def test_a_bad_value_is_an_error_even_where_a_later_source_wins() -> None:
+def test_a_bad_value_is_an_error_even_if_a_later_source_overrides_it() -> None:
     assert "'many'" in error(environ={"DILOCO_API__PORT": "many"}, flags=["--api.port", "1"])
 
 
-def test_contradicting_values_are_named_with_their_origins() -> None:
+def test_error_for_contradicting_values_names_them_and_their_origins() -> None:
     message = error(environ={"DILOCO_RUN__INNER__SEQUENCE_LENGTH": "99999"})
     assert "run.inner.sequence_length from environment variable DILOCO_RUN__INNER__SEQUENCE_LENGTH" in message
     assert "run.model.max_position_embeddings from " in message
@@ -225,13 +227,13 @@ def test_contradicting_values_are_named_with_their_origins() -> None:
     assert "run.model.num_attention_heads from flag --run.model.num_attention_heads" in message
 
 
-def test_flags_without_value_or_name() -> None:
+def test_flag_without_a_value_and_value_without_a_flag_are_refused() -> None:
     assert "--api.port VALUE" in error(flags=["--api.port"])
     assert "--api.port VALUE" in error(flags=["--api.port", "--swarm.relay"])
     assert "belongs to no flag" in error(flags=["--api.port", "1", "2"])
 
 
-def test_unusable_files_are_rejected_with_a_reason(tmp_path: Path) -> None:
+def test_unusable_configuration_files_are_refused_with_a_reason(tmp_path: Path) -> None:
     assert "No such file" in error(tmp_path / "none.toml")
     assert "not valid TOML" in error(written(tmp_path, "[run\n"))
     assert "write [run.round]" in error(written(tmp_path, "[run]\nround = 5\n"))
@@ -258,10 +260,10 @@ def test_a_preset_holds_only_known_keys_of_the_run(tmp_path: Path, text: str, ex
     assert expected in error(flags=["--run.preset", str(written(tmp_path, text))])
 
 
-def test_unknown_preset_names_the_shipped_ones() -> None:
+def test_error_for_an_unknown_preset_names_the_shipped_ones() -> None:
     message = error(flags=["--run.preset", "bulitin"])
     assert "'bulitin'" in message and "builtin" in message
 
 
-def test_nearest_prefers_the_same_name_over_the_same_section() -> None:
+def test_suggested_key_shares_the_name_of_the_unknown_key_rather_than_its_section() -> None:
     assert nearest("inner.momentum", known_keys()) == "run.outer.momentum"

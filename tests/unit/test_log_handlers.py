@@ -1,4 +1,4 @@
-"""The log file: bounded, with phase and round, and never blocking its callers."""
+"""The log file is bounded, shows phase and round in its lines, and never blocks its callers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def record(message: str, **extra: object) -> logging.LogRecord:
     return logging.makeLogRecord({"name": "node.x", "levelno": 20, "levelname": "INFO", "msg": message, **extra})
 
 
-def test_json_lines_have_phase_and_round(tmp_path: Path) -> None:
+def test_log_file_in_json_has_phase_and_round_in_every_line(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "logs", "json")
     log.addFilter(Stamp(lambda: ("training", 7)))
     log.handle(record("one"))
@@ -29,7 +29,7 @@ def test_json_lines_have_phase_and_round(tmp_path: Path) -> None:
     assert [(x["message"], x["phase"], x["round"]) for x in lines] == [("one", "training", 7), ("two", "training", 3)]
 
 
-def test_console_lines_have_day_phase_and_round(tmp_path: Path) -> None:
+def test_log_file_in_text_has_day_phase_and_round_in_every_line(tmp_path: Path) -> None:
     log = LogFile(tmp_path, "console")
     log.addFilter(Stamp(lambda: ("paused", None)))
     log.handle(record("one"))
@@ -41,7 +41,7 @@ def test_console_lines_have_day_phase_and_round(tmp_path: Path) -> None:
     assert one[:4].isdigit() and one[4] == "-"
 
 
-def test_size_of_all_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_size_of_all_log_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_handlers, "LOG_BYTES_MAX", 40_000)
     monkeypatch.setattr(log_handlers, "CLOSE_S", 30.0)
     log = LogFile(tmp_path, "json")
@@ -54,7 +54,7 @@ def test_size_of_all_files_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "1499 x" in (tmp_path / FILE).read_text()
 
 
-def test_unwritable_folder_is_reported_once_and_used_when_it_is_repaired(
+def test_unwritable_log_folder_is_reported_once_and_used_after_it_is_repaired(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("in the way")
@@ -71,7 +71,9 @@ def test_unwritable_folder_is_reported_once_and_used_when_it_is_repaired(
     assert "found" in (tmp_path / "logs" / FILE).read_text()
 
 
-def test_hanging_disk_blocks_neither_callers_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_disk_blocks_neither_callers_nor_the_closing_of_the_log_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk_works = threading.Event()
     monkeypatch.setattr(log_handlers, "CLOSE_S", 0.2)
     monkeypatch.setattr(log_handlers._RotatingFile, "emit", lambda self, record: disk_works.wait(30))

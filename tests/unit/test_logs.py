@@ -15,7 +15,7 @@ from node.host import logs
 from tests.unit.test_terminal import make_status
 
 
-def test_json_lines_and_levels() -> None:
+def test_log_lines_in_json_follow_the_level_and_libraries_log_only_warnings() -> None:
     out = io.StringIO()
     logs.configure("info", "json", to=out)
     logging.getLogger("node.x").info("für %s", "you", extra={"round": 4})
@@ -33,7 +33,7 @@ def test_json_lines_and_levels() -> None:
     assert "RuntimeError: oh" in third["exception"]
 
 
-def test_configured_twice_logs_once() -> None:
+def test_logging_that_is_configured_twice_writes_each_record_once() -> None:
     first, second = io.StringIO(), io.StringIO()
     logs.configure("info", "console", to=first)
     logs.configure("debug", "console", to=second)
@@ -42,7 +42,7 @@ def test_configured_twice_logs_once() -> None:
     assert second.getvalue().count("once") == 1
 
 
-def test_log_and_live_line_share_a_terminal(tmp_path: Path) -> None:
+def test_log_records_and_the_live_line_share_a_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     logs.configure("info", "console", to=console)
@@ -68,11 +68,11 @@ def format_line(message: str) -> str:
         ("Zoë\t☃", "Zoë\t☃"),
     ],
 )
-def test_control_characters_are_escaped(message: str, expected: str) -> None:
+def test_control_characters_in_log_messages_are_escaped(message: str, expected: str) -> None:
     assert format_line(message).endswith(expected)
 
 
-def test_a_line_feed_cannot_forge_a_record() -> None:
+def test_a_line_feed_in_a_message_cannot_forge_a_log_record() -> None:
     forged = "12:00:00 ERROR   node.daemon.supervisor: The worker crashed"
     first, second = format_line(f"refused\n{forged}").split("\n")
     assert first.endswith(" node.swarm.transport.libp2p: refused")

@@ -1,4 +1,4 @@
-"""Manifest and invite: hashing, copying, and refusal of invalid ones."""
+"""Tests of the hashing and copying of manifests and invites, and of the refusal of invalid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_manifest_survives_serialisation() -> None:
     assert again.canonical() == one.canonical()
 
 
-def test_the_hash_covers_every_field() -> None:
+def test_manifest_hash_covers_every_field() -> None:
     hashes = {
         manifest().hash,
         manifest(run_id="2" * 32).hash,
@@ -60,19 +60,19 @@ def test_the_hash_covers_every_field() -> None:
     assert len(hashes) == 7
 
 
-def test_the_hash_does_not_move_between_versions() -> None:
-    """If this value changes, this version cannot join runs of the previous one: then increase PROTOCOL_VERSION."""
+def test_manifest_hash_is_the_same_in_every_version() -> None:
+    """If this value changes, this version cannot join runs of the previous one, so increase PROTOCOL_VERSION."""
     model = ModelConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     assert manifest(RunConfig(name="golden", model=model)).hash == GOLDEN_HASH
 
 
-def test_other_bytes_are_refused() -> None:
+def test_manifest_with_another_hash_than_the_invite_names_is_refused() -> None:
     with pytest.raises(ManifestError, match="hash of the invite"):
         parse_manifest(manifest().canonical() + b" ", manifest().hash)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[]", b"{}", b'{"protocol_version": null}', b"[" * 100_000])
-def test_invalid_bytes_with_the_right_hash_are_refused(data: bytes) -> None:
+def test_invalid_manifest_bytes_with_the_right_hash_are_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         parse_manifest(data, hashlib.sha256(data).hexdigest())
 
@@ -80,12 +80,12 @@ def test_invalid_bytes_with_the_right_hash_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "changes", [{"parameters": 0}, {"run_id": "../../etc"}, {"extra": 1}, {"run": {"data": {"source": 5}}}]
 )
-def test_wrong_fields_are_refused(changes: dict[str, object]) -> None:
+def test_manifest_with_wrong_fields_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ManifestError, match="not valid"):
         parse_manifest(*offered(**changes))
 
 
-def test_a_newer_protocol_is_reported_before_unknown_fields() -> None:
+def test_newer_protocol_of_a_manifest_is_reported_before_its_unknown_fields() -> None:
     with pytest.raises(ProtocolError, match="upgrade"):
         parse_manifest(*offered(protocol_version=PROTOCOL_VERSION + 1, novelty={"a": 1}))
 
@@ -95,7 +95,7 @@ def test_a_run_of_an_older_protocol_is_not_continued() -> None:
         parse_manifest(*offered(protocol_version=PROTOCOL_VERSION - 1))
 
 
-def test_rules_between_fields() -> None:
+def test_run_configuration_with_fields_that_contradict_each_other_is_refused() -> None:
     for make, message in (
         (lambda: RunConfig(inner=InnerConfig(sequence_length=2048)), "longer than"),
         (lambda: ModelConfig(num_attention_heads=3), "multiple"),
@@ -120,7 +120,7 @@ def test_an_invite_survives_line_breaks_and_spaces() -> None:
     assert parse_invite(broken).addresses == (ADDRESS,)
 
 
-def test_every_damaged_letter_is_detected() -> None:
+def test_every_damaged_letter_of_an_invite_is_detected() -> None:
     text = str(Invite(HASH, (ADDRESS,)))
     for at in range(len(text)):
         for other in "Aa0_":
@@ -129,13 +129,13 @@ def test_every_damaged_letter_is_detected() -> None:
                 found = parse_invite(damaged)
             except InviteError:
                 continue
-            # The last letter of base64 may hold spare bits; the content is then intact.
+            # The last letter of base64 may hold spare bits. If only these are damaged, the content is intact.
             assert found == parse_invite(text), at
 
 
 @pytest.mark.parametrize("cut", [10, 20, 60])
 def test_a_cut_invite_is_refused(cut: int) -> None:
-    """A shorter cut removes only zlib's own checksum; ours and the content are then intact."""
+    """A shorter cut removes only zlib's checksum, and the content with its own checksum is intact."""
     with pytest.raises(InviteError, match="damaged or cut short"):
         parse_invite(str(Invite(HASH, (ADDRESS,)))[:-cut])
 
@@ -158,6 +158,6 @@ def test_an_invalid_invite_is_refused(text: str) -> None:
         parse_invite(text)
 
 
-def test_a_decompression_bomb_is_refused() -> None:
+def test_an_invite_that_is_a_decompression_bomb_is_refused() -> None:
     with pytest.raises(InviteError):
         parse_invite(pack(b"x" * 32 + b"/p2p/" * 20_000_000))

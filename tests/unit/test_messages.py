@@ -1,4 +1,4 @@
-"""Signed documents, and every rule for plans, outcomes, proofs and deposits."""
+"""Tests of signed documents, and of every rule for plans, outcomes, proofs and deposits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def refused(work: Callable[[], object], match: str | None = None) -> str:
 # documents
 
 
-def test_a_signed_document_round_trips_with_its_hash() -> None:
+def test_a_signed_document_survives_serialisation_with_its_hash() -> None:
     document = sign(A, outcome())
     again = Document.model_validate_json(document.model_dump_json())
     assert again == document and again.hash == document.hash
@@ -102,7 +102,7 @@ def test_a_signed_document_round_trips_with_its_hash() -> None:
     assert read(again, RoundOutcome).plan.chunks_of(B.peer_id) == []
 
 
-def test_a_signature_binds_signer_kind_and_text() -> None:
+def test_signature_of_a_document_binds_signer_kind_and_text() -> None:
     document = join(A)
     assert refused(lambda: read(document.model_copy(update={"signer": B.peer_id}), Join)) == "bad_signature"
     assert refused(lambda: read(document, Plan)) == "bad_signature"
@@ -135,7 +135,7 @@ def test_a_signature_binds_signer_kind_and_text() -> None:
         {"admin": True},
     ],
 )
-def test_a_signed_join_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
+def test_a_signed_join_with_a_value_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
     content = Join(run=RUN, parent=PARENT, state=STATE, tokens=1, step_s=1, norm=1).model_copy(update=fields)
     text = content.model_dump_json() if "admin" not in fields else content.model_dump_json()[:-1] + ',"admin":true}'
     signature = A.sign("diloco join", text.encode()).hex()
@@ -147,7 +147,7 @@ def signed(kind: type[Content], text: str) -> Document:
     return Document(signer=A.peer_id, text=text, signature=signature)
 
 
-def test_the_longest_join_is_accepted() -> None:
+def test_a_join_with_the_longest_valid_values_is_accepted() -> None:
     fields = dict.fromkeys(
         ("norm", "upload_bytes_s", "transfer_s", "settle_s", "evaluation_loss"), 1.2345678901234567e-305
     )
@@ -184,11 +184,11 @@ def test_a_proof_with_too_many_votes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", '"x"', "\ud800".encode("utf-8", "surrogatepass")])
-def test_unparsable_text_is_refused(text: str | bytes) -> None:
+def test_a_document_with_unparsable_text_is_refused(text: str | bytes) -> None:
     refused(lambda: parse(Plan, text), "not valid")
 
 
-def test_a_vote_binds_head_and_attempt() -> None:
+def test_a_vote_binds_voter_head_and_attempt() -> None:
     vote = accept(A, "head", 3)
     assert accepted_by(A.peer_id, "head", 3, vote)
     assert not accepted_by(B.peer_id, "head", 3, vote)
@@ -205,7 +205,7 @@ def checked(candidate: Plan) -> dict[str, Join]:
     return check_plan(candidate, BOUNDS, PARENT, 0)
 
 
-def test_check_plan_returns_the_joins() -> None:
+def test_check_plan_returns_the_joins_of_all_members() -> None:
     assert {peer: j.tokens for peer, j in checked(plan()).items()} == {p.peer_id: 100 for p in PEERS}
 
 
@@ -240,7 +240,7 @@ def test_a_plan_without_members_or_reducers_is_invalid() -> None:
 # outcomes
 
 
-def test_an_outcome_includes_at_least_half_of_its_plan() -> None:
+def test_an_outcome_that_includes_fewer_than_half_of_its_plan_is_refused() -> None:
     weighed(outcome(included=(A.peer_id, B.peer_id)), min_peers=1)
     refused(lambda: weighed(outcome(included=(A.peer_id,)), min_peers=1), "fewer than half")
 
@@ -252,7 +252,7 @@ def weighed(candidate: RoundOutcome, hashes: list[bytes] = HASHES, min_peers: in
     return joins
 
 
-def test_included_joins_are_those_of_included_members() -> None:
+def test_included_joins_returns_the_joins_of_included_members_only() -> None:
     joins = weighed(outcome())
     assert set(joins) == {p.peer_id for p in PEERS}
     assert set(included_joins(outcome(), joins)) == {A.peer_id, B.peer_id, D.peer_id}
@@ -275,7 +275,7 @@ def test_an_outcome_that_breaks_a_rule_is_refused(changes: dict[str, Any], match
 
 
 @pytest.mark.parametrize("hashes", [HASHES[:-1], [*HASHES, bytes(32)], HASHES[::-1], []])
-def test_hashes_that_do_not_match_the_outcome_are_refused(hashes: list[bytes]) -> None:
+def test_chunk_hashes_that_do_not_match_the_outcome_are_refused(hashes: list[bytes]) -> None:
     assert refused(lambda: weighed(outcome(), hashes), "hashes do not match") == "bad_size"
 
 
@@ -291,7 +291,7 @@ def proven(candidate: Proof, min_peers: int = 2) -> tuple[RoundOutcome, dict[str
     return check_proof(candidate, Bounds(RUN, (CHUNKS,), min_peers, MAX_TOKENS))
 
 
-def test_a_proof_with_a_majority_is_valid() -> None:
+def test_a_proof_with_the_votes_of_a_majority_is_valid() -> None:
     found, joins = proven(proof())
     assert found == outcome() and set(joins) == {p.peer_id for p in PEERS}
     survivors = proof(voters=(C, D), group=(C.peer_id, D.peer_id))
@@ -329,7 +329,7 @@ def test_a_proof_of_one_member_is_valid_if_min_peers_is_one() -> None:
     refused(lambda: proven(candidate, min_peers=2), "fewer peers")
 
 
-def test_a_light_proof_is_valid_only_as_a_light_proof() -> None:
+def test_a_proof_without_chunk_hashes_is_valid_only_as_a_light_proof() -> None:
     bare = proof(hashes="")
     assert check_light(bare, BOUNDS)[0] == outcome()
     refused(lambda: proven(bare), "hashes do not match")

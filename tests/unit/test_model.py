@@ -1,4 +1,4 @@
-"""The model: its parameters counted, flattened and changed in place; its loss."""
+"""Tests of a model's parameter count, its flattened parameters, its changes in place, and its loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=2, nu
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_counted_exactly(tied: bool) -> None:
+def test_parameters_of_a_model_are_counted_exactly(tied: bool) -> None:
     cfg = TINY.model_copy(update={"tie_word_embeddings": tied})
     attention = 2 * 16 * 16 + 2 * 16 * 8
     expected = 258 * 16 * (1 if tied else 2) + 2 * (attention + 3 * 16 * 40 + 2 * 16) + 16
@@ -38,7 +38,7 @@ def test_parameters_are_counted_exactly(tied: bool) -> None:
     assert flatten(build_model(cfg, seed=0)).shape == (expected,)
 
 
-def test_the_seed_determines_the_model_and_the_global_state_is_untouched() -> None:
+def test_seed_determines_the_model_and_torchs_global_generator_is_unchanged() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -48,7 +48,7 @@ def test_the_seed_determines_the_model_and_the_global_state_is_untouched() -> No
     assert not torch.equal(one, flatten(build_model(TINY, seed=2)))
 
 
-def test_the_model_is_fp32_in_training_mode_without_a_cache() -> None:
+def test_new_model_is_in_fp32_and_training_mode_and_has_no_cache() -> None:
     model = build_model(TINY, seed=0)
     assert model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -57,7 +57,7 @@ def test_the_model_is_fp32_in_training_mode_without_a_cache() -> None:
     assert config._attn_implementation == "sdpa"
 
 
-def test_the_loss_is_causal_next_token_cross_entropy() -> None:
+def test_loss_is_the_causal_next_token_cross_entropy() -> None:
     model = build_model(TINY, seed=0)
     batch = torch.randint(0, 258, (3, 21), generator=torch.Generator().manual_seed(0))
     logits = forward(model, batch[:, :-1])
@@ -86,7 +86,7 @@ def test_a_flattened_model_loads_into_another() -> None:
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
-def test_fragments_are_taken_and_changed_in_place(fragments: int) -> None:
+def test_fragments_of_a_model_are_taken_and_changed_in_place(fragments: int) -> None:
     model = build_model(TINY, seed=1)
     units = unit_elements(TINY)
     for ranges in (*strided(units, fragments), ((5, 300), (301, 302))):
@@ -103,7 +103,7 @@ def test_fragments_are_taken_and_changed_in_place(fragments: int) -> None:
         assert torch.equal(flatten(model), expected)
 
 
-def test_imports_bring_no_transformers_and_the_library_is_silent(tmp_path: Path) -> None:
+def test_importing_the_model_imports_no_transformers_and_building_it_prints_nothing(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -125,7 +125,7 @@ pretrained.export_model(cfg, flat, Path(sys.argv[1]), card="", tokenizer=ByteTok
 @pytest.mark.parametrize(
     ("kind", "head_dim"), [("llama", 0), ("llama", 16), ("mistral", 0), ("qwen2", 0), ("qwen3", 6)]
 )
-def test_unit_sizes_are_those_of_the_built_model(
+def test_computed_unit_sizes_are_those_of_the_built_model(
     heads: int, tied: bool, kind: Literal["llama", "mistral", "qwen2", "qwen3"], head_dim: int
 ) -> None:
     cfg = ModelConfig(

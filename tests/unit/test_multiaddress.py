@@ -22,7 +22,7 @@ RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
         "/dns/peer/tcp/1",
     ],
 )
-def test_parse_and_str_round_trip(text: str) -> None:
+def test_valid_multiaddress_is_unchanged_by_parsing_and_formatting(text: str) -> None:
     assert str(parse(text)) == text
 
 
@@ -69,7 +69,7 @@ def test_invalid_multiaddress_is_refused_with_a_reason(text: str, said: str) -> 
         ("/dns6/example.org/tcp/1", "/dns6/example.org/tcp/1"),
     ],
 )
-def test_host_and_port_are_parsed(text: str, read: str) -> None:
+def test_plain_host_and_port_are_parsed_as_a_multiaddress(text: str, read: str) -> None:
     assert str(parse_plain(text)) == str(parse_plain(text, bare_port=5)) == read
 
 
@@ -81,7 +81,7 @@ def test_host_and_port_are_parsed(text: str, read: str) -> None:
         ("example.org", "/dns4/example.org/tcp/5"),
     ],
 )
-def test_host_alone_needs_a_default_port(text: str, read: str) -> None:
+def test_host_without_a_port_is_parsed_only_if_there_is_a_default_port(text: str, read: str) -> None:
     assert str(parse_plain(text, bare_port=5)) == read
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_plain(text)

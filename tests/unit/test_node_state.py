@@ -1,4 +1,4 @@
-"""The node's state: phase precedence, subscribers, bounded logs and rounds, counters, and the version notice."""
+"""Tests of the node's state: phase, subscribers, bounded logs and rounds, counters, and the version notice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_state(received: list[Status] | None = None) -> NodeState:
     return NodeState(NodeInfo(version="1"), {"cpu_threads": 2}, state=PhaseState(), on_status=on_status)
 
 
-def test_supervisor_takes_precedence_over_the_worker() -> None:
+def test_phase_of_the_supervisor_takes_precedence_over_that_of_the_worker() -> None:
     state = make_state()
     state.apply_report(Report(state=TRAINING))
     assert state.status.phase is Phase.STARTING
@@ -47,7 +47,7 @@ def test_supervisor_takes_precedence_over_the_worker() -> None:
     assert (state.status.phase, state.status.code, state.status.run.round) == (Phase.PAUSED, "paused", 3)
 
 
-def test_new_worker_keeps_the_previous_position_until_it_knows_its_own() -> None:
+def test_status_keeps_the_previous_round_until_a_new_worker_knows_its_own() -> None:
     state = make_state()
     state.set_phase(None)
     for run in (RunInfo(), RunInfo(manifest_hash="ab", round=7, swarm_tokens=70), RunInfo()):
@@ -58,7 +58,7 @@ def test_new_worker_keeps_the_previous_position_until_it_knows_its_own() -> None
 
 
 @pytest.mark.parametrize(("phase", "code"), [(Phase.ERROR, "worker_crashes"), (Phase.PAUSED, "paused")])
-def test_ended_worker_shows_no_activity(phase: Phase, code: str) -> None:
+def test_status_shows_no_activity_after_the_worker_has_ended(phase: Phase, code: str) -> None:
     state = make_state()
     state.set_phase(None)
     busy = Report(
@@ -75,7 +75,7 @@ def test_ended_worker_shows_no_activity(phase: Phase, code: str) -> None:
     assert (status.sync.stage, status.sync.eta_s) == ("idle", None)
 
 
-def test_callback_receives_changes_only() -> None:
+def test_status_callback_receives_changes_only() -> None:
     received: list[Status] = []
     state = make_state(received)
     state.set_phase(None)
@@ -86,7 +86,7 @@ def test_callback_receives_changes_only() -> None:
     assert received[0].node.name == "23456789", "a node without a name is called by the end of its peer id"
 
 
-def test_slow_subscriber_gets_the_newest_status_and_then_the_end() -> None:
+def test_slow_status_subscriber_gets_the_newest_status_and_then_the_end() -> None:
     async def main() -> None:
         state = make_state()
         with state.subscribe() as queue:
@@ -107,7 +107,7 @@ def test_slow_subscriber_gets_the_newest_status_and_then_the_end() -> None:
     asyncio.run(main())
 
 
-def test_rounds_and_logs_are_bounded() -> None:
+def test_node_state_keeps_a_bounded_number_of_rounds_and_log_records() -> None:
     state = make_state()
     for number in range(ROUNDS_KEPT + 5):
         state.add_round(RoundRecord(round=number, outcome=Outcome.ALONE))
@@ -121,7 +121,7 @@ def test_rounds_and_logs_are_bounded() -> None:
     assert view.log_counts == {"debug": 0, "info": 0, "warning": LOGS_KEPT + 5, "error": 0}
 
 
-def test_handler_keeps_round_and_traceback() -> None:
+def test_log_handler_of_the_node_state_keeps_round_and_traceback() -> None:
     state = make_state()
     log = logging.getLogger("node.test")
     handler = NodeStateHandler(state)
@@ -137,7 +137,7 @@ def test_handler_keeps_round_and_traceback() -> None:
     assert "out of cheese" in line.message
 
 
-def test_round_that_is_reported_again_is_not_added_again() -> None:
+def test_round_that_is_reported_twice_is_added_once() -> None:
     state = make_state()
     for number in (1, 2, 1):
         state.add_round(RoundRecord(round=number, outcome=Outcome.ALONE, head=f"h{number}"))
@@ -149,7 +149,7 @@ def test_round_that_is_reported_again_is_not_added_again() -> None:
     assert [record.round for record in state.view(alive=True).rounds] == [2, 2, 3, 3, 2, 1]
 
 
-def test_counters_are_those_of_the_newest_report() -> None:
+def test_counters_of_the_node_state_are_those_of_the_newest_report() -> None:
     counters = Counters(tokens_processed=70)
     earlier = SavedCounters(counters=counters, rounds_joined=1, rounds_attempted=2, last_round=3)
     state = NodeState(NodeInfo(), {}, state=PhaseState(), counters=earlier)
@@ -182,7 +182,7 @@ def peers(*versions: str) -> list[PeerRow]:
         (("<script>",) * 9, ""),
     ],
 )
-def test_notice_if_most_peers_run_a_newer_version(versions: tuple[str, ...], beginning: str) -> None:
+def test_owner_gets_a_notice_if_most_peers_run_a_newer_version(versions: tuple[str, ...], beginning: str) -> None:
     notice = newer_version_notice("0.2.0", peers(*versions))
     assert (notice is not None) is bool(beginning)
     assert notice is None or (notice.text.startswith(beginning) and "<" not in notice.text)

@@ -1,4 +1,4 @@
-"""The outer step: its bits, its sign, its agreement with torch.optim; and the moves to a new anchor."""
+"""Tests of the outer step, of its agreement with torch.optim, and of the moves to a new anchor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, SENT, NOW, NEW = (torch.tensor(x) for x in ([0.0, 0.0, 0.0], [1.0, -2.0, 4.
 
 
 def vector(n: int, seed: int) -> torch.Tensor:
-    """Magnitudes from denormal to 1e6, and some zeros."""
+    """A vector with magnitudes from denormal to 1e6, and with some zeros."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(n) * 10.0 ** rng.integers(-44, 7, n)
     values[rng.random(n) < 0.05] = 0.0
@@ -35,13 +35,13 @@ def bits(x: torch.Tensor) -> list[int]:
     return x.view(torch.int32).tolist()
 
 
-def test_genesis_has_no_momentum_and_no_round() -> None:
+def test_initial_outer_state_has_no_momentum_and_no_round() -> None:
     state = genesis(vector(10, 0))
     assert (state.round, state.tokens) == (-1, 0)
     assert torch.equal(state.momentum, torch.zeros(10))
 
 
-def test_a_step_counts_rounds_and_tokens_and_changes_no_input() -> None:
+def test_outer_step_counts_rounds_and_tokens_and_changes_no_input() -> None:
     state, mean = state_of(1003), vector(1003, 3)
     before = [t.clone() for t in (state.anchor, state.momentum, mean)]
     after = step(state, mean, tokens=50)
@@ -53,7 +53,7 @@ def test_a_step_counts_rounds_and_tokens_and_changes_no_input() -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_bits_are_those_of_single_numpy_operations(n: int) -> None:
+def test_outer_step_has_the_same_bits_as_separate_numpy_operations(n: int) -> None:
     state, g = state_of(n), vector(n, 3)
     after = step(state, g)
     mu, lr = np.float32(MOMENTUM), np.float32(LR)
@@ -68,13 +68,13 @@ def test_bits_are_those_of_single_numpy_operations(n: int) -> None:
 
 
 def nearest(exact: Fraction) -> np.float32:
-    """The fp32 number nearest to `exact`; the even one of two equally near."""
+    """The fp32 number nearest to `exact`. Of two equally near numbers, it is the even one."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     return min(around, key=lambda c: (abs(Fraction(float(c)) - exact), int(np.float32(c).view(np.int32)) & 1))
 
 
-def test_values_are_exact_fractions_rounded_after_each_operation() -> None:
+def test_outer_step_rounds_exact_values_to_fp32_after_each_operation() -> None:
     n = 400
     state, g = state_of(n), vector(n, 3)
     after = step(state, g)
@@ -88,7 +88,7 @@ def test_values_are_exact_fractions_rounded_after_each_operation() -> None:
         assert float(after.anchor[i]) == float(nearest(a - delta))
 
 
-def test_the_thread_count_does_not_change_the_bits() -> None:
+def test_number_of_threads_does_not_change_the_bits_of_the_outer_step() -> None:
     state, g = state_of(200_003), vector(200_003, 3)
     threads = torch.get_num_threads()
     try:
@@ -102,7 +102,7 @@ def test_the_thread_count_does_not_change_the_bits() -> None:
     assert len({tuple(bits(r.momentum)) for r in results}) == 1
 
 
-def test_it_follows_torch_sgd_with_nesterov() -> None:
+def test_outer_step_follows_torch_sgd_with_nesterov_momentum() -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(500, generator=generator)
     parameter = torch.nn.Parameter(start.clone())
@@ -118,11 +118,11 @@ def test_it_follows_torch_sgd_with_nesterov() -> None:
     assert state.round == 19
 
 
-def test_the_pseudo_gradient_points_from_local_to_anchor() -> None:
+def test_pseudo_gradient_points_from_the_local_parameters_to_the_anchor() -> None:
     assert torch.equal(pseudo_gradient(torch.tensor([3.0]), torch.tensor([1.0])), torch.tensor([2.0]))
 
 
-def test_a_thread_that_flushes_denormals_is_refused() -> None:
+def test_outer_step_is_refused_on_a_thread_that_flushes_denormals() -> None:
     state = genesis(torch.zeros(3))
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
@@ -135,7 +135,7 @@ def test_a_thread_that_flushes_denormals_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mean", [torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(3, 1)])
-def test_a_mean_that_does_not_fit_is_refused(mean: torch.Tensor) -> None:
+def test_outer_step_refuses_a_mean_of_wrong_shape_or_dtype(mean: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="mean must be fp32"):
         step(genesis(torch.zeros(3)), mean)
 
@@ -149,7 +149,7 @@ def test_a_mean_that_does_not_fit_is_refused(mean: torch.Tensor) -> None:
         (torch.zeros(3), torch.zeros(3), -2),
     ],
 )
-def test_an_invalid_state_is_refused(anchor: torch.Tensor, momentum: torch.Tensor, number: int) -> None:
+def test_an_invalid_outer_state_is_refused(anchor: torch.Tensor, momentum: torch.Tensor, number: int) -> None:
     with pytest.raises(ValueError, match=r"must be|differ"):
         OuterState(anchor=anchor, momentum=momentum, round=number, tokens=0)
 
@@ -157,7 +157,7 @@ def test_an_invalid_state_is_refused(anchor: torch.Tensor, momentum: torch.Tenso
 # moves to a new anchor
 
 
-def test_carrying_keeps_the_pseudo_gradient() -> None:
+def test_carrying_local_parameters_to_a_new_anchor_keeps_the_pseudo_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     old, new, local = (torch.randn(1000, generator=generator) for _ in range(3))
     before = [t.clone() for t in (local, old, new)]
@@ -176,20 +176,20 @@ def test_mixing_interpolates_between_the_new_anchor_and_the_local_parameters() -
             mix(NOW, NEW, alpha)
 
 
-def test_the_correction_moves_the_steps_since_sending_to_the_new_anchor() -> None:
+def test_correction_applies_the_steps_since_sending_to_the_new_anchor() -> None:
     assert correct(NOW, SENT, NEW).tolist() == [1.0, 0.0, 2.0]
     assert torch.equal(correct(SENT, SENT, NEW), NEW), "without steps it is the blocking algorithm"
 
 
-def test_with_the_correction_every_step_counts_once() -> None:
-    """Outer lr 1, no momentum, alone: the anchor has what was sent, and the next pseudo-gradient is the rest."""
+def test_every_inner_step_counts_once_with_the_correction() -> None:
+    """For one peer with outer lr 1 and no momentum, the anchor gets the sent steps, and the rest is sent next."""
     state = outer_step(genesis(OLD), pseudo_gradient(OLD, SENT), lr=1.0, momentum=0.0, tokens=1)
     local = correct(NOW, SENT, state.anchor)
     assert torch.equal(local, NOW)
     assert torch.equal(pseudo_gradient(state.anchor, local), SENT - NOW)
 
 
-def test_vectors_of_different_shape_are_refused() -> None:
+def test_moves_to_a_new_anchor_refuse_vectors_of_different_shape() -> None:
     short = NEW[:1]
     for merge in (
         lambda: pseudo_gradient(OLD, short),

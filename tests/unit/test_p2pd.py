@@ -1,4 +1,4 @@
-"""How p2pd is started, and which addresses it refuses."""
+"""The start of p2pd, and the listen addresses with which it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from node.errors import MachineError
 from node.swarm.identity import load_identity
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.member import _announced
     from node.swarm.transport.p2pd import DaemonOptions, parse_listen_error, start_daemon
 
@@ -29,7 +29,7 @@ def options(folder: Path, *listen: str) -> DaemonOptions:
 
 
 def start(first: DaemonOptions, *others: DaemonOptions) -> None:
-    """Run all at once, then stop them."""
+    """Run these daemons at the same time, then stop them."""
 
     async def live(chosen: Sequence[DaemonOptions]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -48,13 +48,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_libp2p_relaying_is_off(tmp_path: Path) -> None:
+def test_p2pd_starts_with_the_relaying_of_libp2p_switched_off(tmp_path: Path) -> None:
     arguments = options(tmp_path / "a", "/ip4/127.0.0.1/tcp/0").arguments()
     assert {"-relay=0", "-relayService=0", "-autonat=0"} <= set(arguments)
     assert not any("autoRelay" in argument or "trustedRelays" in argument for argument in arguments)
 
 
-def test_quic_port_is_not_announced(tmp_path: Path) -> None:
+def test_p2pd_listens_on_a_quic_port_but_does_not_announce_it(tmp_path: Path) -> None:
     both = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
     given = replace(options(tmp_path / "a", *both), hole_punching=True)
     arguments = dict(argument.split("=", 1) for argument in given.arguments() if "=" in argument)
@@ -65,39 +65,39 @@ def test_quic_port_is_not_announced(tmp_path: Path) -> None:
     assert not any("0.0.0.0" in address or "/::/" in address for address in told)
 
 
-def test_no_quic_port_on_loopback(tmp_path: Path) -> None:
+def test_p2pd_opens_no_quic_port_if_it_listens_on_loopback_only(tmp_path: Path) -> None:
     for number, listen in enumerate(((), ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0"))):
         given = replace(options(tmp_path / str(number), *listen), hole_punching=True)
         assert given.quic_listen == [] and not any("announceAddrs" in argument for argument in given.arguments())
 
 
-def test_udp_listen_error_is_ignored() -> None:
+def test_failure_of_p2pd_to_listen_on_udp_is_ignored() -> None:
     line = 'listening failed {"on": "/ip4/0.0.0.0/%s", "error": "listen: bind: address already in use"}'
     assert parse_listen_error(line % "udp/31337/quic-v1") is None
     assert (error := parse_listen_error(line % "tcp/31337")) is not None and error.code == "port_in_use"
 
 
-def test_second_daemon_on_the_same_port_fails(tmp_path: Path) -> None:
+def test_second_p2pd_on_the_same_port_fails_to_start(tmp_path: Path) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", address), options(tmp_path / "b", address))
     assert caught.value.code == "port_in_use"
 
 
-def test_one_taken_address_of_several_fails(tmp_path: Path) -> None:
+def test_p2pd_fails_to_start_if_one_of_its_listen_addresses_is_taken(tmp_path: Path) -> None:
     taken, free = (f"/ip4/127.0.0.1/tcp/{free_port()}" for _ in range(2))
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", taken), options(tmp_path / "b", free, taken))
     assert caught.value.code == "port_in_use" and taken.rpartition("/")[2] in str(caught.value)
 
 
-def test_address_of_another_machine_fails(tmp_path: Path) -> None:
+def test_p2pd_fails_to_start_with_a_listen_address_of_another_machine(tmp_path: Path) -> None:
     with pytest.raises(MachineError) as caught:
         start(options(tmp_path / "a", "/ip4/203.0.113.7/tcp/4001"))
     assert caught.value.code == "no_such_address"
 
 
-def test_daemon_may_listen_on_nothing(tmp_path: Path) -> None:
+def test_p2pd_starts_without_a_listen_address(tmp_path: Path) -> None:
     start(options(tmp_path / "a"))
 
 

@@ -25,13 +25,13 @@ def state() -> OuterState:
     return OuterState(torch.randn(P), torch.randn(P), 3, 5000)
 
 
-def test_finished_leaves_survive_a_restart(tmp_path: Path, state: OuterState) -> None:
+def test_finished_leaves_of_a_download_survive_a_restart(tmp_path: Path, state: OuterState) -> None:
     leaves, cache = leaf_hashes(state), tmp_path / "cache"
     first = PartialState(cache, DIGEST, P)
     assert first.open(leaves) == [0, 1, 2, 3]
     for index in (2, 1):
         first.put(index, leaf_of(state, index))
-    again = PartialState(cache, DIGEST, P)  # The first one was not closed.
+    again = PartialState(cache, DIGEST, P)  # The first object was not closed.
     assert again.open(leaves) == [0, 3]
     assert partial_downloads(cache) == [DIGEST[:16]]
     for index in (0, 3):
@@ -42,7 +42,7 @@ def test_finished_leaves_survive_a_restart(tmp_path: Path, state: OuterState) ->
     assert partial_downloads(cache) == []
 
 
-def test_damaged_leaves_are_missing(tmp_path: Path, state: OuterState) -> None:
+def test_damaged_leaves_of_a_partial_download_count_as_missing(tmp_path: Path, state: OuterState) -> None:
     leaves = leaf_hashes(state)
     partial = PartialState(tmp_path, DIGEST, P)
     partial.open(leaves)
@@ -56,12 +56,12 @@ def test_damaged_leaves_are_missing(tmp_path: Path, state: OuterState) -> None:
     assert partial.open(leaves) == [0, 1, 2, 3], "a file of the wrong size is started over"
 
 
-def test_leaves_of_zeros_such_as_the_initial_momentum_are_not_missing(tmp_path: Path) -> None:
+def test_leaves_of_zeros_such_as_the_initial_momentum_need_no_download(tmp_path: Path) -> None:
     initial = OuterState(torch.randn(P), torch.zeros(P), -1, 0)
     assert PartialState(tmp_path, DIGEST, P).open(leaf_hashes(initial)) == [0, 1]
 
 
-def test_other_partial_downloads_are_removed(tmp_path: Path, state: OuterState) -> None:
+def test_partial_downloads_of_other_states_are_removed(tmp_path: Path, state: OuterState) -> None:
     for digest in ("aa" * 32, "bb" * 32, "cc" * 32):
         PartialState(tmp_path, digest, P).open(leaf_hashes(state))
     (tmp_path / "results-1.bin").touch()
@@ -89,7 +89,7 @@ def test_a_full_disk_is_reported_before_the_download(tiny_disk: Path, state: Out
     assert caught.value.exit_code == 3 and caught.value.code == "disk_full"
 
 
-def test_finished_leaves_survive_a_disk_that_fills_up(tiny_disk: Path, state: OuterState) -> None:
+def test_finished_leaves_survive_a_disk_that_fills_up_during_the_download(tiny_disk: Path, state: OuterState) -> None:
     small = OuterState(state.anchor[:600_000], state.momentum[:600_000], 3, 5000)
     leaves = leaf_hashes(small)
     partial = PartialState(tiny_disk, DIGEST, 600_000)

@@ -1,4 +1,4 @@
-"""The pause policy, at moments that the test chooses."""
+"""Tests of the pause policy at moments that each test chooses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start(folder: Path, clock: Clock, *, trains: bool = True, **schedule: object
         return PausePolicy(config, directory, clock, trains=trains)
 
 
-def test_scheduled_hours_pause_and_resume(tmp_path: Path) -> None:
+def test_node_pauses_outside_of_its_scheduled_hours_and_resumes_within_them(tmp_path: Path) -> None:
     clock = Clock(NOON)
     policy = start(tmp_path, clock, active=NIGHTS)
     decision = policy.decide()
@@ -49,7 +49,7 @@ def test_scheduled_hours_pause_and_resume(tmp_path: Path) -> None:
     assert policy.next_hours_change() == MONDAY + timedelta(hours=32)
 
 
-def test_resume_outside_of_hours_holds_until_they_change_and_over_restarts(tmp_path: Path) -> None:
+def test_resume_by_the_owner_outside_of_hours_holds_until_they_begin_even_over_restarts(tmp_path: Path) -> None:
     clock = Clock(NOON)
     start(tmp_path, clock, active=NIGHTS).resume()
     policy = start(tmp_path, clock, active=NIGHTS)
@@ -65,7 +65,7 @@ def test_resume_outside_of_hours_holds_until_they_change_and_over_restarts(tmp_p
     assert start(tmp_path, clock, active=NIGHTS).decide().by == "schedule"
 
 
-def test_new_hours_end_a_resume_against_the_old_ones(tmp_path: Path) -> None:
+def test_new_hours_end_a_resume_by_the_owner_against_the_old_hours(tmp_path: Path) -> None:
     policy = start(tmp_path, Clock(NOON), active=NIGHTS)
     policy.resume()
     policy.update_schedule(ScheduleConfig(timezone="UTC", active=NIGHTS, on_battery="run"))
@@ -76,7 +76,7 @@ def test_new_hours_end_a_resume_against_the_old_ones(tmp_path: Path) -> None:
     assert (policy.decide().by, policy.next_hours_change()) == ("", None)
 
 
-def test_owner_s_pause_takes_precedence_over_the_hours(tmp_path: Path) -> None:
+def test_pause_by_the_owner_takes_precedence_over_the_hours(tmp_path: Path) -> None:
     clock = Clock(NIGHT)
     policy = start(tmp_path, clock, active=NIGHTS)
     policy.pause(PauseOrder(for_s=3600))
@@ -84,7 +84,7 @@ def test_owner_s_pause_takes_precedence_over_the_hours(tmp_path: Path) -> None:
     assert policy.decide().reason == "The node is paused until 0:00 on 17 November 2026 (UTC)."
     clock.add(hours=1)
     assert policy.decide().by == ""
-    # A pause that ends outside of the hours continues as theirs.
+    # When the owner's pause ends outside of the hours, the node stays paused by the hours.
     policy.pause(PauseOrder(until=MONDAY + timedelta(days=1, hours=12)))
     clock.now = MONDAY + timedelta(days=1, hours=11)
     assert policy.decide().by == "owner"
@@ -99,7 +99,7 @@ def test_owner_s_pause_takes_precedence_over_the_hours(tmp_path: Path) -> None:
             policy.pause(PauseOrder(until=until))
 
 
-def test_pause_after_a_round_is_pending_over_restarts(tmp_path: Path) -> None:
+def test_pause_after_a_round_stays_pending_over_restarts(tmp_path: Path) -> None:
     clock = Clock(NIGHT)
     policy = start(tmp_path, clock)
     policy.pause(PauseOrder(after_round=7))
@@ -108,7 +108,7 @@ def test_pause_after_a_round_is_pending_over_restarts(tmp_path: Path) -> None:
     assert start(tmp_path, clock).after_round == 7
 
 
-def test_pause_after_a_round_keeps_a_resume_against_the_hours(tmp_path: Path) -> None:
+def test_pause_after_a_round_does_not_end_a_resume_against_the_hours(tmp_path: Path) -> None:
     clock = Clock(NOON)
     policy = start(tmp_path, clock, active=NIGHTS)
     policy.resume()
@@ -127,7 +127,7 @@ def test_pause_after_a_round_keeps_a_resume_against_the_hours(tmp_path: Path) ->
     assert (policy.decide().by, policy.after_round) == ("schedule", 8)
 
 
-def test_battery_pauses_at_once_and_mains_power_resumes_when_steady(tmp_path: Path) -> None:
+def test_node_pauses_at_once_on_battery_and_resumes_on_steady_mains_power(tmp_path: Path) -> None:
     clock = Clock(NOON)
     policy = start(tmp_path, clock)
     for battery, by in ((None, ""), (False, ""), (True, "battery"), (False, "battery"), (True, "battery")):
@@ -142,7 +142,7 @@ def test_battery_pauses_at_once_and_mains_power_resumes_when_steady(tmp_path: Pa
     assert start(tmp_path, clock, on_battery="run").decide().by == ""
 
 
-def test_resume_on_battery_holds_until_mains_power_returns(tmp_path: Path) -> None:
+def test_resume_by_the_owner_on_battery_holds_until_mains_power_has_returned(tmp_path: Path) -> None:
     clock = Clock(NOON)
     policy = start(tmp_path, clock)
     policy.update_sensors(True, None)
@@ -157,7 +157,7 @@ def test_resume_on_battery_holds_until_mains_power_returns(tmp_path: Path) -> No
     assert policy.decide().by == "battery"
 
 
-def test_active_user_pauses_if_configured(tmp_path: Path) -> None:
+def test_node_pauses_while_a_user_is_active_if_configured(tmp_path: Path) -> None:
     clock = Clock(NOON)
     policy = start(tmp_path, clock, user_active="pause", user_idle_s=300)
     codes = []
@@ -179,7 +179,7 @@ def test_relay_never_pauses(tmp_path: Path, request_: OwnerRequest) -> None:
     assert (policy.decide().by, policy.next_hours_change()) == ("", None)
 
 
-def test_causes_have_an_order() -> None:
+def test_pause_by_the_owner_precedes_the_hours_and_the_hours_precede_the_battery() -> None:
     inputs = PauseInputs(parse_hours(NIGHTS, "UTC"), OwnerRequest(), on_battery=True, user_active=True)
     assert inputs.decide(NOON).by == "owner"
     resumed = inputs.resumed(NOON)
@@ -200,5 +200,5 @@ def test_causes_have_an_order() -> None:
         ("", None),
     ],
 )
-def test_logind_properties(properties: str, idle_s: float | None) -> None:
+def test_idle_seconds_of_the_user_are_read_from_the_properties_of_logind(properties: str, idle_s: float | None) -> None:
     assert parse_idle(properties, 100.0) == idle_s

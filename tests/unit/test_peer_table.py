@@ -1,4 +1,4 @@
-"""The peer table and gossip, on a manual clock: news, death, suspicion, goodbyes, forgeries."""
+"""Tests of the peer table and of gossip on a manual clock."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def ids(*identities: Identity) -> list[str]:
 # records
 
 
-def test_a_node_is_in_its_own_table(table: PeerTable) -> None:
+def test_a_node_is_in_its_own_peer_table(table: PeerTable) -> None:
     assert [r.peer_id for r in table.live()] == [ME.peer_id]
     assert table.is_member(ME.peer_id) and not table.is_member(YOU.peer_id)
     table.update_own(phase=Phase.PAUSED)
     assert table.members() == []
 
 
-def test_a_record_is_merged_once_and_only_if_it_is_newer(table: PeerTable) -> None:
+def test_a_peer_record_is_merged_once_and_only_if_it_is_newer(table: PeerTable) -> None:
     assert [r.number for r in table.merge([signed(YOU, 3)])] == [3]
     assert table.changed.is_set()
     assert table.merge([signed(YOU, 3), signed(YOU, 2)]) == []
@@ -97,7 +97,7 @@ def test_a_record_is_merged_once_and_only_if_it_is_newer(table: PeerTable) -> No
     assert table.find(THIRD.peer_id) is None
 
 
-def test_an_old_record_costs_no_signature_check(table: PeerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_of_an_old_peer_record_is_not_checked(table: PeerTable, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[str] = []
 
     def counting(peer_id: str, *rest: object) -> bool:
@@ -110,7 +110,7 @@ def test_an_old_record_costs_no_signature_check(table: PeerTable, monkeypatch: p
     assert checks == [YOU.peer_id]
 
 
-def test_a_record_of_this_node_from_before_a_restart_is_outnumbered(table: PeerTable) -> None:
+def test_a_restarted_node_outnumbers_its_own_older_records(table: PeerTable) -> None:
     table.merge([signed(ME, 5000, phase=Phase.STOPPED)])
     assert table.me.phase is Phase.TRAINING
     assert table.pulse().open(RUN).number > 5000
@@ -144,7 +144,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("what", FORGERIES)
-def test_an_invalid_record_changes_nothing(table: PeerTable, what: str) -> None:
+def test_an_invalid_peer_record_changes_nothing(table: PeerTable, what: str) -> None:
     table.merge([signed(YOU, 3)])
     with pytest.raises(PeerError):
         FORGERIES[what].open(RUN)
@@ -153,7 +153,7 @@ def test_an_invalid_record_changes_nothing(table: PeerTable, what: str) -> None:
     assert found is not None and found.number == 3
 
 
-def test_the_table_is_bounded_and_live_peers_stay(
+def test_a_full_peer_table_keeps_its_live_peers_and_refuses_new_ones(
     clock: Clock, table: PeerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_table, "MAX_KNOWN", 2)
@@ -171,7 +171,7 @@ def test_the_table_is_bounded_and_live_peers_stay(
 # failure detector
 
 
-def test_a_silent_peer_dies_and_an_old_record_does_not_revive_it(clock: Clock, table: PeerTable) -> None:
+def test_a_silent_peer_counts_as_dead_and_an_old_record_does_not_revive_it(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU, 1)])
     clock.now_s += DEAD_S - 0.01
     assert YOU.peer_id in live_ids(table)
@@ -184,7 +184,7 @@ def test_a_silent_peer_dies_and_an_old_record_does_not_revive_it(clock: Clock, t
     assert YOU.peer_id in live_ids(table) and table.dead() == []
 
 
-def test_a_dead_peer_is_dead_for_all_at_the_same_time(clock: Clock, table: PeerTable, other: PeerTable) -> None:
+def test_silent_peer_is_dead_for_all_nodes_at_the_same_time(clock: Clock, table: PeerTable, other: PeerTable) -> None:
     table.merge([signed(YOU, 1)])
     clock.now_s += GOSSIP_AGE_S - 0.1
     other.merge(table.records_for())
@@ -195,7 +195,7 @@ def test_a_dead_peer_is_dead_for_all_at_the_same_time(clock: Clock, table: PeerT
     assert YOU.peer_id not in live_ids(table) | live_ids(other)
 
 
-def test_a_failed_call_is_suspicion_until_a_newer_record(clock: Clock, table: PeerTable) -> None:
+def test_an_unreachable_peer_is_suspected_until_it_signs_a_newer_record(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU, 1)])
     table.changed.clear()
     clock.now_s += 2
@@ -212,14 +212,14 @@ def test_a_failed_call_is_suspicion_until_a_newer_record(clock: Clock, table: Pe
 
 
 @pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.LEAVING, Phase.ERROR])
-def test_a_peer_that_says_goodbye_is_dead_at_once(table: PeerTable, phase: Phase) -> None:
+def test_a_peer_that_says_goodbye_counts_as_dead_at_once(table: PeerTable, phase: Phase) -> None:
     table.merge([signed(YOU, 1), signed(YOU, 2, phase=phase)])
     assert live_ids(table) == {ME.peer_id}
     assert [s.open(RUN).phase for s in table.records_for()[1:]] == [phase], "the goodbye is passed on"
     assert bool(table.dead()) == (phase is not Phase.STOPPED)
 
 
-def test_a_peer_without_records_is_silent_and_a_suspected_one_is_not(clock: Clock, table: PeerTable) -> None:
+def test_a_peer_without_new_records_is_silent_and_a_suspected_one_is_not(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU), signed(THIRD)])
     table.suspect(THIRD.peer_id)
     assert table.silent() == []
@@ -228,7 +228,7 @@ def test_a_peer_without_records_is_silent_and_a_suspected_one_is_not(clock: Cloc
     assert table.silent() == [THIRD.peer_id]
 
 
-def test_a_peer_that_has_been_dead_for_long_is_removed(clock: Clock, table: PeerTable) -> None:
+def test_a_peer_that_has_been_dead_for_long_is_removed_from_the_table(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU, 1)])
     clock.now_s += FORGOTTEN_S - 1
     table.merge([signed(THIRD, 1)])
@@ -242,14 +242,14 @@ def test_a_peer_that_has_been_dead_for_long_is_removed(clock: Clock, table: Peer
 # leaders and relays
 
 
-def test_members_are_sorted_by_id_and_only_those_that_train(table: PeerTable) -> None:
+def test_members_are_the_peers_that_train_sorted_by_peer_id(table: PeerTable) -> None:
     for number, phase in enumerate(Phase, 6):
         table.merge([signed(THIRD, number, phase=phase), signed(YOU)])
         expected = ids(ME, YOU, THIRD) if phase in MEMBER_PHASES else ids(ME, YOU)
         assert [r.peer_id for r in table.members()] == expected, phase
 
 
-def test_only_callable_members_lead_unless_there_are_none(table: PeerTable) -> None:
+def test_only_members_that_can_be_called_lead_unless_there_are_none(table: PeerTable) -> None:
     table.merge([signed(YOU, inbound=False), signed(THIRD, phase=Phase.PAUSED)])
     assert table.leaders() == [ME.peer_id]
     table.update_own(inbound=False)
@@ -281,7 +281,7 @@ def test_two_peers_without_inbound_ports_call_each_other_over_a_live_relay(table
     assert table.relays_to(YOU.peer_id) == []
 
 
-def test_members_that_all_can_call_over_ipv4_are_preferred_as_leaders(table: PeerTable) -> None:
+def test_members_that_everyone_can_call_over_ipv4_are_preferred_as_leaders(table: PeerTable) -> None:
     v4, v6 = ["/ip4/1.2.3.4/tcp/1", "/ip6/2001:db8::1/tcp/1"], ["/ip4/127.0.0.1/tcp/1", "/ip6/2001:db8::2/tcp/1"]
     table.merge([signed(RELAY, phase=Phase.PAUSED, relays=True), signed(THIRD, **HIDDEN)])
     table.update_own(inbound=False)
@@ -296,7 +296,7 @@ def test_members_that_all_can_call_over_ipv4_are_preferred_as_leaders(table: Pee
     assert table.callable_members() == [] and len(table.leaders()) == 3
 
 
-def test_pairs_of_peers_spread_over_the_relays(table: PeerTable) -> None:
+def test_calls_between_different_pairs_of_peers_are_spread_over_the_relays(table: PeerTable) -> None:
     relays, hidden = [new_identity() for _ in range(3)], [new_identity() for _ in range(30)]
     table.merge([signed(relay, relays=True) for relay in relays])
     table.merge([signed(peer, inbound=False, via=tuple(ids(*relays))) for peer in hidden])
@@ -318,7 +318,7 @@ def test_only_a_relay_carries_calls_and_only_between_peers_of_the_run(table: Pee
 # rows
 
 
-def test_rows_describe_the_live_peers(clock: Clock, table: PeerTable) -> None:
+def test_rows_of_the_peer_table_describe_the_live_peers(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU, 1, name="Ada", transport="relay", compute_utilization_ratio=0.75)])
     clock.now_s += 2.0
     me, you = table.rows()
@@ -328,7 +328,7 @@ def test_rows_describe_the_live_peers(clock: Clock, table: PeerTable) -> None:
     assert (me.name, me.last_seen_s) == (ME.peer_id[-6:], 0.0)
 
 
-def test_rows_hold_plain_text(table: PeerTable) -> None:
+def test_rows_of_the_peer_table_hold_printable_text_only(table: PeerTable) -> None:
     table.merge([signed(YOU, 1, name="\x1b[31mAda\n\u202e", version="1\r\n2", state_digest="\x00")])
     table.merge([signed(THIRD, 1, name="\n\u2028")])
     named = {row.peer_id: (row.name, row.version, row.state_digest) for row in table.rows()}
@@ -339,7 +339,7 @@ def test_rows_hold_plain_text(table: PeerTable) -> None:
 # gossip
 
 
-def test_a_reply_holds_only_the_records_that_the_caller_lacks(table: PeerTable, other: PeerTable) -> None:
+def test_a_gossip_reply_holds_only_the_records_that_the_caller_lacks(table: PeerTable, other: PeerTable) -> None:
     table.merge([signed(YOU, 3)])
     assert [s.open(RUN).peer_id for s in table.records_for(other.wanted_numbers())] == ids(ME, YOU)
     other.merge([signed(YOU, 3)])
@@ -351,7 +351,7 @@ def test_a_reply_holds_only_the_records_that_the_caller_lacks(table: PeerTable, 
     assert other.me.number == 5000, "the caller's record from before a restart is included"
 
 
-def test_old_records_are_passed_on_to_their_own_peer_only(clock: Clock, table: PeerTable) -> None:
+def test_old_records_are_gossiped_to_their_own_peer_only(clock: Clock, table: PeerTable) -> None:
     table.merge([signed(YOU, 7)])
     clock.now_s += GOSSIP_AGE_S + 1
     assert YOU.peer_id in live_ids(table)
@@ -365,7 +365,7 @@ def new_gossip(network: InProcessNetwork, table: PeerTable) -> Gossip:
 
 
 @pytest.mark.timeout(20)
-def test_gossip_brings_news_through_a_third_peer_and_a_goodbye_at_once(clock: Clock) -> None:
+def test_gossip_spreads_records_through_a_third_peer_and_a_goodbye_at_once(clock: Clock) -> None:
     async def main() -> None:
         network = InProcessNetwork()
         tables = {identity: PeerTable(identity, record(identity), clock) for identity in (ME, YOU, THIRD)}
@@ -387,7 +387,7 @@ def test_gossip_brings_news_through_a_third_peer_and_a_goodbye_at_once(clock: Cl
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("silent_s", [0.5, GOSSIP_AGE_S + 1, DEAD_S + 1, FORGOTTEN_S - 60])
-def test_a_node_whose_clock_was_set_back_is_soon_live_again(clock: Clock, other: PeerTable, silent_s: float) -> None:
+def test_restarted_node_whose_clock_was_set_back_is_soon_live(clock: Clock, other: PeerTable, silent_s: float) -> None:
     async def main() -> None:
         network = InProcessNetwork()
         new_gossip(network, other)
@@ -427,7 +427,7 @@ def test_a_malformed_gossip_message_is_refused(table: PeerTable, header: dict[st
     asyncio.run(main())
 
 
-def test_the_largest_messages_fit_into_their_limits() -> None:
+def test_the_largest_gossip_messages_fit_into_the_size_limits() -> None:
     wanted = {f"{number:016d}": 2**62 for number in range(MAX_KNOWN + 1)}
     unpacked = unpack_header(pack_header("gossip", Message({"wanted": wanted})), lambda _: 0)
     assert unpacked[1]["wanted"] == wanted

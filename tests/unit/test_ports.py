@@ -1,4 +1,4 @@
-"""Ports to listen on: taken ones are detected, and the choice is remembered."""
+"""Tests of the choice of a port to listen on. Taken ports are detected, and the choice is remembered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from node.host.ports import PORTS_TRIED, PortFile, PortHold, candidates, choose,
 from node.multiaddress import Multiaddress, parse
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # hivemind's own
+    warnings.simplefilter("ignore")  # hivemind's own warnings
     from node.swarm.transport.p2pd import parse_listen_error
 
 
@@ -48,7 +48,7 @@ def code_of(addresses: list[Multiaddress]) -> str:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("holder", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("wanted", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_of_another_program_is_detected(free_port: int, holder: str, wanted: str, shared: bool) -> None:
+def test_a_port_that_another_program_holds_is_detected(free_port: int, holder: str, wanted: str, shared: bool) -> None:
     with ExitStack() as stack:
         held(stack, holder, free_port, shared=shared)
         assert code_of(at(free_port, wanted)) == "port_in_use"
@@ -57,7 +57,7 @@ def test_a_port_of_another_program_is_detected(free_port: int, holder: str, want
 
 
 @pytest.mark.parametrize("holder", ["::1", "::"])
-def test_a_port_held_for_ipv6_only_is_detected(free_port: int, holder: str) -> None:
+def test_a_port_that_is_held_for_ipv6_only_is_detected(free_port: int, holder: str) -> None:
     with ExitStack() as stack:
         try:
             held(stack, holder, free_port, shared=True)
@@ -66,14 +66,14 @@ def test_a_port_held_for_ipv6_only_is_detected(free_port: int, holder: str) -> N
         assert code_of(at(free_port, "0.0.0.0", "::")) == "port_in_use"
 
 
-def test_a_reservation_excludes_other_nodes_until_it_ends(free_port: int) -> None:
+def test_reservation_of_a_port_excludes_other_nodes_until_it_ends(free_port: int) -> None:
     with reserve(at(free_port)):
         assert code_of(at(free_port)) == "port_in_use"
     with reserve(at(free_port)):
         pass
 
 
-def test_held_addresses_are_free_only_for_the_node_that_holds_them(free_port: int) -> None:
+def test_held_listen_addresses_are_free_only_for_the_node_that_holds_them(free_port: int) -> None:
     with closing(PortHold()) as hold:
         hold.hold([str(address) for address in at(free_port)])
         assert code_of(at(free_port)) == "port_in_use"
@@ -86,7 +86,7 @@ def test_held_addresses_are_free_only_for_the_node_that_holds_them(free_port: in
             pass
 
 
-def test_the_next_port_replaces_a_taken_default_one(tmp_path: Path, free_port: int) -> None:
+def test_the_next_port_replaces_a_default_port_that_is_taken(tmp_path: Path, free_port: int) -> None:
     file = PortFile(tmp_path / "cache" / "port")
     with reserve(at(free_port)), choose(at(free_port), file, may_move=True) as chosen:
         assert chosen.wanted == free_port < chosen.chosen == chosen.port
@@ -97,7 +97,7 @@ def test_the_next_port_replaces_a_taken_default_one(tmp_path: Path, free_port: i
         assert again.port == chosen.chosen, "kept although the default one is free again"
 
 
-def test_all_address_families_get_the_same_port(tmp_path: Path, free_port: int) -> None:
+def test_all_listen_addresses_get_the_same_port(tmp_path: Path, free_port: int) -> None:
     with choose(at(0, "127.0.0.1", "127.0.0.2"), PortFile(tmp_path / "port"), may_move=False) as chosen:
         assert len({address.port for address in chosen.addresses}) == 1 and chosen.port > 0
     with ExitStack() as stack:
@@ -116,7 +116,7 @@ def test_port_0_takes_the_remembered_port_while_it_is_free(tmp_path: Path, free_
         assert other.port not in (0, free_port)
 
 
-def test_a_port_taken_for_another_wanted_one_is_not_used(tmp_path: Path) -> None:
+def test_a_port_that_was_remembered_for_another_wanted_port_is_not_used(tmp_path: Path) -> None:
     file = PortFile(tmp_path / "cache" / "port")
     assert file.recall(31337) == 0
     file.remember(31337, 31339)
@@ -129,7 +129,7 @@ def test_an_invalid_port_file_is_ignored(tmp_path: Path, content: str) -> None:
     assert PortFile(tmp_path / "port").recall(0) == 0
 
 
-def test_candidates_end_with_any_port() -> None:
+def test_port_candidates_begin_with_the_remembered_port_and_end_with_any_port() -> None:
     assert list(candidates(31337, 0)) == [*range(31337, 31337 + PORTS_TRIED), 0]
     assert list(candidates(31337, 31339))[:4] == [31339, 31337, 31338, 31340]
     assert list(candidates(65535, 0)) == [65535, 0]
@@ -140,7 +140,7 @@ def test_listening_on_no_address_is_allowed(tmp_path: Path) -> None:
         assert (chosen.addresses, chosen.port) == ((), 0)
 
 
-def test_an_address_of_another_machine_has_a_separate_error_code() -> None:
+def test_listening_on_an_address_of_another_machine_has_its_own_error_code() -> None:
     assert code_of(at(40123, "203.0.113.7")) == "no_such_address"
 
 
@@ -155,7 +155,7 @@ def test_an_address_of_another_machine_has_a_separate_error_code() -> None:
         (None, "0.0.0.0", "cannot_listen", "unknown"),
     ],
 )
-def test_each_error_has_a_sentence_with_a_remedy(number: int | None, host: str, code: str, message: str) -> None:
+def test_each_listen_error_is_a_sentence_with_a_remedy(number: int | None, host: str, code: str, message: str) -> None:
     error = listen_error(number, at(80, host)[0])
     assert (error.code, error.exit_code) == (code, 3)
     assert message in str(error) and "swarm.listen" in str(error) and str(error).endswith(".")

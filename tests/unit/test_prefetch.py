@@ -1,4 +1,4 @@
-"""The prefetcher: batches in order, resumed from the taken position, through failures of the source, and closed."""
+"""The prefetcher keeps the order of batches over restarts and failures of its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B, T = 2, 4
 
 
 class CountingSource:
-    """Batch k is filled with k. `failures`: errors to raise, by batch; each is raised once."""
+    """A source whose batch k is filled with k. `failures` maps a batch to errors, each of which is raised once."""
 
     def __init__(self, state: dict[str, Any] | None, failures: dict[int, list[Exception]]) -> None:
         self._next, self._failures = (state or {"next": 0})["next"], failures
@@ -39,7 +39,7 @@ def prefetcher(failures: dict[int, list[Exception]] | None = None, state: dict[s
 
 
 def take(source: Prefetcher, count: int) -> list[int]:
-    """The numbers of the next batches, whenever they come."""
+    """Wait for the next `count` batches, and return their numbers."""
     numbers: list[int] = []
     deadline = time.monotonic() + 20
     while len(numbers) < count:
@@ -49,7 +49,7 @@ def take(source: Prefetcher, count: int) -> list[int]:
     return numbers
 
 
-def test_batches_come_in_order_and_a_new_prefetcher_continues_after_the_taken_ones() -> None:
+def test_a_new_prefetcher_continues_in_order_after_the_batches_that_were_taken() -> None:
     first = prefetcher()
     assert first.state == {}
     assert take(first, 5) == [0, 1, 2, 3, 4]
@@ -64,7 +64,7 @@ def test_batches_come_in_order_and_a_new_prefetcher_continues_after_the_taken_on
     second.close()
 
 
-def test_training_continues_from_the_buffer_while_the_source_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetcher_serves_its_buffer_while_the_source_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "FIRST_PAUSE_S", 0.5)
     source = prefetcher({6: [Unreachable("down"), Unreachable("down")]})
     began = time.monotonic()
@@ -82,7 +82,7 @@ def test_training_continues_from_the_buffer_while_the_source_is_unreachable(monk
     source.close()
 
 
-def test_a_permanent_error_is_raised_at_every_call() -> None:
+def test_prefetcher_raises_a_permanent_error_at_every_call() -> None:
     source = prefetcher({2: [MachineError("gone: bring it back.")]})
     assert take(source, 2) == [0, 1]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Model folders: an export loads in `transformers` and can start a run; nothing is overwritten."""
+"""An exported model loads in `transformers`, can start a run, and overwrites no files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ TINY = ModelConfig(hidden_size=16, intermediate_size=40, num_hidden_layers=2, nu
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_an_export_has_the_same_logits_elsewhere_and_can_start_a_run(tmp_path: Path, tied: bool, kind: str) -> None:
+def test_exported_model_has_the_same_logits_in_transformers_and_can_start_a_run(
+    tmp_path: Path, tied: bool, kind: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
     cfg = TINY.model_copy(update={"tie_word_embeddings": tied, "type": kind})
@@ -40,7 +42,7 @@ def test_an_export_has_the_same_logits_elsewhere_and_can_start_a_run(tmp_path: P
     assert [p.name for p in target.parent.iterdir()] == ["export"], "no temporary folder is left"
 
 
-def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+def test_an_export_overwrites_no_files(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     flat = flatten(build_model(TINY, seed=0))
     with pytest.raises(DataFolderError, match="another folder"):

@@ -1,4 +1,4 @@
-"""The vote between state digests: signed tokens count, and no peer outweighs all others together."""
+"""In the vote between state digests, signed tokens count, and no peer outweighs all others together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from node.swarm.state_sync.server import Snapshot
 RUN, HEAD, TRUE, FALSE, ELSEWHERE = "ab" * 32, "aa" * 32, "bb" * 32, "cc" * 32, "cd" * 32
 TIP = make_tip(genesis(torch.zeros(10)), RUN, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
 SMALL, LARGE = "0" * 64, "f" * 64
-"""Digests below and above any real one."""
+"""These digests are below and above any real digest."""
 
 
 def state(digest: str, tokens: dict[str, int], votes: dict[str, str]) -> AvailableState:
@@ -28,7 +28,7 @@ def record(peer: str, digest: str, head: str = RUN) -> PeerRecord:
     return PeerRecord(peer_id=peer, number=1, run=RUN, head=head, state_digest=digest, phase=Phase.TRAINING)
 
 
-def test_a_vote_weighs_the_signed_tokens_and_at_most_as_much_as_all_others() -> None:
+def test_a_vote_on_states_weighs_its_signed_tokens_but_no_more_than_all_others() -> None:
     tokens = {"a": 300, "b": 200, "gone": 900}
     assert vote_weights(tokens, ["a", "b", "new"]) == {"a": 201, "b": 200, "new": 1}
     assert vote_weights(tokens, ["a"]) == {"a": 1}
@@ -40,7 +40,7 @@ def test_a_vote_weighs_the_signed_tokens_and_at_most_as_much_as_all_others() -> 
     [
         (TRUE, {"a": 100, "b": 100, "liar": 150}, {"a": TRUE, "b": TRUE, "liar": FALSE}, True, False),
         (FALSE, {"a": 100, "b": 100, "liar": 150}, {"a": TRUE, "b": TRUE, "liar": FALSE}, False, True),
-        # A liar proves a head that no other peer knows with keys of its own.
+        # With its own keys, a liar proves a head that no other peer knows.
         (FALSE, {"liar": 2**40, "other key": 2**40}, {"a": "", "b": "", "liar": FALSE}, False, False),
         (TRUE, {"a": 1000, "b": 1000}, {"a": TRUE, "b": TRUE} | {f"new {i}": FALSE for i in range(50)}, True, False),
         # A peer that does not know the head does not vote against it.
@@ -51,14 +51,14 @@ def test_a_vote_weighs_the_signed_tokens_and_at_most_as_much_as_all_others() -> 
         (LARGE, {"a": 1, "b": 1, "liar": 64}, {"a": TRUE, "b": TRUE, "c": "", "liar": LARGE}, False, True),
     ],
 )
-def test_a_state_needs_the_majority_of_the_votes(
+def test_a_state_needs_the_majority_of_the_weighted_votes(
     digest: str, tokens: dict[str, int], votes: dict[str, str], has_majority: bool, is_loser: bool
 ) -> None:
     one = state(digest, tokens, votes)
     assert (one.has_majority, one.is_outvoted) == (has_majority, is_loser)
 
 
-def test_of_two_votes_the_smaller_digest_wins() -> None:
+def test_the_smaller_digest_wins_between_two_votes() -> None:
     assert winning_digest({"a": 100, "b": 6400}, {"a": TRUE, "b": FALSE}) == TRUE
     assert winning_digest({"a": 6400, "b": 100}, {"a": FALSE, "b": TRUE, "c": ""}) == TRUE
     assert winning_digest({}, {"c": ""}) == winning_digest({}, {}) == ""
@@ -78,7 +78,7 @@ def test_of_two_votes_the_smaller_digest_wins() -> None:
         ([("b", SMALL, RUN), ("c", SMALL, RUN), ("x", "", ELSEWHERE), ("y", "", ELSEWHERE)], True),
     ],
 )
-def test_a_node_is_outvoted_once_missing_votes_cannot_save_it(others: list[tuple[str, str, str]], lost: bool) -> None:
+def test_node_is_outvoted_only_if_missing_votes_cannot_save_it(others: list[tuple[str, str, str]], lost: bool) -> None:
     tip = replace(TIP, last_weights=dict.fromkeys("abcde", 100))
     assert is_outvoted([record("a", TIP.digest), *(record(*other) for other in others)], tip) is lost
 
@@ -95,14 +95,14 @@ def test_one_contributor_does_not_outvote_two_that_agree_whatever_it_signs(hones
     assert is_outvoted([records[-1], *records[:-1]], replace(tip, digest=digest)), "the liar itself is outvoted"
 
 
-def test_strangers_do_not_vote() -> None:
+def test_peers_that_did_not_contribute_have_no_vote_on_states() -> None:
     records = [record("a", TIP.digest), *(record(f"stranger {i}", SMALL) for i in range(300))]
     assert not is_outvoted(records, replace(TIP, last_weights={"a": 100}))
     assert not is_outvoted(records, TIP), "before the first record"
 
 
 @pytest.mark.parametrize("weights", [(100, 1), (1, 100), (100, 100)])
-def test_of_two_contributors_the_one_with_the_larger_digest_is_outvoted(weights: tuple[int, int]) -> None:
+def test_the_larger_digest_is_outvoted_if_there_are_two_contributors(weights: tuple[int, int]) -> None:
     tip = replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))
     assert is_outvoted([record("a", TIP.digest), record("b", SMALL)], tip)
     assert not is_outvoted([record("a", TIP.digest), record("b", LARGE)], tip)

@@ -1,4 +1,4 @@
-"""Several ranks that share an inner step: they reach the result of a single process."""
+"""Several ranks that share an inner step reach the result of a single process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ with warnings.catch_warnings():
     from node.worker.rank_processes import MicroBatchLimit, check_ranks
 
 pytestmark = pytest.mark.timeout(400)
-"""The first test waits until a server of forks has imported torch. A test makes up to three runs."""
+"""The first test waits until the fork server has imported torch. A test makes up to three runs."""
 
 
 def run_script(
     folder: Path, faults: tuple[str, str] = ("", ""), *, steps: int = 12, devices: dict[str, Any], **inner: Any
 ) -> Done:
-    """`faults`: of rank 0, and of the other ranks."""
+    """Run the ranks. `faults` has the plan of rank 0 and the plan of the other ranks."""
     run = tiny(inner={"batch_size": 6, "sequence_length": 32, **inner})
     with tempfile.TemporaryDirectory() as output:
         return run_ranks(folder, Path(output), faults, steps=steps, run=run, devices=devices)
@@ -54,7 +54,7 @@ def outcome(done: Done) -> Any:
 
 
 def assert_alike(one: Any, other: Any) -> None:
-    """Sums in another order differ by rounding, which accumulates over the steps."""
+    """Compare with a tolerance: sums in another order differ by rounding, which accumulates over the steps."""
     assert len(one["losses"]) == len(other["losses"]) > 10
     torch.testing.assert_close(torch.tensor(one["losses"]), torch.tensor(other["losses"]), rtol=1e-4, atol=0)
     assert one["evaluated"] < one["losses"][0], "otherwise nothing was learnt"
@@ -63,25 +63,23 @@ def assert_alike(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
-def test_two_ranks_make_the_steps_of_one(sharding: str) -> None:
+def test_two_ranks_make_the_same_inner_steps_as_one(sharding: str) -> None:
     assert_alike(one_rank(), train(2, sharding))
 
 
 @pytest.mark.parametrize("inner", [{"optimizer": "muon"}, {"batch_size": 5}], ids=["muon", "uneven parts of a batch"])
-def test_two_ranks_make_the_steps_of_one_with_other_settings(inner: dict[str, Any]) -> None:
+def test_two_ranks_make_the_same_inner_steps_as_one_with_muon_or_uneven_batches(inner: dict[str, Any]) -> None:
     assert_alike(train(1, **inner), train(2, **inner))
 
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
-def test_one_rank_out_of_memory_halves_the_micro_batch_of_all(faults: tuple[str, str]) -> None:
+def test_one_rank_that_runs_out_of_memory_halves_the_micro_batch_of_all_ranks(faults: tuple[str, str]) -> None:
     assert_alike(one_rank(), train(2, faults=faults))
 
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:1", ""), ("", "inner@*=memory:1")])
-def test_a_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(
-    faults: tuple[str, str], tmp_path: Path
-) -> None:
-    """The other rank waits in a collective meanwhile."""
+def test_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(faults: tuple[str, str], tmp_path: Path) -> None:
+    """While one rank fails, the other rank waits in a collective operation."""
     devices = {"ranks": 2, "sharding": "fsdp", "micro_batch": 3}
     done = run_script(tmp_path, faults, devices=devices)
     assert done.returncode == NodeError.exit_code, done.stderr
@@ -97,7 +95,7 @@ def test_a_shard_without_memory_for_one_sequence_is_a_machine_error(faults: tupl
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_found_micro_batch_holds_only_for_the_same_settings(tmp_path: Path) -> None:
+def test_a_micro_batch_that_was_found_applies_only_to_the_same_settings(tmp_path: Path) -> None:
     run, devices = RunConfig.model_validate(tiny()), DevicesConfig(ranks=2, sharding="fsdp", micro_batch=8)
     found = MicroBatchLimit(tmp_path / "cache", run, devices, "a GPU")
     assert found.rows == 0
@@ -112,7 +110,7 @@ def test_a_found_micro_batch_holds_only_for_the_same_settings(tmp_path: Path) ->
     assert found.rows == 0
 
 
-def test_batches_that_ranks_cannot_share_are_refused() -> None:
+def test_batch_sizes_and_precisions_that_ranks_cannot_share_are_refused() -> None:
     run = RunConfig.model_validate(tiny(inner={"batch_size": 4}))
     check_ranks(run, DevicesConfig(ranks=4), "fp16")
     for devices, precision, word in (

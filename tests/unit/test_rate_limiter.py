@@ -1,4 +1,4 @@
-"""The rate limiter: bulk never exceeds the limit, and priority bytes do not wait."""
+"""Tests of the rate limiter. Bulk transfers never exceed the limit, and priority bytes do not wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node.config.schema import Config
 from node.swarm.transport.rate_limiter import OVERHEAD_RATIO, RateLimiter
 
 
-def test_no_limit_never_waits() -> None:
+def test_rate_limiter_without_a_limit_never_waits() -> None:
     async def many() -> float:
         limiter = RateLimiter(asyncio.get_running_loop().time)
         began_s = time.monotonic()
@@ -22,8 +22,8 @@ def test_no_limit_never_waits() -> None:
     assert asyncio.run(many()) < 1
 
 
-def test_all_streams_together_stay_below_the_limit() -> None:
-    """8 Mbit/s are a megabyte a second, headers included."""
+def test_all_streams_together_stay_below_the_rate_limit() -> None:
+    """A limit of 8 Mbit/s is a megabyte per second, headers included."""
 
     async def rush() -> tuple[list[tuple[float, int]], float]:
         clock = asyncio.get_running_loop().time
@@ -46,7 +46,7 @@ def test_all_streams_together_stay_below_the_limit() -> None:
     assert took_s == pytest.approx(total * OVERHEAD_RATIO / 1e6, rel=0.25)
 
 
-def test_priority_bytes_do_not_wait_but_count() -> None:
+def test_priority_bytes_do_not_wait_but_count_against_the_rate_limit() -> None:
     async def beside() -> tuple[float, float]:
         clock = asyncio.get_running_loop().time
         limiter = RateLimiter(clock, 8.0)
@@ -66,7 +66,7 @@ def test_priority_bytes_do_not_wait_but_count() -> None:
 
 def test_priority_bytes_delay_bulk_by_at_most_their_share() -> None:
     async def flood() -> tuple[float, float]:
-        """How long bulk takes before and after a minute of priority bytes at a hundred times the limit."""
+        """Return the seconds that bulk takes before and after priority bytes at a hundred times the limit."""
         clock = asyncio.get_running_loop().time
         limiter, took_s = RateLimiter(clock, 8.0), []
         for pieces in (0, 6_000):
@@ -82,7 +82,7 @@ def test_priority_bytes_delay_bulk_by_at_most_their_share() -> None:
     assert flooded_s < 2.0
 
 
-def test_bulk_keeps_half_of_the_limit() -> None:
+def test_bulk_transfers_keep_half_of_the_rate_limit_during_a_flood_of_priority_bytes() -> None:
     async def beside() -> float:
         clock = asyncio.get_running_loop().time
         limiter, passed = RateLimiter(clock, 8.0), 0
@@ -105,7 +105,7 @@ def test_bulk_keeps_half_of_the_limit() -> None:
     assert asyncio.run(beside()) > 0.3
 
 
-def test_limit_below_the_minimum_is_refused() -> None:
+def test_rate_limit_below_the_minimum_is_refused() -> None:
     with pytest.raises(ValueError, match="less than 2 Mbit/s: allow that much, or 0"):
         Config.model_validate({"limits": {"upload_mbit_s": 1.0}})
     assert Config.model_validate({"limits": {"download_mbit_s": 2.0}}).limits.download_mbit_s == 2.0

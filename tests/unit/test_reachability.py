@@ -1,4 +1,4 @@
-"""Reachability: the verdict, which peers are asked, and what a peer may have probed."""
+"""Tests of the verdict on reachability, the choice of the asked peers, and the limits of a probe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([YES], 9, True),
         ([YES, NO], 2, None),
         ([YES, YES, NO], 3, True),
-        # one that lies
+        # one peer lies
         ([NO, YES, NO], 3, False),
         ([NO, NO, WIDE_YES], 3, None),
         # a neighbour behind the same router is no witness where others see a wide address
@@ -59,11 +59,13 @@ WIDE_YES, WIDE_NO = finding(HOME, reached=True), finding(HOME, reached=False)
         ([YES, WIDE_YES], 2, True),
     ],
 )
-def test_judge(findings: Sequence[ReachabilityFinding], askable: int, verdict: bool | None) -> None:
+def test_reachability_is_decided_by_the_majority_of_the_peers_that_see_the_widest_address(
+    findings: Sequence[ReachabilityFinding], askable: int, verdict: bool | None
+) -> None:
     assert judge(findings, askable) is verdict
 
 
-def test_listen_ports() -> None:
+def test_listen_ports_returns_one_tcp_port_for_each_ip_version() -> None:
     relay = "/ip4/1.2.3.4/tcp/7/p2p/QmR/p2p-circuit/p2p/QmX"
     own = ["/ip4/10.0.0.1/tcp/41234/p2p/QmX", "/ip4/10.0.0.2/tcp/5/p2p/QmX", "/ip6/fd00::1/tcp/6/p2p/QmX"]
     assert listen_ports([relay, "/ip4/0.0.0.0/udp/5/quic", *own]) == {4: 41234, 6: 6}
@@ -71,14 +73,14 @@ def test_listen_ports() -> None:
 
 
 class FakeNetwork:
-    """What a dial to an IP address and port finds, like `peer_at`."""
+    """A network whose `dial` finds what the test sets for an IP address and port, like `peer_at`."""
 
     def __init__(self) -> None:
         self.hub = InProcessNetwork()
         self.seen: dict[str, tuple[str, ...]] = {}
         """The IP addresses at which all others see each peer."""
         self.listeners: dict[tuple[str, int], str] = {}
-        """A peer id or a failure code."""
+        """The peer id or the failure code that a dial finds."""
         self.dialed: list[tuple[str, int]] = []
 
     async def dial(self, host: str, port: int, timeout_s: float) -> str:
@@ -146,7 +148,7 @@ class Peer:
 
 
 @in_loop
-async def test_dialed_address_is_confirmed() -> None:
+async def test_address_at_which_peers_reach_the_node_is_confirmed() -> None:
     network = FakeNetwork()
     me, others = Peer(network), [Peer(network) for _ in range(2)]
     network.listeners[HOME, PORT] = me.peer_id
@@ -180,7 +182,7 @@ async def test_closed_port_is_reported_after_the_second_failure() -> None:
     [("another", "another node answers"), ("not_libp2p", "another program answers"), ("timeout", "nothing answers")],
 )
 @in_loop
-async def test_another_listener_does_not_make_the_node_reachable(neighbour: str, words: str) -> None:
+async def test_another_listener_at_the_address_does_not_make_the_node_reachable(neighbour: str, words: str) -> None:
     network = FakeNetwork()
     me, other = Peer(network), Peer(network)
     network.listeners[HOME, PORT] = new_identity().peer_id if neighbour == "another" else neighbour
@@ -195,7 +197,7 @@ OLD_LIE = {"reached": True, "public": True}
 
 @pytest.mark.parametrize("lie", [LIE, OLD_LIE])
 @in_loop
-async def test_one_liar_does_not_outvote_two(lie: dict[str, Any]) -> None:
+async def test_one_lying_peer_does_not_outvote_two_about_reachability(lie: dict[str, Any]) -> None:
     network = FakeNetwork()
     me, others = Peer(network), [Peer(network) for _ in range(3)]
     others[0].lie(lie)
@@ -210,7 +212,7 @@ async def test_one_liar_does_not_outvote_two(lie: dict[str, Any]) -> None:
 
 
 @in_loop
-async def test_liar_does_not_change_the_addresses() -> None:
+async def test_lying_peer_does_not_change_the_confirmed_addresses() -> None:
     network = FakeNetwork()
     me, others = Peer(network), [Peer(network) for _ in range(3)]
     network.listeners[HOME, PORT] = me.peer_id
@@ -224,7 +226,7 @@ async def test_liar_does_not_change_the_addresses() -> None:
 
 
 @in_loop
-async def test_neighbour_does_not_decide_reachability_from_outside() -> None:
+async def test_neighbour_on_the_same_network_does_not_decide_reachability_from_outside() -> None:
     network = FakeNetwork()
     me, neighbours = Peer(network, LAN), [Peer(network, ip) for ip in ("192.168.1.6", "192.168.1.7")]
     network.listeners[LAN, PORT] = me.peer_id
@@ -252,7 +254,7 @@ async def test_each_ip_version_is_tested_by_peers_connected_over_it() -> None:
 
 
 @in_loop
-async def test_announced_address_is_kept_until_refuted() -> None:
+async def test_announced_address_is_kept_until_peers_refute_it() -> None:
     network = FakeNetwork()
     right, wrong, elsewhere = f"/ip4/{HOME}/tcp/40000", f"/ip4/{HOME}/tcp/40001", f"/ip4/{OTHER_HOME}/tcp/40000"
     announced = [right, wrong, elsewhere]
@@ -267,7 +269,7 @@ async def test_announced_address_is_kept_until_refuted() -> None:
 
 
 @in_loop
-async def test_announced_name_is_dialed_if_it_resolves_to_the_caller() -> None:
+async def test_announced_host_name_is_dialed_if_it_resolves_to_the_caller() -> None:
     network = FakeNetwork()
     me = Peer(network, "127.0.0.1", announced=["/dns4/localhost/tcp/40000", "/dns4/no.such.invalid/tcp/40000"])
     network.listeners["127.0.0.1", 40000] = me.peer_id
@@ -301,7 +303,7 @@ async def test_confirmed_addresses_survive_a_restart(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_remembered_address_is_not_reported_as_reached(tmp_path: Path) -> None:
+async def test_remembered_address_is_not_reported_as_reached_before_it_is_tested(tmp_path: Path) -> None:
     cache, near = tmp_path / "addresses.json", f"/ip4/192.168.1.2/tcp/{PORT}"
     cache.write_text(json.dumps({"confirmed": [DIRECT, near]}))
     network = FakeNetwork()
@@ -325,7 +327,7 @@ async def test_a_relay_with_a_closed_port_reports_that_it_relays_no_calls() -> N
 
 @pytest.mark.parametrize("text", ["", "[]", '{"confirmed": 5}', '{"confirmed": [1, null, "/", "/ip4/1.2.3.4/tcp/7"]}'])
 @in_loop
-async def test_malformed_cache_is_ignored(tmp_path: Path, text: str) -> None:
+async def test_malformed_cache_of_confirmed_addresses_is_ignored(tmp_path: Path, text: str) -> None:
     cache = tmp_path / "addresses.json"
     cache.write_text(text)
     me = Peer(FakeNetwork(), cache=cache)
@@ -351,7 +353,7 @@ async def test_new_observed_address_is_tested_soon() -> None:
 
 
 @in_loop
-async def test_address_that_few_peers_see_is_new_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_address_that_only_one_neighbour_sees_causes_only_one_new_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A neighbour sees another address than the asked peers. Each new address costs one probe."""
     network = FakeNetwork()
     me, neighbour, others = Peer(network), Peer(network), [Peer(network) for _ in range(2)]
@@ -376,7 +378,7 @@ async def test_address_that_few_peers_see_is_new_once(monkeypatch: pytest.Monkey
 
 
 @in_loop
-async def test_node_without_port_does_not_ask() -> None:
+async def test_node_without_a_listen_port_does_not_ask_for_a_probe() -> None:
     me = Peer(FakeNetwork(), ports={})
     with suppress(TimeoutError):
         await asyncio.wait_for(me.reachability.run(), 0.3)
@@ -384,7 +386,7 @@ async def test_node_without_port_does_not_ask() -> None:
 
 
 @in_loop
-async def test_asks_once_a_peer_is_known() -> None:
+async def test_node_asks_for_a_probe_as_soon_as_it_knows_a_peer() -> None:
     network = FakeNetwork()
     me, other = Peer(network), Peer(network)
     me.peer_table.merge([other.peer_table.pulse()])
@@ -401,8 +403,8 @@ GOOD = {"ports": {"4": PORT}, "announced": []}
 
 
 @in_loop
-async def test_relayed_peer_is_not_asked() -> None:
-    """It does not see this node. A connected peer without an inbound port can dial."""
+async def test_peer_that_sees_the_node_only_over_a_relay_is_not_asked_for_a_probe() -> None:
+    """A relayed peer does not see this node. A connected peer can dial even without an inbound port."""
     network = FakeNetwork()
     me, relayed, connected = Peer(network), Peer(network), Peer(network)
     del network.seen[relayed.peer_id]
@@ -413,8 +415,8 @@ async def test_relayed_peer_is_not_asked() -> None:
 
 
 @in_loop
-async def test_blind_peers_do_not_keep_the_verdict_open() -> None:
-    """Each takes itself for callable until it is tested, so each seems to be a witness for the others."""
+async def test_peers_that_do_not_see_the_node_do_not_keep_its_reachability_undecided() -> None:
+    """Until they are tested, these peers take themselves for callable, so each seems able to see the others."""
     network = FakeNetwork()
     me, relay, *others = (Peer(network) for _ in range(5))
     for other in (relay, *others):
@@ -434,7 +436,7 @@ async def test_blind_peers_do_not_keep_the_verdict_open() -> None:
 
 
 @in_loop
-async def test_probe_is_limited_to_the_callers_address_and_spacing() -> None:
+async def test_probe_dials_only_the_callers_own_address_and_not_too_often() -> None:
     network = FakeNetwork()
     caller, asked = Peer(network), Peer(network)
 
@@ -464,7 +466,7 @@ async def test_probe_is_limited_to_the_callers_address_and_spacing() -> None:
 
 
 @in_loop
-async def test_two_silent_ports_are_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_silent_ports_are_reported_before_the_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.connectivity.reachability.PROBE_S", 0.5)
     monkeypatch.setattr("node.swarm.connectivity.reachability.CALL_S", 0.8)
     network = FakeNetwork()
@@ -482,7 +484,7 @@ async def test_two_silent_ports_are_reported_in_time(monkeypatch: pytest.MonkeyP
 
 
 @in_loop
-async def test_relayed_caller_is_not_probed() -> None:
+async def test_caller_that_is_seen_only_over_a_relay_is_not_probed() -> None:
     network = FakeNetwork()
     caller, asked = Peer(network), Peer(network)
     caller.move()
@@ -492,7 +494,7 @@ async def test_relayed_caller_is_not_probed() -> None:
 
 
 @in_loop
-async def test_concurrent_probes_are_limited() -> None:
+async def test_number_of_concurrent_probes_is_limited() -> None:
     network = FakeNetwork()
     asked = Peer(network)
     callers = [Peer(network) for _ in range(2)]

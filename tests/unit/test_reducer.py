@@ -1,4 +1,4 @@
-"""The reducer: which contributions it accepts, for whom it waits, and what it computes."""
+"""Tests of the contributions that a reducer accepts, the members that it waits for, and its results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_chunk_layout_computes_sizes_and_decodes_its_chunks() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16"])
-def test_the_average_is_the_encoded_weighted_mean_in_the_given_order(codec: str) -> None:
+def test_reducer_returns_the_encoded_weighted_mean_in_the_given_order(codec: str) -> None:
     layout, reducer = new_reducer(codec, senders="cab")
     means, squares = reducer.average(["a", "b", "c"])
     assert sorted(means) == [0, 2]
@@ -75,7 +75,7 @@ def test_the_average_is_the_encoded_weighted_mean_in_the_given_order(codec: str)
         assert squares[peer] == pytest.approx(both.square().sum().item(), rel=1e-3)
 
 
-def test_only_included_contributions_count_and_the_first_of_each_sender() -> None:
+def test_reducer_averages_the_first_contribution_of_each_included_member_only() -> None:
     layout, reducer = new_reducer(senders="abc")
     reducer.take("b", parts(layout, vector(9), (0, 2)))
     assert torch.equal(decode_first(layout, reducer.average(["b"])[0]), vector(1)[:4096])
@@ -101,7 +101,7 @@ def invalid(layout: ChunkLayout) -> Mapping[str, tuple[str, dict[int, bytes], st
 
 
 @pytest.mark.parametrize("case", invalid(layout_of()))
-def test_an_invalid_contribution_is_refused(case: str) -> None:
+def test_reducer_refuses_an_invalid_contribution(case: str) -> None:
     layout, reducer = new_reducer()
     sender, given, code = invalid(layout)[case]
     with pytest.raises(PeerError) as caught:
@@ -109,14 +109,14 @@ def test_an_invalid_contribution_is_refused(case: str) -> None:
     assert caught.value.code == code
 
 
-def test_a_valid_contribution_is_accepted() -> None:
+def test_reducer_accepts_a_valid_contribution() -> None:
     layout, reducer = new_reducer()
     reducer.check("a", parts(layout, vector(0), (0, 2)))
     Reducer(layout, [], WEIGHTS, NORMS).check("a", {})
 
 
 @pytest.mark.timeout(20)
-def test_collect_waits_for_all_live_members_that_were_not_refused() -> None:
+def test_reducer_waits_for_all_live_members_that_were_not_refused() -> None:
     async def main() -> None:
         layout, reducer = new_reducer()
         alive = {"a", "b", "c"}
@@ -136,11 +136,11 @@ def test_collect_waits_for_all_live_members_that_were_not_refused() -> None:
     asyncio.run(main())
 
 
-def test_chunk_hashes_differ() -> None:
+def test_different_chunks_have_different_hashes() -> None:
     assert chunk_hash(b"x") != chunk_hash(b"y") and len(chunk_hash(b"")) == 32
 
 
-def test_contributions_are_clipped_by_their_signed_norms() -> None:
+def test_reducer_clips_contributions_by_their_signed_norms() -> None:
     layout = layout_of()
     reducer = Reducer(layout, [0], dict.fromkeys("abc", 1), {"a": 1.0, "b": 1.0, "c": 8.0})
     for peer in "abc":
@@ -150,7 +150,7 @@ def test_contributions_are_clipped_by_their_signed_norms() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp16"])
-def test_the_norm_of_a_layout_matches_the_sums_of_squares_of_the_reducers(codec: str) -> None:
+def test_norm_of_a_contribution_matches_the_sums_of_squares_of_the_reducers(codec: str) -> None:
     layout = layout_of(codec)
     chunks = list(parts(layout, vector(0), range(3)).values())
     norm = layout.norm(chunks)
@@ -166,7 +166,7 @@ def test_the_norm_of_a_layout_matches_the_sums_of_squares_of_the_reducers(codec:
     assert is_norm_misdeclared(1.0, [float("nan")]) and is_norm_misdeclared(1.0, [float("inf")])
 
 
-def test_a_mean_is_limited_by_its_norm_bound() -> None:
+def test_a_mean_that_exceeds_its_norm_bound_is_detected() -> None:
     assert not exceeds_norm_bound(2.0, 2.0, 0.0) and not exceeds_norm_bound(0.0, 0.0, 0.0)
     assert exceeds_norm_bound(2.0, 1.99, 1e-3)
     assert exceeds_norm_bound(math.nan, 1e9, 0.25) and exceeds_norm_bound(math.inf, 1e9, 0.25)

@@ -1,4 +1,4 @@
-"""The reference: real processes under torchrun agree with each other and with members in one process."""
+"""Reference processes under torchrun agree with each other and with members in one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def reference(preset: Path, stream_ids: list[str], *options: str) -> list[dict[s
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_agree_and_equal_two_members_in_one(preset: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_two_reference_processes_agree_with_two_members_in_one(preset: Path, corpus: Corpus, tmp_path: Path) -> None:
     out = tmp_path / "end.safetensors"
     lines = reference(preset, ["b", "a"], "--out", str(out))
     by_stream = {name: [line for line in lines if line["stream_id"] == name] for name in ("a", "b")}
@@ -105,8 +105,8 @@ def test_two_processes_agree_and_equal_two_members_in_one(preset: Path, corpus: 
         assert file.metadata()["digest"] == digests["a"][-1]
 
 
-def test_members_follow_the_algorithm(corpus: Corpus) -> None:
-    """Two members and three rounds without the reference's code, every number written out."""
+def test_reference_members_follow_the_algorithm_with_every_number_written_out(corpus: Corpus) -> None:
+    """The test computes two members and three rounds without the code of the reference."""
     run = RunConfig.model_validate(RUN)
     codec = Fp16()
     anchor, momentum = flatten(build_model(run.model, seed=0)), torch.tensor(0.0)
@@ -135,7 +135,7 @@ def in_chunks(codec: Fp16, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([codec.decode(codec.encode(part), len(part)) for part in x.split(BLOCK)])
 
 
-def test_training_starts_from_given_parameters(preset: Path, corpus: Corpus, tmp_path: Path, capfd: Any) -> None:
+def test_reference_starts_from_given_parameters(preset: Path, corpus: Corpus, tmp_path: Path, capfd: Any) -> None:
     (node,) = members(corpus, ["a"])
     save(node.state, tmp_path / "start.safetensors")
     arguments = ["--preset-file", str(preset), "--rounds", "1", "--device", "cpu", "--stream-ids", "a"]
@@ -147,7 +147,7 @@ def test_training_starts_from_given_parameters(preset: Path, corpus: Corpus, tmp
     assert given == state_digest(node.state) != drawn
 
 
-def test_presets_are_toml_or_json_with_or_without_the_run_table(tmp_path: Path, preset: Path) -> None:
+def test_reference_reads_presets_in_toml_or_json_with_or_without_the_run_table(tmp_path: Path, preset: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text("[run.round]\ninner_steps = 7\n")
     bare = tmp_path / "bare.json"
@@ -157,13 +157,13 @@ def test_presets_are_toml_or_json_with_or_without_the_run_table(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("text", ["{", '{"run": {"no_such_key": 1}}'])
-def test_a_bad_preset_ends_with_exit_code_2(tmp_path: Path, text: str, capfd: Any) -> None:
+def test_reference_ends_with_exit_code_2_after_a_bad_preset(tmp_path: Path, text: str, capfd: Any) -> None:
     file = tmp_path / "run.json"
     file.write_text(text)
     assert main(["--preset-file", str(file), "--rounds", "1", "--stream-ids", "a"]) == 2
     assert "no preset that can be read" in capfd.readouterr().err
 
 
-def test_each_process_needs_a_stream_id(preset: Path, capfd: Any) -> None:
+def test_reference_needs_one_stream_id_for_each_process(preset: Path, capfd: Any) -> None:
     assert main(["--preset-file", str(preset), "--rounds", "1", "--stream-ids", "a", "b"]) == 2
     assert "1 processes need" in capfd.readouterr().err

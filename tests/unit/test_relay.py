@@ -1,4 +1,4 @@
-"""A relay's circuits on in-memory streams: limits, and the order of closing."""
+"""Tests of a relay's circuits on in-memory streams: their limits, and the order in which they close."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def end(*tasks: asyncio.Task[None]) -> None:
 
 
 @in_loop
-async def test_bytes_pass_both_ways_until_the_caller_closes() -> None:
+async def test_relay_passes_bytes_both_ways_until_the_caller_closes() -> None:
     bench = RelayBench()
     circuit = bench.ask()
     bench.from_caller.feed_data(b"question")
@@ -123,7 +123,7 @@ async def test_bytes_pass_both_ways_until_the_caller_closes() -> None:
 
 
 @in_loop
-async def test_caller_that_still_writes_gets_the_answer_of_a_closed_target() -> None:
+async def test_relayed_caller_that_still_writes_gets_the_answer_of_a_closed_target() -> None:
     bench = RelayBench()
     circuit = bench.ask()
     bench.from_target.feed_data(b"too long")
@@ -138,7 +138,7 @@ async def test_caller_that_still_writes_gets_the_answer_of_a_closed_target() -> 
 
 
 @in_loop
-async def test_slow_target_slows_the_caller() -> None:
+async def test_relay_slows_the_caller_to_the_speed_of_a_slow_target() -> None:
     bench = RelayBench()
     bench.to_target.gate.clear()
     circuit = bench.ask()
@@ -152,7 +152,7 @@ async def test_slow_target_slows_the_caller() -> None:
 
 
 @in_loop
-async def test_circuit_ends_after_the_calls_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relay_ends_a_circuit_after_the_timeout_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "HANDSHAKE_S", 0.1)
     bench = RelayBench()
     await bench.ask((TARGET, HELLO, 0.1))
@@ -160,7 +160,7 @@ async def test_circuit_ends_after_the_calls_timeout(monkeypatch: pytest.MonkeyPa
 
 
 @in_loop
-async def test_first_bytes_have_priority_and_the_rest_is_limited() -> None:
+async def test_first_bytes_of_a_circuit_have_priority_and_the_rest_is_rate_limited() -> None:
     bench = RelayBench()
     bench.upload_limiter.limit(1.0)
     circuit = bench.ask()
@@ -175,8 +175,8 @@ async def test_first_bytes_have_priority_and_the_rest_is_limited() -> None:
 
 
 @in_loop
-async def test_many_short_circuits_keep_to_the_limit() -> None:
-    """Each circuit carries less than its free bytes. Measured after the first second."""
+async def test_many_short_circuits_together_keep_to_the_rate_limit_of_the_relay() -> None:
+    """Each circuit carries less than its free bytes. The rate is measured after the first second."""
     bench = RelayBench()
     bench.upload_limiter.limit(4.0)
     clock = asyncio.get_running_loop().time
@@ -221,7 +221,7 @@ WRONG = {
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=list(WRONG))
 @in_loop
-async def test_malformed_request_is_refused(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relay_refuses_a_malformed_request(content: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.transport.framing.LINGER_S", 0.05)
     bench = RelayBench()
     await bench.ask(content)
@@ -230,7 +230,7 @@ async def test_malformed_request_is_refused(content: object, monkeypatch: pytest
 
 @pytest.mark.parametrize("sends_request", [True, False])
 @in_loop
-async def test_stranger_is_refused_with_a_reason_before_its_request_is_read(sends_request: bool) -> None:
+async def test_relay_refuses_a_stranger_with_a_reason_before_it_reads_the_request(sends_request: bool) -> None:
     bench = RelayBench()
     bench.refusal = PeerError("only for peers of the run", code="stranger")
     circuit = bench.ask() if sends_request else bench.carry()
@@ -243,7 +243,7 @@ async def test_stranger_is_refused_with_a_reason_before_its_request_is_read(send
 
 @pytest.mark.parametrize("callers", [["caller"] * PER_CALLER, [f"peer {i}" for i in range(MAX_CIRCUITS)]])
 @in_loop
-async def test_circuits_are_limited_per_caller_and_in_total(callers: list[str]) -> None:
+async def test_relay_limits_its_circuits_per_caller_and_in_total(callers: list[str]) -> None:
     bench = RelayBench()
     bench.fill(callers)
     circuit = await bench.ask_and_wait()
@@ -252,7 +252,7 @@ async def test_circuits_are_limited_per_caller_and_in_total(callers: list[str]) 
 
 
 @in_loop
-async def test_silent_caller_holds_no_circuit_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_caller_holds_no_circuit_of_the_relay_and_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "REQUEST_S", 0.1)
     bench = RelayBench()
     silent = bench.carry()
@@ -264,7 +264,7 @@ async def test_silent_caller_holds_no_circuit_and_times_out(monkeypatch: pytest.
 
 
 @in_loop
-async def test_pending_requests_are_limited() -> None:
+async def test_relay_limits_the_pending_requests_of_a_caller() -> None:
     bench = RelayBench()
     bench.relay._pending["caller"] = PER_CALLER
     circuit = await bench.ask_and_wait()
@@ -273,7 +273,7 @@ async def test_pending_requests_are_limited() -> None:
 
 
 @in_loop
-async def test_full_relay_ends_an_idle_circuit_of_the_largest_holder() -> None:
+async def test_full_relay_ends_an_idle_circuit_of_the_caller_with_most_circuits() -> None:
     bench = RelayBench()
     idle = await bench.ask_and_wait()
     (first,) = bench.relay._circuits
@@ -289,7 +289,7 @@ async def test_full_relay_ends_an_idle_circuit_of_the_largest_holder() -> None:
 
 
 @in_loop
-async def test_idle_circuit_survives_while_there_is_room() -> None:
+async def test_idle_circuit_survives_while_the_relay_has_room() -> None:
     bench = RelayBench()
     circuit = await bench.ask_and_wait()
     (held,) = bench.relay._circuits

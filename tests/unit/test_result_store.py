@@ -1,4 +1,4 @@
-"""Committed rounds on disk: how many are kept, and what the next start finds."""
+"""The number of committed rounds that stay on the disk, and what the next start finds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def put(store: ResultStore, number: int) -> list[bytes]:
 
 
 def rounds_in(folder: Path) -> set[str]:
-    """The heads of the rounds whose proof and chunks are both in the folder, and nothing else is."""
+    """The heads of the rounds in the folder. Each of them must have both its proof and its chunks."""
     found = [{path.stem.removeprefix(kind) for path in folder.glob(f"{kind}*")} for kind in ("proof-", "results-")]
     assert found[0] == found[1]
     return found[0]
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> ResultStore:
     return ResultStore(tmp_path / "cache")
 
 
-def test_the_newest_rounds_are_kept(tmp_path: Path, store: ResultStore) -> None:
+def test_result_store_keeps_the_newest_rounds(tmp_path: Path, store: ResultStore) -> None:
     assert store.get(bytes(32)) is None
     for number, chunks in enumerate([put(store, number) for number in range(KEPT_ROUNDS + 3)]):
         for chunk in (chunks[0], chunks[2]):
@@ -54,7 +54,7 @@ def test_the_newest_rounds_are_kept(tmp_path: Path, store: ResultStore) -> None:
     assert store.get(bytes(32)) is None
 
 
-def test_more_rounds_are_kept_for_a_peer_that_replays_from_an_older_state(tmp_path: Path, store: ResultStore) -> None:
+def test_result_store_keeps_more_rounds_for_peers_with_an_older_state(tmp_path: Path, store: ResultStore) -> None:
     assert store.set_retention(100, None) == KEPT_ROUNDS == store.set_retention(100, 99)
     assert store.set_retention(100, 80) == 21
     assert store.set_retention(1000, 3) == MAX_KEPT_ROUNDS
@@ -66,7 +66,7 @@ def test_more_rounds_are_kept_for_a_peer_that_replays_from_an_older_state(tmp_pa
     assert len(rounds_in(tmp_path / "cache")) == KEPT_ROUNDS
 
 
-def test_rounds_that_a_peer_is_replaying_are_kept(tmp_path: Path) -> None:
+def test_result_store_keeps_rounds_that_a_peer_is_replaying(tmp_path: Path) -> None:
     now_s = [0.0]
     store = ResultStore(tmp_path / "cache", clock=lambda: now_s[0])
     store.set_retention(20, 0)
@@ -82,14 +82,14 @@ def test_rounds_that_a_peer_is_replaying_are_kept(tmp_path: Path) -> None:
     assert store.set_retention(100, None) == KEPT_ROUNDS
 
 
-def test_equal_chunks_are_found_in_each_round(tmp_path: Path, store: ResultStore) -> None:
+def test_a_chunk_that_two_stored_rounds_share_is_found(tmp_path: Path, store: ResultStore) -> None:
     zero = bytes(64)
     store.put(proof_of([zero, zero], 0), [zero, zero])
     store.put(proof_of([zero], 1), [zero])
     assert store.get(chunk_hash(zero)) == zero
 
 
-def test_the_next_start_finds_the_rounds_with_their_proofs(tmp_path: Path) -> None:
+def test_a_restarted_node_finds_its_stored_rounds_with_their_proofs(tmp_path: Path) -> None:
     store = ResultStore(tmp_path)
     one, two = [b"one" * 50, b"", b"one" * 50], [b"two"]
     first = proof_of(one, 0)
@@ -123,7 +123,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_removed_by_the_next_start(tmp_path: Path, damage: str) -> None:
+def test_a_restarted_node_removes_a_stored_round_with_a_damaged_file(tmp_path: Path, damage: str) -> None:
     store = ResultStore(tmp_path)
     kept, damaged = put(store, 1), put(store, 2)
     proof = max(tmp_path.glob("proof-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_removed_by_the_next_start(tmp_path: Path, damage: str
     assert again.get(chunk_hash(kept[0])) == kept[0] and again.get(chunk_hash(damaged[0])) is None
 
 
-def test_a_damaged_chunk_is_not_loaded_and_a_missing_file_has_no_chunks(tmp_path: Path) -> None:
+def test_a_damaged_stored_chunk_is_not_loaded_and_chunks_of_a_missing_file_are_not_found(tmp_path: Path) -> None:
     chunks = [b"x" * 100]
     proof, store = proof_of(chunks, 0), ResultStore(tmp_path)
     store.put(proof, chunks)
@@ -146,7 +146,9 @@ def test_a_damaged_chunk_is_not_loaded_and_a_missing_file_has_no_chunks(tmp_path
     assert store.get(chunk_hash(chunks[0])) is None
 
 
-def test_a_write_error_is_logged(tmp_path: Path, store: ResultStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_to_store_a_round_is_logged(
+    tmp_path: Path, store: ResultStore, caplog: pytest.LogCaptureFixture
+) -> None:
     old = put(store, 1)[0]
     shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
     with caplog.at_level(logging.WARNING):
@@ -156,7 +158,7 @@ def test_a_write_error_is_logged(tmp_path: Path, store: ResultStore, caplog: pyt
     assert store.get(chunk_hash(b"x")) is None and store.get(chunk_hash(old)) == old
 
 
-def test_a_full_quota_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_round_that_exceeds_the_disk_quota_is_not_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quota = Quota(tmp_path, 9e6, tmp_path / "text")
     store = ResultStore(tmp_path / "cache", room=quota.room)
     old, large = put(store, 1)[0], [bytes(2_000_000)]
@@ -180,7 +182,7 @@ def test_a_vote_and_its_chunks_survive_a_crash(tmp_path: Path) -> None:
     assert again.load_ballot("cd" * 32) is None, "a ballot of another round is of no use"
 
 
-def test_a_later_promise_keeps_the_vote(tmp_path: Path) -> None:
+def test_saving_a_later_promise_keeps_the_stored_vote(tmp_path: Path) -> None:
     chunks = [b"one"]
     store = ResultStore(tmp_path)
     store.save_ballot(ballot_of(chunks), chunks)
@@ -190,7 +192,7 @@ def test_a_later_promise_keeps_the_vote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["chunk", "missing", "cut"])
-def test_a_promise_survives_although_the_chunks_of_the_vote_do_not(tmp_path: Path, damage: str) -> None:
+def test_a_promise_survives_a_crash_even_if_the_chunks_of_the_vote_do_not(tmp_path: Path, damage: str) -> None:
     chunks = [b"one", b"two"]
     store = ResultStore(tmp_path)
     store.save_ballot(ballot_of(chunks), chunks)
@@ -203,7 +205,7 @@ def test_a_promise_survives_although_the_chunks_of_the_vote_do_not(tmp_path: Pat
     assert loaded is not None and (loaded.number, loaded.led, loaded.accepted) == (3, 1, None)
 
 
-def test_a_damaged_ballot_is_logged_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_stored_ballot_is_logged_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = ResultStore(tmp_path)
     store.save_ballot(SavedBallot(parent=RUN, number=1))
     (tmp_path / "ballot.json").write_bytes(b'{"parent"')

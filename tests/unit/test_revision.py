@@ -1,4 +1,4 @@
-"""The commit of the program: from the file of a build, else from git in a checkout."""
+"""The program's commit comes from the file of a build, or else from git in a checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _fresh() -> None:
     revision.revision.cache_clear()
 
 
-def test_revision_of_a_checkout(tmp_path: Path) -> None:
+def test_revision_of_a_git_checkout_is_its_commit(tmp_path: Path) -> None:
     assert revision._checkout_revision(tmp_path) == ""
     identity = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
     git = ("git", "-C", str(tmp_path), *identity)
@@ -27,7 +27,7 @@ def test_revision_of_a_checkout(tmp_path: Path) -> None:
     assert revision._checkout_revision(tmp_path / "node") == ""
 
 
-def test_the_file_of_a_build_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_file_of_a_build_takes_precedence_over_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "revision.txt").write_text("0123456789ab\n")
     monkeypatch.setattr(revision, "FILE", tmp_path / "revision.txt")
     assert revision.revision() == "0123456789ab"

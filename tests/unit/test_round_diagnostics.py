@@ -50,7 +50,7 @@ def session(mode: str, policy: str, upload_bytes_s: float) -> Any:
     ],
     ids=["blocking", "overlapped", "by the clock", "a lone node needs no uplink"],
 )
-def test_the_expected_utilization(
+def test_expected_utilization_is_computed_from_step_time_uplink_and_sync_mode(
     mode: str, policy: str, upload_bytes_s: float, round_s: float | None, step_s: float, members: int, expected: float
 ) -> None:
     tip: Any = SimpleNamespace(round=3, inner_steps=100, round_s=round_s)
@@ -67,14 +67,14 @@ def test_the_expected_utilization(
         (0.1, 1e6, record_with(0)),
     ],
 )
-def test_without_measurements_no_utilization_is_expected(
+def test_expected_utilization_is_unknown_without_measurements(
     step_s: float | None, upload_bytes_s: float, record: RoundRecord
 ) -> None:
     tip: Any = SimpleNamespace(round=3, inner_steps=100, round_s=None)
     assert expected_utilization(session("blocking", "steps", upload_bytes_s), tip, step_s, record) is None
 
 
-def test_the_notice_lasts_from_the_third_excluded_round_to_the_next_included_contribution() -> None:
+def test_exclusion_notice_lasts_from_the_third_excluded_round_to_the_next_inclusion() -> None:
     notice = ExclusionNotice(SyncConfig())
     for _ in range(NOTICE_ROUNDS - 1):
         assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK) is None
@@ -87,7 +87,7 @@ def test_the_notice_lasts_from_the_third_excluded_round_to_the_next_included_con
     assert notice.round_over(worked=True, included=False, needs=SLOW_UPLINK) is None
 
 
-def test_rounds_that_a_node_did_not_work_for_do_not_count() -> None:
+def test_rounds_for_which_a_node_did_not_work_cause_no_exclusion_notice() -> None:
     notice = ExclusionNotice(SyncConfig())
     assert [notice.round_over(worked=False, included=False, needs=SLOW_UPLINK) for _ in range(9)] == [None] * 9
 
@@ -119,5 +119,5 @@ LAST_HELP = "Longer rounds would help; the founder chooses them."
     ],
     ids=["connection", "connection, int4 overlapped", "machine", "neither"],
 )
-def test_the_exclusion_notice_gives_its_figures_and_a_remedy(needs: Needs, sync: SyncConfig, expected: str) -> None:
+def test_exclusion_notice_gives_its_figures_and_a_remedy(needs: Needs, sync: SyncConfig, expected: str) -> None:
     assert explain_exclusion(3, needs, sync) == expected

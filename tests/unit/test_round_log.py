@@ -1,4 +1,4 @@
-"""The round log: blocked time by stage, and the exclusion notice over several trainers."""
+"""The round log divides blocked time by stage, and keeps the exclusion notice over several trainers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ STAGES = {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.5}
         (99.0, {"rendezvous": 1.0, "reduce": 60.0, "commit": 2.0, "apply": 0.75}),
     ],
 )
-def test_blocked_time_is_the_end_of_the_round(blocked_s: float, blocked: dict[str, float]) -> None:
+def test_blocked_time_is_assigned_to_the_last_stages_of_a_round(blocked_s: float, blocked: dict[str, float]) -> None:
     split = split_by_stage(STAGES, blocked_s=blocked_s, apply_s=0.25)
     assert {stage: total_s for stage, (total_s, _) in split.items()} == STAGES | {"apply": 0.75}
     assert {stage: seconds for stage, (_, seconds) in split.items()} == pytest.approx(blocked)
 
 
-def test_round_of_others_has_no_stages() -> None:
+def test_round_in_which_the_node_took_no_part_has_no_stages() -> None:
     assert split_by_stage({}, blocked_s=0.0, apply_s=0.25) == {}
 
 
-def test_exclusion_is_counted_over_a_rejoin_until_the_node_is_included() -> None:
+def test_exclusions_are_counted_over_a_rejoin_until_the_node_is_included() -> None:
     notices: list[str] = []
     session: Any = SimpleNamespace(swarm=SimpleNamespace(view=MemberSnapshot()))
     reporter: Any = SimpleNamespace(notice=lambda _code, text: notices.append(text))
@@ -46,7 +46,7 @@ def test_exclusion_is_counted_over_a_rejoin_until_the_node_is_included() -> None
     exclusion = ExclusionNotice(SyncConfig())
 
     def end_round(included: bool) -> None:
-        """Each round has its own log, as of a new trainer."""
+        """End a round with a log of its own, as after a restart of the trainer."""
         done: Any = SimpleNamespace(included=included, fetch_s=1.0)
         log = RoundLog(session, reporter, counters, exclusion)
         log.update_exclusion_notice(done, worked=True, round_s=9.0, step_s=1.0)

@@ -1,4 +1,4 @@
-"""Leader order, quorums, closing a group, and shares of reducers. Time is an argument."""
+"""Tests of leader order, quorums, closing a group, and the shares of reducers. Time is an argument."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def at(
     is_overdue: bool = False,
     left_out: str = "",
 ) -> GroupVerdict:
-    """The verdict at `now_s` seconds after the first became ready. Peers are letters.
+    """The verdict `now_s` seconds after the first member became ready. Each letter is a peer.
 
-    `elsewhere`: members that live and have moved on to a later round.
+    The members in `elsewhere` are live and have moved on to a later round.
     """
     seen = Gathering(
         ready=dict.fromkeys(ready, 1),
@@ -118,7 +118,9 @@ ONE_HEAVY = {"a": 1000, "b": 10, "c": 10, "d": 10}
         (at(TIME, "ab", "abcd", now_s=1e9), False, False, "waiting_for_peers"),
     ],
 )
-def test_judge_closes_the_group_as_the_table_says(verdict: GroupVerdict, close: bool, quorum: bool, code: str) -> None:
+def test_group_closes_when_all_members_are_ready_or_when_a_quorum_has_waited_long_enough(
+    verdict: GroupVerdict, close: bool, quorum: bool, code: str
+) -> None:
     assert (verdict.close, verdict.has_quorum, verdict.code) == (close, quorum, code)
     assert code in WAITING_CODES
     assert verdict.reason.endswith(".")
@@ -135,7 +137,7 @@ def test_judge_closes_the_group_as_the_table_says(verdict: GroupVerdict, close: 
 def test_two_disjoint_groups_never_both_close(
     live: set[str], last: dict[str, int], policy: str, min_peers: int, rng: random.Random
 ) -> None:
-    """If both leaders see the same peers, and at least one contributor to the last round."""
+    """This holds if both leaders see the same peers, and at least one contributor to the last round."""
     first = {peer for peer in sorted(live) if rng.random() < 0.5}
     second = live - first
     rule = ClosingRule(policy, min_peers, 0.5)  # type: ignore[arg-type]
@@ -151,10 +153,10 @@ LETTERS = st.sets(st.sampled_from("abcdefgh"))
 
 
 @given(LETTERS.filter(bool), LETTERS, LETTERS, LETTERS, LETTERS)
-def test_two_quorums_share_a_member_unless_half_are_believed_dead(
+def test_two_quorums_share_a_member_unless_half_of_the_members_are_believed_dead(
     last: set[str], one: set[str], one_lives: set[str], other: set[str], other_lives: set[str]
 ) -> None:
-    """Independent of which members the two leaders believe to be live."""
+    """This holds whichever members the two leaders believe to be live."""
     quorums = [
         electorate(last, all_live).is_quorum(members) for members, all_live in ((one, one_lives), (other, other_lives))
     ]
@@ -164,7 +166,7 @@ def test_two_quorums_share_a_member_unless_half_are_believed_dead(
 
 
 @given(LETTERS, LETTERS, LETTERS)
-def test_all_live_members_are_a_quorum_that_shares_a_live_member_with_others(
+def test_all_live_members_are_a_quorum_that_shares_a_live_member_with_other_quorums(
     last: set[str], quorum: set[str], all_live: set[str]
 ) -> None:
     assert electorate(last, all_live).is_quorum(all_live)
@@ -189,7 +191,7 @@ def test_the_leader_does_not_depend_on_the_order_of_the_peers(peers: set[str], p
     assert leader_of(parent, sorted(peers), attempt) == order[attempt % len(order)]
 
 
-def test_leaving_does_not_change_the_order_of_the_other_leaders() -> None:
+def test_a_peer_that_leaves_does_not_change_the_leader_order_of_the_others() -> None:
     peers = [f"peer{i}" for i in range(50)]
     order = leader_order("parent", peers)
     for gone in peers:
@@ -204,7 +206,7 @@ def test_members_lead_equally_often() -> None:
 
 
 @given(st.integers(0, 256), st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
-def test_chunks_are_assigned_in_proportion_to_capacity(chunks: int, capacities: list[float]) -> None:
+def test_chunks_are_assigned_to_reducers_in_proportion_to_their_capacity(chunks: int, capacities: list[float]) -> None:
     if sum(capacities) <= 0:
         with pytest.raises(ValueError, match="capacity"):
             chunk_owners(chunks, capacities)
@@ -215,7 +217,7 @@ def test_chunks_are_assigned_in_proportion_to_capacity(chunks: int, capacities: 
         assert abs(owners.count(index) - chunks * capacity / sum(capacities)) <= 1.0 + 1e-6
 
 
-def test_equal_reducers_get_equal_shares() -> None:
+def test_reducers_of_equal_capacity_get_equal_shares_of_the_chunks() -> None:
     assert chunk_owners(8, [1, 1, 1, 1]) == (0, 0, 1, 1, 2, 2, 3, 3)
     assert chunk_owners(1, [1, 1, 1]).__len__() == 1
     assert chunk_owners(10, [0, 1]) == (1,) * 10
@@ -233,10 +235,10 @@ class Crowd:
         self._rng = rng
 
     def round(self, live: Sequence[str], round_s: float) -> tuple[float, list[str]]:
-        """Seconds from the anchor to the closed group, and the group."""
+        """Return the seconds from the anchor until the group closes, and the group."""
         ready_at_s = {peer: round_s * self._rng.uniform(1.0, 1.02) for peer in live}
         for peer in self._rng.sample(list(live), len(live) // 50):
-            ready_at_s[peer] = round_s * 10  # A few stall.
+            ready_at_s[peer] = round_s * 10  # These peers stall.
         opened_at_s = min(ready_at_s.values())
         quorum_at_s: float | None = None
         now_s = opened_at_s
@@ -255,7 +257,7 @@ class Crowd:
             assert now_s < 2 * round_s, verdict
 
 
-def test_a_thousand_peers_close_rounds_in_time() -> None:
+def test_a_thousand_simulated_peers_close_rounds_in_time() -> None:
     rng = random.Random(0)
     crowd = Crowd(1000, rng)
     live, began_s = list(crowd.peers), time.thread_time()
@@ -289,12 +291,12 @@ def test_a_thousand_peers_close_rounds_in_time() -> None:
         ([1e8, 1.0], [1.0, 2.0**-10]),
     ],
 )
-def test_capacities_follow_declared_uplinks(declared: list[float], shares: list[float]) -> None:
+def test_capacities_of_reducers_follow_their_declared_uplinks(declared: list[float], shares: list[float]) -> None:
     assert capacities(declared) == shares
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=40))
-def test_capacities_are_powers_of_two_in_the_order_of_uplinks(declared: list[float]) -> None:
+def test_capacities_of_reducers_are_powers_of_two_in_the_order_of_their_uplinks(declared: list[float]) -> None:
     shares = capacities(declared)
     assert len(shares) == len(declared) and max(shares) == 1.0 and min(shares) > 0
     assert all(math.log2(share).is_integer() for share in shares)
@@ -303,7 +305,7 @@ def test_capacities_are_powers_of_two_in_the_order_of_uplinks(declared: list[flo
 
 
 @given(st.lists(st.floats(1e6, 1.999e6), min_size=1, max_size=16), st.integers(1, 300))
-def test_measurement_noise_keeps_shares_equal(declared: list[float], chunks: int) -> None:
+def test_uplinks_that_differ_by_less_than_a_factor_of_two_give_equal_shares(declared: list[float], chunks: int) -> None:
     assert chunk_owners(chunks, capacities(declared)) == chunk_owners(chunks, [1.0] * len(declared))
 
 
@@ -312,7 +314,7 @@ def test_measurement_noise_keeps_shares_equal(declared: list[float], chunks: int
     [
         ("ab", "abc", "abc", "", True),  # more than half of the last contributors
         ("abc", "abcde", "de", "", True),  # the same, but all of them are dead
-        ("a", "abc", "abc", "", False),  # they would know of it
+        ("a", "abc", "abc", "", False),  # the other contributors would know of it
         ("a", "ab", "b", "a", True),  # one of two went on alone: no contradiction
         ("a", "abc", "ac", "b", False),
         ("a", "abc", "b", "ac", True),  # most are in a later round
@@ -329,11 +331,11 @@ def test_a_certificate_is_believed_unless_most_contributors_contradict_it(
     assert electorate(last, here + moved).believes(votes, moved) is expected
 
 
-def test_before_the_first_record_a_quorum_is_more_than_half_of_the_members() -> None:
+def test_quorum_before_the_first_record_is_more_than_half_of_the_members() -> None:
     assert electorate("", "abc").is_quorum("ab") and not electorate("", "abc").is_quorum("a")
 
 
-def test_without_living_contributors_a_quorum_is_more_than_half_of_the_members() -> None:
+def test_quorum_without_living_contributors_is_more_than_half_of_the_members() -> None:
     assert electorate("xyz", "abc").is_quorum("ab") and not electorate("xyz", "abc").is_quorum("a")
 
 
@@ -356,13 +358,13 @@ ALL, WITHOUT_D = ("a", "b", "c", "d"), ("a", "b", "c")
         (3, [WITHOUT_D], "d", ""),
     ],
 )
-def test_every_third_round_waits_for_recently_excluded_members(
+def test_every_third_round_waits_for_members_that_were_recently_excluded(
     round_: int, recent: list[tuple[str, ...]], joined: str, expected: str
 ) -> None:
     assert left_out(round_, recent, joined) == frozenset(expected)
 
 
-def test_a_depositary_has_a_much_faster_uplink() -> None:
+def test_a_depositary_has_a_much_faster_uplink_than_its_depositor() -> None:
     rates = {"a": 1e7, "b": 1e6, "c": 1e7, "d": 3.9e5, "me": 1e7, "e": 4e5}
     assert set(depositaries("me", "parent", 1e5, rates)) == {"a", "b", "c", "e"}
     assert depositaries("me", "parent", 0.0, rates) == [], "its own rate is unknown"
@@ -402,5 +404,5 @@ def test_members_on_slow_uplinks_lead_last() -> None:
         ({"a": 1e7, "b": 2.5e6, "c": 1e7}, "b"),
     ],
 )
-def test_slow_uplinks_are_relative_to_the_median(uplinks: dict[str, float], slow: str) -> None:
+def test_uplinks_are_slow_in_comparison_with_the_median_uplink(uplinks: dict[str, float], slow: str) -> None:
     assert slow_uplinks(uplinks) == frozenset(slow)

@@ -1,4 +1,4 @@
-"""Learning rate, round length, progress."""
+"""Tests of the learning rate, the round length and the progress of a round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.
     ("tokens", "share"),
     [(0, 0.0), (25, 0.25), (99, 0.99), (100, 1.0), (600, 0.55), (1100, 0.1), (1101, 0.1), (10**15, 0.1)],
 )
-def test_learning_rate_at_its_corners(tokens: int, share: float) -> None:
+def test_learning_rate_has_the_expected_values_at_the_corners_of_its_schedule(tokens: int, share: float) -> None:
     assert rate(tokens) == pytest.approx(4e-4 * share, rel=1e-12)
 
 
@@ -45,7 +45,7 @@ def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
     assert rate(-3) == 0.0
 
 
-def test_swarm_tokens_inside_a_round() -> None:
+def test_swarm_tokens_within_a_round_are_interpolated_up_to_its_end() -> None:
     assert swarm_tokens_at(1000, 0.0, 400) == 1000
     assert swarm_tokens_at(1000, 0.25, 400) == 1100
     assert swarm_tokens_at(1000, 1.0, 400) == swarm_tokens_at(1000, 7.5, 400) == 1400
@@ -53,7 +53,7 @@ def test_swarm_tokens_inside_a_round() -> None:
     assert isinstance(swarm_tokens_at(0, 1 / 3, 100), int)
 
 
-def test_a_late_joiner_trains_at_the_rate_of_the_others() -> None:
+def test_a_late_joiner_trains_at_the_learning_rate_of_the_others() -> None:
 
     def rate_after(steps: int, of: int) -> float:
         done = progress("steps", inner_step=steps, inner_steps=of, elapsed_s=0.0, round_s=None)
@@ -65,24 +65,24 @@ def test_a_late_joiner_trains_at_the_rate_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("seconds", "median"), [([2.0], 2.0), ([1.0, 9e5], 1.0), ([3.0, 1.0, 2.0], 2.0), ([1.0, 2.0, 3.0, 4.0], 2.0)]
 )
-def test_a_round_lasts_h_median_steps(seconds: list[float], median: float) -> None:
+def test_a_round_lasts_as_long_as_the_inner_steps_of_the_median_member(seconds: list[float], median: float) -> None:
     assert round_seconds(seconds, 500) == 500 * median
     assert round_seconds(seconds[::-1], 500) == 500 * median
 
 
 @pytest.mark.parametrize("false", [LEAST_STEP_S, MOST_STEP_S, 9e5, 1e-300])
-def test_a_minority_cannot_move_the_round_length_beyond_the_times_of_the_others(false: float) -> None:
+def test_a_minority_cannot_move_the_round_length_beyond_the_step_times_of_the_others(false: float) -> None:
     assert 10.0 <= round_seconds([1.0, 1.1, false], 10) <= 11.0
     assert 10.0 <= round_seconds([1.0, 1.1, 1.05, false, false], 10) <= 11.0
 
 
-def test_a_round_is_at_most_four_times_as_long_or_as_short_as_the_one_before() -> None:
+def test_round_length_changes_by_at_most_a_factor_of_four_from_round_to_round() -> None:
     assert [round_seconds([s], 10, 20.0) for s in (1e-300, 0.6, 7.9, 9e5)] == [5.0, 6.0, 79.0, 80.0]
     assert round_seconds([9e5], 500) == 4.5e8, "where no length is known yet"
 
 
-def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
-    """So a typical member does H steps, even if it needs long until the first of them."""
+def test_time_to_fetch_and_apply_a_result_is_part_of_the_round_length() -> None:
+    """The round is longer by this time, so a typical member still makes all of its H inner steps."""
     assert round_seconds([1.0, 1.0], 10, None, [9.0, 8.0]) == 18.0
     assert round_seconds([1.0, 1.0, 1.0], 10, None, [0.1, 8.0, 0.2]) == 10.2, "one slow link does not change it"
     assert round_seconds([1.0, 1.0], 10, None, [0.0, 9e5]) == 10.0, "one of two cannot stretch it"
@@ -90,7 +90,7 @@ def test_the_time_to_fetch_and_apply_is_part_of_a_round() -> None:
 
 
 @pytest.mark.parametrize("settle", [-1.0, float("nan"), float("inf")])
-def test_invalid_settle_times_are_refused(settle: float) -> None:
+def test_round_length_refuses_invalid_settle_times(settle: float) -> None:
     with pytest.raises(ValueError, match="Settle"):
         round_seconds([1.0], 10, None, [settle])
 
@@ -116,17 +116,19 @@ def test_invalid_settle_times_are_refused(settle: float) -> None:
         (58.0, 1.0, 40.0, False),
     ],
 )
-def test_no_step_is_started_that_would_end_too_late(elapsed_s: float, step_s: float, lead_s: float, due: bool) -> None:
+def test_member_starts_no_inner_step_that_would_end_too_late_for_its_round(
+    elapsed_s: float, step_s: float, lead_s: float, due: bool
+) -> None:
     assert is_time_up(elapsed_s, round_s=100.0, step_s=step_s, grace_s=10.0, lead_s=lead_s) is due
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0], [float("nan")], [float("inf")], [1.0, -1.0]])
-def test_invalid_step_times_are_refused(seconds: list[float]) -> None:
+def test_round_length_refuses_invalid_step_times(seconds: list[float]) -> None:
     with pytest.raises(ValueError, match=r"median"):
         round_seconds(seconds, 10)
 
 
-def test_progress_by_policy() -> None:
+def test_progress_of_a_round_is_measured_in_steps_or_in_time_by_its_policy() -> None:
     assert progress("steps", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=10.0) == 0.25
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=5.0, round_s=10.0) == 0.5
     assert progress("time", inner_step=5, inner_steps=20, elapsed_s=99.0, round_s=None) == 0.25
@@ -137,18 +139,18 @@ def test_progress_by_policy() -> None:
     ("transfers", "expected"),
     [([0.0, 0.0], 100), ([5.0, 8.0], 100), ([5.0, 16.0], 200), ([0.0, 16.1], 202), ([1e5, 1.0], 400)],
 )
-def test_h_grows_until_the_slowest_transfer_fits(transfers: list[float], expected: int) -> None:
+def test_number_of_inner_steps_grows_until_the_slowest_transfer_fits(transfers: list[float], expected: int) -> None:
     """A typical step takes 0.1 s; a transfer may take 80 % of the inner phase."""
     assert fitting_steps([0.1, 0.3], transfers, least=100, most=400) == expected
 
 
 @pytest.mark.parametrize("step_s", [5e-324, 1e-300, LEAST_STEP_S, MOST_STEP_S, 1.7e308])
 @pytest.mark.parametrize("transfer_s", [0.0, 5e-324, 1e6, 1.7e308])
-def test_h_is_within_its_bounds_for_any_claimed_times(step_s: float, transfer_s: float) -> None:
+def test_number_of_inner_steps_stays_within_its_bounds_for_any_claimed_times(step_s: float, transfer_s: float) -> None:
     assert 100 <= fitting_steps([step_s], [transfer_s], least=100, most=400) <= 400
 
 
-def test_the_outer_learning_rate_follows_the_contributors_as_published() -> None:
+def test_outer_learning_rate_follows_the_number_of_contributors_as_published() -> None:
     assert [published_outer_lr(n) for n in (1, 2, 4, 8)] == pytest.approx([0.4, 0.6, 0.6, 0.8])
     assert published_outer_lr(0.5) == published_outer_lr(1)
     assert published_outer_lr(64) == 0.8

@@ -23,7 +23,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_socket_folder_is_short_private_and_per_data_folder(tmp_path: Path, base: Path) -> None:
+def test_socket_folder_has_a_short_path_and_is_private_and_differs_per_data_folder(tmp_path: Path, base: Path) -> None:
     one, other = open_sockets(tmp_path / "one"), open_sockets(tmp_path / "other")
     assert one.path != other.path and one.path.parent == base
     assert len(str(one.path / "p2pclient-0123456789a.sock")) < 100
@@ -33,7 +33,7 @@ def test_socket_folder_is_short_private_and_per_data_folder(tmp_path: Path, base
     assert list(base.iterdir()) == []
 
 
-def test_folder_of_a_killed_process_is_cleaned(tmp_path: Path, base: Path) -> None:
+def test_socket_folder_of_a_killed_process_is_cleaned_by_the_next_start(tmp_path: Path, base: Path) -> None:
     code = (
         "import sys, time, tempfile\nfrom pathlib import Path\n"
         "from node.swarm.transport.p2pd import open_sockets\n"
@@ -56,7 +56,7 @@ def test_folder_of_a_killed_process_is_cleaned(tmp_path: Path, base: Path) -> No
     assert list(base.iterdir()) == []
 
 
-def test_folder_that_is_not_private_is_not_used(tmp_path: Path, base: Path) -> None:
+def test_socket_folder_that_is_not_private_is_not_used(tmp_path: Path, base: Path) -> None:
     folder = open_sockets(tmp_path)
     path = folder.path
     folder.close()
@@ -73,7 +73,7 @@ def test_folder_that_is_not_private_is_not_used(tmp_path: Path, base: Path) -> N
     linked.close()
 
 
-def test_closing_twice_is_allowed(tmp_path: Path) -> None:
+def test_socket_folder_may_be_closed_twice(tmp_path: Path) -> None:
     folder: SocketFolder = open_sockets(tmp_path)
     folder.close()
     folder.close()

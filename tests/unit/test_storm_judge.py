@@ -1,4 +1,4 @@
-"""The storm's judge on storms made up by hand: what counts as live, as committed, as growth, as a fork."""
+"""Tests of the judge of a storm test, on observations that are made up by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def calm_storm() -> StormObservations:
-    """Four nodes that commit a round every 10 s, round r at 10 (r + 1); the storm lasts from 20 s to 100 s."""
+    """Four nodes commit round r at 10 (r + 1) s. The storm lasts from 20 s to 100 s."""
     seen = StormObservations({"nodes": 4, "minutes": 80 / 60, "fault_every_s": 80.0, "seed": 1, "cores": 2})
     seen.began_s, seen.calm_s, seen.ended_s = 20.0, 100.0, 120.0
     for name in NAMES:
@@ -49,13 +49,13 @@ def calm_storm() -> StormObservations:
 
 
 def away(seen: StormObservations, name: str, from_s: float, to_s: float) -> None:
-    """It starts anew all this time, and commits nothing."""
+    """Let a node be in the phase `starting` all this time, and commit nothing."""
     node = seen.nodes[name]
     node.looks = [replace(k, phase="starting") if from_s <= k.at_s < to_s else k for k in node.looks]
     node.commits = [c for c in node.commits if not from_s <= c.at_s < to_s]
 
 
-def test_calm_storm_keeps_every_promise() -> None:
+def test_storm_without_faults_keeps_every_promise() -> None:
     judge = Judge(calm_storm())
     pairs = judge.pairs()
     assert [r.number for r in judge.rounds] == list(range(2, 10))
@@ -63,14 +63,14 @@ def test_calm_storm_keeps_every_promise() -> None:
     assert judge.usual_s() == LENGTH_S and judge.forks() == {} and judge.damaged() == [] and judge.agree_at_end()
 
 
-def test_live_node_that_misses_a_round_counts_against_us() -> None:
+def test_judge_of_a_storm_counts_a_round_that_a_live_node_misses() -> None:
     seen = calm_storm()
     seen.nodes["b"].commits = [c for c in seen.nodes["b"].commits if c.round != 5]
     missed = [pair for pair in Judge(seen).pairs() if not pair.committed]
     assert [(pair.node, pair.round) for pair in missed] == [("b", 5)]
 
 
-def test_replay_counts_within_the_next_round_and_not_later() -> None:
+def test_replayed_round_counts_as_committed_only_within_the_next_round() -> None:
     seen = calm_storm()
     commits = seen.nodes["b"].commits
     commits[5] = ObservedCommit(69.0, 5, "h5", "d5", "skipped", included=False)
@@ -80,7 +80,7 @@ def test_replay_counts_within_the_next_round_and_not_later() -> None:
     assert not pairs["b", 6].committed
 
 
-def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> None:
+def test_hurt_node_counts_as_live_again_when_it_is_at_most_one_round_behind() -> None:
     seen = calm_storm()
     seen.hurts.append(ObservedFault("c", "kill worker", 33.0, 33.0))
     away(seen, "c", 33.0, 52.0)
@@ -89,7 +89,7 @@ def test_hurt_node_is_not_live_until_it_is_back_at_most_one_round_behind() -> No
     assert all(pair.committed for pair in Judge(seen).pairs())
 
 
-def test_word_of_the_dead_worker_is_no_return() -> None:
+def test_old_status_of_a_dead_worker_does_not_count_as_a_return_of_its_node() -> None:
     seen = calm_storm()
     seen.hurts.append(ObservedFault("c", "kill p2pd", 33.0, 33.0))
     away(seen, "c", 43.0, 52.0)
@@ -97,7 +97,7 @@ def test_word_of_the_dead_worker_is_no_return() -> None:
     assert (down.from_s, down.to_s) == (33.0, 52.0), "it says that it trains until 43 s"
 
 
-def test_node_that_does_not_come_back_counts_as_live_again() -> None:
+def test_hurt_node_that_does_not_return_in_time_counts_as_live_again() -> None:
     seen = calm_storm()
     seen.hurts.append(ObservedFault("c", "kill worker", 21.0, 21.0))
     away(seen, "c", 21.0, 200.0)
@@ -107,7 +107,7 @@ def test_node_that_does_not_come_back_counts_as_live_again() -> None:
     assert [pair.round for pair in judge.pairs() if not pair.committed] == [9]
 
 
-def test_kill_is_timed_to_the_last_survivors_commit() -> None:
+def test_recovery_from_a_kill_is_timed_to_the_commit_of_the_last_survivor() -> None:
     seen = calm_storm()
     seen.hurts.append(ObservedFault("d", "kill supervisor", 36.0, None))
     seen.nodes["d"].commits = seen.nodes["d"].commits[:3]
@@ -115,7 +115,7 @@ def test_kill_is_timed_to_the_last_survivors_commit() -> None:
     assert Judge(seen).kills() == [(8.0, LENGTH_S)]
 
 
-def test_forks_and_damage_are_distinguished() -> None:
+def test_judge_of_a_storm_distinguishes_forks_planned_damage_and_other_damage() -> None:
     seen = calm_storm()
     seen.nodes["a"].commits[4] = ObservedCommit(50.0, 4, "other", "dx", "complete", included=True)
     seen.nodes["b"].commits[6] = ObservedCommit(70.0, 6, "h6", "damaged", "complete", included=True)
@@ -129,7 +129,7 @@ def test_forks_and_damage_are_distinguished() -> None:
     assert "digests that differ without planned damage" in failed
 
 
-def test_damage_in_a_burst_of_replayed_rounds_is_one_and_damage_that_lasts_is_not() -> None:
+def test_planned_damage_may_affect_a_burst_of_replayed_rounds_but_may_not_last() -> None:
     for seconds, planned in (
         ((88.0, 88.1, 88.2, 88.3), [True] * 4),
         ((50.0, 60.0, 70.0, 80.0), [True, True, False, False]),
@@ -143,7 +143,7 @@ def test_damage_in_a_burst_of_replayed_rounds_is_one_and_damage_that_lasts_is_no
         assert [is_planned for *_, is_planned in Judge(seen).damaged()] == planned
 
 
-def test_nodes_apart_at_the_end_do_not_agree() -> None:
+def test_nodes_with_different_digests_at_the_end_of_a_storm_do_not_agree() -> None:
     seen = calm_storm()
     look = seen.at_end["d"]
     seen.at_end["d"] = StatusSample(look.at_s, "training", look.round, look.head, "another")
@@ -151,7 +151,7 @@ def test_nodes_apart_at_the_end_do_not_agree() -> None:
 
 
 @pytest.mark.parametrize(("per_minute", "passes"), [(0.0, True), (0.004, False)])
-def test_growth_fails_above_five_percent(per_minute: float, passes: bool) -> None:
+def test_memory_growth_above_five_percent_fails_the_storm(per_minute: float, passes: bool) -> None:
     base = 100_000_000
     samples = [(5.0 * i, round(base * (1 + per_minute * i / 12)), 40) for i in range(240)]
     growth = grown(ProcessSamples("a", "worker", 1, samples))
@@ -162,7 +162,7 @@ def test_growth_fails_above_five_percent(per_minute: float, passes: bool) -> Non
     assert grown(ProcessSamples("a", "worker", 1, samples[:50])) is None, "too short a life"
 
 
-def test_handles_that_pile_up_fail() -> None:
+def test_growing_number_of_open_handles_fails_the_storm() -> None:
     samples = [(5.0 * i, 100, 40 + i // 4) for i in range(120)]
     growth = grown(ProcessSamples("a", "worker", 1, samples))
     assert growth is not None
@@ -170,7 +170,7 @@ def test_handles_that_pile_up_fail() -> None:
     assert handles.passed is False
 
 
-def test_observations_are_reloaded_from_their_file_and_reported(tmp_path: Path) -> None:
+def test_storm_observations_are_reloaded_from_their_file_and_reported(tmp_path: Path) -> None:
     seen = calm_storm()
     seen.hurts.append(ObservedFault("d", "kill p2pd", 36.0, 36.0))
     seen.save(tmp_path / "seen.json")
@@ -181,7 +181,7 @@ def test_observations_are_reloaded_from_their_file_and_reported(tmp_path: Path) 
     assert report(seen, tmp_path) == 1
 
 
-def test_future_and_departed_members_do_not_count_as_absent() -> None:
+def test_members_before_their_start_and_after_they_left_do_not_count_as_absent() -> None:
     seen = calm_storm()
     seen.nodes["e"] = NodeObservations("e", looks=[replace(k) for k in seen.nodes["a"].looks if k.at_s > 95])
     seen.hurts += [ObservedFault("e", "start", 0.0, 90.0), ObservedFault("d", "stall at reduce", 33.0, 35.0)]
@@ -193,11 +193,11 @@ def test_future_and_departed_members_do_not_count_as_absent() -> None:
     assert {pair.round for pair in judge.pairs() if pair.node == "d"} == {2}
 
 
-def test_percentiles() -> None:
+def test_percentile_is_an_observed_value_or_nan_if_there_are_no_values() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([1.0, 2.0], 1.0) == 2.0
     assert math.isnan(percentile([], 0.5))
 
 
 @pytest.mark.parametrize("arm", [arm for some in ARMS.values() for arm in some])
-def test_every_planned_fault_is_one_that_nodes_know(arm: str) -> None:
+def test_every_fault_that_a_storm_plans_is_known_to_nodes(arm: str) -> None:
     assert parse_faults(arm.format(3)).plan[0].round == 3

@@ -1,4 +1,4 @@
-"""The worker's link to the supervisor: reports of unsaved work."""
+"""The worker reports unsaved work over its link to the supervisor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from node.worker_protocol import Beat, Stop, Unsaved, decode_worker_message
 WAIT_S = 10.0
 
 
-def test_unsaved_work_is_reported_after_a_stop_while_the_main_thread_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reports_unsaved_work_after_a_stop_while_its_main_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "BEAT_S", 0.05)
     worker_end, supervisor_end = socket.socketpair()
     supervisor_end.settimeout(WAIT_S)

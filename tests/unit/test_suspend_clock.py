@@ -7,7 +7,7 @@ import pytest
 from node.swarm.suspend_clock import JUST_RESUMED_S, SUSPENDED_S, SuspendClock
 
 
-def test_clock_runs_while_it_is_read() -> None:
+def test_suspend_clock_runs_normally_while_it_is_read_often() -> None:
     now_s = 100.0
     clock = SuspendClock(lambda: now_s)
     for _ in range(50):
@@ -15,7 +15,7 @@ def test_clock_runs_while_it_is_read() -> None:
         assert clock() == pytest.approx(now_s)
 
 
-def test_suspended_time_does_not_count() -> None:
+def test_suspend_clock_does_not_count_suspended_time() -> None:
     now_s = 100.0
     clock = SuspendClock(lambda: now_s)
     began_s = clock()
@@ -27,7 +27,7 @@ def test_suspended_time_does_not_count() -> None:
     assert clock() == pytest.approx(began_s + 1.5)
 
 
-def test_just_resumed_for_a_moment_after_suspension() -> None:
+def test_suspend_clock_says_for_a_moment_that_the_process_has_just_resumed() -> None:
     now_s = 100.0
     clock = SuspendClock(lambda: now_s)
     assert not clock.just_resumed()

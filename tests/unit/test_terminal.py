@@ -36,23 +36,23 @@ def write_address(folder: Path, address: object) -> None:
     (folder / "api-token").write_text("T" * 43 + "\n")
 
 
-def test_the_live_line_while_training() -> None:
+def test_live_line_shows_round_sync_loss_and_speed_while_training() -> None:
     line = rendered(make_status())
     for part in ("training", "round 4", "sync in 1 min 05 s", "loss 2.500", "1,234 tokens/s", "2 training"):
         assert part in line
 
 
 @pytest.mark.parametrize("width", [20, 60, 120])
-def test_the_live_line_is_one_line(width: int) -> None:
+def test_live_line_is_one_line_in_every_phase_and_width(width: int) -> None:
     for phase in Phase:
         assert rendered(make_status(phase, reason="The disk [is] full. " * 9), width).count("\n") == 1
 
 
-def test_other_phases_show_the_reason_verbatim() -> None:
+def test_live_line_shows_the_reason_verbatim_in_other_phases_than_training() -> None:
     assert "No peers [yet] answer." in rendered(make_status(Phase.CONNECTING, reason="No peers [yet] answer."))
 
 
-def test_link_and_invite_are_printed_once_when_known(tmp_path: Path) -> None:
+def test_dashboard_link_and_invite_are_printed_once_when_they_are_known(tmp_path: Path) -> None:
     out = io.StringIO()
     with LiveView(Console(file=out, width=40), tmp_path, line=False, pid=7) as view:
         view.update(make_status())
@@ -64,7 +64,7 @@ def test_link_and_invite_are_printed_once_when_known(tmp_path: Path) -> None:
     assert out.getvalue() == f"Dashboard: {URL}/#token={'T' * 43}\nInvite: {long_invite}\n"
 
 
-def test_an_invite_that_works_from_further_away_is_printed_again(tmp_path: Path) -> None:
+def test_an_invite_is_printed_again_when_it_works_from_further_away(tmp_path: Path) -> None:
     out = io.StringIO()
     near, far = (
         make_status(invite="diloco1-near", note="Works only on this network."),
@@ -80,7 +80,7 @@ def test_an_invite_that_works_from_further_away_is_printed_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("code", ["not_tested", "not_reached", "reached"])
-def test_reachability(code: str) -> None:
+def test_status_text_shows_reachability_and_its_reason(code: str) -> None:
     reachability = "direct" if code == "reached" else "none"
     update = {"reachability": reachability, "reachability_code": code, "reachability_reason": "At 1.2.3.4:5."}
     text = describe(make_status().model_copy(update=update))
@@ -88,7 +88,7 @@ def test_reachability(code: str) -> None:
     assert "At 1.2.3.4:5." in text
 
 
-def test_reachability_is_not_tested_at_first() -> None:
+def test_status_text_says_at_first_that_reachability_is_not_tested_yet() -> None:
     assert Report().reachability_code == "not_tested"
     assert "reachable: not tested yet" in describe(make_status())
 
@@ -97,7 +97,7 @@ def test_reachability_is_not_tested_at_first() -> None:
     ("address", "link"),
     [({"url": URL, "pid": 7}, f"{URL}/#token={'T' * 43}"), ({"url": URL, "pid": 6}, ""), ([], ""), ({}, "")],
 )
-def test_the_link_is_that_of_this_process(tmp_path: Path, address: object, link: str) -> None:
+def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Path, address: object, link: str) -> None:
     write_address(tmp_path, address)
     assert dashboard_link(tmp_path, pid=7) == link
 

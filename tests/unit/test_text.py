@@ -1,4 +1,4 @@
-"""Text from files and data sets: the same tokens in every format, no document twice or skipped, and clear errors."""
+"""Text from files and data sets has the same tokens in every format, repeats no document, and gives clear errors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_no_document_repeats_before_all_are_read(tmp_path: Path, files: int) -> 
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 40])
-def test_a_reader_continues_after_the_last_batch_that_was_taken(tmp_path: Path, at: int) -> None:
+def test_a_text_reader_continues_after_the_last_batch_that_was_taken(tmp_path: Path, at: int) -> None:
     split_into(tmp_path / "files", 5)
     first = reader(tmp_path, "json:files/*.jsonl")
     whole = take(reader(tmp_path, "json:files/*.jsonl"), at + 20)
@@ -116,13 +116,13 @@ def test_a_reader_continues_after_the_last_batch_that_was_taken(tmp_path: Path, 
     assert torch.equal(take(reader(tmp_path, "json:files/*.jsonl", state=state), 20), whole[at * B :])
 
 
-def test_peers_read_the_shards_in_different_orders(tmp_path: Path) -> None:
+def test_peers_read_the_shards_of_a_text_in_different_orders(tmp_path: Path) -> None:
     split_into(tmp_path / "files", 60)
     one, two = (take(reader(tmp_path, "json:files/*.jsonl", peer=peer), 10) for peer in ("one", "two"))
     assert not torch.equal(one, two)
 
 
-def test_rows_of_sources_follow_their_weights(tmp_path: Path) -> None:
+def test_number_of_rows_from_each_text_source_follows_its_weight(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_text(tmp_path / name, [name * 5000])
     rows = take(reader(tmp_path, "text:a.txt", "text:b.txt", weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT), 40)
@@ -130,7 +130,7 @@ def test_rows_of_sources_follow_their_weights(tmp_path: Path) -> None:
     assert share == pytest.approx(0.75, abs=0.01)
 
 
-def test_held_out_documents_are_the_same_for_all_and_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_documents_are_the_same_for_all_peers_and_never_trained_on(tmp_path: Path) -> None:
     write_json(tmp_path / "many", [f"document number {i:05} of many." for i in range(400)])
     run = run_of("json:many.jsonl", batches=2, held_out_one_in=10)
     dataset = open_text(run, tmp_path, tmp_path / "cache")
@@ -145,7 +145,7 @@ def test_held_out_documents_are_the_same_for_all_and_never_trained_on(tmp_path: 
     assert not [name for name in names if f"number {name} of" in text]
 
 
-def test_a_validation_source_leaves_all_of_the_text_to_training(tmp_path: Path) -> None:
+def test_all_of_the_training_text_is_read_if_there_is_a_validation_source(tmp_path: Path) -> None:
     write_json(tmp_path / "train", ["train " * 20] * 9)
     write_json(tmp_path / "validation", ["valid " * 20] * 9)
     run = run_of("json:train.jsonl", batches=1, held_out_source="json:validation.jsonl", held_out_one_in=2)
@@ -155,7 +155,7 @@ def test_a_validation_source_leaves_all_of_the_text_to_training(tmp_path: Path) 
     assert "train" in decode(take(dataset.reader("run", "p"), 1))
 
 
-def test_the_union_of_a_hundred_peers_is_that_of_independent_orders() -> None:
+def test_a_hundred_peers_together_read_as_many_shards_as_independent_random_orders() -> None:
     shards, rng = 1024, np.random.default_rng(0)
     read, missed = set(), 1.0
     for peer in range(100):
@@ -185,7 +185,7 @@ def test_a_manifest_cannot_name_files_outside_the_text_folder(source: str) -> No
         run_of("text:a.txt", tokenizer=source.partition(":")[2] if source.startswith("text") else source)
 
 
-def test_a_source_with_changed_files_is_read_from_the_beginning(
+def test_text_source_with_changed_files_is_read_from_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     split_into(tmp_path / "files", 40)
@@ -218,19 +218,19 @@ def error_of(folder: Path, *sources: str, **data: Any) -> str:
         ("body.jsonl", b'{"url": "x", "body": "abc"}\n', "json:body.jsonl", "no column 'text', but url, body"),
     ],
 )
-def test_missing_and_bad_files_are_errors_with_a_remedy(
+def test_missing_and_bad_text_files_are_errors_with_a_remedy(
     tmp_path: Path, name: str, content: bytes, source: str, error: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert error in error_of(tmp_path, source)
 
 
-def test_a_column_can_be_named(tmp_path: Path) -> None:
+def test_a_text_source_can_name_the_column_of_its_text(tmp_path: Path) -> None:
     write_json(tmp_path / "other", ["abc"], field="body")
     assert take(reader(tmp_path, "json:other.jsonl?field=body", held_out_one_in=NONE_HELD_OUT), 1).shape == (B, T + 1)
 
 
-def test_a_damaged_file_among_whole_ones_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_text_file_among_intact_ones_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(40):
         write_text(tmp_path / f"whole{i}", ["whole " * 30])
     (tmp_path / "latin.txt").write_bytes("äöü".encode("latin-1") * 20)
@@ -238,7 +238,7 @@ def test_a_damaged_file_among_whole_ones_is_left_out(tmp_path: Path, caplog: pyt
     assert "left out" in caplog.text and "utf-8" in caplog.text
 
 
-def test_an_unreachable_hub_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def unreachable(*_: Any, **__: Any) -> None:
@@ -248,7 +248,7 @@ def test_an_unreachable_hub_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert "cannot be reached" in error_of(tmp_path, "hub:some/where")
 
 
-def test_without_the_package_datasets_only_the_built_in_text_can_be_read(
+def test_only_the_built_in_text_can_be_read_without_the_package_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -260,12 +260,12 @@ def test_without_the_package_datasets_only_the_built_in_text_can_be_read(
 @pytest.mark.parametrize(
     "source", ["", "hub:", "ftp:somewhere", "builtin:poems", "hub:a/b?color=red", "text:a?field=b"]
 )
-def test_invalid_sources_are_refused(source: str) -> None:
+def test_invalid_text_sources_are_refused(source: str) -> None:
     with pytest.raises(ValueError, match="in sources"):
         run_of(source)
 
 
-def test_the_built_in_text_cannot_be_combined_and_weights_must_match() -> None:
+def test_built_in_text_must_be_the_only_source_and_each_source_needs_a_weight() -> None:
     with pytest.raises(ValueError, match="must be the only source"):
         run_of("builtin:python-stdlib", "text:a.txt")
     with pytest.raises(ValueError, match="as there are sources"):

@@ -1,4 +1,4 @@
-"""The TLS probe on valid and false certificates, other servers, and p2pd."""
+"""Tests of the TLS probe on valid and false certificates, on other servers, and on p2pd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def signed_key(public_key: bytes, signature: bytes) -> bytes:
 def certificate(
     extension: Callable[[bytes], bytes] | None,
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Self-signed; `extension` makes the SignedKey from the certificate's own public key."""
+    """A self-signed certificate. `extension` makes the SignedKey from the certificate's own public key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name, now = x509.Name([]), dt.datetime.now(dt.UTC)
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
@@ -56,7 +56,7 @@ def proof_of(identity: Identity) -> Callable[[bytes], bytes]:
     return lambda spki: signed_key(protobuf_key(identity), identity.key.sign(SIGNED_PREFIX + spki))
 
 
-def test_certificate_yields_the_signers_peer_id() -> None:
+def test_valid_libp2p_certificate_yields_the_peer_id_of_its_signer() -> None:
     identity = new_identity()
     assert peer_id_of(certificate(proof_of(identity))[0].public_bytes(Encoding.DER)) == identity.peer_id
 
@@ -75,13 +75,13 @@ FALSE_CERTIFICATES: dict[str, Callable[[bytes], bytes] | None] = {
 
 
 @pytest.mark.parametrize("what", FALSE_CERTIFICATES)
-def test_false_certificate_is_refused(what: str) -> None:
+def test_false_libp2p_certificate_is_refused(what: str) -> None:
     with pytest.raises(PeerError) as caught:
         peer_id_of(certificate(FALSE_CERTIFICATES[what])[0].public_bytes(Encoding.DER))
     assert caught.value.code == "not_libp2p"
 
 
-def test_parsers_raise_only_peer_errors() -> None:
+def test_certificate_parsers_raise_only_peer_errors() -> None:
     good = signed_key(protobuf_key(IDENTITY), bytes(64))
     assert read_signed_key(good) == (protobuf_key(IDENTITY), bytes(64))
     whole = certificate(proof_of(IDENTITY))[0].public_bytes(Encoding.DER)
@@ -137,26 +137,26 @@ async def as_endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 @pytest.mark.parametrize("answer", [as_web_server, as_hanging_up, as_endless], ids=lambda answer: answer.__name__)
 @in_loop
-async def test_other_servers_are_not_libp2p(answer: Any) -> None:
+async def test_tls_probe_reports_servers_of_other_protocols_as_not_libp2p(answer: Any) -> None:
     async with await listen(answer) as server:
         assert await why_nobody(server.sockets[0].getsockname()[1]) == "not_libp2p"
 
 
 @in_loop
-async def test_silent_listener_times_out() -> None:
+async def test_tls_probe_of_a_silent_listener_times_out() -> None:
     async with await listen(as_silent) as server:
         assert await why_nobody(server.sockets[0].getsockname()[1], 0.3) == "timeout"
 
 
 @in_loop
-async def test_closed_port_is_refused() -> None:
+async def test_tls_probe_reports_a_closed_port_as_refused() -> None:
     async with await listen(as_silent) as server:
         port = server.sockets[0].getsockname()[1]
     assert await why_nobody(port) == "refused"
 
 
 @in_loop
-async def test_p2pd_is_identified(tmp_path: Path) -> None:
+async def test_tls_probe_identifies_p2pd_by_its_peer_id(tmp_path: Path) -> None:
     key = tmp_path / "identity.key"
     peer_id = load_identity(key).peer_id
     async with await listen(as_silent) as server:

@@ -9,7 +9,7 @@ from node.swarm.allreduce.uplink_estimator import KEPT_ROUNDS, MIN_BYTES, NEEDED
 MB = 1_000_000
 
 
-def test_estimate_needs_several_rounds_of_large_sends() -> None:
+def test_uplink_estimate_needs_several_rounds_of_large_sends() -> None:
     uplink = UplinkEstimator()
     for number in range(NEEDED_ROUNDS):
         uplink.record_send(f"head {number}", MIN_BYTES - 1, 0.001)
@@ -21,7 +21,7 @@ def test_estimate_needs_several_rounds_of_large_sends() -> None:
     assert uplink.bytes_s == MB
 
 
-def test_rates_of_concurrent_sends_are_added() -> None:
+def test_uplink_estimate_adds_the_rates_of_concurrent_sends() -> None:
     uplink = UplinkEstimator()
     for number in range(NEEDED_ROUNDS):
         for _ in range(3):
@@ -29,7 +29,7 @@ def test_rates_of_concurrent_sends_are_added() -> None:
     assert uplink.bytes_s == pytest.approx(MB)
 
 
-def test_rates_of_different_batches_are_not_added() -> None:
+def test_uplink_estimate_does_not_add_the_rates_of_different_batches() -> None:
     uplink = UplinkEstimator()
     for number in range(NEEDED_ROUNDS):
         for attempt in range(2):
@@ -37,7 +37,7 @@ def test_rates_of_different_batches_are_not_added() -> None:
     assert uplink.bytes_s == pytest.approx(MB)
 
 
-def test_best_recent_round_counts() -> None:
+def test_uplink_estimate_is_the_rate_of_the_best_recent_round() -> None:
     uplink = UplinkEstimator()
     for number, rate in enumerate([0.2, 1.0, 0.1]):
         uplink.record_send(f"head {number}", MB, 1 / rate)
@@ -47,7 +47,7 @@ def test_best_recent_round_counts() -> None:
     assert uplink.bytes_s == pytest.approx(MB / 2)
 
 
-def test_many_small_sends_count_as_a_large_one() -> None:
+def test_uplink_estimate_counts_many_small_sends_as_a_large_one() -> None:
     uplink = UplinkEstimator()
     for number in range(NEEDED_ROUNDS):
         for _ in range(16):
@@ -55,7 +55,7 @@ def test_many_small_sends_count_as_a_large_one() -> None:
     assert uplink.bytes_s == pytest.approx(500_000)
 
 
-def test_newest_rate_is_of_the_newest_round() -> None:
+def test_newest_uplink_rate_is_that_of_the_newest_round_with_large_sends() -> None:
     uplink = UplinkEstimator()
     assert uplink.newest_bytes_s == 0.0
     uplink.record_send("a", MB, 1.0)

@@ -25,7 +25,7 @@ def texts(draw: st.DrawFn) -> str:
 
 
 def moments() -> st.SearchStrategy[datetime]:
-    """Any moment, and many near clock changes."""
+    """Moments of any time, many of them near clock changes."""
     turns = [
         datetime(2026, *moment, tzinfo=UTC) for moment in ((3, 29, 1), (10, 25, 1), (3, 8, 7), (11, 1, 6), (4, 4, 15))
     ]
@@ -63,7 +63,7 @@ def oracle(windows: list[str], zone: str, at: datetime) -> bool:
 @given(st.lists(texts(), max_size=3), st.sampled_from(ZONES), moments())
 @example(["sun 02:00-03:00"], BERLIN, datetime(2026, 3, 28, tzinfo=UTC))
 @example(["sat,sun 00:00-24:00"], BERLIN, datetime(2026, 10, 25, 0, 30, tzinfo=UTC))
-def test_any_moment_agrees_with_the_wall_clock(windows: list[str], zone: str, at: datetime) -> None:
+def test_weekly_hours_agree_with_the_wall_clock_at_any_moment(windows: list[str], zone: str, at: datetime) -> None:
     assert parse_hours(windows, zone).is_active(at) == oracle(windows, zone, at)
 
 
@@ -72,7 +72,7 @@ def test_any_moment_agrees_with_the_wall_clock(windows: list[str], zone: str, at
 @example(["sun 02:10-02:50"], BERLIN, datetime(2026, 3, 28, 12, tzinfo=UTC))
 @example(["sun 02:10-02:50"], BERLIN, datetime(2026, 10, 25, 0, 0, tzinfo=UTC))
 @example(["mon-sun 00:00-24:00"], BERLIN, datetime(2026, 10, 25, 0, 0, tzinfo=UTC))
-def test_the_next_change_is_the_first(windows: list[str], zone: str, at: datetime) -> None:
+def test_next_change_of_weekly_hours_is_the_first_one_that_follows(windows: list[str], zone: str, at: datetime) -> None:
     schedule, now = parse_hours(windows, zone), oracle(windows, zone, at)
     turn = schedule.next_change(at)
     until = turn if turn is not None else at + timedelta(days=8)
@@ -81,14 +81,14 @@ def test_the_next_change_is_the_first(windows: list[str], zone: str, at: datetim
         assert oracle(windows, zone, turn) != now
         assert (turn.second, turn.microsecond) == (0, 0)
         assert oracle(windows, zone, turn - timedelta(seconds=1)) == now or turn - timedelta(seconds=1) < at
-    # Minute by minute would be exact but slow: the next test covers windows of 7 minutes and less.
+    # Steps of a minute would be exact but slow. The next test covers windows of 7 minutes and less.
     moment = at
     while (moment := moment + timedelta(minutes=7)) < until:
         assert oracle(windows, zone, moment) == now, moment
 
 
 @pytest.mark.parametrize("start", [datetime(2026, 10, 24, 20, tzinfo=UTC), datetime(2026, 3, 28, 20, tzinfo=UTC)])
-def test_each_minute_around_clock_changes(start: datetime) -> None:
+def test_weekly_hours_change_at_the_right_minutes_around_clock_changes(start: datetime) -> None:
     texts_ = ["sat,sun 01:57-02:03", "sun 02:30-02:31", "sun 02:59-03:01", "sat 23:59-00:01"]
     schedule = parse_hours(texts_, BERLIN)
     minutes = [start + timedelta(minutes=number) for number in range(12 * 60)]
@@ -101,7 +101,7 @@ def test_each_minute_around_clock_changes(start: datetime) -> None:
     assert len(turns) >= 4
 
 
-def test_moments_are_formatted_for_people() -> None:
+def test_changes_of_weekly_hours_are_formatted_for_people() -> None:
     schedule = parse_hours(["mon-fri 22:00-08:00", "sat,sun 00:00-24:00"], BERLIN)
     at = datetime(2026, 11, 16, 12, tzinfo=ZoneInfo(BERLIN))  # a Monday
     assert not schedule.is_active(at)
@@ -115,7 +115,7 @@ def test_moments_are_formatted_for_people() -> None:
     assert schedule.dated(saturday) == "0:00 on 23 November 2026 (CET)"
 
 
-def test_windows_split_at_commas_are_rejoined() -> None:
+def test_windows_of_hours_that_were_split_at_commas_are_rejoined() -> None:
     assert rejoin_windows(["sat", "sun 00:00-24:00", " mon - fri 22:00 - 08:00"]) == (
         "sat,sun 00:00-24:00",
         "mon - fri 22:00 - 08:00",
@@ -127,12 +127,12 @@ def test_windows_split_at_commas_are_rejoined() -> None:
 @pytest.mark.parametrize(
     "text", ["", "mon", "22:00-08:00", "mon 24:00-03:00", "mon 1:60-2:00", "mon 25:00-26:00", "mo 1:00-2:00", "mon 1-2"]
 )
-def test_an_invalid_window_is_refused_with_the_remedy(text: str) -> None:
+def test_an_invalid_window_of_hours_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="mon"):
         parse_window(text)
 
 
-def test_an_unknown_zone_names_the_nearest() -> None:
+def test_error_for_an_unknown_time_zone_names_the_nearest_one() -> None:
     assert check_zone("") == ""
     with pytest.raises(ValueError, match=r"Europe/Berlin\b"):
         check_zone("Europe/Berln")
@@ -154,7 +154,7 @@ def test_an_unknown_zone_names_the_nearest() -> None:
         ("2030-01-31T07:00:00Z", "2030-01-31T08:00"),
     ],
 )
-def test_moments_are_parsed(text: str, expected: str) -> None:
+def test_moments_are_parsed_from_text_in_the_given_time_zone(text: str, expected: str) -> None:
     zone = ZoneInfo(BERLIN)
     moment = parse_moment(text, datetime(2026, 11, 16, 12, tzinfo=zone), zone)
     assert moment == datetime.fromisoformat(expected).replace(tzinfo=zone)
