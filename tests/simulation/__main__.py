@@ -15,13 +15,9 @@ from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
 SHOWN = 10
-<<<<<<< HEAD
 """Failed seeds that are printed."""
 SUMMED_EVERY = 5000
 """Seeds between two prints of the sums."""
-=======
-"""The number of failed seeds that are printed."""
->>>>>>> prose-tests1
 
 
 @dataclass
