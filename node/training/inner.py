@@ -166,7 +166,9 @@ class InnerLoop:
         self.micro_batch = previous // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        logger.warning("Out of memory with %d sequences at once; continuing with %d.", previous, self.micro_batch)
+        logger.warning(
+            "Out of memory with %d sequences at once. Training continues with %d at once.", previous, self.micro_batch
+        )
 
     def _backward(self, own: Tensor, rows: int, after_micro_batch: Callback = lambda: None) -> Tensor:
         """Add the gradients of this process's share of the mean loss over all rows. Returns that share, fp32 []."""

@@ -71,8 +71,8 @@ def test_a_node_whose_steps_all_overflow_stops_and_sends_nothing(swarm: Swarm) -
 def test_too_little_memory_halves_the_micro_batch(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, START_S)
-    assert "Out of memory with 4 sequences at once; continuing with 2." in node.said()
-    assert "Out of memory with 2 sequences at once; continuing with 1." in node.said()
+    assert "Out of memory with 4 sequences at once. Training continues with 2 at once." in node.said()
+    assert "Out of memory with 2 sequences at once. Training continues with 1 at once." in node.said()
 
 
 def test_too_little_memory_for_one_sequence_ends_with_the_mend(swarm: Swarm) -> None:
@@ -88,7 +88,7 @@ def test_too_little_memory_for_shards_begins_again_with_less(swarm: Swarm) -> No
     node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, 3 * START_S)
     said = node.said()
-    assert "Out of memory with 2 sequences at once" in said and "set devices.micro_batch to that" in said
+    assert "Out of memory with 2 sequences at once" in said and "Set devices.micro_batch to 1" in said
     assert "Traceback" not in said
     assert len(helpers(node)) == 1
 

@@ -83,7 +83,7 @@ class Before:
 
 def round_losses(node: Node) -> list[float]:
     """Losses of the rounds that the node trained for in all its starts, nats per token."""
-    return [float(loss) for loss in re.findall(r"Round \d+: .* loss (\d+\.\d+)", node.said())]
+    return [float(loss) for loss in re.findall(r"Round \d+ is committed.* loss is (\d+\.\d+)", node.said())]
 
 
 @pytest.mark.parametrize("what", ["worker", "p2pd"])
