@@ -161,7 +161,7 @@ def test_a_bad_preset_ends_with_exit_code_2(tmp_path: Path, text: str, capfd: An
     file = tmp_path / "run.json"
     file.write_text(text)
     assert main(["--preset-file", str(file), "--rounds", "1", "--stream-ids", "a"]) == 2
-    assert "no preset that can be read" in capfd.readouterr().err
+    assert "is not a readable preset" in capfd.readouterr().err
 
 
 def test_each_process_needs_a_stream_id(preset: Path, capfd: Any) -> None:
