@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m node.reference --preset-file r.toml --rounds 3 --stream-ids a b --out end.safetensors
 
-One process per stream id; without torchrun, a single one. Rounds are counted by steps, and every member takes part in
-all of them. Each process prints one JSON line a round. A swarm of the same members with policy `steps`, the same run
-id, initial parameters, device and thread count reaches the same digests, as the operations and their order are the
-same.
+torchrun starts one process per stream id; without torchrun there is one process. A round has H steps, and every member
+takes part in all rounds. Each process prints one JSON line a round. A swarm of the same members with policy `steps`,
+the same run id, initial parameters, device and thread count reaches the same digests, as the operations and their order
+are the same.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from node.training.model import build_model, flatten, load_flat_, unit_elements
 
 @dataclass(frozen=True, slots=True)
 class WeightedUpdate:
-    """What one member sends in a round."""
+    """The contribution that one member sends in a round."""
 
     stream_id: str
     weight: int
-    """Tokens it trained on."""
+    """Tokens that the member trained on."""
     encoded: bytes
-    """Its pseudo-gradient, chunk by chunk on the grid of `chunk_bounds`."""
+    """The encoded pseudo-gradient, chunk by chunk on the grid of `chunk_bounds`."""
 
 
 class ReferenceMember:
@@ -64,7 +64,7 @@ class ReferenceMember:
         device: torch.device,
         precision: str,
     ) -> None:
-        """`anchor`: the initial parameters, fp32 [P] on the cpu."""
+        """`anchor` has the initial parameters, fp32 [P] on the cpu."""
         self.state: OuterState = genesis(anchor)
         self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
         self._codec = make_codec(run.sync.codec)
@@ -77,9 +77,9 @@ class ReferenceMember:
         self._last_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * run.round.inner_steps
 
     def contribute(self) -> tuple[WeightedUpdate, float]:
-        """The inner loop: H steps of the inner optimizer from the anchor. Also returns the mean loss, nats per token.
+        """Make H inner steps from the anchor. Returns the contribution and the mean loss in nats per token.
 
-        What is sent is encode(anchor - local), with error feedback encode(anchor - local + residual).
+        The contribution is encode(anchor - local), or with error feedback encode(anchor - local + residual).
         """
         run = self._run
         stream = Stream(self._corpus, self._run_id, self._stream_id, self.state.round + 1)
@@ -99,7 +99,7 @@ class ReferenceMember:
         return contribution, loss
 
     def apply(self, contributions: Sequence[WeightedUpdate]) -> None:
-        """The outer step: the weighted mean in order of stream id, encoded once and decoded, then Nesterov."""
+        """Make the outer step: the weighted mean in order of stream id, encoded and decoded once, then Nesterov."""
         members = sorted(contributions, key=lambda c: c.stream_id)
         weights = [c.weight for c in members]
         scales = clip_scales([self._norm(c) for c in members], weights)
@@ -137,7 +137,7 @@ class ReferenceMember:
 
 
 def gather(own: WeightedUpdate, stream_ids: Sequence[str], device: torch.device) -> list[WeightedUpdate]:
-    """The contributions of all processes. All have the same size and weight, as each made H steps on one model."""
+    """Gather all contributions. They have the same size and weight, as each process made H steps on the same model."""
     if not dist.is_initialized():
         return [own]
     mine = torch.frombuffer(bytearray(own.encoded), dtype=torch.uint8).to(device)
@@ -150,7 +150,7 @@ def gather(own: WeightedUpdate, stream_ids: Sequence[str], device: torch.device)
 
 
 def initial_anchor(run: RunConfig, *, seed: int, file: Path | None, device: torch.device) -> Tensor:
-    """Initial parameters, fp32 cpu [P]: `anchor` of `file`, or drawn from `seed`. All ranks get those of rank 0."""
+    """Read the initial parameters, fp32 cpu [P], from `file`, or draw them from `seed`. All ranks get rank 0's."""
     anchor = load_file(file)["anchor"] if file else flatten(build_model(run.model, seed=seed))
     parameters = sum(unit_elements(run.model))
     if anchor.shape != (parameters,) or anchor.dtype != torch.float32:
@@ -163,17 +163,17 @@ def initial_anchor(run: RunConfig, *, seed: int, file: Path | None, device: torc
 
 
 def read_run(file: Path) -> RunConfig:
-    """The `run` table of a TOML or JSON file, or the whole file if it has none. ConfigError for a bad file."""
+    """Read the `run` table of a TOML or JSON file, or the whole file if it has none. Raises ConfigError."""
     try:
         text = file.read_text(encoding="utf-8")
         raw = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
         return RunConfig.model_validate(raw.get("run", raw))
     except (OSError, json.JSONDecodeError, tomllib.TOMLDecodeError, ValidationError) as exc:
-        raise ConfigError(f"{file} is no preset that can be read: {exc}") from exc
+        raise ConfigError(f"{file} is not a readable preset: {exc}") from exc
 
 
 def save(state: OuterState, file: Path) -> None:
-    """`anchor` and `momentum` as fp32 [P]; round, tokens and digest as metadata."""
+    """Write `anchor` and `momentum`, fp32 [P], with round, tokens and digest as metadata."""
     metadata = {"round": str(state.round), "tokens": str(state.tokens), "digest": state_digest(state)}
     save_file({"anchor": state.anchor, "momentum": state.momentum}, file, metadata)
 
@@ -181,7 +181,7 @@ def save(state: OuterState, file: Path) -> None:
 def run_rounds(
     member: ReferenceMember, rounds: int, exchange: Callable[[WeightedUpdate], list[WeightedUpdate]]
 ) -> None:
-    """DiLoCo, algorithm 1. Prints one line a round."""
+    """Run this many rounds of DiLoCo, algorithm 1. Prints one line a round."""
     for _ in range(rounds):
         own, loss = member.contribute()
         member.apply(exchange(own))
@@ -202,13 +202,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset-file", type=Path, required=True, help="TOML or JSON with [run] tables")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--stream-ids", nargs="+", required=True, help="one per process: the data stream that it reads")
-    parser.add_argument("--run-id", default="0" * 32, help="of the manifest; the data streams depend on it")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters")
+    parser.add_argument("--run-id", default="0" * 32, help="the manifest's run id; the data streams depend on it")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial parameters")
     parser.add_argument("--initial", type=Path, help="safetensors file with the initial parameters as `anchor`")
     parser.add_argument("--out", type=Path, help="safetensors file for the final outer state")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: torch's default")
+    parser.add_argument("--threads", type=int, default=0, help="number of compute threads; 0 means torch's default")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="longest wait for the other processes")
     return parser.parse_args(arguments)
 
@@ -236,7 +236,7 @@ def train(options: argparse.Namespace, rank: int, device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns an exit code as in `node.errors`. Reads rank and world size from torchrun's environment."""
+    """Run one process and return an exit code of `node.errors`. Rank and world size are in torchrun's environment."""
     options = parse_arguments(arguments)
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -245,7 +245,9 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     try:
         if len(set(options.stream_ids)) != world_size or len(options.stream_ids) != world_size:
-            raise UsageError(f"{world_size} processes need as many different --stream-ids, not {options.stream_ids}.")
+            raise UsageError(
+                f"{world_size} processes need {world_size} different --stream-ids, not {options.stream_ids}."
+            )
         if "WORLD_SIZE" in os.environ:
             backend = "nccl" if device.type == "cuda" else "gloo"
             if device.type == "cuda":

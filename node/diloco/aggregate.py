@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 CLIP_RATIO = 2.0
-"""A contribution longer than this many times the median norm is scaled down to it."""
+"""A contribution whose norm exceeds this many times the median norm is scaled down to that limit."""
 SQUARE_ELEMENTS = 2**18
 """Elements that `square_norm` converts to fp64 at a time: 2 MiB, which fits in a core's cache."""
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 def shares(weights: Sequence[int]) -> list[float]:
-    """w_i / sum(w), each rounded to fp32. Weights are tokens; ValueError without weights, or for one below 1."""
+    """Return w_i / sum(w), each rounded to fp32. Weights are tokens. Raises ValueError for none, or for one below 1."""
     if not weights:
         raise ValueError("A mean needs at least one weight.")
     if min(weights) < 1:
@@ -34,10 +34,10 @@ def shares(weights: Sequence[int]) -> list[float]:
 def clip_scales(norms: Sequence[float], weights: Sequence[int]) -> list[float]:
     """min(1, limit_i / norm_i), rounded to fp32, with limit_i = CLIP_RATIO * median(norms) * max(1, w_i / median(w)).
 
-    `norms`: L2 norms of the whole contributions; `weights`: their tokens. A member with more steps than the median may
-    be longer in proportion, because an honest pseudo-gradient grows at most so. Medians are the lower ones, so of two
-    members the smaller counts. A contribution of zeros keeps scale 1. ValueError for a norm that is negative or not
-    finite.
+    `norms` are the L2 norms of the whole contributions, `weights` their tokens. With more tokens than the median, the
+    limit grows in proportion, because an honest pseudo-gradient grows no faster. Medians are the lower ones, so of two
+    members the smaller value counts. A contribution of zeros keeps scale 1. Raises ValueError for a norm that is
+    negative or not finite.
     """
     if not all(math.isfinite(norm) and norm >= 0 for norm in norms):
         raise ValueError("Norms must be finite and not negative.")
@@ -72,10 +72,10 @@ def square_norm(x: Tensor) -> float:
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[int], scales: Sequence[float] | None = None) -> Tensor:
-    """Sum of share_i * scale_i * part_i in the given order, fp32 [n]. The parts, fp32 [n] each, stay as they are.
+    """Return the sum of share_i * scale_i * part_i in the given order, fp32 [n]. The parts, fp32 [n], do not change.
 
-    `scales`: those of `clip_scales`; None: all 1. share_i * scale_i is rounded to fp32 once, before it multiplies.
-    ValueError for parts that differ in shape, number or dtype.
+    `scales` are those of `clip_scales`; None means all 1. share_i * scale_i is rounded to fp32 before it multiplies.
+    Raises ValueError for parts that differ in shape, number or dtype.
     """
     if len(parts) != len(weights) or (scales is not None and len(scales) != len(parts)):
         raise ValueError(f"{len(parts)} parts and {len(weights)} weights do not match.")

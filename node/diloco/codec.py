@@ -37,16 +37,16 @@ class Codec(Protocol):
         """How much encoding may lengthen a vector: L2 norm of the decoded vector divided by the original's, minus 1."""
 
     def encoded_bytes(self, n: int) -> int:
-        """Size of `encode` for any vector of `n` elements."""
+        """Size of what `encode` returns for any vector of `n` elements."""
 
     def encode(self, x: Tensor) -> bytes:
         """Encode `x`, fp32 [n] on any device. Raises ValueError for a value that is not finite."""
 
     def check(self, data: Data, n: int) -> None:
-        """ValueError unless `decode` would give `n` finite values. Cheaper than decoding."""
+        """Raise ValueError unless `decode` would give `n` finite values. Cheaper than decoding."""
 
     def decode(self, data: Data, n: int) -> Tensor:
-        """A new fp32 [n] on the cpu. ValueError unless `data` encodes `n` finite values."""
+        """Return a new fp32 [n] on the cpu. Raises ValueError unless `data` encodes `n` finite values."""
 
 
 class Fp32:
@@ -74,7 +74,7 @@ class Fp32:
 MIN_EXPONENT = -102
 """Smallest scale of fp16 is 2^-102: its least step is then 2^-126, so nothing decodes to a denormal fp32 number."""
 MAX_EXPONENT = 113
-"""Scale that brings 2^128, the end of fp32, to 2^15."""
+"""Exponent of the scale that brings 2^128, the end of fp32, to 2^15."""
 LARGEST_HALF_BITS = 0x7800
 """2^15 as fp16, the largest magnitude that an encoder writes."""
 HEADROOM_BITS = 15
@@ -82,7 +82,7 @@ HEADROOM_BITS = 15
 
 
 class Fp16:
-    """Two bytes an element and one a block: int8 exponents e of all blocks first, then fp16 values v; x is v * 2^e.
+    """Two bytes an element and one a block: int8 exponents e of all blocks, then fp16 values v. x is v * 2^e.
 
     Error bound, with M the largest magnitude of x's block: |x - decoded| <= max(|x| 2^-11, M 2^-39, 2^-127). The first
     is fp16's rounding, the second its least step under the block's scale, the third the smallest scale.
@@ -104,7 +104,7 @@ class Fp16:
         return _to_bytes(torch.from_numpy(exponents.astype(np.int8)), scaled.to(torch.float16))
 
     def check(self, data: Data, n: int) -> None:
-        """Reads the bits: no encoder writes a value above 2^15, so none can overflow its scale."""
+        """Read the bits only. No encoder writes a value above 2^15, so no accepted value can overflow its scale."""
         exponents = self._exponents_of(data, n)
         if n == 0:
             return
@@ -196,7 +196,7 @@ class Blockwise:
     def __init__(self) -> None:
         self._max_scale_bits = _bfloat16_below(FLOAT_MAX / self.top)
         self._safe_scale_bits = _bfloat16_below(FLOAT_MAX / (self.top + 1))
-        """Up to here no code overflows, not even one that no encoder writes (-128, -8)."""
+        """With scales up to this one, no code overflows, not even one that no encoder writes (-128, -8)."""
 
     def encoded_bytes(self, n: int) -> int:
         return _block_count(n, SCALE_BLOCK) * (2 + self.code_bytes)
@@ -255,11 +255,11 @@ class Blockwise:
         return bits
 
     def _write_codes(self, scaled_BE: Tensor, codes: Tensor, scratch_2BE: Tensor) -> None:
-        """Codes uint8 [B, code_bytes] of fp32 elements within -top..top, up to rounding. Overwrites all arguments."""
+        """Write the uint8 codes of fp32 elements within -top..top (up to rounding) to `codes`. Overwrites all arguments."""
         raise NotImplementedError
 
     def _read_codes(self, codes: Tensor, out_BE: Tensor) -> None:
-        """The elements of these codes, in scales."""
+        """Write the elements of these codes, in units of the scale, to `out_BE`."""
         raise NotImplementedError
 
 
@@ -433,7 +433,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of the manifest's `sync.codec`. ValueError for an unknown name."""
+    """Return the codec of the manifest's `sync.codec`. Raises ValueError for an unknown name."""
     if name not in CODECS:
         raise ValueError(f"There is no codec {name!r}: use one of {', '.join(CODECS)}.")
     return CODECS[name]()
@@ -466,12 +466,12 @@ class ErrorFeedback:
         self._next = torch.lerp(self.residual, wanted - decoded, self._beta)
 
     def advance(self) -> None:
-        """The round included the contribution."""
+        """Keep the new residual, because the round included the contribution."""
         if self._next is not None:
             self.residual, self._next = self._next, None
 
     def discard(self) -> None:
-        """The round left the contribution out: all of it is still in the local parameters."""
+        """Discard the new residual. The local parameters still hold all of the contribution, which was excluded."""
         self._next = None
 
 

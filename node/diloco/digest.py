@@ -1,9 +1,9 @@
-"""The digest of the outer state: a hash tree, so that a downloaded slice can be checked alone.
+"""The digest of the outer state is the root of a hash tree, so that a downloaded slice can be checked alone.
 
 Leaves are the BLAKE3 hashes of 4 MiB slices, first of the anchor, then of the momentum (fp32, little-endian); no slice
-covers parts of both. The root is the hash of round, tokens, parameter count and all leaves. The key's context tells
-leaf from root. BLAKE3, because all members hash the whole state in every round: on one Xeon core it does 5.7 GB/s,
-BLAKE2b 1.0, SHA-256 1.4 with the SHA instructions and 0.4 without.
+covers parts of both. The root is the hash of round, tokens, parameter count and all leaves. Leaves and root are hashed
+with different key contexts. BLAKE3 is used because all members hash the whole state in every round: one Xeon core
+hashes 5.7 GB/s with BLAKE3, 1.0 with BLAKE2b, and with SHA-256 1.4 (0.4 without the SHA instructions).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT_CONTEXT = "diloco-node outer state root v1"
 
 
 def leaf_hash(data: bytes | memoryview) -> bytes:
-    """Hash of one slice, 32 bytes."""
+    """The hash of one slice, 32 bytes."""
     return blake3(data, derive_key_context=LEAF_CONTEXT).digest()
 
 
@@ -49,7 +49,7 @@ def leaf_hashes(state: OuterState) -> list[bytes]:
 
 
 def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -> str:
-    """The state's digest from its leaves, 64 hex characters. ValueError where the leaves do not fit the parameters."""
+    """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
     if len(leaves) != 2 * len(leaf_bounds(parameters)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
     root = blake3(derive_key_context=ROOT_CONTEXT)

@@ -5,10 +5,10 @@ T = 2 (n - 1) / n x payload x 8 / R seconds. With C seconds of inner steps betwe
 which the device is stalled at each outer step on any link, the device computes for
 
     C / (C + S + T)         of the time if it waits for the result (`blocking`),
-    C / max(C + S, T)       if it trains meanwhile (`overlapped`, `streaming`): the next transfer waits for the last.
+    C / max(C + S, T)       if it trains meanwhile (`overlapped`, `streaming`), as a transfer waits for the last one.
 
 A member on a slow link contributes to every round if one round of H steps of c seconds has time to fetch one mean, make
-one inner step and send one contribution: a whole payload each way, as such a member reduces nothing. So it needs
+one inner step and send one contribution. It moves a whole payload each way, as it reduces nothing, so it needs
 
     R = 2 x payload x 8 / ((H - 1) c)      bit/s each way if it waits (`blocking`),
     R = 2 x payload x 8 / (H c + S)        if it trains meanwhile.
@@ -44,7 +44,7 @@ def required_link_mbit_s(
 ) -> float:
     """The slowest fully used link, 1e6 bit/s each way, on which a member contributes to every round.
 
-    `inner_steps` (H) of `step_s` seconds make a round. Infinite where a round has no time for any transfer.
+    `inner_steps` (H) of `step_s` seconds make a round. Infinite if a round has no time for any transfer.
     """
     free_s = inner_steps * step_s + stall_s if overlapped else (inner_steps - 1) * step_s
     return transfer_seconds(2 * payload_bytes, 1.0) / free_s if free_s > 0 else math.inf

@@ -2,7 +2,7 @@
 
 Streaming DiLoCo (arXiv 2501.18512) splits the layers into F strided fragments and gives each its own rounds, so a round
 moves only P / F elements. Fragment f has the units f, f + F, f + 2F, .. of the model; a unit is a layer, or everything
-before or after the layers. [P] is the whole vector, [P_f] a fragment: its ranges one after the other.
+before or after the layers. [P] is the whole vector. [P_f] is a fragment, with its ranges one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def strided(unit_elements: Sequence[int], fragments: int) -> list[Ranges]:
-    """The ranges of each fragment of a vector with these unit sizes. ValueError for more fragments than units."""
+    """The ranges of each fragment of a vector with these unit sizes. Raises ValueError if a fragment has no unit."""
     if not 1 <= fragments <= len(unit_elements):
         raise ValueError(f"{len(unit_elements)} units cannot be split into {fragments} fragments.")
     ends = list(accumulate(unit_elements))
@@ -41,7 +41,7 @@ def elements(ranges: Ranges) -> int:
 
 
 def take(vector: Tensor, ranges: Ranges) -> Tensor:
-    """The fragment [P_f] of a vector [P]; a view if it is one range, else a copy."""
+    """Return the fragment [P_f] of a vector [P]. It is a view if the fragment is one range, else a copy."""
     parts = [vector[start:end] for start, end in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -55,7 +55,7 @@ def put_(vector: Tensor, ranges: Ranges, fragment: Tensor) -> None:
 
 
 def step(state: OuterState, ranges: Ranges, mean: Tensor, *, lr: float, momentum: float, tokens: int) -> OuterState:
-    """Apply `outer_step` to one fragment and leave all other elements as they are. `mean`: fp32 [P_f] on the cpu."""
+    """Apply `outer_step` to one fragment and leave all other elements as they are. `mean` is fp32 [P_f] on the cpu."""
     if ranges == ((0, state.anchor.numel()),):
         return outer_step(state, mean, lr=lr, momentum=momentum, tokens=tokens)
     part = OuterState(take(state.anchor, ranges), take(state.momentum, ranges), state.round, state.tokens)

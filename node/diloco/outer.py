@@ -58,7 +58,7 @@ def outer_step(state: OuterState, mean: Tensor, *, lr: float, momentum: float, t
     """One outer step on the mean pseudo-gradient, fp32 [P] on the cpu. Returns a new state; `state` stays as it is.
 
     As `torch.optim.SGD(nesterov=True)` with a zero initial buffer: m' = mu m + g, anchor' = anchor - lr (g + mu m').
-    `tokens`: those of this round. Allocates only the new state. Raises ValueError for a mean that does not fit, and
+    `tokens` are those of this round. Allocates only the new state. Raises ValueError for a mean that does not fit, and
     ArithmeticError on a thread that flushes denormal numbers.
     """
     _require_denormals()
@@ -84,7 +84,7 @@ def outer_step(state: OuterState, mean: Tensor, *, lr: float, momentum: float, t
 def carry(local: Tensor, old_anchor: Tensor, new_anchor: Tensor) -> Tensor:
     """local + (new_anchor - old_anchor): moves a contribution that a round left out to the new anchor.
 
-    Its pseudo-gradient against the new anchor equals the one against the old anchor, up to rounding.
+    The pseudo-gradient against the new anchor equals the one against the old anchor, up to rounding.
     """
     _require_one_shape(local, old_anchor, new_anchor)
     return torch.sub(new_anchor, old_anchor).add_(local)
@@ -116,7 +116,7 @@ def _require_one_shape(*vectors: Tensor) -> None:
 
 
 def _require_denormals() -> None:
-    """Momentum without gradient decays into the denormals: a node that flushed them would leave the chain."""
+    """Raise if denormals are flushed. Momentum without gradient decays into them, so the node would leave the chain."""
     if not (torch.tensor([SMALLEST_NORMAL]) * 0.5).item():
         raise ArithmeticError(
             "This thread flushes denormal numbers to zero, so its outer state would differ from the others': "

@@ -12,7 +12,7 @@ from statistics import median_low
 from typing import Literal
 
 MAX_CHANGE_RATIO = 4.0
-"""The most by which a round may be longer, or shorter, than the previous one."""
+"""A round may be at most this many times longer or shorter than the previous one."""
 TRANSFER_RATIO = 0.8
 """Share of a round's inner phase that the previous round's transfer may take; slower members need the rest."""
 PUBLISHED_LR = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
@@ -22,7 +22,7 @@ PUBLISHED_LR = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 def learning_rate(tokens: int, *, peak: float, warmup_tokens: int, total_tokens: int, min_ratio: float) -> float:
     """Inner learning rate at `tokens` swarm tokens: linear from 0 to `peak`, then a cosine to `min_ratio * peak`.
 
-    The cosine ends at `total_tokens`; the rate is constant after it. Without warm-up it starts at the peak.
+    The cosine ends at `total_tokens`, and the rate is constant from there on. Without warm-up it starts at the peak.
     """
     if tokens < warmup_tokens:
         return peak * max(0, tokens) / warmup_tokens
@@ -50,12 +50,13 @@ def round_seconds(
 
         T_r = H x median(seconds per inner step) + median(settle seconds),   within MAX_CHANGE_RATIO of the previous T_r
 
-    A member's settle time runs from a commit to its first inner step after it: it fetches and applies the mean. So a
+    A member's settle time runs from a commit to its next inner step, while it fetches and applies the mean. So a
     typical member does H steps a round, and members with equal machines are ready together.
 
-    Each member counts once, not by its tokens: both are self-declared, and one member may sign for as many tokens as 64
-    others. Medians are the lower ones, so one of two members can make rounds shorter, but not longer. `previous_s`:
-    None if no round's length is known. ValueError without members, or for a time that is not finite.
+    Each member counts once, whatever its tokens: members declare both times and tokens, and one member may sign for as
+    many tokens as 64 others. Medians are the lower ones, so one of two members can make rounds shorter, but not longer.
+    `previous_s` is None if no round's length is known. Raises ValueError without members, or for a time that is not
+    finite.
     """
     if not step_seconds or not all(math.isfinite(s) and s > 0 for s in step_seconds):
         raise ValueError(f"{len(step_seconds)} step times do not make a median: they must be finite and above 0.")
@@ -68,7 +69,7 @@ def round_seconds(
 
 
 def fitting_steps(step_seconds: Sequence[float], transfer_seconds: Sequence[float], *, least: int, most: int) -> int:
-    """H of the next round: as many inner steps as take at least as long as the slowest member's transfer.
+    """Return H of the next round, so that H inner steps take at least as long as the slowest member's transfer.
 
     ceil(max(transfer) / (TRANSFER_RATIO x typical step)), clamped to `least`..`most`. All members take the numbers from
     one signed record, so all compute the same H. A member that overstates its transfer time makes rounds longer, up to
@@ -97,8 +98,8 @@ def progress(
 ) -> float:
     """How far this node is in its round. It is ready from 1 on; the value may exceed 1.
 
-    `steps`: inner steps done of H. `time`: monotonic seconds since the anchor of T_r, or as `steps` while T_r is not
-    known (`round_s` is None in the first round).
+    Under `steps`, it is the share of the H inner steps that are done. Under `time`, it is the share of T_r that has
+    passed since the anchor, or as under `steps` while T_r is not known (`round_s` is None in the first round).
     """
     if policy == "time" and round_s is not None:
         return elapsed_s / round_s

@@ -1,12 +1,12 @@
 """Checkpoints on disk, each written whole or not at all.
 
     checkpoints/round-00000012/
-        outer.safetensors    anchor, momentum: served to joiners
-        local.safetensors    this node's own: local, optimizer.*, other.*
-        meta.json            all else, size and BLAKE2b of both files, and its own checksum
+        outer.safetensors    anchor and momentum, which joiners download
+        local.safetensors    tensors of this node alone: local, optimizer.*, other.*
+        meta.json            all other fields, size and BLAKE2b of both files, and a checksum of meta.json
 
 A checkpoint is written to a temporary folder, synced and renamed. The store has one writer, the process that holds the
-data folder's lock; others may read at the same time and change nothing.
+data folder's lock. Other processes may read at the same time, but must change nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO})
 """Read errors that mean a damaged checkpoint. Others, such as a missing permission, are faults of the machine."""
 
 MAX_REPLACED = 20
-"""Times that a reader tries again because the writer replaced or removed what it was reading."""
+"""How many times a reader tries again because the writer replaced or removed the checkpoint that it was reading."""
 PIN_S = 60.0
 MAX_PINNED = 2
 
@@ -64,14 +64,14 @@ class Checkpoint:
     round: int
     """Last committed round; -1 before the first."""
     tokens: int
-    """Of the whole swarm."""
+    """Tokens that the whole swarm has trained on."""
     state_digest: str
     leaves: tuple[str, ...]
     """The digest tree's leaves, hex."""
     anchor: Tensor
     momentum: Tensor
     local: Tensor | None = None
-    """This node's parameters; None if they are the anchor."""
+    """This node's parameters; None if they equal the anchor."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """`InnerLoop.state_tensors()`; any shape and dtype."""
     inner_step: int = 0
@@ -115,12 +115,12 @@ class CheckpointStore:
         self._pinned_at_s: dict[int, float] = {}
 
     def save(self, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> Path:
-        """Write it, then remove all but the newest `keep` and the pinned ones. Returns its folder.
+        """Write a checkpoint, then remove all but the newest `keep` and the pinned ones. Returns its folder.
 
-        `check` is called often while it is written. It may raise, which leaves everything as it was.
+        It replaces a checkpoint of the same round. `check` is called often during the write and may raise.
 
-        It replaces a checkpoint of the same round. MachineError if the disk does not take it, QuotaError if it exceeds
-        the quota; both leave everything as it was.
+        Raises MachineError if the disk does not take the checkpoint, and QuotaError if it exceeds the quota. All of
+        these exceptions leave everything as it was.
         """
         target = self._folder / f"round-{checkpoint.round:08d}"
         temporary = self._folder / f"{_TEMPORARY}{target.name}"
@@ -139,17 +139,17 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._prune()
-        # Damaged ones are as large as whole ones. Keep only that of the highest round.
+        # A damaged checkpoint is as large as a whole one, so keep only the one of the highest round.
         for path in sorted(self._folder.glob(f"{_DAMAGED}*"))[:-1]:
             shutil.rmtree(path, ignore_errors=True)
         return target
 
     def newest(self, *, repair: bool) -> Checkpoint | None:
-        """The newest undamaged checkpoint; None if there is none.
+        """Read the newest undamaged checkpoint. Returns None if there is none.
 
-        `repair`: set damaged ones aside with a warning; only for the store's writer. Otherwise they are skipped, and a
-        checkpoint that the writer replaced meanwhile is read again. ProtocolError, with nothing changed, if a newer
-        version wrote the checkpoint; MachineError if this user may not read it.
+        `repair` sets damaged checkpoints aside with a warning; only the store's writer may use it. A checkpoint that
+        the writer replaces during the read is read again. Raises ProtocolError, with nothing changed, if a newer
+        version wrote the checkpoint, and MachineError if this user may not read it.
         """
         damaged: dict[Path, Exception] = {}
         replaced = 0
@@ -172,14 +172,14 @@ class CheckpointStore:
             if repair:
                 self._set_damaged_aside(path, error)
             else:
-                log.warning("The checkpoint %s is damaged (%s): the previous one is used.", path.name, error)
+                log.warning("The checkpoint %s is damaged (%s). The previous one is used.", path.name, error)
         return newest
 
     def put_aside(self) -> None:
-        """Exclude all checkpoints from the next start, as they lead to no accepted state. Kept until `drop_aside`, in
-        case the other members are wrong.
+        """Exclude all checkpoints from the next start, because the other members do not accept their state.
 
-        Only the newest is kept, as they are large. One that is aside already is kept instead: it was this node's own.
+        Only the newest is kept until `drop_aside`, as checkpoints are large and the other members may be wrong. If one
+        is aside already, that one is kept instead, as it was made by this node.
         """
         for path in self._candidates():
             if not any(self._folder.glob(f"{_ASIDE}*")):
@@ -191,12 +191,12 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def drop_aside(self) -> None:
-        """Remove what `put_aside` kept, once the state that replaced it has been accepted."""
+        """Remove the checkpoint that `put_aside` kept. Call this when the state that replaced it has been accepted."""
         for path in self._folder.glob(f"{_ASIDE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def pin(self, round: int) -> None:
-        """A joiner reads it: keep it for PIN_S from now. At most MAX_PINNED are kept besides the newest."""
+        """Keep the checkpoint of this round for a joiner for PIN_S. At most MAX_PINNED are kept besides the newest."""
         self._pinned_at_s[round] = self._clock()
 
     def pinned(self) -> list[int]:
@@ -214,14 +214,14 @@ class CheckpointStore:
         return next((path / OUTER for path in self._candidates() if _round_of(path) == round), None)
 
     def _candidates(self) -> list[Path]:
-        """Newest first. A replaced checkpoint comes after the one that replaces it."""
+        """The folders of all checkpoints, newest first. A replaced one comes after the one that replaces it."""
         if not self._folder.is_dir():
             return []
         paths = [p for p in self._folder.iterdir() if _FOLDER.fullmatch(p.name)]
         return sorted(paths, key=lambda p: (_round_of(p), not p.name.startswith(_REPLACED)), reverse=True)
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
-        # A rename cannot replace a folder with files. In between, readers find the old one under its other name.
+        # A rename cannot replace a folder with files. Between the renames, readers find the old one by its other name.
         replaced = self._folder / f"{_REPLACED}{target.name}"
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -232,7 +232,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         keep = {*self.rounds()[: self._keep]}
-        # The oldest pinned ones: their readers are the nearest to their end.
+        # Keep the oldest pinned ones, because their readers will finish first.
         keep |= {*[round for round in reversed(self.pinned()) if round not in keep][:MAX_PINNED]}
         self._pinned_at_s = {round: at_s for round, at_s in dict(self._pinned_at_s).items() if round in keep}
         for path in self._candidates():
@@ -243,19 +243,19 @@ class CheckpointStore:
                     log.warning("The old checkpoint %s could not be removed (%s): remove it by hand.", path, exc)
 
     def _set_damaged_aside(self, path: Path, exc: Exception) -> None:
-        """Rename it. It is kept until a later save, as it may be the only copy."""
+        """Rename a damaged checkpoint. It is kept until a later save, as it may be the only copy."""
         aside, number = path.with_name(f"{_DAMAGED}{path.name}"), 1
         while aside.exists():
             number += 1
             aside = path.with_name(f"{_DAMAGED}{path.name}-{number}")
         path.rename(aside)
         log.warning(
-            "The checkpoint %s is damaged (%s): it was set aside as %s and the previous one is used.",
+            "The checkpoint %s is damaged (%s). It was set aside as %s, and the previous one is used.",
             path.name, exc, aside,
         )  # fmt: skip
 
     def _write_error(self, checkpoint: Checkpoint, exc: OSError) -> MachineError:
-        """Call it after the temporary folder is removed, so that the free space is what the next try would find."""
+        """Call this after the temporary folder is removed, so that the error tells how much space a retry has."""
         if exc.errno not in _DISK_FULL:
             return MachineError(
                 f"The checkpoint of round {checkpoint.round} could not be written to {self._folder} "
@@ -286,7 +286,7 @@ def _write(checkpoint: Checkpoint, folder: Path, check: Callable[[], None]) -> N
         LOCAL: write_tensors(folder / LOCAL, checkpoint.local_tensors(), check),
     }
     body = {name: getattr(checkpoint, name) for name in _META_FIELDS} | {"files": files}
-    # Through JSON and back, so that the checksum is over what a reader gets: lists for tuples, strings for keys.
+    # Convert to JSON and back, so that the checksum covers what a reader gets (lists for tuples, strings for keys).
     body = json.loads(json.dumps(body))
     meta = {"format": FORMAT_VERSION, "checksum": _checksum(body), "body": body}
     with (folder / META).open("w", encoding="utf-8") as file:
@@ -309,7 +309,7 @@ def _read(folder: Path) -> Checkpoint:
         raise ValueError(f"format {meta['format']} instead of {FORMAT_VERSION}")
     body = meta["body"]
     if _checksum(body) != meta["checksum"]:
-        raise ValueError(f"{META} does not have its checksum")
+        raise ValueError(f"the checksum of {META} is wrong")
     outer = read_tensors(folder / OUTER, body["files"][OUTER])
     local = read_tensors(folder / LOCAL, body["files"][LOCAL])
     values: dict[str, Any] = {name: body[name] for name in _META_FIELDS} | {"leaves": tuple(body["leaves"])}
@@ -324,7 +324,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _version(folder: Path) -> tuple[int, int] | None:
-    """Differs between two checkpoints that were written to the same folder; None if there is none."""
+    """A value that differs between checkpoints that were written to the same folder; None if there is none."""
     try:
         meta = (folder / META).stat()
     except OSError:

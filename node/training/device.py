@@ -1,6 +1,6 @@
-"""The device that this process computes on, and its figures.
+"""Chooses the device that this process computes on, and measures the device's load and memory.
 
-`choose_device` sets the number of threads of the whole process: call it once, from the process that trains.
+`choose_device` sets the number of threads of the whole process, so call it once, in the process that trains.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class ComputeDevice:
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     name: str
-    """For people, such as `NVIDIA GeForce RTX 4090`."""
+    """The name to show to people, such as `NVIDIA GeForce RTX 4090`."""
 
 
 def choose_device(
     cfg: DevicesConfig, cpu_threads: int, rank: int = 0, *, gpu_memory_ratio: float = 0.0
 ) -> ComputeDevice:
-    """Resolve `auto` and set torch's threads. Rank n uses GPU n, and `gpu_memory_ratio` of its memory; 0: all.
+    """Resolve `auto` and set torch's threads. Rank n uses GPU n.
 
+    `gpu_memory_ratio` is the share of the GPU's memory that this process may use; 0 means all of it. Raises
     MachineError if the configured GPU or precision is not available.
     """
     torch.set_num_threads(threads_per_rank(cpu_threads, cfg.ranks))
@@ -51,7 +52,7 @@ def choose_device(
         return ComputeDevice(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
     if torch.cuda.device_count() < cfg.ranks:
         raise MachineError(
-            f"devices.ranks is {cfg.ranks}, and {torch.cuda.device_count()} GPUs can be used here: set it to that.",
+            f"devices.ranks is {cfg.ranks}, but only {torch.cuda.device_count()} GPUs are usable: lower devices.ranks.",
             code="no_gpu",
         )
     device = torch.device("cuda", rank)
@@ -78,19 +79,19 @@ def _no_gpu_error() -> MachineError:
 
 
 def threads_per_rank(cpu_threads: int, ranks: int) -> int:
-    """`cpu_threads` (0: all), at most the usable cores, divided among the ranks."""
+    """Divide `cpu_threads`, at most the usable cores, among the ranks. 0 means all usable cores."""
     cores = usable_cores()
     return max(1, (min(cpu_threads, cores) if cpu_threads else cores) // ranks)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its container if there is one."""
+    """The number of cores that the process's affinity and the quota of its container, if any, allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota_cores(_CGROUP / "cpu.max") or cores))
 
 
 def _quota_cores(file: Path) -> int | None:
-    """cgroup v2 writes `QUOTA PERIOD` in microseconds, or `max PERIOD`. None without a quota."""
+    """Read a quota of cgroup v2, `QUOTA PERIOD` in microseconds or `max PERIOD`. None without a quota."""
     try:
         quota, period = file.read_text().split()
         return math.ceil(int(quota) / int(period))
@@ -99,7 +100,7 @@ def _quota_cores(file: Path) -> int | None:
 
 
 def available_memory_bytes() -> float:
-    """Bytes of host memory that may still be used: of the machine, within the limit of its container."""
+    """Bytes of host memory that this process may still use, within the limit of its container if there is one."""
     free = float(psutil.virtual_memory().available)
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -111,7 +112,10 @@ def available_memory_bytes() -> float:
 
 
 def free_gpu_memory_bytes(device: torch.device, ratio: float) -> float:
-    """Bytes that this process may still allocate; `ratio`: its share of the GPU's memory, 0: all."""
+    """Bytes that this process may still allocate on the GPU.
+
+    `ratio` is the share of the GPU's memory that the process may use; 0 means all of it.
+    """
     free_bytes, size_bytes = torch.cuda.mem_get_info(device)
     return min(free_bytes, ratio * size_bytes) if ratio else float(free_bytes)
 
@@ -122,10 +126,10 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
-    """Current figures; None for what is unknown. Of a CPU: the machine's load, and this process's memory.
+    """Measure load and memory; unknown figures are None. A CPU's load is the machine's, its memory this process's.
 
-    `own`: this process computes on it. Figures of another rank's GPU come from the driver alone: a CUDA context on it
-    would take some hundred MB of its memory.
+    `own` says that this process computes on the device. For another rank's GPU, all figures come from the driver, as a
+    CUDA context on it would take some hundred MB of its memory.
     """
     if device.type != "cuda":
         return DeviceInfo(
@@ -152,7 +156,7 @@ def _cpu_name() -> str:
 
 
 def _nvml_figures(device: torch.device) -> dict[str, float]:
-    """Figures of NVIDIA's management library, without those that it cannot read."""
+    """Read the figures of NVIDIA's management library. Figures that it cannot read are missing."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:

@@ -1,7 +1,8 @@
 """The documents of one source, on the hub or in local files, read through the optional package `datasets`.
 
-A source has a number of shards, which can be read from any document on. Shards are files; a source of few files splits
-each by the numbers of its documents, so that members who read different shards read different text.
+A source is divided into shards, and a shard can be read from any document on. If a source has many files, each file is
+a shard. If it has few, each file is split into several shards by the numbers of its documents, so that members who read
+different shards read different text.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ LEAST_SHARDS = 32
 
 
 class Documents:
-    """Opened once. Each `read` is independent of the others and may run on any one thread."""
+    """An open source. Several threads may call `read`, as its iterators are independent of each other."""
 
     def __init__(self, source: Source, text_dir: Path, cache: Path) -> None:
-        """Raises MachineError if the text cannot be read here, ConfigError if it has no such column."""
+        """Open a source. Raises MachineError if this machine cannot read it, ConfigError if it lacks the column."""
         self._source = source
         self._is_hub = source.kind == "hub"
         self._name = f"{source.kind}:{source.place}"
@@ -35,9 +36,9 @@ class Documents:
         self.shards = self.files * self._parts
 
     def read(self, shard: int, start: int) -> Iterator[tuple[int, str]]:
-        """The shard's documents from number `start` of its file on. Yields the number to continue from, and the text.
+        """Read a shard from document number `start` of its file on. Yields (number to continue from, text).
 
-        Raises Unreachable or Damaged; reading can then begin again from the last number.
+        Raises Unreachable or Damaged. A new `read` can then continue from the last number.
         """
         file, part = divmod(shard, self._parts)
         number = start
@@ -52,7 +53,7 @@ class Documents:
             raise kind(f"{self._name}, file {file}: {first_sentence(exc)}") from exc
 
     def _is_transient(self, exc: Exception) -> bool:
-        """Whether a retry may help: not for a malformed or missing file, nor for any local one."""
+        """Whether a retry may help. It helps neither with a malformed or missing file nor with any local file."""
         malformed = (ValueError, KeyError, EOFError, BadGzipFile)
         is_malformed = isinstance(exc, malformed) or type(exc).__module__.startswith("pyarrow")
         status = getattr(exc, "status", getattr(getattr(exc, "response", None), "status_code", 0))
@@ -60,7 +61,7 @@ class Documents:
         return self._is_hub and not is_malformed and not is_gone
 
     def _open(self, text_dir: Path, cache: Path) -> Any:
-        """`datasets.IterableDataset` with one column."""
+        """Open the source as a `datasets.IterableDataset` with one column."""
         datasets = _import_datasets(self._name)
         source, options = self._source, {"split": "train", "streaming": True, "cache_dir": str(cache), "token": False}
         try:
@@ -73,7 +74,7 @@ class Documents:
                 files = {"train": self._find_files(text_dir)}
                 whole = {"sample_by": "document"} if source.kind == "text" else {}
                 data = datasets.load_dataset(source.kind, data_files=files, **whole, **options)
-            # Without declared columns, those of the first document.
+            # If no columns are declared, use those of the first document.
             columns = ["text"] if source.kind == "text" else data.column_names or list(next(iter(data), {}))
         except NodeError:
             raise
@@ -81,24 +82,24 @@ class Documents:
             raise self._open_error(exc) from exc
         if source.field not in columns:
             raise ConfigError(
-                f"run.data.sources: {self._name} has no column {source.field!r}, but {', '.join(columns) or 'none'}: "
-                "name the one with the text as ?field=NAME."
+                f"run.data.sources: {self._name} has no column {source.field!r} (it has "
+                f"{', '.join(columns) or 'none'}): name the column with the text as ?field=NAME."
             )
         return data.select_columns([source.field])
 
     def _find_files(self, text_dir: Path) -> list[str]:
-        """Files with text, sorted, so that all members number them alike."""
+        """Find the files with text. They are sorted, so that all members number them alike."""
         pattern = text_dir / self._source.place
         files = sorted(path for path in glob.glob(str(pattern), recursive=True) if Path(path).is_file())  # noqa: PTH207
         if not files:
             raise MachineError(
-                f"run.data.sources: no file on this machine is {pattern}: put the text there, or set node.text_dir.",
+                f"run.data.sources: no file on this machine matches {pattern}: put it there, or set node.text_dir.",
                 code="no_data",
             )
         with_text = [path for path in files if Path(path).stat().st_size]
         if not with_text:
             raise MachineError(
-                f"run.data.sources: {pattern} has no text, every file of it is empty: put the text there.",
+                f"run.data.sources: every file that matches {pattern} is empty: put the text there.",
                 code="no_data",
             )
         return with_text
@@ -122,15 +123,15 @@ def _import_datasets(name: str) -> Any:
             code="no_data",
         ) from exc
     datasets.disable_progress_bars()
-    # Otherwise it keeps a number in shared memory, for which torch starts a process that outlives this one.
+    # With torch, it keeps a number in shared memory, for which torch starts a process that outlives this one.
     datasets.config.TORCH_AVAILABLE = False
-    # The prefetcher retries, and reports it.
+    # The prefetcher retries instead, and reports that.
     datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 1
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # Our own errors say the same, with a remedy.
     return datasets
 
 
 def is_held_out(text: str, one_in: int) -> bool:
-    """Decided by the text alone, so all members agree."""
+    """Whether a document is held out, as one in `one_in` is. Only its text decides, so all members agree."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0

@@ -1,9 +1,9 @@
-"""Memory and disk that a run needs on this machine, by formula, and the micro-batch, found by trying.
+"""Computes the memory and disk that a run needs on this machine, and finds the micro-batch by trying.
 
-Bytes a parameter on the device: 4 of weights, 4 of gradients, 8 of AdamW's moments (4 of Muon's), 4 of the copy that is
-sent, and in half precision 2 of the weights' copy. On the host: 4 of each of anchor and momentum, before and after an
-outer step, 4 of the pseudo-gradient, up to 4 of the encoded data, 12 of a checkpoint's weights and moments; with error
-feedback 8 of its residual, before and after a round. All host memory is pageable.
+On the device, a parameter takes 4 bytes of weights, 4 of gradients, 8 of AdamW's moments (4 of Muon's), 4 of the copy
+that is sent, and in half precision 2 of the weights' copy. On the host, it takes 4 bytes each of anchor and momentum
+before and after an outer step, 4 of the pseudo-gradient, up to 4 of the encoded data, and 12 of a checkpoint's weights
+and moments. Error feedback adds 8 bytes of its residual before and after a round. All host memory is pageable.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
 FEEDBACK_BYTES = 8
-"""More on the host; half of it also in each checkpoint."""
+"""Bytes a parameter that error feedback adds on the host. Each checkpoint has half of them."""
 BASE_BYTES = 0.7 * GB
-"""Python, torch, libp2p's daemon and the supervisor."""
+"""Memory of Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
-"""A parameter: anchor, momentum, local weights and two moments, all fp32."""
+"""Bytes a parameter for anchor, momentum, local weights and two moments, all fp32."""
 KEPT_RESULTS = 8
 LOGIT_BYTES = 12
-"""An entry of the logits: as computed, as fp32, and its gradient."""
+"""Bytes of one logit as computed, of its fp32 copy, and of its gradient."""
 MOST_LOGITS_BYTES = 1 * GB
 CPU_RATIO = 0.5
 """Share of the free memory for activations on a CPU, where the kernel kills a process that exceeds the memory."""
 WORTH_RATIO = 1.05
-"""A micro-batch twice as large must be this much faster, otherwise the smaller one is used."""
+"""A micro-batch twice as large must be faster by this factor, otherwise the smaller one is used."""
 PROBES = 3
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,17 @@ class Requirements:
     """What one node with one rank needs; `compare_resources` adds the other ranks."""
 
     device_bytes: float
-    """Without activations."""
+    """Memory of the device without activations."""
     row_bytes: float
     """Activations of one sequence, on the device."""
     host_bytes: float
     disk_bytes: float
     least_disk_bytes: float
-    """With everything removed that may be: the newest checkpoint, the one that is being written, a round's result."""
+    """The newest checkpoint, the checkpoint that is being written, and one round's result; all else may be removed."""
 
 
 def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Requirements:
-    """Compute the requirements by formula. `precision`: `fp32`, `bf16` or `fp16`."""
+    """Compute the requirements by formula. `precision` is `fp32`, `bf16` or `fp16`."""
     parameters = sum(unit_elements(run.model))
     payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
@@ -81,10 +81,10 @@ def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Req
 
 
 def row_bytes(run: RunConfig, devices: DevicesConfig, precision: str) -> float:
-    """Activations of one sequence of T tokens that autograd keeps for the backward pass; an estimate.
+    """Estimate the bytes of activations of one sequence that autograd keeps for the backward pass.
 
-    A layer keeps of each token its inputs in fp32, and in the precision of the products the outputs of the norms, the
-    inputs and outputs of attention, and four times the width of the feed-forward layer.
+    For each token, a layer keeps its inputs in fp32. In the precision of the products, it keeps the outputs of the
+    norms, the inputs and outputs of attention, and four vectors of the feed-forward layer's width.
     """
     model, tokens = run.model, run.inner.sequence_length
     heads, kv = model.num_attention_heads * model.head_width, model.num_key_value_heads * model.head_width
@@ -107,7 +107,7 @@ def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
 
 
 def check_fit(run: RunConfig, config: Config, chosen: ComputeDevice) -> None:
-    """MachineError, with the figures, if the run does not fit into this machine's memory or disk."""
+    """Raise MachineError, with the figures, if the run does not fit into this machine's memory or disk."""
     needs = estimate_requirements(run, config, chosen.precision)
     for what, needed, free, remedy in compare_resources(needs, config, chosen):
         if needed > free:
@@ -120,7 +120,7 @@ def check_fit(run: RunConfig, config: Config, chosen: ComputeDevice) -> None:
 def compare_resources(
     needs: Requirements, config: Config, chosen: ComputeDevice
 ) -> Iterator[tuple[str, float, float, str]]:
-    """The name of each resource, bytes needed, bytes free, and the remedy if they do not suffice."""
+    """Yield (name, bytes needed, bytes free, remedy if these do not suffice) for each resource."""
     ranks = config.devices.ranks
     host = needs.host_bytes + (ranks - 1) * BASE_BYTES
     device = needs.device_bytes / (ranks if config.devices.sharding == "fsdp" else 1)
@@ -152,24 +152,24 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def choose_execution(model: nn.Module, run: RunConfig, chosen: ComputeDevice, devices: DevicesConfig) -> Execution:
-    """How to compute steps here, for a model that `prepare_layers` has prepared. On a GPU, moves it there."""
+    """Choose how to compute the steps of a model that `prepare_layers` has prepared. Moves it to the GPU, if any."""
     batch_size = -(-run.inner.batch_size // devices.ranks)
     how = Execution(chosen.precision, batch_size, _is_chunked(run, devices, 1))
     if devices.micro_batch:
         rows = min(devices.micro_batch, batch_size)
     elif devices.sharding == "fsdp" and devices.ranks > 1:
-        rows = 1  # Trying more would need all ranks.
+        rows = 1  # To try more rows, all ranks would be needed.
     elif chosen.device.type == "cuda":
         rows = _find_micro_batch(model, run, chosen.device, how)
     else:
         room = CPU_RATIO / devices.ranks * available_memory_bytes() / row_bytes(run, devices, chosen.precision)
         rows = batch_size if room >= batch_size else 1 << max(0, int(room).bit_length() - 1)
-    logger.info("Micro-batch of %d of %d sequences, %s.", rows, batch_size, chosen.precision)
+    logger.info("Each pass computes %d of the %d sequences of a step, in %s.", rows, batch_size, chosen.precision)
     return replace(how, micro_batch=rows, chunked_loss=_is_chunked(run, devices, rows))
 
 
 def _find_micro_batch(model: nn.Module, run: RunConfig, device: torch.device, how: Execution) -> int:
-    """The smallest micro-batch that is about as fast as any that fits into the GPU's memory."""
+    """Find the smallest micro-batch that is about as fast as any that fits into the GPU's memory."""
     inner = InnerLoop(model, run.inner, device, how)
     best, best_s, rows, reserve = 0, float("inf"), 1, None
     try:

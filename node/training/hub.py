@@ -1,6 +1,6 @@
-"""Names on the Hugging Face hub: their commits, and errors of the hub's libraries as ours.
+"""Pins names on the Hugging Face hub to commits, and translates the errors of the hub's libraries to ours.
 
-A name is OWNER/NAME with a revision, which may move to another commit; a run pins the commit.
+A name is OWNER/NAME with a revision. A revision may move to another commit, so a run stores the commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def split_name(name: str) -> tuple[str, str]:
 def pinned(run: RunConfig) -> RunConfig:
     """The run with the current commits of its names on the hub, so that all members read the same bytes.
 
-    Names that are pinned already need no hub. MachineError if the hub does not answer or does not have the name.
+    Names that are pinned already need no hub. Raises MachineError if the hub does not answer or lacks the name.
     """
     data, model = run.data, run.model
     own = {
@@ -63,7 +63,7 @@ def _pinned_name(key: str, name: str) -> str:
 
 
 def _find_commit(key: str, place: str, revision: str, kind: Literal["dataset", "model"]) -> str:
-    """40 hex digits. Only the founder reads `run.model.start`, so only for that it uses its account on the hub."""
+    """Find the commit, 40 hex digits. Only the founder reads `run.model.start`, so only this uses its hub account."""
     if _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi
@@ -95,8 +95,10 @@ def hub_error(what: str, exc: Exception) -> MachineError:
 
 @contextmanager
 def translate_errors(what: str, *, check: str, remedy: str) -> Iterator[None]:
-    """Around a library's read of a folder or a name on the hub: an OSError becomes MachineError (`check` these), any
-    other exception ConfigError (do `remedy`)."""
+    """Translate the errors of a library that reads a folder or a name on the hub.
+
+    An OSError becomes a MachineError that says what to `check`, any other exception a ConfigError with `remedy`.
+    """
     try:
         yield
     except NodeError:
@@ -108,6 +110,6 @@ def translate_errors(what: str, *, check: str, remedy: str) -> Iterator[None]:
 
 
 def first_sentence(exc: BaseException) -> str:
-    """The first sentence of an exception's message, without its period, as a part of one of our sentences."""
+    """The first sentence of an exception's message, without its period, to be used inside one of our sentences."""
     lines = str(exc).strip().splitlines() or [type(exc).__name__]
     return lines[0].split(". ")[0].rstrip(".")[:160]

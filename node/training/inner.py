@@ -26,7 +26,7 @@ MOST_SKIPPED = 32
 FIRST_SCALE = 65536.0
 
 FaultHook = Callable[[int], float]
-"""Fault injection: called with the rows of each try. It may raise, and returns a factor for the loss."""
+"""Injects faults. It is called with the rows of each try, may raise, and returns a factor for the loss."""
 Callback = Callable[[], None]
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Execution:
     precision: str = "fp32"
     """`fp32`, `bf16` or `fp16`."""
     micro_batch: int = 0
-    """Rows per forward pass; 0: the whole batch."""
+    """Rows per forward pass; 0 means the whole batch."""
     chunked_loss: bool = False
     """Whether the logits are computed for a part of the tokens at a time, and again in the backward pass."""
 
@@ -66,7 +66,7 @@ def out_of_memory_error() -> MachineError:
 
 
 class InnerLoop:
-    """Owns the optimizer. Moves `model` to `device` and changes its parameters in place."""
+    """Makes inner steps and owns the optimizer. Moves `model` to `device` and changes its parameters in place."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class InnerLoop:
     ) -> None:
         loss: nn.Module = NextTokenLoss(model, chunked=how.chunked_loss)
         self._ranks = ranks
-        # Sharded before it is moved: a device may not hold all of it.
+        # Shard the model before it is moved, as a device may not hold all of it.
         self._loss = ranks.shard(loss, model.get_submodule("model.layers").children()) if ranks is not None else loss
         self._model = model.to(device).train()
         self._device, self._precision = device, how.precision
@@ -93,13 +93,14 @@ class InnerLoop:
     def step(
         self, batch: Tensor, lr: float, fault_hook: FaultHook | None = None, after_micro_batch: Callback = lambda: None
     ) -> StepResult:
-        """One inner step on `batch`, int64 [B, T + 1] on any device.
+        """Make one inner step on `batch`, int64 [B, T + 1] on any device.
 
-        An exception of `after_micro_batch` ends the step, which then changes nothing.
+        If `after_micro_batch` raises, the step ends and changes nothing. If the loss or gradient is not finite, the
+        step changes nothing and counts no tokens.
 
-        A loss or gradient that is not finite changes nothing, and the step counts no tokens. Raises TrainingError after
-        MOST_SKIPPED of these in a row, and MachineError if the memory does not suffice for one row. A sharded model
-        raises torch.OutOfMemoryError: the other ranks wait inside a collective, which only their end can break.
+        Raises TrainingError after MOST_SKIPPED such steps in a row, and MachineError if the memory does not suffice for
+        one row. A sharded model raises torch.OutOfMemoryError instead: the other ranks wait in a collective that never
+        ends, so all ranks must restart.
         """
         try:
             loss, norm = self._compute_gradient(batch, lr, fault_hook, after_micro_batch)
@@ -117,8 +118,8 @@ class InnerLoop:
         if self._skipped_in_a_row >= MOST_SKIPPED:
             self._skipped_in_a_row = 0
             raise TrainingError(
-                f"Training diverged: loss {loss}, gradient norm {norm}, {MOST_SKIPPED} steps in a row; they changed "
-                "nothing. Go back to the last checkpoint, and lower run.inner.lr if it happens again."
+                f"Training diverged: {MOST_SKIPPED} steps in a row were skipped, the last with loss {loss} and "
+                f"gradient norm {norm}. Go back to the last checkpoint, and lower run.inner.lr if it happens again."
             )
         return StepResult(loss, norm, 0)
 
@@ -131,15 +132,17 @@ class InnerLoop:
         for optimizer in self._optimizers.each:
             self._scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        # One read for both: on a GPU each read waits for all queued work.
+        # Read both at once, as each read on a GPU waits for all queued work.
         loss_value, norm_value = torch.stack((total, full_tensor(norm))).tolist()
         return float(loss_value), float(norm_value)
 
     def _backward_within_memory(
         self, batch: Tensor, fault_hook: FaultHook | None, after_micro_batch: Callback
     ) -> Tensor:
-        """Leave the gradient of the whole batch on the parameters, with smaller micro-batches after each failed
-        allocation. Returns the loss, fp32 [] on the device."""
+        """Leave the gradient of the whole batch on the parameters. Returns the loss, fp32 [] on the device.
+
+        After each failed allocation, it tries again with smaller micro-batches.
+        """
         own = self._ranks.own_rows(batch) if self._ranks is not None else batch
         while True:
             error: torch.OutOfMemoryError | None = None
@@ -158,7 +161,7 @@ class InnerLoop:
             self._halve_micro_batch(len(own), error)
 
     def _halve_micro_batch(self, rows: int, cause: torch.OutOfMemoryError | None) -> None:
-        """MachineError where one row is too many."""
+        """Halve the micro-batch. Raises MachineError if it is a single row."""
         self._optimizers.zero_grad()
         previous = self.micro_batch or rows
         if previous <= 1:
@@ -166,7 +169,9 @@ class InnerLoop:
         self.micro_batch = previous // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        logger.warning("Out of memory with %d sequences at once; continuing with %d.", previous, self.micro_batch)
+        logger.warning(
+            "Out of memory with %d sequences at once. Training continues with %d at once.", previous, self.micro_batch
+        )
 
     def _backward(self, own: Tensor, rows: int, after_micro_batch: Callback = lambda: None) -> Tensor:
         """Add the gradients of this process's share of the mean loss over all rows. Returns that share, fp32 []."""
@@ -183,7 +188,7 @@ class InnerLoop:
 
     @torch.no_grad()
     def loss_of(self, batch: Tensor) -> float:
-        """Mean cross-entropy of a batch, int64 [B, T + 1] on any device, nats per token. Changes nothing."""
+        """The mean cross-entropy, in nats per token, of a batch, int64 [B, T + 1] on any device. Changes nothing."""
         self._model.eval()
         total = 0.0
         try:
@@ -196,7 +201,7 @@ class InnerLoop:
         return total
 
     def probe(self, batch: Tensor) -> None:
-        """Forward and backward pass of a micro-batch, without effect. Raises torch.OutOfMemoryError."""
+        """Make a forward and backward pass of a micro-batch, without effect. Raises torch.OutOfMemoryError."""
         try:
             self._backward(batch.to(self._device), len(batch))
         finally:
@@ -204,12 +209,12 @@ class InnerLoop:
 
     @torch.no_grad()
     def perturb(self, ratio: float) -> None:
-        """Multiply all parameters by 1 + `ratio`: a simulated step, which only sleeps, then has something to send."""
+        """Multiply all parameters by 1 + `ratio`, so that a node with simulated steps has something to send."""
         for parameter in self._parameters:
             parameter.mul_(1 + ratio)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """`Optimizers.state_tensors`, and with fp16 `scale`, fp32 [2]: the scale, and the steps since it grew."""
+        """Return `Optimizers.state_tensors` and, with fp16, `scale`: fp32 [2] of (scale, steps since it grew)."""
         tensors = self._optimizers.state_tensors()
         if self._scaler.is_enabled():
             state = self._scaler.state_dict()
@@ -217,7 +222,7 @@ class InnerLoop:
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load the result of `state_tensors`. KeyError or ValueError if it does not fit the model."""
+        """Load the result of `state_tensors`. Raises KeyError or ValueError if it does not fit the model."""
         self._optimizers.load_state_tensors(tensors)
         if self._scaler.is_enabled() and "scale" in tensors:
             scale, tracker = tensors["scale"].tolist()
@@ -232,9 +237,9 @@ def evaluate(
     budget_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
-    """Mean cross-entropy over all tokens of the batches, int64 [B, T + 1] each, nats per token; nan without batches.
+    """Return the mean cross-entropy over all tokens of the batches, in nats per token; nan without batches.
 
-    After `budget_s` seconds it skips the remaining batches, but never the first one.
+    Each batch is int64 [B, T + 1]. After `budget_s` seconds the remaining batches are skipped, but never the first one.
     """
     total_nats, tokens, end_s = 0.0, 0, clock() + budget_s
     for batch in batches:

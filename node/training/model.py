@@ -1,6 +1,6 @@
 """The model, of `transformers`' Llama family, and its parameters as one flat vector.
 
-All nodes use the same order: `named_parameters()`, a tied matrix once, each tensor row-major. P is the vector's length.
+All nodes use the order of `named_parameters()`, with a tied matrix once and each tensor row-major. Its length is P.
 Shapes: B rows, T tokens, V vocabulary, N = B T, D hidden size.
 """
 
@@ -21,14 +21,14 @@ from node.diloco.fragments import Ranges, elements
 from node.training.ranks import full_tensor, is_sharded, place_like
 
 LOSS_TOKENS = 4096
-"""Tokens of which a chunked loss holds the logits at a time."""
+"""A chunked loss holds the logits of this many tokens at a time."""
 CPU = torch.device("cpu")
 
 Change = Callable[[Tensor, slice, slice], Tensor]
 
 
 def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
-    """A newly initialised model, fp32 on the cpu, in training mode. The global random state stays as it was."""
+    """Make a newly initialised model, fp32 on the cpu, in training mode. The global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return _build(cfg)
@@ -37,7 +37,7 @@ def build_model(cfg: ModelConfig, *, seed: int) -> nn.Module:
 def unit_elements(cfg: ModelConfig) -> list[int]:
     """Elements of each unit in `flatten`'s order: everything before the layers, each layer, everything after them.
 
-    Their sum is P. Computed without the library, which takes seconds to import.
+    Their sum is P. Computed without `transformers`, which takes seconds to import.
     """
     width, head = cfg.hidden_size, cfg.head_width
     query_width, kv_width = cfg.num_attention_heads * head, cfg.num_key_value_heads * head
@@ -49,7 +49,7 @@ def unit_elements(cfg: ModelConfig) -> list[int]:
 
 
 def prepare_layers(model: nn.Module, devices: DevicesConfig) -> None:
-    """Before the first step: recompute the layers' activations in the backward pass, or compile them, if configured."""
+    """Set up activation checkpointing and compilation of the layers, if configured. Call before the first step."""
     for layer in model.get_submodule("model.layers").children():
         if devices.activation_checkpointing:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -64,10 +64,10 @@ def forward(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, batch: Tensor, *, chunked: bool = False) -> Tensor:
-    """Mean cross-entropy, nats per token, fp32 scalar. `batch`: int64 [B, T + 1] on the model's device.
+    """Return the mean cross-entropy, nats per token, fp32 []. `batch` is int64 [B, T + 1] on the model's device.
 
-    `chunked`: the logits are computed for LOSS_TOKENS at a time, and again in the backward pass, so that those of a
-    large vocabulary never all are in memory.
+    With `chunked`, the logits are computed for LOSS_TOKENS at a time, and again in the backward pass. So the logits of
+    a large vocabulary are never in memory all at once.
     """
     if not chunked:
         logits_BTV = forward(model, batch[:, :-1])
@@ -86,7 +86,7 @@ def _summed_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 
 
 class NextTokenLoss(nn.Module):
-    """`next_token_loss` as a module: FSDP needs one whose call is the whole forward pass."""
+    """`next_token_loss` as a module: FSDP needs a module whose call is the whole forward pass."""
 
     def __init__(self, model: nn.Module, *, chunked: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class NextTokenLoss(nn.Module):
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Matrix products in half precision if `precision` is bf16 or fp16; parameters, norms and losses stay fp32."""
+    """Compute matrix products in half precision if `precision` is bf16 or fp16; all else stays fp32."""
     half = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, half, enabled=precision != "fp32")
 
@@ -115,7 +115,7 @@ def flatten(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def load_flat_(model: nn.Module, flat: Tensor) -> None:
-    """Overwrite all parameters in place, on any device. `flat`: [P] on any device. ValueError if it does not fit."""
+    """Overwrite all parameters in place. `flat` is [P] on any device. Raises ValueError if it does not fit."""
     parameters = list(model.parameters())
     sizes = [p.numel() for p in parameters]
     if flat.shape != (sum(sizes),):
@@ -126,7 +126,7 @@ def load_flat_(model: nn.Module, flat: Tensor) -> None:
 
 @torch.no_grad()
 def take_flat(model: nn.Module, ranges: Ranges, device: torch.device = CPU) -> Tensor:
-    """A copy of a fragment, fp32 [P_f] on `device`; `ranges` of the vector that `flatten` returns."""
+    """Copy a fragment to fp32 [P_f] on `device`. `ranges` are those of the vector that `flatten` returns."""
     taken = torch.empty(elements(ranges), dtype=torch.float32, device=device)
     for _, _, part, at, _ in _parts(model, ranges):
         taken[at].copy_(part)
@@ -137,18 +137,20 @@ def take_flat(model: nn.Module, ranges: Ranges, device: torch.device = CPU) -> T
 def change_flat_(model: nn.Module, ranges: Ranges, change: Change) -> None:
     """Overwrite a fragment in place, one part of a parameter at a time.
 
-    `change` gets the part, [n] on its device, and its slices of the fragment [P_f] and of the whole vector [P]. It
-    returns the new values, [n] on any device.
+    `change` gets the part, [n] on its device, and the part's slices of the fragment [P_f] and of the whole vector [P].
+    It returns the new values, [n] on any device.
     """
     for parameter, flat, part, at, place in _parts(model, ranges):
         part.copy_(change(part, at, place))
-        if is_sharded(parameter):  # Otherwise `part` is a view of it.
+        if is_sharded(parameter):  # Otherwise `part` is a view of the parameter.
             parameter.copy_(place_like(flat.view(parameter.shape), parameter))
 
 
 def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, Tensor, slice, slice]]:
-    """The parameters in these ranges: each with all of it, flat, a view of the part in a range, and that part's slices
-    of the fragment and of the whole vector."""
+    """Yield (parameter, all of it flat, view of a part, the part's slices of fragment and vector).
+
+    Each part is the overlap of one parameter with one range.
+    """
     first = 0
     for parameter in model.parameters():
         end, at = first + parameter.numel(), 0
@@ -163,7 +165,7 @@ def _parts(model: nn.Module, ranges: Ranges) -> Iterator[tuple[Tensor, Tensor, T
 
 
 def _build(cfg: ModelConfig) -> nn.Module:
-    # Imported here, as it takes seconds, and a node that only relays never needs it.
+    # Imported here, as the import takes seconds and a node that only relays never needs it.
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

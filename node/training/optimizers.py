@@ -20,7 +20,7 @@ _MUON_KEYS = ("momentum_buffer",)
 
 
 def is_for_muon(name: str, parameter: Tensor) -> bool:
-    """Matrices inside the layers are Muon's. Embeddings, the head and everything that is not a matrix are AdamW's."""
+    """Whether the parameter is a matrix inside a layer. AdamW gets embeddings, the head and all that is no matrix."""
     return parameter.dim() == 2 and ".layers." in name
 
 
@@ -66,9 +66,9 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Copies, fp32 cpu: `step` [1], and for each state key one vector of its parameters in `flatten`'s order.
+        """Copy the state, fp32 on the cpu: `step` [1], and for each state key one vector in `flatten`'s order.
 
-        All are zero before the first step. Training on from loaded tensors gives the same bits.
+        All values are zero before the first step. Training that continues from loaded tensors gives the same bits.
         """
         tensors = {"step": torch.zeros(1)}
         for optimizer, parameters, keys in self._states:
@@ -86,7 +86,7 @@ class Optimizers:
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load the result of `state_tensors`. KeyError or ValueError if it does not fit the model."""
+        """Load the result of `state_tensors`. Raises KeyError or ValueError if it does not fit the model."""
         step = tensors["step"].reshape(())
         for optimizer, parameters, keys in self._states:
             sizes = [p.numel() for p in parameters]

@@ -1,9 +1,9 @@
 """Documents packed into rows of tokens without padding; each peer reads the shards in its own order.
 
 No node assigns shards. Each peer reads all shards of a source in a random order of its own, drawn from the run and its
-peer id, and none twice before it has read all. So a peer that joins or leaves changes nothing for the others. If peers
-have read the shares f_1, f_2, .. of the shards, the expected union is 1 - (1 - f_1)(1 - f_2).. of them, and the rest of
-f_1 + f_2 + .. is read twice: little as long as each peer reads little.
+peer id, and none twice before it has read all. So a peer that joins or leaves changes nothing for the others. If the
+peers have read the ratios f_1, f_2, .. of all shards, a shard is read by at least one peer with probability
+1 - (1 - f_1)(1 - f_2)... The rest of f_1 + f_2 + .. is repeated text, which is little while each peer has read little.
 
 A peer reads several shards side by side, in lanes, and takes the rows of a batch from them in turn, so that the rows
 come from different files. Shapes: B rows of a batch, T sequence length.
@@ -28,7 +28,7 @@ from node.training.tokenizer import Tokenizer
 
 LANES = 8
 LEAST_TRIES = 1024
-"""Shards in a row that may have no document for a lane: of a single document all but one shard have none."""
+"""How many shards in a row may have no document for a lane. With a single document, all but one have none."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,30 +62,30 @@ class Lane:
         held_out_one_in: int,
         state: Sequence[int],
     ) -> None:
-        """`state`: as the property returned it; (number of the lane, 0, 0) for a new lane."""
+        """`state` is a value of the property `state`; for a new lane it is (number of the lane, 0, 0)."""
         self._documents, self._order, self._tokenizer = documents, order, tokenizer
         self._lanes, self._held_out_one_in = lanes, held_out_one_in
         ordinal, document, self._offset = state
         self._next = (ordinal, document)
-        """The next document to read: shard of the order, and number of the document in its file."""
+        """The next document to read: (place of its shard in the order, number of the document in its file)."""
         self._buffer: deque[tuple[tuple[int, int], npt.NDArray[np.int32]]] = deque()
-        """The place of each document, and its tokens; of the first one `_offset` are consumed."""
+        """(place, tokens) of each document, the place as in `_next`. `_offset` tokens of the first one are consumed."""
         self._buffered = -self._offset
-        """Tokens that are buffered and not consumed."""
+        """Number of buffered tokens that are not consumed."""
         self._reading: Iterator[tuple[int, str]] | None = None
         self._empty_shards = 0
-        """Shards in a row without a document."""
+        """Number of shards in a row without a document."""
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Shard of the order, number of the document in its file, and how many of its tokens are consumed."""
+        """(place of the shard in the order, number of the document in its file, number of its consumed tokens)."""
         place = self._buffer[0][0] if self._buffer else self._next
         return (*place, self._offset)
 
     def row_into(self, out: npt.NDArray[np.int64]) -> None:
-        """Fill `out` [T + 1] and consume T tokens: the last one is the next row's first.
+        """Fill `out` [T + 1] and consume T tokens. The last token of a row is the first of the next row.
 
-        Raises Unreachable, with nothing consumed; MachineError if no shard has any text.
+        Raises Unreachable, with nothing consumed, and MachineError if no shard has any text.
         """
         while self._buffered < len(out):
             self._read_document()
@@ -111,7 +111,7 @@ class Lane:
             self._next_shard("no text")
             return
         except Damaged as exc:
-            logger.warning("A part of the text cannot be read and is left out: %s.", exc)
+            logger.warning("A part of the text is left out, because it cannot be read: %s.", exc)
             self._next_shard(str(exc))
             return
         except Exception:
@@ -130,12 +130,13 @@ class Lane:
         self._empty_shards += 1
         if self._empty_shards > max(LEAST_TRIES, 2 * self._documents.shards):
             raise MachineError(
-                f"run.data.sources: no text in any of its files ({reason}): repair or remove the file.", code="no_data"
+                f"run.data.sources: a source has no text in any of its files ({reason}): repair or remove the file.",
+                code="no_data",
             )
 
 
 class RowPacker:
-    """Rows of several sources by their weights; within a source from its lanes in turn."""
+    """Packs rows of several sources by their weights. The lanes of a source take turns."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class RowPacker:
         held_out_one_in: int,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """`seed`: names run and peer. `state`: as the property returned it."""
+        """`seed` names the run and the peer. `state` is a value of the property `state`; None means the beginning."""
         self._weights = [weight / sum(weights) for weight in weights]
         self._shards = [source.shards for source in sources]
         fresh = [[(lane, 0, 0) for lane in range(min(LANES, shards))] for shards in self._shards]
@@ -156,10 +157,10 @@ class RowPacker:
         places = list(state["lanes"])
         for number, shards in enumerate(self._shards):
             if state["shards"][number] != shards:
-                logger.warning("The files of text source %d have changed: it is read from the beginning.", number + 1)
+                logger.warning("Files of text source %d have changed, so it is read from the beginning.", number + 1)
                 places[number] = fresh[number]
         self._rows: list[npt.NDArray[np.int64]] = []
-        """Of the batch that is being packed."""
+        """Rows of the batch that is being packed."""
         self._taken: list[int] = list(state["taken"])
         """Rows taken from each source."""
         self._lanes = [
@@ -179,14 +180,14 @@ class RowPacker:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is consumed, as JSON. Valid between two batches."""
+        """The position in all sources, as JSON. Valid between two batches."""
         lanes = [[list(lane.state) for lane in lanes] for lanes in self._lanes]
         return {"taken": list(self._taken), "lanes": lanes, "shards": list(self._shards)}
 
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
-        """int64 cpu [B, T + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
+        """Return a batch, int64 cpu [B, T + 1]. Inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
 
-        Raises Unreachable; the next call continues with the rows that it has.
+        Raises Unreachable. The next call then continues with the rows that are packed already.
         """
         while len(self._rows) < batch_size:
             source = self._next_source()
@@ -206,9 +207,9 @@ class RowPacker:
 
 
 def first_rows(source: Documents, tokenizer: Tokenizer, rows: int, length: int, one_in: int) -> npt.NDArray[np.int64]:
-    """[rows, length] from the beginning of a source: of its held-out documents, or of all if `one_in` is 0.
+    """Return the first tokens, [rows, length], of a source's held-out documents, or of all documents if `one_in` is 0.
 
-    Too few documents are repeated. Raises Unreachable or Damaged; MachineError if there is none.
+    Too few tokens are repeated. Raises Unreachable or Damaged, and MachineError if there is no document.
     """
     parts: list[npt.NDArray[np.int32]] = []
     found = 0

@@ -1,7 +1,7 @@
-"""Batches prepared in advance on a thread, so that the device does not wait for text.
+"""Prepares batches in advance on a thread, so that the device does not wait for text.
 
 While a source does not answer, training continues from the buffer and the thread retries with growing pauses. Batches
-that were prepared and not taken are prepared again after a restart, so none is skipped and none comes twice.
+that were prepared and not taken are prepared again after a restart, so each batch is used exactly once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """A reader of packed text. It buffers the batches of `make(state)`, which starts there; None: at the beginning."""
+    """A reader of packed text, which buffers the batches of `make(state)`. The state None is the text's beginning."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class Prefetcher:
         self._ready: queue.Queue[tuple[Tensor, dict[str, Any]] | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
         self.state = state or {}
-        """After the newest batch that was taken; empty before the first."""
+        """The state after the newest batch that was taken; empty before the first one."""
         self.problem = ""
-        """Why no new text arrives; one sentence, or empty."""
+        """A sentence that says why no new text arrives; empty if text arrives."""
         self._thread = threading.Thread(target=self._fill, args=(state or None,), name="data", daemon=True)
         self._thread.start()
 
     def start_round(self, round_: int) -> None:
-        """The text continues across rounds."""
+        """Do nothing, as the text continues across rounds."""
 
     def next_batch(self) -> Tensor | None:
-        """The next batch, int64 cpu [B, T + 1]; None if there is none within WAIT_S.
+        """Return the next batch, int64 cpu [B, T + 1], or None if there is none within WAIT_S.
 
-        Raises the exception of the source.
+        Raises the exception with which the source failed.
         """
         try:
             item = self._ready.get(timeout=WAIT_S)
@@ -69,7 +69,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Stop the thread. After CLOSE_S a thread that waits for a source is left to end by itself."""
+        """Stop the thread. A thread that still waits for a source after CLOSE_S ends by itself later."""
         self._stop.set()
         self._thread.join(CLOSE_S)
 
@@ -82,7 +82,9 @@ class Prefetcher:
                 item = source.next_batch(*self._shape), source.state
             except Unreachable as exc:
                 self.problem = f"The text cannot be reached ({exc})."
-                logger.warning("%s Training continues from the buffer; next try in %.0f s.", self.problem, pause_s)
+                logger.warning(
+                    "%s Training continues from the buffer. The next try is in %.0f s.", self.problem, pause_s
+                )
                 self._stop.wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
                 continue

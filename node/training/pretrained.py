@@ -1,4 +1,4 @@
-"""Models as Hugging Face folders: exported by `diloco-node export`, and read where a run starts from one."""
+"""Models as Hugging Face folders. `diloco-node export` writes them, and a run may start from one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHAPE_FIELDS = (
 
 
 def export_model(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tokenizer: Tokenizer) -> None:
-    """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`, with `card` as README.md. `flat`: fp32 cpu [P].
+    """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`, with `card` as README.md.
 
-    The folder is written whole or not at all. DataFolderError if `folder` holds files already.
+    `flat` is fp32 cpu [P]. The folder is written whole or not at all. Raises DataFolderError if it holds files already.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataFolderError(f"{folder} holds files already: name another folder for the export, or remove it.")
@@ -47,11 +47,11 @@ def export_model(cfg: ModelConfig, flat: Tensor, folder: Path, *, card: str, tok
 
 
 def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]:
-    """The configuration and the parameters, fp32 cpu [P], of the model that `cfg.start` names: a folder, or
-    `hub:OWNER/NAME`. In the returned configuration `start` has no path of this machine.
+    """Load the model that `cfg.start` names. Returns its configuration and parameters, fp32 cpu [P].
 
-    Only configuration and safetensors are read, no code. ConfigError for a model that is not of the Llama family,
-    MachineError for one that cannot be read.
+    `start` is a folder or `hub:OWNER/NAME`. The returned `start` has no path of this machine. Only configuration and
+    safetensors are read, no code. Raises ConfigError for a model that is not of the Llama family, and MachineError for
+    one that cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ def load_pretrained(cfg: ModelConfig, cache: Path) -> tuple[ModelConfig, Tensor]
 
 
 def _convert_config(cfg: ModelConfig, config: Any) -> ModelConfig:
-    """Our configuration of a `transformers` one. ConfigError for a feature that ours cannot express."""
+    """Convert a configuration of `transformers`. Raises ConfigError for a feature that ours cannot express."""
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
             f"run.model.start {cfg.start} is of type {config.model_type!r}: name a model of type llama, mistral, qwen2 "
@@ -96,7 +96,7 @@ def _convert_config(cfg: ModelConfig, config: Any) -> ModelConfig:
     if found := [name for name, is_present in unsupported.items() if is_present]:
         raise ConfigError(
             f"run.model.start {cfg.start} has {' and '.join(found)}, which this program does not support: name a model "
-            "without."
+            "without that."
         )
     values = {name: getattr(config, name) for name in SHAPE_FIELDS}
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,9 +1,9 @@
 """Several processes of one node that make each inner step together, one device each.
 
-Rank 0 is the worker, which the swarm knows. It broadcasts each call, and all ranks make it. `data-parallel`: each rank
-has all parameters and a part of the batch's rows, and gradients are summed after the last micro-batch. `fsdp`:
-parameters, gradients and moments are sharded (FSDP2, `fully_shard`). Rank 0 alone holds the anchor, as all ranks share
-one host.
+Rank 0 is the worker, the only rank that the swarm knows. It broadcasts each call, and all ranks execute it. With
+`data-parallel`, each rank has all parameters and a part of the batch's rows, and gradients are summed after the last
+micro-batch. With `fsdp`, parameters, gradients and moments are sharded (FSDP2, `fully_shard`). Only rank 0 holds the
+anchor, as all ranks share one host.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 TIMEOUT_S = 600.0
-"""Longest step. The worker that watches the processes notices a dead rank at once."""
+"""Longest time of a step. A rank that dies is noticed at once, as the worker watches the processes."""
 CALL_TIMEOUT = timedelta(days=3650)
-"""Between two calls: rank 0 may have to wait for text, peers or a download."""
+"""Longest time between two calls. Rank 0 may have to wait for text, peers or a download."""
 BUCKET_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorMeta:
-    """Takes the place of a tensor, which is broadcast next."""
+    """Stands for a tensor among a call's arguments. The tensor itself is broadcast next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Ranks:
     """This process's membership in the group of ranks."""
 
     def __init__(self, rank: int, size: int, folder: Path, device: torch.device, *, is_sharded: bool) -> None:
-        """Returns when all ranks have joined. `folder`: for the rendezvous; empty, and used by nothing else."""
+        """Join the group, and return when all ranks have joined. They meet in `folder`, which only they may use."""
         self.rank, self.size, self.is_sharded, self._device = rank, size, is_sharded, device
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]  # missing in its __all__
@@ -48,7 +48,7 @@ class Ranks:
         self._calls = dist.new_group(backend="gloo", timeout=CALL_TIMEOUT)
 
     def broadcast_call(self, name: str, *args: Any) -> None:
-        """Rank 0: make the other ranks call `name`. Tensors are sent separately, through the host's memory."""
+        """On rank 0, make the other ranks call `name`. Tensors are sent separately, through the host's memory."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         plain = [_TensorMeta(tuple(arg.shape), arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
         dist.broadcast_object_list([name, plain], src=0, group=self._calls)
@@ -56,7 +56,7 @@ class Ranks:
             dist.broadcast(tensor.cpu().contiguous(), src=0, group=self._calls)
 
     def receive_call(self) -> tuple[str, list[Any]]:
-        """Other ranks: wait for the next call. Its tensors are on the cpu."""
+        """On the other ranks, wait for the next call and return its name and arguments. Tensors are on the cpu."""
         received: list[Any] = [None, None]
         dist.broadcast_object_list(received, src=0, group=self._calls)
         name, args = received
@@ -67,7 +67,7 @@ class Ranks:
         return name, args
 
     def shard(self, loss: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
-        """The module whose call gives the loss. With `fsdp` it is sharded in place: each layer, then the rest."""
+        """Return the module whose call gives the loss. With `fsdp`, shard each layer in place, and then the rest."""
         if not self.is_sharded:
             return loss
         from torch.distributed.device_mesh import init_device_mesh
@@ -85,13 +85,13 @@ class Ranks:
 
     @property
     def loss_factor(self) -> float:
-        """FSDP averages gradients over the ranks, and the step needs their sum."""
+        """Factor for the loss, because FSDP averages gradients over the ranks and the step needs their sum."""
         return float(self.size) if self.is_sharded else 1.0
 
     def all_succeeded(self, succeeded: bool) -> bool:
         """Whether the pass succeeded on all ranks.
 
-        With shards, a rank that succeeded cannot get here unless all did: the others would miss in its collectives.
+        A rank of a sharded model gets here only if all succeeded, as its collectives need all ranks.
         """
         if self.is_sharded:
             return succeeded
@@ -100,7 +100,7 @@ class Ranks:
         return bool(flag.item())
 
     def sum_gradients_(self, parameters: Iterable[Tensor]) -> None:
-        """Sum gradients over the ranks, in place; FSDP has already reduced sharded ones."""
+        """Sum gradients over the ranks, in place. Leaves sharded gradients as they are, as FSDP has reduced them."""
         if self.is_sharded:
             return
         bucket: list[Tensor] = []
@@ -130,18 +130,18 @@ def _sum_bucket_(tensors: list[Tensor]) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; checked without importing that module, which takes a second."""
+    """Whether the tensor is a DTensor. Does not import the module of DTensor, which takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, on every rank (a collective); any other tensor itself."""
+    """Gather a sharded tensor on every rank, by a collective. Returns any other tensor as it is."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def place_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of `value`, which is the same on every rank, on the parameter's device and sharded as it is."""
+    """Copy `value` to the parameter's device, sharded like the parameter. `value` must be the same on every rank."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor
 

@@ -19,7 +19,7 @@ from node.training.ranks import Ranks
 
 
 class Replica:
-    """Each call on rank 0 is made by all ranks; the others run `follow`."""
+    """All ranks execute each call that rank 0 makes. The other ranks run `follow`."""
 
     def __init__(
         self, model: nn.Module, cfg: InnerConfig, device: torch.device, how: Execution, ranks: Ranks | None = None
@@ -30,7 +30,7 @@ class Replica:
         self._all: Ranges = ((0, sum(p.numel() for p in model.parameters())),)
 
     def follow(self, fault_hook: FaultHook | None = None) -> None:
-        """Repeat the calls of rank 0 until this process is ended. For all other ranks. `fault_hook`: for `step`."""
+        """Execute the calls of rank 0 until this process is ended. Only for other ranks. `step` gets `fault_hook`."""
         assert self._ranks is not None
         while True:
             name, args = self._ranks.receive_call()
@@ -38,7 +38,7 @@ class Replica:
                 getattr(self, name)(*args, *((fault_hook,) if name == "step" else ()))
 
     def _broadcast(self, name: str, *args: object, only_if_sharded: bool = False) -> None:
-        """`only_if_sharded`: for calls that rank 0 can answer alone if it has all parameters."""
+        """Broadcast a call. `only_if_sharded` is for calls that rank 0 can answer alone if it has all parameters."""
         if self._ranks is not None and self._ranks.rank == 0 and (self._ranks.is_sharded or not only_if_sharded):
             self._ranks.broadcast_call(name, *args)
 
@@ -57,13 +57,13 @@ class Replica:
     ) -> StepResult:
         """Take an inner step like `InnerLoop.step` on all rows of `batch`, int64 [B, T + 1].
 
-        With several ranks `after_micro_batch` must not raise: the others would wait for this one.
+        With several ranks `after_micro_batch` must not raise, as the other ranks would wait for this one.
         """
         self._broadcast("step", batch, lr)
         return self.inner.step(batch, lr, fault_hook, after_micro_batch)
 
     def warm_up(self, rows: int, length: int) -> None:
-        """Make a pass without effect, so that layers compile now, which takes minutes. MachineError if they cannot."""
+        """Make a pass without effect to compile the layers, which takes minutes. Raises MachineError if that fails."""
         self._broadcast("warm_up", rows, length)
         try:
             self.inner.probe(torch.zeros(rows, length + 1, dtype=torch.int64))
@@ -86,7 +86,7 @@ class Replica:
         return self.inner.loss_of(batch)
 
     def take(self, ranges: Ranges, *, on_host: bool = True) -> Tensor:
-        """A copy of a fragment [P_f]; on the device unless `on_host`."""
+        """Copy a fragment [P_f] to the cpu, or to the training device if `on_host` is False."""
         self._broadcast("take", ranges, only_if_sharded=True)
         return take_flat(self._model, ranges, CPU if on_host else self._device)
 
@@ -96,7 +96,7 @@ class Replica:
         change_flat_(self._model, ranges, lambda part, at, _: values[at].to(part.device))
 
     def change(self, ranges: Ranges, change: Change) -> None:
-        """Overwrite a fragment in place, as `change_flat_`."""
+        """Overwrite a fragment in place, as `change_flat_` does."""
         if self._ranks is None:
             change_flat_(self._model, ranges, change)
             return
@@ -113,7 +113,7 @@ class Replica:
         return self.take(self._all)
 
     def load(self, flat: Tensor) -> None:
-        """Overwrite all parameters with `flat` [P]. ValueError if it does not fit."""
+        """Overwrite all parameters with `flat` [P]. Raises ValueError if it does not fit."""
         if flat.shape != (self._all[0][1],):
             raise ValueError(f"A vector of shape {tuple(flat.shape)} does not fit {self._all[0][1]} parameters.")
         self.put(self._all, flat)
@@ -124,10 +124,10 @@ class Replica:
         return self.inner.state_tensors()
 
     def load_optimizer_state(self, tensors: dict[str, Tensor]) -> None:
-        """Load the result of `optimizer_state`. KeyError or ValueError if it does not fit the model."""
+        """Load the result of `optimizer_state`. Raises KeyError or ValueError if it does not fit the model."""
         self._broadcast("load_named_tensors", list(tensors), *tensors.values())
         self.inner.load_state_tensors(tensors)
 
     def load_named_tensors(self, names: list[str], *tensors: Tensor) -> None:
-        """Load the optimizer state on a rank other than 0. Each tensor is one argument, as each is broadcast alone."""
+        """Load the optimizer state on a rank other than 0. Each tensor is an argument, as each is broadcast alone."""
         self.inner.load_state_tensors(dict(zip(names, tensors, strict=True)))

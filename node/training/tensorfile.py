@@ -1,8 +1,8 @@
 """Tensors in safetensors files: written with a checksum in one pass, read whole or by byte ranges.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of the header; the header, JSON,
-with dtype, shape and offsets of each tensor; the bytes. The library's writer is not used: it reports no errno when the
-disk is full, and the checksum would need a second pass.
+A file (https://github.com/huggingface/safetensors) has 8 bytes with the header's length, little-endian, a JSON header
+with dtype, shape and offsets of each tensor, and the tensors' bytes. The library's writer is not used, because it
+reports no errno when the disk is full, and the checksum would need a second pass.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class FileFacts(TypedDict):
-    """What a reader checks a file against."""
+    """Size and checksum of a file, which a reader checks."""
 
     bytes: int
     blake2b: str
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None] = lambda: None) -> FileFacts:
-    """Write and sync a new file. OSError if the disk does not take it.
+    """Write and sync a new file. Raises OSError if the disk does not take it.
 
-    `check` is called between two pieces of _PIECE_BYTES; it may raise to end the writing.
+    `check` is called before each piece of _PIECE_BYTES. It may raise to stop the write.
     """
     header: dict[str, Any] = {}
     at = 0
@@ -63,7 +63,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[],
 
 
 def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
-    """All tensors, each in its own memory on the cpu. ValueError if the file is not as it was written."""
+    """Read all tensors, each into its own memory on the cpu. Raises ValueError if the file does not match `facts`."""
     size_bytes = path.stat().st_size
     if size_bytes != facts["bytes"]:
         raise ValueError(f"{path.name} has {size_bytes} bytes instead of {facts['bytes']}")
@@ -80,14 +80,14 @@ def read_tensors(path: Path, facts: FileFacts) -> dict[str, Tensor]:
                     raise ValueError(f"{path.name} ends early")
                 digest.update(piece)
     if digest.hexdigest() != facts["blake2b"]:
-        raise ValueError(f"{path.name} does not have its checksum")
+        raise ValueError(f"the checksum of {path.name} is wrong")
     return tensors
 
 
 def read_slice(path: Path, tensor_name: str, start_byte: int, length: int) -> bytes:
-    """`length` bytes of one tensor, little-endian as on disk, without reading the rest.
+    """Read `length` bytes of one tensor, little-endian as on disk, without reading the rest of the file.
 
-    ValueError if the tensor has no such bytes. OSError if the file is gone, as old checkpoints are removed.
+    Raises ValueError if the tensor has no such bytes, and OSError if the file is gone, as old checkpoints are removed.
     """
     with path.open("rb", buffering=0) as file:
         header, data_start = _read_header(file.fileno())
@@ -108,7 +108,7 @@ def read_slice(path: Path, tensor_name: str, start_byte: int, length: int) -> by
 
 
 def _read_header(handle: int) -> tuple[dict[str, Any], int]:
-    """The validated header, its entries in the order of their bytes, and the offset of the first byte."""
+    """Return the validated header, with entries in the order of their bytes, and the offset of the first tensor."""
     prefix = os.pread(handle, _LENGTH.size, 0)
     length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else _MAX_HEADER_BYTES + 1
     if length > _MAX_HEADER_BYTES:
@@ -141,6 +141,6 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """`os.write` may write less than it is given, also just before the disk is full."""
+    """Write all of `data`. `os.write` may write only a part, for example just before the disk is full."""
     while data:
         data = data[os.write(handle, data) :]

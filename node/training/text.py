@@ -1,7 +1,7 @@
-"""The text of a run: what this node trains on, and what it evaluates on.
+"""The text of a run, on which this node trains and evaluates.
 
-The built-in text is in memory, and each round has its own stream of it. Other text is read by a thread, and continues
-across rounds.
+The built-in text is in memory, and each round reads its own stream of it. A thread reads any other text, which
+continues across rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from node.training.tokenizer import Tokenizer, open_tokenizer
 
 
 class BuiltinReader:
-    """One peer's position in the built-in text: in the stream that peer id and round determine."""
+    """Reads the built-in text for one peer, from the stream that peer id and round determine."""
 
     problem = ""
 
@@ -35,7 +35,7 @@ class BuiltinReader:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON; a new reader with this state continues after the newest batch."""
+        """The position as JSON. A new reader with this state continues after the newest batch."""
         return {"round": self._round, "position": self._stream.position}
 
     def start_round(self, round_: int) -> None:
@@ -43,7 +43,7 @@ class BuiltinReader:
             self._seek(round_, 0)
 
     def next_batch(self) -> Tensor:
-        """int64 cpu [B, T + 1]."""
+        """Return the next batch, int64 cpu [B, T + 1]."""
         return self._stream.next_batch(self._inner.batch_size, self._inner.sequence_length)
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class BuiltinReader:
 
 
 class BuiltinDataset:
-    """The built-in text, for any number of readers, each on one thread."""
+    """The built-in text. It may have any number of readers, each on one thread."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._corpus = run, load_corpus()
@@ -66,7 +66,7 @@ class BuiltinDataset:
 
 
 class PackedDataset:
-    """The documents of `run.data.sources`, packed into rows; for any number of readers, each on one thread."""
+    """The documents of `run.data.sources`, packed into rows. There may be any number of readers, each on one thread."""
 
     def __init__(self, run: RunConfig, text_dir: Path, cache: Path, tokenizer: Tokenizer) -> None:
         self._run, self._tokenizer = run, tokenizer
@@ -112,7 +112,7 @@ TextDataset = BuiltinDataset | PackedDataset
 
 
 def open_text(run: RunConfig, text_dir: Path, cache: Path) -> TextDataset:
-    """Open the text. Raises MachineError if text or tokenizer cannot be read here, ConfigError if misconfigured."""
+    """Open the text. Raises MachineError if text or tokenizer cannot be read, ConfigError for a bad configuration."""
     tokenizer = open_tokenizer(run.data.tokenizer, text_dir, cache)
     if tokenizer.size > run.model.vocab_size:
         raise ConfigError(

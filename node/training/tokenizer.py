@@ -13,20 +13,20 @@ from node.errors import ConfigError, MachineError
 from node.training.hub import is_on_hub, split_name, translate_errors
 
 BEGIN = 256
-"""Of the byte tokenizer: the token before each document."""
+"""The byte tokenizer's token before each document."""
 END = 257
-"""Of the byte tokenizer: the token after each document."""
+"""The byte tokenizer's token after each document."""
 
 
 class ByteTokenizer:
     """Each byte of the text in UTF-8 is a token."""
 
     size = 258
-    """All token ids are below it."""
+    """All token ids are below this number."""
     begin, end = BEGIN, END
 
     def document(self, text: str) -> npt.NDArray[np.int32]:
-        """The tokens of a document, with those before and after it."""
+        """The tokens of a document, with BEGIN before and END after them."""
         body = np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
         return np.concatenate(([BEGIN], body, [END])).astype(np.int32)
 
@@ -89,7 +89,7 @@ Tokenizer = ByteTokenizer | FastTokenizer
 
 
 def open_tokenizer(name: str, text_dir: Path, cache: Path) -> Tokenizer:
-    """`name` as in `run.data.tokenizer`. ConfigError if it is not a fast tokenizer, MachineError if it is not here."""
+    """Open `run.data.tokenizer`. Raises ConfigError if it is not a fast tokenizer, MachineError if it is missing."""
     if name == "bytes":
         return ByteTokenizer()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -1,1 +1,1 @@
-"""The worker: the process that trains. It owns torch and the swarm, and obeys the supervisor."""
+"""The worker process, which trains. It owns torch and the swarm's thread, and obeys the supervisor."""

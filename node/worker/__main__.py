@@ -1,4 +1,4 @@
-"""Entry point of the worker process: `python -m node.worker --fd N`, with the supervisor's socket at N."""
+"""Runs the worker process: `python -m node.worker --fd N`. N is the descriptor of the socket to the supervisor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from node.worker_protocol import Ended
 
 START_S = 30.0
 SWITCH_S = 0.0005
-"""Longest wait of the trainer's thread for the interpreter lock while the swarm's thread holds it; default 5 ms."""
+"""The longest time for which one thread keeps the interpreter lock while another waits. Python's default is 5 ms."""
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
     handler = SupervisorLogHandler(link)
     logging.getLogger().addHandler(handler)
     set_level(config.log.level)
-    # Not at the top: importing torch and hivemind takes seconds, and hivemind configures logging.
+    # Imported late, because torch and hivemind take seconds to import and hivemind configures logging.
     from node.worker.bootstrap import Worker, redirect_library_logs
 
     redirect_library_logs()
@@ -59,5 +59,5 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Do not wait for library threads, which would look like a hang; the kernel ends p2pd.
+    # Do not wait for the threads of libraries, as the wait would look like a hang. The kernel ends p2pd.
     os._exit(status)

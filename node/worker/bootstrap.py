@@ -1,4 +1,4 @@
-"""The composition root of the worker process: enters a run, then trains or serves until it is asked to stop."""
+"""The composition root of the worker process. It enters a run, then trains or serves until the supervisor stops it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SERVE_POLL_S = 0.2
 
 
 def redirect_library_logs() -> None:
-    """Send the warnings of libraries through our own log; hivemind installs a handler for stderr."""
+    """Send the warnings of libraries to our own log, and remove the stderr handler that hivemind installs."""
     for name in ("hivemind", "asyncio", "filelock", "urllib3"):
         library_logger = logging.getLogger(name)
         library_logger.handlers.clear()
@@ -54,7 +54,7 @@ def redirect_library_logs() -> None:
 
 
 class Worker:
-    """One worker's life, on the main thread."""
+    """Runs one worker from its start to its end, on the main thread."""
 
     def __init__(self, link: SupervisorLink, start: Start, config: Config, handler: SupervisorLogHandler) -> None:
         self._link, self._start, self._config = link, start, config
@@ -86,7 +86,7 @@ class Worker:
         self._unreachable_reason = ""
 
     def run(self) -> tuple[str, str]:
-        """Work until asked to stop or the run is complete. Returns code and reason of the end; raises NodeError."""
+        """Work until an order to stop or the end of the run. Returns code and reason of the end. Raises NodeError."""
         with closing(self._waiter):
             if self._start.counters is not None:
                 self._counters.load(self._start.counters)
@@ -128,7 +128,7 @@ class Worker:
         return device
 
     def _describe_devices(self) -> tuple[DeviceInfo, ...]:
-        """The devices of all ranks, rank 0 first. All ranks share one CPU."""
+        """The devices of all ranks, rank 0 first. Without GPUs this is the one CPU that all ranks share."""
         if self._device is None:
             return ()
         device = self._device.device
@@ -143,7 +143,7 @@ class Worker:
     # training
 
     def _start_loading(self, run: RunConfig) -> Future[TrainingInputs] | None:
-        """Load text and model while the state is read or downloaded: a downloaded state ages."""
+        """Load text and model while the state is read or downloaded, because a downloaded state soon is out of date."""
         if self._device is not None:
             self._loading = self._waiter.start(lambda: load_inputs(run, self._config))
         return self._loading
@@ -160,7 +160,7 @@ class Worker:
 
     @contextmanager
     def _inner_trainer(self, run: RunConfig, inputs: TrainingInputs, ids: tuple[str, str]) -> Iterator[InnerTrainer]:
-        """The inner trainer with the processes of its other ranks. `ids`: of the run and of this peer."""
+        """Run the inner trainer and the processes of its other ranks. `ids` are the run id and this node's peer id."""
         assert self._device is not None
         device = self._device
         replica, ranks = self._waiter.run(
@@ -182,7 +182,7 @@ class Worker:
                 ranks.close()
 
     def _end_process(self, error: NodeError) -> None:
-        """End the process from any thread, as the main thread may hang.
+        """End the process. Callable from any thread, as the main thread may hang.
 
         The supervisor restarts all ranks, except after a MachineError.
         """
@@ -194,7 +194,7 @@ class Worker:
         os._exit(error.exit_code)
 
     def _train_and_resync(self, session: Session, inner: InnerTrainer) -> None:
-        """Train until the run is complete. After a lost fork choice, start again from the others' state."""
+        """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
         exclusion = ExclusionNotice(session.manifest.run.sync)
         while True:
             trainer = self._trainer = Trainer(
@@ -226,10 +226,10 @@ class Worker:
     def _align(self, session: Session, trainer: Trainer) -> None:
         """Replay the rounds that are on the disk, then those that the swarm has committed since.
 
-        The node then is at the same point of the round as the others.
+        Afterwards this node is at the same point of the round as the other members.
         """
         first = trainer.tip.round + 1
-        # One at a time, as each holds a whole state.
+        # One round at a time, as each replayed round holds a whole state in memory.
         while self._waiter.wait(session.swarm.start_call(lambda member: member.replay_next())):
             trainer.apply_committed_rounds()
         if trainer.tip.round >= first:
@@ -239,12 +239,12 @@ class Worker:
         trainer.align_to(tip, is_new=session.checkpoint is None)
 
     def _resync(self, session: Session, cause: ResyncCause) -> Session:
-        """Leave this node's chain: download the state of the others."""
+        """Abandon this node's chain and download the state of the other members."""
         logger.warning("This node gives up its chain, because %s. It downloads the state again.", cause.reason)
         self._counters.totals.digest_mismatches += cause.code != "far_behind"
         if cause.dropped:
             record = make_dropped_record(cause)
-            logger.warning("Round %d: %s", record.round, record.reason)
+            logger.warning("%s", record.reason)
             self._reporter.tell_round(record)
         tip = self._entry.download(session.swarm, session.manifest, session.rules, cause)
         session.store.put_aside()  # A restart must not resume from the old chain.
@@ -252,15 +252,15 @@ class Worker:
         return replace(session, tip=tip, checkpoint=None)
 
     def _round_over(self, session: Session) -> None:
-        """Called when a round with a contribution of this node is committed."""
+        """Called when the round of this node's contribution is committed, even if it excludes the contribution."""
         self._reporter.tell(now=True)  # The supervisor stores the totals at the end of each round.
         session.store.drop_aside()
         self._orders.round_over()
         self._orders.check()
 
     def _wait_for_peers(self, session: Session, tip: Tip) -> None:
-        """Stay until every live member has the last result, as it could not get it later."""
-        reason = "The run is complete; waiting until all members have its last result."
+        """Stay until every live member has the last result, which it could not get after this node stops."""
+        reason = "The run is complete. This node waits until all members have the last result."
         self._reporter.enter(Phase.DRAINING, reason, "run_complete")
         end_at = time.monotonic() + session.rules.bulk_s
         while time.monotonic() < end_at:
@@ -272,12 +272,12 @@ class Worker:
     # serving
 
     def _serve(self, session: Session) -> None:
-        """Serve as bootstrap peer and relay, or serve the state from the disk, without model and GPU."""
+        """Serve without model and GPU: a relay connects peers, a paused node serves the state on its disk."""
         is_relay = self._start.mode == "relay"
         if is_relay:
-            self._reporter.enter(Phase.TRAINING, "Relaying for the run; this node does not train.", "relay")
+            self._reporter.enter(Phase.TRAINING, "This node relays for the run and does not train.", "relay")
         else:
-            self._reporter.enter(Phase.PAUSED, "Paused; the state on disk is served to others.", "paused")
+            self._reporter.enter(Phase.PAUSED, "Training is paused. This node serves the state on its disk.", "paused")
             session.swarm.serve(session.tip, session.source)
         manifest, tip = session.manifest, session.tip
         position = {
@@ -300,7 +300,7 @@ class Worker:
                 self._waiter.sleep(SERVE_POLL_S)
 
     def _update_reachability_notice(self) -> None:
-        """Notify the owner of a relay that peers cannot reach."""
+        """Notify the owner while peers cannot reach this relay."""
         view = self._reporter.view
         reason = view.reachability_reason if view.reachability_code in ("not_reached", "no_port") else ""
         if reason != self._unreachable_reason:

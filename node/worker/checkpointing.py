@@ -1,4 +1,4 @@
-"""Checkpoints of a training node: their contents, when they are due, writing them in the background, serving them."""
+"""Checkpoints of a training node: what they contain, when they are due, and how they are written and served."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from node.training.tensorfile import read_slice
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
-"""Rounds between checkpoints, per fragment: joiners replay from a checkpoint, and peers keep results for twice that."""
+"""Most rounds of a fragment between checkpoints. Peers keep results for twice as many, so that joiners can replay."""
 SETTLE_S = 1.0
-"""Between the end of a round and the checkpoint, when the processors are busy with the round."""
+"""Pause between the end of a round and its checkpoint, because the processors are still busy with the round."""
 
 
 def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
-    """A checkpoint of the outer state; its fields for the node's own state have their defaults."""
+    """Make a checkpoint of the outer state. The fields for this node's own state keep their defaults."""
     return Checkpoint(
         manifest_hash=manifest.hash,
         head=tip.head,
@@ -50,12 +50,12 @@ def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
 
 
 def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
-    """The checkpoint of a new run. `tip` has the draft manifest's head."""
+    """Make the checkpoint of a new run. `tip` has the head of the draft manifest, which `manifest` replaces."""
     return dataclasses.replace(outer_checkpoint(manifest, tip), head=manifest.hash)
 
 
 def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
-    """The tip that a checkpoint stands for. Raises PeerError if its proof does not lead to its head. Slow: hashes."""
+    """Hash a checkpoint's state, and return its tip. Raises PeerError if the proof does not lead to the head."""
     state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
     proof = checkpoint.extra.get("proof")
     links = tuple(Link(**{**record, "members": tuple(record["members"])}) for record in checkpoint.records)
@@ -65,7 +65,7 @@ def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
 
 
 class CheckpointSource:
-    """Serves checkpoints to joiners: hash trees from memory, tensors from the disk."""
+    """Serves checkpoints to joiners. Hash trees come from memory, tensors from the disk."""
 
     def __init__(self, store: CheckpointStore, parameters: int, cache: Path) -> None:
         self._store, self._parameters, self._cache = store, parameters, cache
@@ -73,13 +73,14 @@ class CheckpointSource:
         """Newest first."""
 
     def publish(self, tip: Tip) -> None:
-        """Serve the checkpoint of this tip, which is on the disk. Removes downloads, which are no longer needed."""
+        """Serve the checkpoint of this tip, which is on the disk. Removes partial downloads, as none is needed now."""
         new = Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
         on_disk = set(self._store.rounds())
         self._snapshots = (new, *(old for old in self._snapshots if old.round != new.round and old.round in on_disk))
         remove_partial_downloads(self._cache)
 
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        """The newest snapshot whose head is `name` or whose digest begins with it. `hold` pins its checkpoint."""
         for snapshot in self._snapshots:
             if not name or snapshot.head == name or snapshot.digest.startswith(name):
                 if hold:
@@ -88,14 +89,14 @@ class CheckpointSource:
         return None
 
     def oldest_needed_round(self) -> int | None:
-        """The oldest round that a joiner, or this node after a crash, replays from."""
+        """The oldest checkpointed round from which a joiner, or this node after a crash, may replay."""
         return min((*(snapshot.round for snapshot in self._snapshots[:1]), *self._store.pinned()), default=None)
 
     def leaf(self, digest: str, index: int) -> bytes:
         snapshot = self.find(digest, hold=True)
         path = self._store.outer_file(snapshot.round) if snapshot is not None else None
         if path is None:
-            raise LookupError("that state is not kept")
+            raise LookupError("this node does not have that state")
         bounds = leaf_bounds(self._parameters)
         vector, leaf = divmod(index, len(bounds))
         start, end = bounds[leaf]
@@ -103,18 +104,18 @@ class CheckpointSource:
 
 
 class CheckpointSchedule:
-    """When to take a checkpoint: every few rounds or every `interval_s`, SETTLE_S after the end of the round."""
+    """Decides when to take a checkpoint: every few rounds or every `interval_s`, SETTLE_S after the end of a round."""
 
     def __init__(
         self, round_: int, interval_s: float, fragments: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`round_`: the round of the newest checkpoint."""
+        """`round_` is the round of the newest checkpoint."""
         self._clock, self._interval_s, self._max_rounds = clock, interval_s, MAX_ROUNDS * fragments
         self._due_at: float | None = None
         self.taken(round_)
 
     def taken(self, round_: int) -> None:
-        """A checkpoint of this round was taken."""
+        """Record that a checkpoint of this round was taken."""
         self._taken_at, self._taken_round, self._due_at = self._clock(), round_, None
 
     def round_over(self, round_: int) -> None:
@@ -126,17 +127,17 @@ class CheckpointSchedule:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether to take a checkpoint of the newest round, at the latest before the next round."""
+        """Whether a checkpoint of the newest round has to be taken before the next round."""
         return self._due_at is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether to take it now."""
+        """Whether to take the wanted checkpoint now."""
         return self._due_at is not None and self._clock() >= self._due_at
 
 
 class _Cancelled(Exception):
-    """A checkpoint is no longer wanted."""
+    """The checkpoint that is being written is no longer wanted."""
 
 
 class Checkpointer:
@@ -153,14 +154,14 @@ class Checkpointer:
         return self._running is not None and not self._running.done()
 
     def begin(self, checkpoint: Checkpoint, tip: Tip) -> None:
-        """Start writing; only while not busy. Raises the previous checkpoint's error, such as MachineError."""
+        """Start to write a checkpoint. Call only while not busy. Raises the previous checkpoint's error."""
         assert not self.is_busy
         self.wait(0.0)
         self._is_cancelled.clear()
         self._running = self._thread.submit(self._save, checkpoint, tip)
 
     def cancel(self) -> None:
-        """End the checkpoint that is being written, if any, as a newer one replaces it. The older ones stay."""
+        """Stop writing the current checkpoint, if any, as a newer one will replace it. Finished checkpoints stay."""
         self._is_cancelled.set()
 
     def check(self) -> None:
@@ -169,7 +170,7 @@ class Checkpointer:
             self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being written; False after `timeout_s`. Raises the newest checkpoint's error."""
+        """Wait until nothing is being written; return False after `timeout_s`. Raises the newest checkpoint's error."""
         running = self._running
         if running is None:
             return True
@@ -184,11 +185,11 @@ class Checkpointer:
             self._faults.meet("save", checkpoint.round)
             self._store.save(checkpoint, self._check_wanted)
         except _Cancelled:
-            logger.debug("The checkpoint of round %d is replaced by a newer one before it is whole.", checkpoint.round)
+            logger.debug("The unfinished checkpoint of round %d is discarded for a newer one.", checkpoint.round)
             return
         except QuotaError as exc:
             # The older checkpoint stays on the disk, and the owner sees a notice, so training continues.
-            logger.warning("The checkpoint of round %d is left out. %s", checkpoint.round, exc)
+            logger.warning("The checkpoint of round %d is not written. %s", checkpoint.round, exc)
             return
         self._source.publish(tip)
 

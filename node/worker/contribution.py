@@ -1,7 +1,8 @@
-"""A node's contributions: tokens that are pending for each fragment, the contribution in flight, and applied rounds.
+"""A node's contributions: the tokens that are pending for each fragment, and the contribution in flight.
 
-Included in a round: local = new anchor, merged with the steps since the contribution was sent. Excluded: local += new
-anchor - old anchor, and the tokens stay pending for at most MAX_CARRIED rounds of the fragment, then are discarded.
+After a round that includes the contribution: local = new anchor, merged with the steps since the contribution was sent.
+After a round that excludes it: local += new anchor - old anchor. The tokens of an excluded contribution stay pending
+for at most MAX_CARRIED rounds of the fragment; then they are discarded.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ MAX_CARRIED = 2
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What this node has done for one fragment since its newest contribution."""
+    """This node's work on one fragment that is neither in flight nor in a committed round."""
 
     tokens: int = 0
-    """Including carried tokens."""
+    """Tokens trained on, including those of excluded contributions."""
     carried: int = 0
-    """Rounds in a row that excluded this node's contribution."""
+    """Number of rounds in a row that excluded this node's contribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +35,28 @@ class InFlight:
     steps: int
     tokens: int
     sent_at: float
-    """Monotonic."""
+    """In monotonic seconds."""
     sent: Tensor | None
-    """The fragment's local parameters at that moment, fp32 [P_f]; None if the merge does not need them."""
+    """The fragment's local parameters at `sent_at`, fp32 [P_f]; None if the merge does not need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentUpdate:
-    """What a committed round does to this node's parameters and tokens of the round's fragment."""
+    """How a committed round changes this node's parameters and tokens of the round's fragment."""
 
     contribution: InFlight | None
     is_carried: bool
     is_merged: bool
-    """Whether steps were made since the contribution was sent."""
+    """Whether the steps since the contribution was sent are merged into the new anchor."""
     counted_tokens: int = 0
-    """Tokens that are now in the round's record."""
+    """Tokens of this node that the round's record counts."""
     discarded_tokens: int = 0
-    """Tokens that will never be in a record."""
+    """Tokens of this node that no record will ever count."""
 
     def merge(self, local: Tensor, at: slice, old: Tensor, new: Tensor, mix_alpha: float) -> Tensor:
-        """New values of the part `at` of the fragment.
+        """Return the new values of the fragment's slice `at`.
 
-        Local parameters, old anchor and new anchor are fp32 [n] on one device.
+        `local`, `old` and `new` are that slice of the local parameters and of both anchors, fp32 [n] on one device.
         """
         if self.is_carried:
             return carry(local, old, new)
@@ -68,32 +69,32 @@ class FragmentUpdate:
 class ContributionTracker:
     """Tracks what this node has trained but no round has included yet, for each fragment. Main thread only.
 
-    Each round contributes one fragment, in turn. At most one contribution is in flight.
+    Each round is for one fragment, and the fragments take turns. At most one contribution is in flight.
     """
 
     def __init__(self, fragments: int, saved: Sequence[Sequence[int]] = ()) -> None:
-        """`saved`: as from `for_checkpoint`."""
+        """`saved` is the list that `for_checkpoint` returned."""
         self._pending = [Pending(*values) for values in saved] or [Pending()] * fragments
         self.in_flight: InFlight | None = None
 
     def add_tokens(self, tokens: int) -> None:
-        """Count an inner step, which works for all fragments."""
+        """Add the tokens of an inner step to every fragment, as a step trains all of them."""
         self._pending = [replace(pending, tokens=pending.tokens + tokens) for pending in self._pending]
 
     def pending_tokens(self, fragment: int) -> int:
         return self._pending[fragment].tokens
 
     def send(self, fragment: int, steps: int, sent_at: float, sent: Tensor | None) -> None:
-        """Send a contribution with all pending tokens of its fragment."""
+        """Record that a contribution with all pending tokens of its fragment is sent."""
         pending = self._pending[fragment]
         self.in_flight = InFlight(steps, pending.tokens, sent_at, sent)
         self._pending[fragment] = replace(pending, tokens=0)
 
     def round_over(self, fragment: int, included: bool, steps: int, *, is_newest: bool = True) -> FragmentUpdate:
-        """The fragment's round is committed. `steps`: inner steps since the contribution was sent.
+        """Record that the fragment's round is committed, `steps` inner steps after the contribution was sent.
 
-        `is_newest` is False if later rounds are committed already, all within one inner step of this node. Such rounds
-        do not count towards MAX_CARRIED, as this node had no chance to contribute to them.
+        `is_newest` is False if later rounds were committed during the same inner step of this node. The round then does
+        not count towards MAX_CARRIED, as this node had no chance to contribute to it.
         """
         contribution, self.in_flight = self.in_flight, None
         pending = self._pending[fragment]
@@ -109,7 +110,7 @@ class ContributionTracker:
         return FragmentUpdate(contribution, is_carried, is_merged, counted, discarded)
 
     def discard_pending(self) -> int:
-        """Discard all pending tokens and return their number. A contribution in flight may still count."""
+        """Discard all pending tokens and return their number. Tokens of a contribution in flight no longer count."""
         discarded = sum(pending.tokens for pending in self._pending)
         self._pending = [Pending()] * len(self._pending)
         if self.in_flight is not None:
@@ -117,7 +118,7 @@ class ContributionTracker:
         return discarded
 
     def for_checkpoint(self, fragment: int) -> tuple[int, list[Any]]:
-        """(steps in flight, pending tokens with those in flight for `fragment`): a restart sends them again."""
+        """Return (steps in flight, pending tokens). Tokens in flight are pending again, so a restart sends them."""
         pending, steps = list(self._pending), 0
         if self.in_flight is not None:
             steps = self.in_flight.steps

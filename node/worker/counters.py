@@ -1,4 +1,4 @@
-"""The worker's counters: seconds by activity, tokens, rounds, failures. They continue from earlier processes.
+"""The worker's counters: seconds by activity, tokens, rounds and failures. A worker continues earlier workers' counts.
 
 The supervisor keeps the totals in the data folder; every checkpoint has a copy.
 """
@@ -17,27 +17,27 @@ K = TypeVar("K")
 
 
 class WorkCounters:
-    """What the worker has done, over all its starts. Main thread only. `clock` is monotonic seconds."""
+    """Counts what a node's workers have done, over all starts. Main thread only. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._activity = Activity.IDLE
         self._activity_began_at_s = clock()
         self.totals = Counters(activity_seconds=dict.fromkeys(Activity, 0.0))
-        """Without the transport's counts, which start at 0 in each process."""
+        """All counts except the transport's, which start at 0 in each process."""
         self.rounds_joined = 0
         self.rounds_attempted = 0
         self.last_round = -1
-        """Newest round that is counted. A round that is replayed after a crash is not counted again."""
+        """The newest counted round. A round that is replayed after a crash is not counted again."""
         self._durations: dict[str, list[float]] = defaultdict(list)
         self._round_began = (clock(), 0.0)
-        """Clock and compute seconds at the end of the previous round."""
+        """(clock, total compute seconds) at the end of the previous round."""
         self.utilization_ratio: float | None = None
         self.forecast_ratio: float | None = None
 
     @contextmanager
     def doing(self, activity: Activity) -> Iterator[None]:
-        """Book the time of the block, less that of inner blocks, to this activity."""
+        """Count the time of this block as `activity`, except the time of `doing` blocks inside it."""
         outer = self._activity
         self._switch(activity)
         try:
@@ -51,14 +51,14 @@ class WorkCounters:
         self._activity, self._activity_began_at_s = activity, now_s
 
     def step_done(self, seconds: float, tokens: int) -> None:
-        """`tokens` is 0 for a step that was skipped."""
+        """Count an inner step. `tokens` is 0 for a skipped step."""
         self.totals.inner_steps += 1
         self.totals.skipped_steps += not tokens
         self.totals.tokens_processed += tokens
         self.add_duration("inner_step", seconds)
 
     def add_duration(self, name: str, seconds: float) -> None:
-        """`name` as in `worker_protocol.DurationReport`."""
+        """Record a duration. `name` is a key of `worker_protocol.DurationReport`."""
         self._durations[name].append(seconds)
 
     def take_durations(self) -> dict[str, list[float]]:
@@ -76,13 +76,13 @@ class WorkCounters:
         _increment(self.totals.sync_failures, code)
 
     def count_tokens(self, round_: int, *, merged: int, discarded: int, is_replayed: bool) -> None:
-        """Count what became of this node's tokens in a round. A replayed round is counted only if it was not before."""
+        """Count the tokens that a round merged and discarded. A replayed round does not count a second time."""
         if not is_replayed or round_ > self.last_round:
             self.totals.tokens_merged += merged
             self.totals.tokens_discarded += discarded
 
     def round_done(self, *, at_s: float) -> None:
-        """Measure the utilization of the round that ends now. `at_s`: Unix time, for display."""
+        """Measure the utilization of the round that ends now. `at_s` is the Unix time, for display."""
         self._switch(self._activity)
         self.totals.last_sync_at_s = at_s
         began_at_s, compute_before_s = self._round_began
@@ -92,7 +92,7 @@ class WorkCounters:
         self._round_began = (now_s, compute_s)
 
     def counters(self, view: MemberSnapshot) -> Counters:
-        """The totals. `view`: what this process's transport has counted."""
+        """The totals, including what this process's transport has counted in `view`."""
         self._switch(self._activity)
         totals = self.totals
         transport = {
@@ -118,7 +118,7 @@ class WorkCounters:
         )
 
     def save(self, counters: Counters) -> dict[str, Any]:
-        """`SavedCounters` as JSON, for a checkpoint."""
+        """Return `SavedCounters` as JSON, for a checkpoint."""
         return SavedCounters(
             counters=counters,
             rounds_joined=self.rounds_joined,
@@ -127,7 +127,7 @@ class WorkCounters:
         ).model_dump(mode="json")
 
     def load(self, saved: Mapping[str, Any] | SavedCounters) -> None:
-        """Continue from saved totals, unless they are older than the present ones. Raises ValidationError."""
+        """Continue from saved totals, unless they are older than the current ones. Raises ValidationError."""
         saved = SavedCounters.model_validate(saved)
         theirs, mine = saved.counters, self.totals
         age = (theirs.tokens_processed, sum(theirs.activity_seconds.values()))

@@ -1,4 +1,4 @@
-"""Encodes contributions on a background thread: pseudo-gradients, with error feedback if the run uses it."""
+"""Encodes pseudo-gradients on a background thread, with error feedback if the run uses it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from node.diloco.outer import pseudo_gradient
 from node.swarm.allreduce.reducer import ChunkLayout
 
 RESIDUAL = "feedback_residual"
-"""Name of a fragment's residual in a checkpoint, before its number."""
+"""Prefix of a residual's name in a checkpoint. The number of the fragment follows."""
 MAX_PARAMETER = 1e30
-"""Largest parameter of which a difference can be encoded."""
+"""Largest parameter whose difference from the anchor can be encoded."""
 
 OnEncoded = Callable[[Sequence[bytes], float], None]
-"""Takes the chunks and the L2 norm of the decoded vector."""
+"""Receives the encoded chunks and the L2 norm of the decoded vector."""
 
 
 def is_encodable(parameters: Tensor) -> bool:
-    """Whether all of fp32 [P_f] are numbers of a size that can be encoded. One pass."""
+    """Whether each parameter, fp32 [P_f], is a number that is small enough to be encoded. Takes one pass."""
     return not parameters.numel() or bool(torch.stack(torch.aminmax(parameters)).abs().max() <= MAX_PARAMETER)
 
 
@@ -33,7 +33,7 @@ class Encoder:
     """Encodes contributions. For each fragment, call `begin`, then `round_over` when its round is committed."""
 
     def __init__(self, layouts: Sequence[ChunkLayout], sync: SyncConfig, saved: Mapping[str, Tensor]) -> None:
-        """`saved`: as from `tensors`."""
+        """`saved` holds the result of `tensors`."""
         self._layouts = layouts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._running: Future[None] | None = None
@@ -48,9 +48,9 @@ class Encoder:
             ]
 
     def begin(self, fragment: int, anchor: Tensor, local: Tensor, on_encoded: OnEncoded) -> None:
-        """Encode anchor - local in the background; `on_encoded` is called on the background thread.
+        """Encode anchor - local on the background thread, which then calls `on_encoded`.
 
-        `anchor`: all parameters, fp32 [P] on the cpu. `local`: the fragment, fp32 [P_f] on the training device.
+        `anchor` has all parameters, fp32 [P] on the cpu. `local` is the fragment, fp32 [P_f] on the training device.
         """
         self._running = self._thread.submit(self._encode, fragment, anchor, local, on_encoded, torch.get_num_threads())
 
@@ -87,11 +87,11 @@ class Encoder:
             wait((self._running,))
 
     def round_over(self, fragment: int, included: bool) -> None:
-        """The fragment's round is committed; `included`: with this node's contribution."""
-        self.wait()  # The others may commit the round without this node while it still encodes.
+        """Keep the new residual if the committed round `included` this node's contribution, else discard it."""
+        self.wait()  # The others may commit the round without this node while this node still encodes.
         if self._feedback:
             self._feedback[fragment].advance() if included else self._feedback[fragment].discard()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The residuals, for a checkpoint."""
+        """The residuals by name, for a checkpoint."""
         return {f"{RESIDUAL}.{i}": feedback.residual for i, feedback in enumerate(self._feedback)}

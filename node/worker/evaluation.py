@@ -1,6 +1,6 @@
-"""Evaluation of a round's anchor by a few drawn nodes.
+"""Evaluation of a round's anchor by a few members, which are drawn anew for each anchor.
 
-The loss goes into the node's contribution to the next round, and thereby into that round's record.
+An evaluator sends the loss with its contribution to the next round, so the next round's record contains the loss.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from node.worker.inner_trainer import InnerTrainer
 from node.worker.supervisor_link import StopAsked
 
 MAX_LOSS = 1e6
-"""Largest loss that a record takes."""
+"""Largest loss that a round's record may contain."""
 
 
 def is_evaluator(peer_id: str, tip: Tip, evaluators: int) -> bool:
-    """Whether this node is one of the `evaluators` drawn for the tip; any node can compute the draw. 0: all are."""
+    """Whether `peer_id` is drawn for this tip. Every node can compute the draw of `evaluators` members; 0 draws all."""
     order = leader_order(f"evaluate {tip.head}", sorted({peer_id, *tip.last_weights}))
     return not evaluators or peer_id in order[:evaluators]
 
@@ -30,10 +30,10 @@ class Evaluation:
         """Loss of the newest anchor; None if this node did not evaluate it."""
 
     def round_over(self, tip: Tip, peer_id: str, before_micro_batch: Callable[[], None]) -> None:
-        """Evaluate the tip's anchor if that is due and this node is drawn.
+        """Evaluate the tip's anchor if an evaluation is due and this node is drawn.
 
-        StopAsked from `before_micro_batch` ends the evaluation without a loss. It is not raised, as the caller is in
-        the middle of applying the round; the caller's next check raises it again.
+        If `before_micro_batch` raises StopAsked, the evaluation ends without a loss. StopAsked is not passed on, as the
+        caller is still applying the round; the caller's next check raises it again.
         """
         self.loss = None
         is_due = self._inner.can_evaluate and tip.round % self._cfg.every_rounds == 0

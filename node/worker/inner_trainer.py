@@ -24,7 +24,7 @@ from node.worker.counters import WorkCounters
 from node.worker.step_faults import StepFaults
 
 STEP_TIMES = 21
-"""Number of inner steps whose median is the node's step time."""
+"""The node's step time is the median of this many newest inner steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class InnerTrainer:
         held_out: Sequence[Tensor],
         counters: WorkCounters,
     ) -> None:
-        """`open_reader`: opens a reader at the given state; None: at the start."""
+        """`open_reader` opens a reader at the given state; None means the start of the text."""
         self._run, self._held_out, self._counters = run, held_out, counters
         self.replica = replica
         self._open_reader = open_reader
@@ -65,7 +65,7 @@ class InnerTrainer:
 
     @property
     def text(self) -> Reader:
-        """Available after `start` or `resume`."""
+        """The open reader. Available after `start` or `resume`."""
         assert self._text is not None
         return self._text
 
@@ -107,7 +107,7 @@ class InnerTrainer:
         self.replica.load_optimizer_state({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
 
     def step(self, lr: float, faults: StepFaults, after_micro_batch: Callable[[], None]) -> StepResult | None:
-        """Make one inner step on the next batch; None if no text is available yet. Raises as `InnerLoop.step`.
+        """Make one inner step on the next batch. Returns None if no text is ready yet. Raises as `InnerLoop.step` does.
 
         `after_micro_batch` may end the step by raising.
         """
@@ -132,7 +132,7 @@ class InnerTrainer:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the newest steps."""
+        """Median time of the newest steps; None before the first step."""
         return statistics.median(self._step_s) if self._step_s else None
 
     @property
@@ -145,7 +145,7 @@ class InnerTrainer:
         return bool(self._held_out)
 
     def evaluate(self, anchor: Tensor, before_micro_batch: Callable[[], None]) -> float:
-        """Loss of an anchor, fp32 [P], on the held-out split in nats per token, within the run's time budget.
+        """The loss of an anchor, fp32 [P], on the held-out split, in nats per token, within the run's time budget.
 
         `before_micro_batch` may end the evaluation by raising. The local parameters are restored in any case.
         """

@@ -16,7 +16,7 @@ from node.worker.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """Train until the run is complete. An order to stop and errors of the swarm are raised."""
+    """Train until the run is complete. Raises StopAsked on an order to stop, and the errors of the swarm."""
     while not trainer.run_is_complete:
         trainer.report_training()
         while not trainer.must_synchronize:

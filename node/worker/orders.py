@@ -1,4 +1,4 @@
-"""The main thread's duties towards the supervisor: obey orders to stop, apply new settings, keep reporting in waits."""
+"""The main thread's duties to the supervisor: obey orders to stop, apply new settings, and report during waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 POLL_S = 0.1
 DRAIN_S = 60.0
 DRAIN_ROUNDS = 2.0
-"""A drain waits for the end of its round for DRAIN_S or so many rounds, whichever is longer."""
+"""A drain waits for the end of its round for at most DRAIN_S or this many round lengths, whichever is longer."""
 
 
 class Orders:
@@ -34,7 +34,7 @@ class Orders:
     def __init__(
         self, link: SupervisorLink, config: Config, reporter: Reporter, quota: Quota, round_s: Callable[[], float]
     ) -> None:
-        """`round_s`: the length of a round; 0 if unknown."""
+        """`round_s` returns the length of a round in seconds; 0 if it is unknown."""
         self._link, self._reporter, self._quota, self._round_s = link, reporter, quota, round_s
         self._cpu_threads, self._ranks = config.limits.cpu_threads, config.devices.ranks
         self._replica: Replica | None = None
@@ -49,7 +49,7 @@ class Orders:
         self._replica = replica
 
     def check(self) -> None:
-        """Apply new settings. Raises StopAsked if the worker is to stop now; a drain waits for the round's end."""
+        """Apply new settings. Raises StopAsked if the worker has to stop now. A drain first waits for its round."""
         adjust = self._link.take_adjust()
         if adjust is not None:
             self._apply_settings(Config.model_validate(adjust.config))
@@ -59,19 +59,19 @@ class Orders:
             raise StopAsked(stop.how)
 
     def round_over(self) -> None:
-        """The round of a contribution of this node is committed: a drain is complete."""
+        """Mark a drain as complete, because the round of this node's contribution is committed."""
         stop = self._link.stop
         self._drain_is_complete = stop is not None and stop.how == "drain"
 
     def _drain_timed_out(self) -> bool:
-        """There may be too few peers left for a round."""
+        """Whether a drain has waited too long. Too few peers may be left to end its round."""
         now = time.monotonic()
         if self._drain_began_at is None:
             self._drain_began_at = now
         limit_s = max(DRAIN_S, DRAIN_ROUNDS * self._round_s())
         if now - self._drain_began_at < limit_s:
             return False
-        self.end_reason = f"Drained: no round ended within {limit_s:.0f} s; everything is saved."
+        self.end_reason = f"The drain ends, as no round ended within {limit_s:.0f} s. All work is saved."
         logger.warning("%s", self.end_reason)
         return True
 
@@ -81,12 +81,12 @@ class Orders:
         self._quota.limit_bytes = quota_bytes(config.limits.disk_gb)
         if self._replica is not None and config.limits.cpu_threads != self._cpu_threads:
             self._replica.use_threads(threads_per_rank(config.limits.cpu_threads, self._ranks))
-            logger.info("The limit of CPU threads changed: computing on %d threads.", torch.get_num_threads())
+            logger.info("The limit of CPU threads has changed. Training now uses %d threads.", torch.get_num_threads())
         self._cpu_threads = config.limits.cpu_threads
         self._for_swarm = config
 
     def _inform_swarm(self) -> None:
-        """Pass new settings to the swarm's thread once that runs."""
+        """Pass new settings to the swarm's thread, as soon as that thread runs."""
         swarm, config = self._reporter.swarm, self._for_swarm
         if config is None or swarm is None or not swarm.is_open:
             return
@@ -101,14 +101,14 @@ class Orders:
 
 
 class Waiter:
-    """Waits of the main thread. Meanwhile it reports and obeys; each wait may raise StopAsked or SwarmError."""
+    """Waits on the main thread, which keeps reporting and obeying. Each wait may raise StopAsked or SwarmError."""
 
     def __init__(self, reporter: Reporter, check: Callable[[], None]) -> None:
         self._reporter, self._check = reporter, check
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
 
     def wait(self, future: Future[T], on_poll: Callable[[], None] = lambda: None) -> T:
-        """The future's result. `on_poll` is called every POLL_S."""
+        """Wait for the future and return its result. `on_poll` is called every POLL_S."""
         while True:
             try:
                 return future.result(POLL_S)
@@ -123,7 +123,7 @@ class Waiter:
         return self._background.submit(work)
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of `start`."""
+        """Do work on a background thread, wait for it and return its result."""
         return self.wait(self.start(work))
 
     def sleep(self, seconds: float) -> None:
@@ -133,7 +133,7 @@ class Waiter:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the background threads, and with them the processes that were started there."""
+        """End the background threads. The kernel then kills the processes that they started."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _attend(self) -> None:

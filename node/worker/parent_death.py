@@ -1,4 +1,4 @@
-"""Ends a process together with its parent. Free of torch, so that the worker can call it before its slow imports."""
+"""Ends a process together with its parent. It imports no torch, so the worker can call it before slow imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, which has this process id, dies. Linux only."""
+    """Make the kernel kill this process when its parent dies. `parent` is the parent's process id. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,9 +1,9 @@
-"""The other ranks of a node with several devices: processes that the worker, which is rank 0, starts and watches.
+"""The processes of a node's ranks 1 and up, if it has several devices. The worker is rank 0 and starts these processes.
 
-    python -m node.worker.rank_processes      runs one of them; it reads its settings from stdin
+    python -m node.worker.rank_processes      runs one rank, which reads its settings from stdin
 
-They have no swarm and no text. If one of them dies, the worker ends too and the supervisor starts all ranks again; if
-the worker dies, the kernel ends them.
+These ranks have no swarm and no text. If one of them dies, the worker ends and the supervisor starts all ranks again.
+If the worker dies, the kernel ends the other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = errno.ENOMEM
 """Exit code of a rank that runs out of memory."""
 
 EndProcess = Callable[[NodeError], None]
-"""Ends this process, from any thread. The supervisor restarts all ranks, except after a MachineError."""
+"""Ends this process. Callable from any thread. The supervisor restarts all ranks, except after a MachineError."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ def check_ranks(run: RunConfig, devices: DevicesConfig, precision: str) -> None:
     if devices.sharding != "fsdp" or ranks == 1:
         return
     if rows % ranks:
-        raise ConfigError(f"With fsdp, devices.ranks {ranks} has to divide the {rows} sequences of an inner step.")
+        raise ConfigError(f"With fsdp, devices.ranks {ranks} must divide the {rows} sequences of an inner step.")
     if precision == "fp16" or run.inner.optimizer == "muon":
         what = "devices.precision fp16" if precision == "fp16" else "Muon"
-        raise ConfigError(f"{what} and fsdp do not go together: set devices.sharding to data-parallel.")
+        raise ConfigError(f"{what} cannot be used with fsdp: set devices.sharding to data-parallel.")
 
 
 class MicroBatchLimit:
@@ -89,11 +89,11 @@ class MicroBatchLimit:
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as exc:
-            logger.warning("%s is not used, it cannot be read (%s).", self._file, exc)
+            logger.warning("The stored micro-batch %s is not used, as it cannot be read (%s).", self._file, exc)
             return 0
 
     def lower(self, rows: int) -> None:
-        """Set the limit from the next start on. Raises MachineError if the disk does not take it."""
+        """Store a limit, which applies from the next start on. Raises MachineError if the disk does not take it."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._file, json.dumps({"rows": rows, "of": self._settings_hash}))
@@ -102,7 +102,7 @@ class MicroBatchLimit:
 
 
 class RankSettings(BaseModel):
-    """What a process reads from stdin. `folder`: where the ranks meet."""
+    """The settings that a rank's process reads from stdin. `folder` is for the rendezvous of the ranks."""
 
     run: RunConfig
     config: Config
@@ -112,17 +112,17 @@ class RankSettings(BaseModel):
     rank: int
 
     def make_replica(self, device: ComputeDevice, model: nn.Module) -> Replica:
-        """The replica of this rank. Blocks until all ranks are there."""
+        """Make the replica of this rank. Blocks until all ranks have joined."""
         devices = self.config.devices
         ranks = Ranks(self.rank, devices.ranks, self.folder, device.device, is_sharded=devices.sharding == "fsdp")
         return Replica(model, self.run.inner, device.device, self.how, ranks)
 
 
 class RankProcesses:
-    """Ranks 1 and up. `end_process` is called on a thread when one of them has ended by itself."""
+    """The processes of ranks 1 and up. A watching thread calls `end_process` when one of them ends by itself."""
 
     def __init__(self, settings: RankSettings, micro_batch: MicroBatchLimit, end_process: EndProcess) -> None:
-        """`settings`: of rank 0."""
+        """`settings` are those of rank 0."""
         devices = settings.config.devices
         self._folder, self._micro_batch, self._end_process = settings.folder, micro_batch, end_process
         self._rows, self._is_sharded = settings.how.micro_batch, devices.sharding == "fsdp"
@@ -137,17 +137,17 @@ class RankProcesses:
                 return
 
     def _find_failure(self) -> NodeError | None:
-        """The error to end with if a rank has ended by itself."""
+        """Return the error with which to end this process if a rank has ended by itself."""
         for rank, process in enumerate(self._processes, start=1):
             if (code := process.poll()) is not None:
                 who = f"rank {rank} of {len(self._processes) + 1}"
                 if code == OUT_OF_MEMORY:
                     return self._halve_micro_batch(who)
-                return NodeError(f"This node's {who} ended with code {code}: all ranks start again.")
+                return NodeError(f"This node's {who} ended with code {code}. All ranks start again.")
         return None
 
     def _halve_micro_batch(self, who: str) -> NodeError:
-        """The error to end with after a rank of a sharded model ran out of memory."""
+        """Store a smaller micro-batch. Returns the error with which to end this process."""
         if self._rows <= 1:
             return out_of_memory_error()
         try:
@@ -155,12 +155,12 @@ class RankProcesses:
         except MachineError as exc:
             return exc
         return NodeError(
-            f"Out of memory with {self._rows} sequences at once, in {who} of this node: all ranks start again, "
-            f"with {self._rows // 2}; set devices.micro_batch to that."
+            f"Out of memory with {self._rows} sequences at once, in {who} of this node. All ranks start again with "
+            f"{self._rows // 2} sequences at once. Set devices.micro_batch to {self._rows // 2} to prevent this."
         )
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """A call between the ranks failed: end the process if a rank has died or lacks memory, else raise `error`."""
+        """Handle a failed call between ranks. Ends the process if a rank died or lacks memory, else raises `error`."""
         if isinstance(error, torch.OutOfMemoryError) and self._is_sharded:
             self._end_process(self._halve_micro_batch(f"rank 0 of {len(self._processes) + 1}"))
         time.sleep(WATCH_S)
@@ -190,7 +190,7 @@ def _start_rank(settings: RankSettings) -> subprocess.Popen[bytes]:
 def start_replica(
     run: RunConfig, config: Config, device: ComputeDevice, model: nn.Module, end_process: EndProcess
 ) -> tuple[Replica, RankProcesses | None]:
-    """The node's replica, and the processes of its other ranks if there are several."""
+    """Start the node's replica, and the processes of its other ranks if it has several ranks."""
     devices = config.devices
     micro_batch = MicroBatchLimit(config.node.data_dir / "cache", run, devices, device.name)
     if rows := micro_batch.rows:
@@ -214,14 +214,14 @@ def start_replica(
 
 
 def _warm_up(replica: Replica, run: RunConfig, config: Config) -> Replica:
-    """Compile now if asked for: a first step that takes minutes would look like a hang."""
+    """Compile the layers now if configured, as a first step of minutes would look like a hang."""
     if config.devices.compile:
         replica.warm_up(replica.inner.micro_batch, run.inner.sequence_length)
     return replica
 
 
 def main() -> int:
-    """Run one rank other than 0."""
+    """Run one of the ranks 1 and up."""
     settings = RankSettings.model_validate_json(sys.stdin.buffer.read())
     die_with_parent(settings.parent)
     devices, limits = settings.config.devices, settings.config.limits

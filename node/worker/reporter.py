@@ -1,6 +1,6 @@
-"""The worker's status: collected here and sent to the supervisor. Phases are sent at once, the rest once a second.
+"""Collects the worker's status and sends it to the supervisor: a new phase at once, other values once a second.
 
-The phase changes in `Reporter.enter` and nowhere else; it informs the swarm and the supervisor together.
+The phase changes only in `Reporter.enter`, which informs the swarm and the supervisor together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reporter:
         self._link, self._counters, self._describe_devices = link, counters, describe_devices
         self.swarm: SwarmThread | None = None
         self.invite: Callable[[tuple[str, ...]], str] = lambda _: ""
-        """The invite to the run, by this node's addresses."""
+        """Returns the invite to the run with the given addresses of this node."""
         self.state = PhaseState(since=utc_now())
         self.run = RunInfo()
         self.training = TrainingInfo()
@@ -58,12 +58,12 @@ class Reporter:
     # phases
 
     def enter(self, phase: Phase, reason: str, code: str) -> None:
-        """Change phase, reason or code. A repetition has no effect."""
+        """Change phase, reason or code. Entering the current ones again has no effect."""
         if (phase, reason, code) == (self.state.phase, self.state.reason, self.state.code):
             return
         since = self.state.since if phase == self.state.phase else utc_now()
         self.state = PhaseState(phase=phase, reason=reason, code=code, since=since)
-        logger.debug("%s: %s", phase, reason)
+        logger.debug("The phase is %s: %s", phase, reason)
         if self.swarm is not None:
             self.swarm.say(phase, self.training.tokens_per_second, self._counters.utilization_ratio)
         self.tell(now=True)
@@ -75,10 +75,10 @@ class Reporter:
         self.enter(Phase.TRAINING, reason, "training")
 
     def enter_no_text(self, problem: str) -> None:
-        self.enter(Phase.TRAINING, f"{problem or 'Reading text.'} Waiting for it.", "no_text")
+        self.enter(Phase.TRAINING, f"{problem or 'The text is being read.'} Training waits for text.", "no_text")
 
     def enter_waiting(self, view: MemberSnapshot, next_round: int) -> None:
-        """Training is blocked until a round is over."""
+        """Enter the phase in which training is blocked until a round is over."""
         stage = f" ({view.stage})" if view.stage != "idle" else ""
         reason = view.waiting_reason or f"Averaging round {next_round}{stage}."
         self.enter(Phase.SYNCING, reason, view.waiting_code or "syncing")
@@ -98,13 +98,13 @@ class Reporter:
         self.sync = self.sync.model_copy(update={"progress_ratio": progress_ratio, "eta_s": eta_s})
 
     def set_evaluation_loss(self, own: float | None, record: RoundRecord | None) -> None:
-        """This node's loss on the new anchor if it measured one, else the record's on the previous anchor."""
+        """Report `own` loss on the new anchor, or without one the loss in `record`, which is of the previous anchor."""
         loss = own if own is not None or record is None else record.evaluation_loss
         if loss is not None:
             self.training = self.training.model_copy(update={"evaluation_loss": loss})
 
     def set_position(self, manifest: Manifest, tip: Tip) -> None:
-        """The node's position in the run."""
+        """Report the node's position in the run."""
         self.run = self.run.model_copy(
             update={
                 "manifest_hash": manifest.hash,
@@ -120,12 +120,12 @@ class Reporter:
     # events
 
     def notice(self, code: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
-        """Set a notice; an empty text withdraws it. Callable from any thread."""
+        """Set the notice of this code. An empty text withdraws it. Callable from any thread."""
         notice = Notice(code=code, level=level, text=text) if text else None
         self._link.send(NoticeReport(code=code, notice=notice))
 
     def listening(self, addresses: tuple[str, ...]) -> None:
-        """Report the multiaddresses that this node listens on, so that the supervisor holds them."""
+        """Report the multiaddresses that this node listens on. The supervisor keeps them from other nodes."""
         self._link.send(ListenReport(addresses=addresses))
 
     def round_over(self, record: RoundRecord) -> None:

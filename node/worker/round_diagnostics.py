@@ -13,13 +13,13 @@ from node.worker.session import Session
 NOTICE_CODE = "left_out"
 NOTICE_ROUNDS = 3
 """Rounds in a row that exclude a node's work before its owner is notified."""
-FOUNDER = "the founder chooses them."
+FOUNDER = "the founder of the run chooses this."
 
 
 def expected_utilization(session: Session, tip: Tip, step_s: float | None, record: RoundRecord) -> float | None:
-    """Expected utilization, 0 to 1, of a round like the one before `tip`; None until uplink and step are measured.
+    """The expected utilization, 0 to 1, of a round like the one before `tip`.
 
-    The history shows it next to the measured utilization.
+    It is None until uplink and step time are measured. The history shows it next to the measured utilization.
     """
     run, members = session.manifest.run, sum(member.included for member in record.members)
     upload_bytes_s = session.swarm.view.upload_bytes_s
@@ -36,16 +36,16 @@ def expected_utilization(session: Session, tip: Tip, step_s: float | None, recor
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Seconds that one contribution takes of a round; 0 if unknown."""
+    """Times that decide whether a contribution fits into a round, in seconds; 0 if unknown."""
 
     round_s: float
     """T_r, the round's length."""
     up_s: float
-    """To send the whole contribution."""
+    """Time to send the whole contribution."""
     down_s: float
-    """From the commit until this node has the mean."""
+    """Time from the commit until this node has the mean."""
     step_s: float
-    """One inner step."""
+    """Time of one inner step."""
 
 
 class ExclusionNotice:
@@ -56,7 +56,7 @@ class ExclusionNotice:
         self._rounds = 0
 
     def round_over(self, *, worked: bool, included: bool, needs: Needs) -> str | None:
-        """The new text of the notice: empty to withdraw it, None if it stays as it is."""
+        """Return the new text of the notice. An empty text withdraws the notice, None leaves it unchanged."""
         if included:
             was_shown, self._rounds = self._rounds >= NOTICE_ROUNDS, 0
             return "" if was_shown else None
@@ -67,14 +67,14 @@ class ExclusionNotice:
 
 
 def explain_exclusion(rounds: int, needs: Needs, sync: SyncConfig) -> str:
-    """Why the last `rounds` records exclude a node's work, and what would help."""
-    parts = {"up": needs.up_s, "down": needs.down_s, "one inner step": needs.step_s}
+    """Say why the last `rounds` rounds did not include this node's work, and what would help."""
+    parts = {"upload": needs.up_s, "download": needs.down_s, "one inner step": needs.step_s}
     needed_s = sum(parts.values())
     listed = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
-    lasts = f"a round lasts {needs.round_s:.0f} s and your contribution needs {needed_s:.0f} s ({listed})"
-    since = f"The last {rounds} rounds are without this node's work."
+    lasts = f"a round lasts {needs.round_s:.0f} s, and your contribution needs {needed_s:.0f} s ({listed})"
+    since = f"The last {rounds} rounds did not include this node's work."
     if needed_s < needs.round_s:
-        return f"{since} Yet {lasts}: other programs may use the connection or the machine; the log says more."
+        return f"{since} Yet {lasts}. Other programs may use the connection or the machine; see the log."
     if needs.up_s + needs.down_s >= needs.step_s:
         return f"Your connection is too slow for this run's rounds: {lasts}. {since} {_suggest(sync)}"
     return f"Your machine is too slow for this run's rounds: {lasts}. {since} Longer rounds would help; {FOUNDER}"

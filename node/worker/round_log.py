@@ -1,4 +1,4 @@
-"""The log of rounds: each round that ends is counted, timed, recorded, reported and logged here."""
+"""Counts, times, records, reports and logs each round that ends."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RoundLog:
     ) -> None:
         self._session, self._reporter, self._counters, self._exclusion = session, reporter, counters, exclusion
         self._moved_bytes = (0, 0)
-        """Bytes sent and received up to the previous round."""
+        """(bytes sent, bytes received) until the end of the previous round."""
 
     def round_over(self, done: Committed, *, blocked_s: float, apply_s: float, step_s: float | None) -> RoundRecord:
-        """Log a committed round.
+        """Log a committed round and return its record.
 
-        `blocked_s`: time for which training was blocked; `step_s`: this node's inner step time, for the forecast.
+        `blocked_s` is the time for which training was blocked. `step_s` is this node's step time, for the forecast.
         """
         view, counters = self._session.swarm.view, self._counters
         names = {row.peer_id: row.name for row in view.rows}
@@ -56,21 +56,21 @@ class RoundLog:
         self._reporter.round_over(record)
         loss = self._reporter.training.loss
         logger.info(
-            "Round %d: %s with %d of %d member%s in %.1f s%s; digest %s.",
+            "Round %d is committed (%s): the mean includes %d of %d member%s, it took %.1f s%s, the digest is %s.",
             record.round,
             record.outcome,
             len(done.outcome.included),
             len(record.members),
             "" if len(record.members) == 1 else "s",
             sum(done.stage_s.values()),
-            f", loss {loss:.3f}" if loss is not None else "",
+            f", this node's training loss is {loss:.3f}" if loss is not None else "",
             record.state_digest[:12],
             extra={"round": record.round},
         )
         return record
 
     def _log_replayed(self, done: Committed, record: RoundRecord) -> None:
-        """An earlier process of this node committed the round. Count and report it if that process did not."""
+        """Count and report a round that an earlier process of this node committed, if that process did not."""
         if record.round <= self._counters.last_round:
             self._reporter.sync = self._reporter.sync.model_copy(update={"last": record})
             return
@@ -83,9 +83,9 @@ class RoundLog:
     def update_exclusion_notice(
         self, done: Committed, *, worked: bool, round_s: float | None, step_s: float | None
     ) -> None:
-        """Notify the owner when several rounds in a row exclude the work that this node did for them (`worked`).
+        """Notify the owner when several rounds in a row exclude this node's work.
 
-        `round_s`: T_r of the round that is over; `step_s`: this node's inner step time.
+        `worked` says whether this node worked for the round, which lasted `round_s`. `step_s` is its inner step time.
         """
         if round_s is None:
             return
@@ -121,7 +121,7 @@ def make_record(
     apply_s: float,
     moved_bytes: tuple[int, int],
 ) -> RoundRecord:
-    """The record of a committed round. `moved_bytes`: sent and received since the previous round."""
+    """Make the record of a committed round. `moved_bytes` is (sent, received) since the previous round."""
     plan = done.outcome.plan
     joins = [parse(Join, join.text) for join in plan.joins]
     losses = [join.evaluation_loss for join in joins if join.evaluation_loss is not None]
@@ -134,7 +134,7 @@ def make_record(
         outcome = Outcome.PARTIAL if excluded else Outcome.COMPLETE
     if excluded:
         who = ", ".join(names.get(peer, peer[-6:]) for peer in excluded)
-        reason = f"Left out, as not all of it arrived in time: {who}."
+        reason = f"Contributions that did not arrive completely in time are excluded: {who}."
     else:
         reason = "" if done.offered or done.is_replayed else "This node had nothing to contribute."
     stages = {stage.value: done.stage_s.get(stage, 0.0) for stage in Stage}
@@ -164,7 +164,7 @@ def make_record(
 
 
 def make_dropped_record(cause: ResyncCause) -> RoundRecord:
-    """The record of the rounds that this node discards when it leaves its side of a split."""
+    """Make the record of the rounds that this node discards when it leaves its side of a split."""
     first, last, tokens = cause.dropped[0].round, cause.dropped[-1].round, sum(link.tokens for link in cause.dropped)
     which = f"round {first}" if first == last else f"rounds {first} to {last}"
     return RoundRecord(
@@ -173,12 +173,12 @@ def make_dropped_record(cause: ResyncCause) -> RoundRecord:
         started_at=utc_now(),
         head=cause.dropped[-1].head,
         dropped=last - first + 1,
-        reason=f"Dropped {which} of this side of a split, {tokens} tokens: {cause.reason}.",
+        reason=f"Dropped {which} of this side of a split, with {tokens} tokens, because {cause.reason}.",
     )
 
 
 def split_by_stage(stage_s: Mapping[str, float], *, blocked_s: float, apply_s: float) -> dict[str, tuple[float, float]]:
-    """(total, blocked) seconds by stage.
+    """Return the (total, blocked) seconds of each stage.
 
     Training is blocked at the end of a round, so `blocked_s` covers the last seconds of the stages. `apply_s` is the
     trainer's own part of the last stage.
@@ -193,5 +193,5 @@ def split_by_stage(stage_s: Mapping[str, float], *, blocked_s: float, apply_s: f
 
 
 def _own_bytes(moved_bytes: Mapping[Channel, int]) -> int:
-    """All but the traffic relayed for others."""
+    """The bytes of all channels except the traffic that this node relays for others."""
     return sum(count for channel, count in moved_bytes.items() if channel != Channel.RELAY)

@@ -1,4 +1,4 @@
-"""Entry into a run: found a run, resume the run of the data folder, or join one by invite.
+"""Enters a run: founds one, resumes the run of the data folder, or joins one by invite.
 
 `RunEntry.enter` runs on the main thread; its waits report to the supervisor and obey orders to stop.
 """
@@ -63,7 +63,7 @@ class RunEntry:
     ) -> None:
         """`check_fit` is called as soon as the run is known, before a state is made, read or downloaded; it may raise.
 
-        `start_loading` starts to load text and model in parallel with the entry; None where nothing is trained.
+        `start_loading` loads text and model in parallel with the entry. It returns None if this node does not train.
         """
         self._start, self._config, self._reporter, self._counters = start, config, reporter, counters
         self._waiter, self._room = waiter, room
@@ -149,9 +149,9 @@ class RunEntry:
     # the manifest
 
     def _read_manifest(self) -> Manifest | None:
-        """The manifest of the data folder.
+        """Read the manifest of the data folder; None if there is none.
 
-        Raises DataFolderError if it is damaged or not the invite's, and ProtocolError if a newer version wrote it.
+        Raises DataFolderError if it is damaged or not that of the invite, ProtocolError if a newer version wrote it.
         """
         try:
             data = self._manifest_file.read_bytes()
@@ -184,7 +184,7 @@ class RunEntry:
         else:
             self._check_fit(run)
             parameters = self._waiter.run(lambda: flatten(build_model(run.model, seed=secrets.randbits(63))))
-        # Not earlier: two threads cannot import the same library. Errors in the text show before the run exists.
+        # Load after the model, as two threads cannot import one library, and before the run exists, as it may fail.
         if (loading := self._start_loading(run)) is not None:
             self._waiter.wait(loading)
         state = genesis(parameters)
@@ -195,7 +195,7 @@ class RunEntry:
         manifest = draft.model_copy(update={"initial_digest": tip.digest})
         self._waiter.run(lambda: self._store.save(initial_checkpoint(manifest, tip)))
         self._write_manifest(manifest.canonical())
-        logger.info("Founded the run %r, %s: %d parameters.", run.name, manifest.hash[:12], manifest.parameters)
+        logger.info("Founded the run %r (hash %s, %d parameters).", run.name, manifest.hash[:12], manifest.parameters)
         return manifest
 
     def _fetch_manifest(self, swarm: SwarmThread) -> Manifest:
@@ -203,7 +203,7 @@ class RunEntry:
         assert self._invite is not None
         while True:
             problem = swarm.view.problem or "no peer was found"
-            reason = f"No peer answers yet ({problem}); retrying: is the bootstrap peer up, and its port open?"
+            reason = f"No peer answers yet ({problem}); retrying. Check that the bootstrap peer is up and reachable."
             self._reporter.enter(Phase.CONNECTING, reason, "no_peers")
             data = self._waiter.wait(swarm.start_call(lambda member: member.fetch_manifest()))
             if data is not None:
@@ -230,7 +230,7 @@ class RunEntry:
             return None
         if checkpoint.manifest_hash != manifest.hash:
             raise DataFolderError(
-                f"The checkpoints in {self._folder} are of another run than its manifest.json: restore either, "
+                f"The checkpoints in {self._folder} belong to another run than its manifest.json: restore either, "
                 "or start with another --data-dir."
             )
         try:
@@ -249,7 +249,7 @@ class RunEntry:
         return self._store.newest(repair=True)
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause | None = None) -> Tip:
-        """Download the state, because of `cause` if this node has one already. Retries until a peer serves one."""
+        """Download the state, retrying until a peer serves it. `cause` says why a node gives up the state it has."""
         target = Target(manifest.parameters, manifest.initial_digest)
         if cause is not None:
             target = replace(target, avoid=cause.avoid, own_tokens=cause.own_tokens)
@@ -272,5 +272,5 @@ class RunEntry:
                 if str(exc) != logged:
                     logger.info("The state could not be downloaded yet: %s", exc)
                 logged = str(exc)
-                self._reporter.enter(Phase.CONNECTING, f"{exc} Retrying; verified parts are kept.", "no_state")
+                self._reporter.enter(Phase.CONNECTING, f"{exc} This node retries and keeps verified parts.", "no_state")
                 self._waiter.sleep(RETRY_S)

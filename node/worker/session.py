@@ -1,4 +1,4 @@
-"""A node's place in a run, and the rules that the run's manifest sets."""
+"""The session of a node in a run, and the rules that follow from the run's manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from node.worker.checkpointing import CheckpointSource
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A node's place in a run."""
+    """The run that a node is in, and the state from which it starts."""
 
     manifest: Manifest
     rules: Rules
@@ -27,7 +27,7 @@ class Session:
     store: CheckpointStore
     source: CheckpointSource
     tip: Tip | None
-    """None for a node without state: a relay, or a node that was paused before it had any."""
+    """None for a node without a state, which is a relay or was paused before it had one."""
     checkpoint: Checkpoint | None
     """The checkpoint that training resumes from; None if it starts from a downloaded state."""
 

@@ -15,16 +15,16 @@ from node.training.inner import StepResult
 from node.training.replica import Replica
 
 ANY_ROUND = -1
-"""For ranks other than 0, which do not know the round: only faults that are planned for every round apply."""
+"""The round for ranks 1 and up, which do not know it. Only faults that are planned for every round apply to them."""
 SIMULATED_STEPS = 8
 SIMULATED_CHANGE_RATIO = 1e-6
-"""Every eighth simulated step changes the parameters, each time by more, so that there is something to send."""
+"""Every SIMULATED_STEPS steps, the parameters change by this ratio times the step's number, so a change can be sent."""
 
 
 def loss_factor(faults: Faults, round_: int, rows: int) -> float:
-    """Factor for the loss of one try of a step, on any rank.
+    """Return the factor for the loss of one try of a step, on any rank.
 
-    Raises torch.OutOfMemoryError if the plan leaves memory for fewer rows.
+    Raises torch.OutOfMemoryError if the fault plan leaves memory for fewer than `rows`.
     """
     if not faults.has_room_for(rows, round_):
         raise torch.OutOfMemoryError("injected")
@@ -32,7 +32,7 @@ def loss_factor(faults: Faults, round_: int, rows: int) -> float:
 
 
 class StepFaults:
-    """The fault plan of one trainer, applied to the round after its tip."""
+    """Applies the fault plan to one trainer's work on the round after its tip."""
 
     def __init__(self, faults: Faults, peer_id: Callable[[], str], tip: Callable[[], Tip]) -> None:
         self._faults, self._peer_id, self._tip = faults, peer_id, tip
@@ -42,7 +42,7 @@ class StepFaults:
         self._faults.meet("inner", self._round, self._role)
 
     def simulate_step(self, replica: Replica, tokens: int) -> StepResult | None:
-        """Sleep instead of computing, for a device that this machine does not have; None if the plan has no `rest`."""
+        """Sleep instead of computing, to simulate another device. Returns None at once if the plan has no `rest`."""
         began_at, step_s = time.monotonic(), self._faults.rest_s()
         if not step_s:
             return None
@@ -56,11 +56,11 @@ class StepFaults:
         return loss_factor(self._faults, self._round, rows)
 
     def slow_down(self, began_at: float) -> None:
-        """Sleep at the end of a step that began at `began_at`."""
+        """Sleep at the end of the step that began at `began_at`, by the slowness in the plan."""
         time.sleep(max(0.0, self._faults.slowness() - 1) * (time.monotonic() - began_at))
 
     def before_contribution(self, replica: Replica) -> Callable[[Sequence[bytes]], Sequence[bytes]]:
-        """Damage the parameters that are sent, or return a function that damages the encoded chunks."""
+        """Damage the parameters to send if the plan says so. The returned function does so with the encoded chunks."""
         kind = self._faults.damage_kind("inner", self._round, self._role)
         if kind in ("nan", "garbage"):
             replica.load(torch.full_like(replica.parameters, math.nan if kind == "nan" else 1.0))

@@ -1,6 +1,6 @@
 """The worker's end of the connection to the supervisor. A thread reads orders; any thread may send.
 
-The loss of the supervisor counts as an order to leave.
+If the supervisor is gone, the worker acts as on an order to leave.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SupervisorLink:
         self._send_lock = threading.Lock()
         self._beat_at_s = 0.0
         self.stop: Stop | None = None
-        """The newest order to stop."""
+        """The newest order to stop; None before the first one."""
         self._adjusts: deque[Adjust] = deque(maxlen=1)
 
     def wait_start(self, timeout_s: float) -> Start:
-        """The first order. Raises TimeoutError."""
+        """Wait for the order to start. Raises TimeoutError if it does not come first and in time."""
         self._socket.settimeout(timeout_s)
         message = self._read()
         self._socket.settimeout(None)
@@ -77,7 +77,7 @@ class SupervisorLink:
             return None
 
     def send(self, message: WorkerMessage) -> None:
-        """Callable from any thread. Sets `stop` if the supervisor is gone."""
+        """Send a message. Callable from any thread. Sets `stop` if the supervisor is gone."""
         with self._send_lock:
             try:
                 self._socket.sendall(encode(message))
@@ -93,7 +93,7 @@ class SupervisorLink:
 
     @contextmanager
     def unsaved(self) -> Iterator[None]:
-        """Mark the block as having work that a stop must save: from a stop on, the supervisor receives `Unsaved`."""
+        """Mark a block with work that a stop must save. After an order to stop, it sends `Unsaved` until its end."""
         saved = threading.Event()
 
         def report_unsaved() -> None:
@@ -117,7 +117,7 @@ class SupervisorLogHandler(logging.Handler):
         super().__init__()
         self._link = link
         self.round_now: Callable[[], int | None] = lambda: None
-        """The round of records that name none."""
+        """Returns the round for log records that do not name one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self._link.send(

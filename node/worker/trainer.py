@@ -37,19 +37,19 @@ from node.worker.step_faults import StepFaults
 logger = logging.getLogger(__name__)
 
 MAX_RESETS = 3
-"""Times in a row that a node resets diverged parameters to the anchor before it gives up."""
+"""How many times in a row a node resets diverged parameters to the anchor before it gives up."""
 BELOW_QUORUM_RATIO = 2.0
-"""With too few peers for a round, a node trains for so many round lengths before it waits."""
+"""With too few peers for a round, a node trains for this many round lengths before it waits."""
 POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of the inner phase, since the anchor or since the newest contribution was sent."""
+    """Progress of the inner phase since the anchor, or since the newest contribution was sent."""
 
     steps: int = 0
     offset_ratio: float = 0.0
-    """Share of the round that was over when this node joined; under the policy `steps` only."""
+    """Share of the round that was over when this node joined. Used under the policy `steps` only."""
 
 
 class Trainer:
@@ -67,7 +67,7 @@ class Trainer:
         """Resume from the session's checkpoint, or start from its downloaded state.
 
         `exclusion` outlives this trainer, as a node may still be excluded after it rejoins. `check` raises StopAsked.
-        `on_contribution_over` is called when the round of a contribution is committed, with it or without.
+        `on_contribution_over` is called when the round of a contribution is committed, even if the round excludes it.
         """
         assert session.tip is not None
         self._session, self._run, self._inner = session, session.manifest.run, inner
@@ -76,11 +76,11 @@ class Trainer:
         self.tip: Tip = session.tip
         self._progress = Progress()
         self._settle_s = 0.0
-        """From the newest commit that this node waited for to its first inner step after it."""
+        """Time from the newest commit that this node waited for to its next inner step."""
         self._is_settling = False
         self._resets = 0
         self._last_step: tuple[float, float] | None = None
-        """Loss and learning rate of the newest inner step."""
+        """(loss, learning rate) of the newest inner step."""
         fragments, saved = self._run.sync.fragment_count, session.checkpoint
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
@@ -97,16 +97,16 @@ class Trainer:
             self._progress = Progress(saved.inner_step)
             self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
         self._resumed_at = self._position if saved is not None else None
-        """The position of the checkpoint that this trainer goes on from; None if it cannot go back to one."""
+        """The position of the resumed checkpoint; None if there is none, and after a reset to the anchor."""
         self._report_position()
 
     @property
     def _position(self) -> tuple[str, int]:
-        """Head, and inner steps ever made: a checkpoint of the same position has nothing to add."""
+        """(head, number of all inner steps ever made). A second checkpoint of one position would add nothing."""
         return self.tip.head, self._counters.totals.inner_steps
 
     def align_to(self, tip: Tip, *, is_new: bool) -> None:
-        """Start at the same point of the round as the others. `is_new`: this node has no inner steps of its own."""
+        """Start at the others' point of the round, given by `tip`. `is_new` means that it has made no inner steps."""
         if tip.head != self.tip.head:
             return
         self.tip = tip
@@ -128,8 +128,8 @@ class Trainer:
     def must_synchronize(self) -> bool:
         """Whether a contribution is due, or the one in flight must be committed before further inner steps.
 
-        Blocking rounds allow no inner step meanwhile, overlapped rounds as many as a round has. The first round is
-        always blocking, as its length is unknown.
+        While a contribution is in flight, blocking rounds allow no inner step, and overlapped rounds allow as many as a
+        round has. The first round is always blocking, as its length is unknown.
         """
         if self.has_contribution_in_flight:
             return self._run.sync.mode == "blocking" or self.tip.round_s is None or self._done_ratio >= 1.0
@@ -153,7 +153,7 @@ class Trainer:
         return self._done_ratio >= 1.0 or self._first_round_is_due()
 
     def _first_round_is_due(self) -> bool:
-        """Under the policy `time` the first round ends when the first member has made its H steps."""
+        """Whether another member has made its H steps, which ends the first round under the policy `time`."""
         if self._run.round.policy == "steps" or self.tip.round_s is not None:
             return False
         rows = self._session.swarm.view.rows
@@ -170,7 +170,7 @@ class Trainer:
 
     @property
     def _done_ratio(self) -> float:
-        """Progress of the inner phase; 1 and above: over."""
+        """Progress of the inner phase. A value of 1 or more means that the phase is over."""
         inner_steps = self.tip.inner_steps
         return progress(
             self._run.round.policy,
@@ -188,12 +188,12 @@ class Trainer:
 
     @property
     def _upload_lead_s(self) -> float:
-        """How long before the end of a round the contribution is due; above 0 for a slow uplink."""
+        """The time before the end of a round at which the contribution is due; above 0 for a slow uplink."""
         upload_s = self._session.swarm.view.lead_s
         return upload_s + self._encoder.last_encoding_s if upload_s else 0.0
 
     def inner_step(self) -> None:
-        """One step of the inner optimizer on the next batch."""
+        """Make one step of the inner optimizer on the next batch."""
         if self._is_settling:
             self._is_settling, self._settle_s = False, max(0.0, time.monotonic() - self.tip.anchor_at_s)
         self._faults.before_step()
@@ -220,7 +220,7 @@ class Trainer:
             self._report_step()
 
     def _learning_rate(self) -> float:
-        """The learning rate at the swarm's tokens, including those that are being averaged."""
+        """The learning rate for the swarm's token count, which includes tokens that are being averaged."""
         run, inner = self._run, self._run.inner
         first_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
         round_tokens = self.tip.last_round_tokens or first_round_tokens
@@ -236,7 +236,7 @@ class Trainer:
     def _after_micro_batch(self) -> None:
         """Report, and obey orders, between the micro-batches of a step, because a step may take long.
 
-        A node with several ranks only reports: its other ranks would wait for the rest of the step.
+        A node with several ranks only reports, because its other ranks would wait for the rest of the step.
         """
         if self._reporter.is_due:  # Report the previous step here, or steps longer than the interval never show.
             self._report_step()
@@ -245,7 +245,7 @@ class Trainer:
             self._check()
 
     def attend(self) -> None:
-        """Between two inner steps: check background work, start a checkpoint that is due, report, obey."""
+        """Check background work, start a checkpoint that is due, report, and obey orders. Called between two steps."""
         self._checkpointer.check()
         self._encoder.check()
         if self._schedule.is_due and not self._checkpointer.is_busy:
@@ -257,7 +257,7 @@ class Trainer:
         self._check()
 
     def _reset_to_anchor(self, why: str) -> None:
-        """Discard this node's inner steps, and report that."""
+        """Discard this node's inner steps, and report a failed round."""
         self._resets += 1
         self._resumed_at = None
         error = RoundFailed(f"{why}: this node discards them and continues from the anchor.", code="not_finite")
@@ -270,7 +270,7 @@ class Trainer:
     # the outer step
 
     def send_pseudo_gradient(self) -> None:
-        """Start to encode the pseudo-gradient of the next fragment; the encoder's thread hands it to the swarm."""
+        """Encode the pseudo-gradient of the next fragment on the encoder's thread, which then hands it to the swarm."""
         damage = self._faults.before_contribution(self._inner.replica)
         local = self._inner.replica.take(self._next_ranges, on_host=False)
         if not is_encodable(local):
@@ -296,7 +296,7 @@ class Trainer:
         self._encoder.begin(fragment, self.tip.state.anchor, local, offer)
 
     def wait_for_outer_step(self) -> None:
-        """Block until the round after the tip is committed, with this node's contribution or without."""
+        """Block until the round after the tip is committed, even if it excludes this node's contribution."""
         head, began_at = self.tip.head, time.monotonic()
         with self._counters.doing(Activity.SYNC_WAIT):
             while self.tip.head == head:
@@ -307,7 +307,7 @@ class Trainer:
         self._is_settling = True
 
     def apply_committed_rounds(self) -> None:
-        """Apply all rounds that were committed so far."""
+        """Apply all rounds that the swarm has committed so far."""
         while not self._has_caught_up:
             self._process_mail()
             self._report_and_check()
@@ -318,7 +318,7 @@ class Trainer:
         return self._session.swarm.mailbox.empty()
 
     def _process_mail(self, timeout_s: float = 0.0, blocked_since: float | None = None) -> None:
-        """Process one item of the mailbox, if one comes within `timeout_s`. Raises errors of the swarm."""
+        """Process one item of the mailbox, if one arrives within `timeout_s`. Raises errors of the swarm."""
         try:
             mail = self._session.swarm.mailbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -375,7 +375,7 @@ class Trainer:
         self._inner.replica.change(ranges, merge)
 
     def _count(self, update: FragmentUpdate, committed: Committed) -> None:
-        """Each token counts once per fragment, so 1/F per round."""
+        """Count merged and discarded tokens. Each of the F fragments has every token, so a round counts 1/F of them."""
         fragments = self._run.sync.fragment_count
         self._counters.totals.contributions_carried += update.is_carried
         self._counters.count_tokens(
@@ -393,7 +393,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of outer and local state to the disk. Raises MachineError if the disk does not take it.
 
-        One that is being written is dropped, so that a stop does not take the time of two. Nothing is written if the
+        A checkpoint that is being written is cancelled, so that a stop does not write two. Nothing is written if the
         checkpoint that this trainer resumed from is still up to date.
         """
         if self._position == self._resumed_at:
@@ -404,13 +404,13 @@ class Trainer:
         self._wait_for_checkpoint()
 
     def _wait_for_checkpoint(self) -> None:
-        """Gigabytes take a while, so keep reporting."""
+        """Wait until the checkpoint is written, and keep reporting, as gigabytes take a while."""
         with self._counters.doing(Activity.CHECKPOINT):
             while not self._checkpointer.wait(POLL_S):
                 self._reporter.tell()
 
     def _begin_checkpoint(self) -> None:
-        """Training continues while it is written; `attend` raises its errors."""
+        """Start to write a checkpoint. Training continues meanwhile, and `attend` raises the errors of the write."""
         with self._counters.doing(Activity.CHECKPOINT):
             counters = self._counters.save(self._counters.counters(self._session.swarm.view))
             sent_steps, pending = self._contributions.for_checkpoint(self._next_fragment)
@@ -428,7 +428,7 @@ class Trainer:
         self._schedule.taken(self.tip.round)
 
     def abandon(self) -> None:
-        """Wait for background work, and discard this node's work: the chain that it belongs to lost."""
+        """Wait for background work, and discard this node's work, because its chain has lost."""
         self._encoder.wait()
         with suppress(MachineError):
             self._wait_for_checkpoint()
@@ -443,13 +443,13 @@ class Trainer:
         self._reporter.enter_training(self.tip.round + 1, overlaps=overlaps)
 
     def _report_step(self) -> None:
-        """Call only when a report is due: it costs more than it seems."""
+        """Report the newest step. Call only when a report is due, as it takes noticeable time."""
         if self._last_step is not None:
             self._reporter.set_step(*self._last_step, self._progress.steps, self._inner.tokens_per_second)
             self._report_time_left()
 
     def _report_time_left(self) -> None:
-        """Time until the next contribution is due."""
+        """Report the time until the next contribution is due."""
         done_ratio = min(1.0, self._done_ratio)
         by_clock = self._run.round.policy == "time" and self.tip.round_s is not None
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self._inner.step_s or 0.0)
@@ -458,7 +458,7 @@ class Trainer:
         self._reporter.set_sync_progress(done_ratio, left_s)
 
     def _report_position(self) -> None:
-        """The node's position in the run."""
+        """Report the node's position in the run."""
         self._reporter.set_position(self._session.manifest, self.tip)
         self._reporter.set_inner_steps(self._progress.steps, self.tip.inner_steps)
         self._report_time_left()

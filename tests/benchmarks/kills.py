@@ -50,7 +50,7 @@ ROUNDS_SPAN_S = 5.0
 """Any other kill comes within this time after the first round since the start."""
 RECOVERY_S = 60.0
 """Longest time from a start to the next committed round on all nodes."""
-ROUND_LINE = re.compile(r"Round (\d+): .* digest ([0-9a-f]+)\.")
+ROUND_LINE = re.compile(r"Round (\d+) is committed.* digest is ([0-9a-f]+)\.")
 CHECKPOINT_LINE = re.compile(r"Resuming from the checkpoint of round (-?\d+)\.")
 REPLAY_LINE = re.compile(r"Replayed rounds \d+ to (\d+) from the disk\.")
 DIGEST_DIGITS = 12

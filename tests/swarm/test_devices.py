@@ -71,8 +71,8 @@ def test_node_whose_inner_steps_all_overflow_ends_and_contributes_nothing(swarm:
 def test_node_halves_its_micro_batch_when_memory_runs_out(swarm: Swarm) -> None:
     node = swarm.found(env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, START_S)
-    assert "Out of memory with 4 sequences at once; continuing with 2." in node.said()
-    assert "Out of memory with 2 sequences at once; continuing with 1." in node.said()
+    assert "Out of memory with 4 sequences at once. Training continues with 2 at once." in node.said()
+    assert "Out of memory with 2 sequences at once. Training continues with 1 at once." in node.said()
 
 
 def test_node_ends_and_names_the_remedy_if_memory_is_too_small_for_one_sequence(swarm: Swarm) -> None:
@@ -88,7 +88,7 @@ def test_node_with_sharded_ranks_restarts_with_a_smaller_micro_batch_if_memory_r
     node = swarm.found(*flags, env={"DILOCO_FAULTS": "inner@*=memory:1"})
     node.until_round(1, 3 * START_S)
     said = node.said()
-    assert "Out of memory with 2 sequences at once" in said and "set devices.micro_batch to that" in said
+    assert "Out of memory with 2 sequences at once" in said and "Set devices.micro_batch to 1" in said
     assert "Traceback" not in said
     assert len(helpers(node)) == 1
 

@@ -131,7 +131,7 @@ def test_training_resumes_after_an_outage_of_the_hugging_face_hub(hub: Hub, tmp_
         waiting = node.until(lambda s: s["code"] == "no_text", 2 * START_S)
         assert waiting["phase"] == "training" and "text" in waiting["reason"]
         node.until(lambda s: "hub:own/text" in s["reason"], 2 * START_S)
-        assert "next try in" in node.said()
+        assert "The next try is in" in node.said()
         hub.open()
         node.until_round(waiting["run"]["round"] + 3, 3 * START_S)
         assert "Traceback" not in node.said()

@@ -83,7 +83,7 @@ def test_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(faults: t
     devices = {"ranks": 2, "sharding": "fsdp", "micro_batch": 3}
     done = run_script(tmp_path, faults, devices=devices)
     assert done.returncode == NodeError.exit_code, done.stderr
-    assert "Out of memory with 3 sequences at once" in done.stderr and "with 1;" in done.stderr
+    assert "Out of memory with 3 sequences at once" in done.stderr and "again with 1 sequences" in done.stderr
     assert_alike(one_rank(), outcome(run_script(tmp_path, faults, devices=devices)))
 
 

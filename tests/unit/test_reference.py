@@ -161,7 +161,7 @@ def test_reference_ends_with_exit_code_2_after_a_bad_preset(tmp_path: Path, text
     file = tmp_path / "run.json"
     file.write_text(text)
     assert main(["--preset-file", str(file), "--rounds", "1", "--stream-ids", "a"]) == 2
-    assert "no preset that can be read" in capfd.readouterr().err
+    assert "is not a readable preset" in capfd.readouterr().err
 
 
 def test_reference_needs_one_stream_id_for_each_process(preset: Path, capfd: Any) -> None:

@@ -93,20 +93,20 @@ def test_rounds_for_which_a_node_did_not_work_cause_no_exclusion_notice() -> Non
 
 
 CONNECTION = (
-    "Your connection is too slow for this run's rounds: a round lasts 22 s and your contribution needs 31 s (up 14 s, "
-    "down 14 s, one inner step 3 s). The last 3 rounds are without this node's work. "
+    "Your connection is too slow for this run's rounds: a round lasts 22 s, and your contribution needs 31 s (upload "
+    "14 s, download 14 s, one inner step 3 s). The last 3 rounds did not include this node's work. "
 )
 MACHINE = (
-    "Your machine is too slow for this run's rounds: a round lasts 22 s and your contribution needs 61 s (up 0 s, down "
-    "0 s, one inner step 60 s). The last 3 rounds are without this node's work. Longer rounds would help; the founder "
-    "chooses them."
+    "Your machine is too slow for this run's rounds: a round lasts 22 s, and your contribution needs 61 s (upload 0 s, "
+    "download 0 s, one inner step 60 s). The last 3 rounds did not include this node's work. Longer rounds would help; "
+    "the founder of the run chooses this."
 )
 NEITHER = (
-    "The last 3 rounds are without this node's work. Yet a round lasts 22 s and your contribution needs 6 s (up 1 s, "
-    "down 2 s, one inner step 3 s): other programs may use the connection or the machine; the log says more."
+    "The last 3 rounds did not include this node's work. Yet a round lasts 22 s, and your contribution needs 6 s "
+    "(upload 1 s, download 2 s, one inner step 3 s). Other programs may use the connection or the machine; see the log."
 )
-ALL_HELP = "An int4 codec, overlapped sync or longer rounds would help; the founder chooses them."
-LAST_HELP = "Longer rounds would help; the founder chooses them."
+ALL_HELP = "An int4 codec, overlapped sync or longer rounds would help; the founder of the run chooses this."
+LAST_HELP = "Longer rounds would help; the founder of the run chooses this."
 
 
 @pytest.mark.parametrize(

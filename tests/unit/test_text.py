@@ -210,12 +210,12 @@ def error_of(folder: Path, *sources: str, **data: Any) -> str:
     ("name", "content", "source", "error"),
     [
         ("other", b"", "parquet:nowhere/*.parquet", "no file on this machine"),
-        ("empty.txt", b"", "text:empty.txt", "has no text"),
+        ("empty.txt", b"", "text:empty.txt", "is empty"),
         ("hollow.jsonl", b'{"text": ""}\n{"text": ""}\n', "json:hollow.jsonl", "no text in any of its files"),
         ("latin.txt", "äöü".encode("latin-1"), "text:latin.txt", "utf-8"),
         ("bad", b"{nonsense\n", "json:bad", "repair or remove the file"),
         ("bad", b"{nonsense\n", "parquet:bad", "repair or remove the file"),
-        ("body.jsonl", b'{"url": "x", "body": "abc"}\n', "json:body.jsonl", "no column 'text', but url, body"),
+        ("body.jsonl", b'{"url": "x", "body": "abc"}\n', "json:body.jsonl", "no column 'text' (it has url, body)"),
     ],
 )
 def test_missing_and_bad_text_files_are_errors_with_a_remedy(
