@@ -255,7 +255,7 @@ class Blockwise:
         return bits
 
     def _write_codes(self, scaled_BE: Tensor, codes: Tensor, scratch_2BE: Tensor) -> None:
-        """Write the uint8 codes of fp32 elements within -top..top (up to rounding) to `codes`. Overwrites all arguments."""
+        """Write the codes of fp32 elements within -top..top (up to rounding) to `codes`. Overwrites all arguments."""
         raise NotImplementedError
 
     def _read_codes(self, codes: Tensor, out_BE: Tensor) -> None:

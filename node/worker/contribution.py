@@ -38,6 +38,9 @@ class InFlight:
     """In monotonic seconds."""
     sent: Tensor | None
     """The fragment's local parameters at `sent_at`, fp32 [P_f]; None if the merge does not need them."""
+    is_lost: bool = False
+    """Whether this node has reset its parameters since. The tokens count if a round includes the contribution, and are
+    discarded otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +101,31 @@ class ContributionTracker:
         """
         contribution, self.in_flight = self.in_flight, None
         pending = self._pending[fragment]
-        tokens = pending.tokens + (contribution.tokens if contribution is not None else 0)
-        is_carried = not included and tokens > 0 and pending.carried < MAX_CARRIED
+        tokens, lost = pending.tokens + (contribution.tokens if contribution is not None else 0), 0
+        if contribution is not None and contribution.is_lost and not included:
+            lost = contribution.tokens
+        is_carried = not included and tokens > lost and pending.carried < MAX_CARRIED
         is_merged = included and contribution is not None and steps > 0
         if is_carried:
-            self._pending[fragment] = Pending(tokens, pending.carried + is_newest)
-            return FragmentUpdate(contribution, is_carried, is_merged)
+            self._pending[fragment] = Pending(tokens - lost, pending.carried + is_newest)
+            return FragmentUpdate(contribution, is_carried, is_merged, discarded_tokens=lost)
         left = pending.tokens if is_merged else 0
         self._pending[fragment] = Pending(left)
         counted, discarded = (tokens - left, 0) if included else (0, tokens)
         return FragmentUpdate(contribution, is_carried, is_merged, counted, discarded)
 
     def discard_pending(self) -> int:
-        """Discard all pending tokens and return their number. Tokens of a contribution in flight no longer count."""
+        """Discard all pending tokens and return their number. A contribution in flight is lost unless it is included."""
         discarded = sum(pending.tokens for pending in self._pending)
         self._pending = [Pending()] * len(self._pending)
         if self.in_flight is not None:
-            self.in_flight = replace(self.in_flight, steps=0, tokens=0)
+            self.in_flight = replace(self.in_flight, steps=0, is_lost=True)
         return discarded
 
     def for_checkpoint(self, fragment: int) -> tuple[int, list[Any]]:
         """Return (steps in flight, pending tokens). Tokens in flight are pending again, so a restart sends them."""
         pending, steps = list(self._pending), 0
-        if self.in_flight is not None:
+        if self.in_flight is not None and not self.in_flight.is_lost:
             steps = self.in_flight.steps
             pending[fragment] = replace(pending[fragment], tokens=pending[fragment].tokens + self.in_flight.tokens)
         return steps, [astuple(one) for one in pending]

@@ -129,8 +129,8 @@ def test_container_with_a_damaged_invite_keeps_running_and_shows_the_error(alone
     """If the container ended with exit code 2, the engine would restart it forever, without a page for the reason."""
     alone.run("run", THREAD, env={"DILOCO_JOIN": "diloco1-cut-short"})
     status = alone.until_phase("error")
-    assert status["code"] == "bad_invite" and "copy the whole string again" in status["reason"]
-    assert "copy the whole string again" in alone.execute("diloco-node", "status")
+    assert status["code"] == "bad_invite" and "copy the whole text again" in status["reason"]
+    assert "copy the whole text again" in alone.execute("diloco-node", "status")
     alone.execute("diloco-node", "resume")
     alone.until(lambda s: s["phase"] == "error" and s["since"] != status["since"], 60, "error again")
     assert (alone.state()["Status"], alone.restarts()) == ("running", 0)

@@ -117,8 +117,6 @@ class SimulatedNode:
         self.commits = self.included = self.downloads = 0
         self.trained_tokens = self.merged_tokens = 0
         """The tokens of all lives, up to the newest commit that this node has adopted."""
-        self.trained_tokens = self.merged_tokens = 0
-        """The tokens of all lives, up to the newest commit that this node has adopted."""
         self.hostility = ""
         """The attack of this node, a key of `ADVERSARIES`. Empty means that the node is honest."""
         self.signed_join: Document | None = None

@@ -42,7 +42,7 @@ OLD_CODE = {"PYTHONPATH": OTHER, "PYTHONSAFEPATH": "1"}
 def start(node: Node, *, is_old: bool) -> Node:
     """Start a node with the code of this version or of the older checkout."""
     node.program = "node.cli"
-    return node.start(env={**(OLD_CODE if is_old else {}), "SWARM_TEST_WARM": ""})
+    return node.start(env=OLD_CODE if is_old else {})
 
 
 def test_old_nodes_import_the_code_of_the_older_checkout() -> None:

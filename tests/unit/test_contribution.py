@@ -115,4 +115,23 @@ def test_discarded_tokens_are_not_carried_to_the_next_round() -> None:
     send(tracker, 10)
     tracker.add_tokens(7)
     assert tracker.discard_pending() == 7 and tracker.discard_pending() == 0
-    assert not tracker.round_over(0, included=False, steps=0).is_carried
+    assert tracker.for_checkpoint(0) == (0, [(0, 0)])
+    update = tracker.round_over(0, included=False, steps=0)
+    assert not update.is_carried and update.discarded_tokens == 10
+
+
+def test_contribution_that_was_lost_in_flight_counts_if_the_round_includes_it() -> None:
+    tracker = ContributionTracker(1)
+    send(tracker, 10)
+    tracker.discard_pending()
+    update = tracker.round_over(0, included=True, steps=0)
+    assert not update.is_merged and (update.counted_tokens, update.discarded_tokens) == (10, 0)
+
+
+def test_lost_contribution_is_discarded_while_newer_work_is_carried() -> None:
+    tracker = ContributionTracker(1)
+    send(tracker, 10)
+    tracker.discard_pending()
+    tracker.add_tokens(3)
+    update = tracker.round_over(0, included=False, steps=0)
+    assert update.is_carried and update.discarded_tokens == 10 and tracker.pending_tokens(0) == 3

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 V = TypeVar("V")
 LOOK_S = 0.1
-ASK_AGAIN_S = 1.0
-"""A member whose answer to a proposal was lost is asked again after this time."""
 MORE_VOTES_S = 0.5
 """Time to wait for further votes after a result is ratified. More votes convince more members that did not vote."""
 BEHIND_GRACE_S = 3.0
