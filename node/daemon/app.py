@@ -37,7 +37,7 @@ from node.daemon.log_handlers import FOLDER, handle_logs
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice

@@ -28,7 +28,8 @@ from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import log_worker_record
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
-from node.daemon.worker_process import SupervisorTimings, WorkerExit, WorkerWatch
+from node.daemon.worker_process import WorkerExit
+from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
 from node.host import gpu_power, ports
 from node.host.logs import set_level
 from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
@@ -83,7 +84,7 @@ class Supervisor:
         self._directory, self._state, self._disk = directory, state, disk
         self._mode, self._join = mode, join
         self._timings = timings
-        self._worker = WorkerWatch(worker_command, timings, self._receive)
+        self._worker = WorkerWatchdog(worker_command, timings, self._receive)
         self._port_hold = ports.PortHold()
         self._pause = pause_policy.decide()
         self._desired: DesiredState = "pause" if self._pause.by else "run"

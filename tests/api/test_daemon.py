@@ -18,7 +18,7 @@ import pytest
 from node.config.schema import Config
 from node.daemon.app import run
 from node.daemon.http_server import bind
-from node.daemon.worker_process import FROZEN_S
+from node.daemon.worker_watchdog import FROZEN_S
 from node.errors import DataFolderError, MachineError, UsageError
 from tests.api.daemon import Daemon, alive, wait_for
 
