@@ -36,12 +36,12 @@ OUTPUT_LINES_KEPT = 50
 READ_BYTES = 65536
 LINE_LENGTH_MAX = 2000
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
-"""torch reads both when it is loaded. Threads that spin at barriers take the processor from the owner and from each
-other: two trainers with 2 threads each on 2 cores made 570 tokens/s each while spinning, 9,500 while sleeping; a single
-trainer is equally fast. Large tensors in huge pages halve the time to copy all parameters, most of which is page
-faults."""
+"""Variables that torch reads when it is loaded. With the first, threads sleep at barriers instead of spinning: two
+trainers with 2 threads each on 2 cores made 9,500 tokens/s each when sleeping, 570 when spinning; a single trainer is
+equally fast. With the second, large tensors are in huge pages, which halves the time to copy all parameters, because
+most of that time is page faults."""
 DRAIN_S = 1.0
-"""Time to read a dead worker's last output, which the kernel has buffered."""
+"""Time limit for reading what a dead worker has left in its output pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,23 @@ class WorkerExit:
     """How a worker ended."""
 
     ended: Ended | None
-    """Its last message; None: it crashed."""
+    """The worker's last message; None if it crashed."""
     exit_status: int
-    """As in subprocess: a negative number is the signal that ended it."""
+    """As in subprocess: a negative number is the signal that ended the worker."""
     output: tuple[str, ...] = ()
     """Last lines of stdout and stderr."""
     fault: str = ""
-    """Why the supervisor killed it."""
+    """Why the supervisor killed the worker; empty if it did not."""
     had_begun: bool = False
+    """Whether the worker had sent a message."""
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether it may have had work to save and did not report that it has."""
+        """Whether the worker may have lost work: it had begun and sent no `Ended`."""
         return self.ended is None and self.had_begun
 
     def describe(self) -> str:
-        """A clause for a log line or a reason."""
+        """Return the cause of the exit as a clause, with the last line of output."""
         if self.fault:
             cause = self.fault
         elif self.exit_status < 0:
@@ -74,11 +75,11 @@ class WorkerExit:
         else:
             cause = f"exit status {self.exit_status}"
         last_line = next((line for line in reversed(self.output) if line.strip()), "")
-        return f"{cause}; its last line: {last_line.strip()[:300]}" if last_line else cause
+        return f"{cause}; its last line of output: {last_line.strip()[:300]}" if last_line else cause
 
 
 class WorkerProcess:
-    """A running worker. Made by `spawn`; `wait` must be awaited exactly once."""
+    """A running worker process. Create it with `spawn`, and await `wait` exactly once."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class WorkerProcess:
         on_message: Callable[[WorkerMessage], None],
     ) -> None:
         self.asked: str | None = None
-        """How it was asked to stop, if it was."""
+        """The `how` of the last `Stop` that was sent to the worker; None before one."""
         self.has_begun = False
-        """Whether it has sent a message."""
+        """Whether the worker has sent a message."""
         self._process = process
         self._reader, self._writer = channel
         self._output_reader, self._output_pipe = output
@@ -108,7 +109,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Run `command --fd N` and send it `start`. Raises OSError."""
         ours, theirs = socket.socketpair()
-        # asyncio's own pipe would make `Process.wait` wait for every process that the worker leaves behind with it.
+        # With asyncio's own pipe, `Process.wait` would wait until every process that inherited the pipe has ended.
         read_fd, write_fd = os.pipe()
         output, output_end = os.fdopen(read_fd, "rb", buffering=0), os.fdopen(write_fd, "wb", buffering=0)
         with theirs, output_end:
@@ -146,9 +147,9 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     def kill(self, fault: str) -> None:
-        """Kill the process group. Only the first `fault` is kept."""
+        """Kill the process group. `fault` says why; later calls do not replace it."""
         if not self._fault:
-            logger.warning("Worker %d is killed: %s", self.pid, fault)
+            logger.warning("Worker process %d is killed: %s.", self.pid, fault)
             self._fault = fault
         self._kill_group()
 
@@ -157,7 +158,7 @@ class WorkerProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> WorkerExit:
-        """Wait until the process group is dead and its output is read."""
+        """Wait until the worker has ended, kill the rest of its process group, and read its last output."""
         try:
             status = await self._process.wait()
         finally:
@@ -173,16 +174,16 @@ class WorkerProcess:
         return WorkerExit(self._ended, status, tuple(self._output), self._fault, self.has_begun)
 
     def _reader_done(self, task: asyncio.Task[None]) -> None:
-        """End the worker if a reader failed, which is our own bug: `wait` then raises the exception."""
+        """Kill the worker if a reader task failed. That is our own bug, so `wait` raises the exception."""
         if not task.cancelled() and task.exception() is not None:
-            self.kill("the supervisor failed at its message")
+            self.kill("the supervisor failed to process its output")
 
     async def _read_messages(self) -> None:
         while True:
             try:
                 line = await self._reader.readline()
             except ConnectionError:
-                return  # It died before it read our last message.
+                return  # The worker died before it read our last message.
             except ValueError:
                 self.kill("it sent a line that is too long")
                 return
@@ -191,8 +192,8 @@ class WorkerProcess:
             try:
                 message = decode_worker_message(line)
             except ValidationError as exc:
-                logger.error("The worker sent a line that is no message: %s", exc)
-                self.kill("it sent a line that is no message")
+                logger.error("The worker sent a line that is not a valid message: %s", exc)
+                self.kill("it sent a line that is not a valid message")
                 return
             self.has_begun = True
             if isinstance(message, Ended):

@@ -155,7 +155,7 @@ def test_too_many_crashes_are_an_error_until_resume(tmp_path: Path, backoff_s: l
 
 def test_invalid_message_counts_as_a_crash(tmp_path: Path) -> None:
     with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
-        assert "no message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
+        assert "not a valid message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
 def test_worker_without_heartbeat_counts_as_a_crash_however_long_it_lived(tmp_path: Path) -> None:
