@@ -1,4 +1,4 @@
-"""Response bodies of the API that are not in `node.status`. Lists come inside an object."""
+"""Response bodies of the API that are not in `node.status`. A list is always inside an object."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ResolvedConfig(Value):
     config: dict[str, Any]
     """The current value of every key; secrets are hidden."""
     origins: dict[str, str]
-    """Dotted key to the source of its value, `default` included."""
+    """Source of the value of each dotted key, such as `default`."""
     changeable: dict[str, Literal["now", "restart"]]
     """The keys that `PATCH` accepts. `now` applies at once, `restart` from the worker's next start (pause and
     resume)."""

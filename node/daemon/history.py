@@ -100,7 +100,7 @@ class Sampler:
         return {name: value if value is not None and math.isfinite(value) else None for name, value in means.items()}
 
     def _sums(self, before: Series, now: Series, elapsed_s: float) -> dict[str, float | None]:
-        """Return the increase of each counter. Activities add up to `elapsed_s`: the time of no activity is idle."""
+        """Return each counter's increase. Time that no activity accounts for is idle, so they add up to `elapsed_s`."""
 
         def increases(name: str, labels: Collection[str]) -> dict[str, float]:
             return {label: max(0.0, now[(name, label)] - before[(name, label)]) for label in labels}

@@ -129,7 +129,7 @@ def test_a_lowered_limit_is_enforced_or_reported(folder: Folder) -> None:
     assert quota.used_bytes() <= 22 * MB
     least = quota.least_bytes()
     quota.limit_bytes = 5 * MB
-    with pytest.raises(QuotaError, match="raise it"):
+    with pytest.raises(QuotaError, match="raise the limit"):
         quota.enforce()
     assert least >= quota.used_bytes() + 5 * MB
 
