@@ -29,7 +29,7 @@ class History(Value):
     at_s: tuple[float, ...]
     """Unix time at which each step begins; the axis of all series."""
     series: dict[str, tuple[float | None, ...]]
-    """One value per step; null where the node was off or the machine asleep."""
+    """One value per step; null while the node was off or the machine asleep."""
 
 
 class Contribution(Value):
@@ -70,8 +70,8 @@ class ResolvedConfig(Value):
     origins: dict[str, str]
     """Source of the value of each dotted key, such as `default`."""
     changeable: dict[str, Literal["now", "restart"]]
-    """The keys that `PATCH` accepts. `now` applies at once, `restart` from the worker's next start (pause and
-    resume)."""
+    """The keys that `PATCH` accepts. A `now` key applies at once, a `restart` key from the worker's next start
+    (pause and resume)."""
     pending_restart: tuple[str, ...]
     """Keys that changed after the worker started and apply from its next start."""
 

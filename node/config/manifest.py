@@ -280,7 +280,7 @@ class RunConfig(Section):
     name: str = Field("unnamed", max_length=64)
     """Name of the run for people."""
     total_tokens: int = Field(2_000_000_000, ge=1)
-    """Tokens of the whole swarm after which nodes export the model and stop; also the length of the cosine decay."""
+    """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay ends there."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()

@@ -366,7 +366,7 @@ class Supervisor:
         is_stopping = self._desired in ("drain", "leave")
         may_be_settings = ended.exit_code in CANNOT_WORK and ended.code not in NOT_BY_SETTINGS
         if may_be_settings and self._config.overrides_worker_settings and not is_stopping:
-            self._fail(ended.code, f"{ended.reason} If a changed setting is the cause, change it back.")
+            self._fail(ended.code, f"{ended.reason} If a changed setting is the cause, it can be changed back.")
             return False
         if ended.exit_code == 0:
             self._enter(Phase.STOPPED, ended.code, ended.reason, final=not self._persists)

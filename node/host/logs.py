@@ -1,4 +1,4 @@
-"""Logging of one process: text for people or JSON lines. `configure` is called once at the start.
+"""Logging of one process, as text for people or as JSON lines. `configure` is called when the process starts.
 
 Loggers of `node.*` use the configured level; those of libraries log from WARNING on.
 """
