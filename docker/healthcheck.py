@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 4.0
-"""Shorter than the engine's timeout, so that the reason is printed."""
+"""Shorter than the engine's timeout, so that this program can still print the reason."""
 
 
 def main() -> int:
@@ -24,14 +24,14 @@ def main() -> int:
         connection = http.client.HTTPConnection(address.netloc, timeout=TIMEOUT_S)
         if address.scheme == "https":
             trust = ssl.create_default_context()
-            # Loopback only and without a secret: the name in the certificate does not matter.
+            # The request goes to loopback and has no secret, so the name in the certificate does not matter.
             trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
             connection = http.client.HTTPSConnection(address.netloc, timeout=TIMEOUT_S, context=trust)
         connection.request("GET", "/livez")
         answer = connection.getresponse()
         sys.stdout.write(answer.read(500).decode(errors="replace"))
     except (OSError, ValueError, KeyError, http.client.HTTPException) as exc:
-        sys.stdout.write(f"No answer from the node of {folder}: {exc}")
+        sys.stdout.write(f"The node of {folder} does not answer: {exc}")
         return 1
     return 0 if answer.status == http.client.OK else 1
 

@@ -20,13 +20,13 @@ IN_PROSE = {
     r"gnu\s+general\s+public": "GPL",
     r"public\s+domain": "public-domain",
 }
-"""How Debian's older copyright files name what they do not quote."""
+"""Patterns for licences that Debian's older copyright files only mention, and the names to print for them."""
 NAME_LENGTH_MAX = 80
-"""Some packages put the full licence text into the field of its name."""
+"""A longer `License` field holds the full text of the licence instead of its name."""
 
 
 def python_licence(about: metadata.PackageMetadata) -> str:
-    """The SPDX expression if there is one, else the classifiers, else the free text."""
+    """Return the SPDX expression if there is one, else the classifiers, else the free text."""
     if expression := about.get("License-Expression"):
         return str(expression)
     classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier", []) if c.startswith("License :: ")]
@@ -45,7 +45,7 @@ def _from_files(about: metadata.PackageMetadata) -> str:
 
 
 def debian_licence(package: str) -> str:
-    """The short names of a machine-readable copyright file, else the licences that the text mentions."""
+    """Return the short names in a machine-readable copyright file, else the licences that the text mentions."""
     path = Path("/usr/share/doc", package, "copyright")
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -68,7 +68,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     for package in metadata.distributions():
         about = package.metadata
         found.append(("python", str(about["Name"]), package.version, python_licence(about)))
-    # hivemind's wheel brings the Go daemon of libp2p, built from another repository.
+    # hivemind's wheel contains the Go daemon of libp2p, which is built from another repository.
     p2pd = [file for package in metadata.distributions() for file in package.files or () if file.name == "p2pd"]
     if p2pd:
         version = metadata.version("hivemind")

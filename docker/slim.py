@@ -1,4 +1,4 @@
-"""Removes files that a node never reads from an environment: headers, test suites, static libraries.
+"""Removes headers, test suites and static libraries, which a node never reads, from a Python environment.
 
 Runs once while the image is built, and prints how much it removed.
 """

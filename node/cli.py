@@ -1,7 +1,7 @@
 """The command line: `diloco-node COMMAND`. Each command imports what it needs, so that `status` starts without torch.
 
-Settings of any section may stand among the flags (`--section.key value`). A NodeError ends in one sentence on stderr
-and its exit code; any other exception is a bug and ends in 70.
+Settings of any section can be given as flags (`--section.key value`). A NodeError prints one sentence on stderr and
+ends with its exit code. Any other exception is a bug and ends with exit code 70.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of its commands by name."""
+    """Return the parser, and the parsers of its commands by name."""
     layout = argparse.RawDescriptionHelpFormatter
     about = "Contribute this machine to the training of an open language model, and take it back at any time."
     parser = Parser(prog="diloco-node", description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
@@ -199,7 +199,7 @@ def duration_s(text: str) -> float:
 
 
 def _moment(text: str) -> str:
-    """Parse a moment to RFC 3339 in UTC."""
+    """Convert a moment to RFC 3339 in UTC."""
     from datetime import UTC, datetime
 
     from node.config.weekly_hours import parse_moment
@@ -225,7 +225,7 @@ def _run(call: Call) -> int:
     if join is not None:
         from node.config.manifest import parse_invite
 
-        if not config.node.persist:  # else the dashboard reports a bad invite
+        if not config.node.persist:  # With `persist`, the dashboard reports a bad invite.
             parse_invite(join)
         unused = [
             key
@@ -234,7 +234,7 @@ def _run(call: Call) -> int:
         ]
         if unused:
             print(
-                f"diloco-node: with --join the swarm decides, so these are not used: {', '.join(unused)}",
+                f"diloco-node: with --join the run comes from the swarm; not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
     console = Console()
@@ -296,7 +296,7 @@ def _config(call: Call) -> int:
 
 
 def _format_value(value: Any) -> str:
-    """The value as TOML."""
+    """Format a value as TOML."""
     if isinstance(value, Path):
         value = str(value)
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -18,23 +18,23 @@ MAX_LINE_BYTES = 4 * 2**20
 class Start(Value):
     type: Literal["start"] = "start"
     mode: Literal["train", "relay", "pause"]
-    """`relay`: no training, no model. `pause`: relay of a training node."""
+    """`relay` relays traffic and has no model. `pause` does the same for a training node while it is paused."""
     config: dict[str, Any]
     """`node.config.schema.Config.model_dump(mode="json")`."""
     join: str | None = None
-    """An invite. None: found a run, or continue the run of the data folder."""
+    """An invite. With None, the worker founds a run or continues the run of the data folder."""
     may_move_port: bool = False
-    """The port in `swarm.listen` is the default, so the next free port may replace it."""
+    """Whether the port in `swarm.listen` is only a default, which the next free port may replace."""
     held_addresses: tuple[str, ...] = ()
     """Listen addresses from the `ListenReport` of an earlier worker, which the supervisor keeps from other nodes."""
     counters: SavedCounters | None = None
-    """Totals of earlier workers; None: none are known."""
+    """Totals of earlier workers; None if they are unknown."""
 
 
 class Stop(Value):
-    """Save, say goodbye to the swarm, and exit with code 0.
+    """Orders the worker to save, leave the swarm, and exit with code 0.
 
-    leave, pause: at once, also in the middle of a round. drain: finish the current round first.
+    `leave` and `pause` apply at once, even in the middle of a round. With `drain`, the worker finishes its round first.
     """
 
     type: Literal["stop"] = "stop"
@@ -50,15 +50,15 @@ class Adjust(Value):
 
 
 class Beat(Value):
-    """Heartbeat of the worker's main thread, about once a second while it trains, waits or downloads."""
+    """Heartbeat that the worker's main thread sends about once a second while it trains, waits or downloads."""
 
     type: Literal["beat"] = "beat"
 
 
 class Unsaved(Value):
-    """After a `Stop`, once a second: the worker still finishes an operation or writes a checkpoint.
+    """Sent once a second after a `Stop`, while the worker still finishes an operation or writes a checkpoint.
 
-    Not a heartbeat: it comes from its own thread, because the main thread may be in one long operation.
+    This is not a heartbeat: another thread sends it, because the main thread may be in one long operation.
     """
 
     type: Literal["unsaved"] = "unsaved"
@@ -77,23 +77,23 @@ class RoundReport(Value):
 
 
 class DurationReport(Value):
-    """Durations since the previous message, for the histograms. Keys: `inner_step`, `sync.STAGE`, `blocked.STAGE`."""
+    """Durations since the previous such message. The keys are `inner_step`, `sync.STAGE` and `blocked.STAGE`."""
 
     type: Literal["observed"] = "observed"
     seconds: dict[str, list[float]]
 
 
 class NoticeReport(Value):
-    """Set a notice until it is withdrawn or the worker ends."""
+    """Sets a notice until the worker withdraws it or ends."""
 
     type: Literal["notice"] = "notice"
     code: str
     notice: Notice | None
-    """None withdraws it."""
+    """None withdraws the notice with this code."""
 
 
 class ListenReport(Value):
-    """The worker listens on these addresses: multiaddresses without the peer id."""
+    """The multiaddresses, without peer id, on which the worker listens."""
 
     type: Literal["listen"] = "listen"
     addresses: tuple[str, ...]
@@ -110,7 +110,7 @@ class LogReport(Value):
 
 
 class Ended(Value):
-    """The worker's last message. `exit_code`: 0 as asked or `run_complete`; otherwise as in `node.errors`."""
+    """The worker's last message. `exit_code` is 0 after a `Stop` or `run_complete`, otherwise as in `node.errors`."""
 
     type: Literal["ended"] = "ended"
     exit_code: int
@@ -130,7 +130,7 @@ _SUPERVISOR_MESSAGE: TypeAdapter[SupervisorMessage] = TypeAdapter(
 
 
 def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
-    """One line, including the newline."""
+    """Return the message as one line of JSON, newline included."""
     return message.model_dump_json().encode() + b"\n"
 
 

@@ -18,7 +18,7 @@ from node.api.routes import ApiContext, make_router
 
 
 def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
-    """`hosts`: the bound address and the names that the Host header may carry besides those of loopback."""
+    """Build the application. `hosts` are the names, besides those of loopback, that a Host header may carry."""
     # FastAPI's own documentation pages load scripts from other sites; the document itself is served below.
     api = FastAPI(title="diloco-node", version=context.build.version, openapi_url=None, redirect_slashes=False)
     api.include_router(make_router(context))

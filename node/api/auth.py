@@ -1,6 +1,7 @@
-"""Who may call the API: host names, same origin, token or session, throttling and body size.
+"""Decides who may call the API: checks host name, origin, token or session, and limits failures and body size.
 
-`Guard` is plain ASGI around the whole application. Every path needs the token or a session unless `PUBLIC` names it.
+`Guard` wraps the whole ASGI application. Every path needs the token or a session, except `PUBLIC` ones, assets,
+and `/metrics` for callers on this machine.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Keys:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts that must not appear in anything passed on."""
+        """Texts that must not appear in a support bundle."""
         return (self._token.decode(),)
 
     def is_token(self, candidate: str) -> bool:
@@ -77,9 +78,10 @@ class Keys:
         return ends_at is not None and self._clock() < ends_at
 
     def record_failure(self, address: str) -> bool:
-        """Count one wrong token from `address`. Returns whether there were too many.
+        """Count one wrong token from `address`. Returns whether there were too many in the last minute.
 
-        A right token is never throttled: it has 256 bits, and an old browser tab must not lock its owner out.
+        The right token is never refused, because an old browser tab must not lock its owner out. A token of 256
+        bits cannot be guessed.
         """
         now = self._clock()
         failures = self._failures.setdefault(address, deque(maxlen=FAILURES_MAX + 1))
@@ -91,10 +93,10 @@ class Keys:
 
 
 class Guard:
-    """ASGI application that passes allowed requests on and answers the others with a problem."""
+    """ASGI application that passes allowed requests on and answers the others with an error."""
 
     def __init__(self, app: ASGIApp, keys: Keys, *, hosts: Iterable[str], metrics_public: bool) -> None:
-        """`hosts`: allowed host names besides those of loopback, without ports."""
+        """`hosts` are allowed host names, without ports, besides those of loopback."""
         self._app = app
         self._keys = keys
         # A wildcard address is for binding only: browsers let any page reach this machine under it.
@@ -132,14 +134,14 @@ class Guard:
         )
 
     def _check_host(self, headers: Headers) -> Response | None:
-        """Refuse foreign names that resolve to this machine (DNS rebinding), whatever the bind address."""
+        """Refuse other host names: a hostile page can make its own resolve to this machine (DNS rebinding)."""
         hosts = headers.getlist("host")
         if len(hosts) == 1 and host_name(hosts[0]) in self._hosts:
             return None
         return problem_response(403, "This host name is not allowed: add it to api.allowed_hosts if it is yours.")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> Response | None:
-        """Unsafe requests come from the node's own page, or carry the token and no cookie."""
+        """Allow a request that changes something only from the node's page, or with the token and no cookie."""
         if scope["method"] in SAFE_METHODS:
             return None
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
@@ -174,7 +176,7 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case; empty where it is malformed."""
+    """Return the name in a Host header, lower case, without port and brackets; empty if the header is malformed."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port  # raises for a port that is not a number
@@ -186,10 +188,10 @@ def host_name(host: str) -> str:
 
 
 def session_key(headers: Headers, cookie_name: str) -> str | None:
-    """The cookie's raw value; of several the last, because browsers send those of longer paths first.
+    """Return the cookie's raw value. If there are several, the last one counts: browsers send longer paths first.
 
-    `http.cookies` stops at the first malformed cookie of another program, and unquoting a hostile one takes a second;
-    starlette's parser has the same flaw.
+    `http.cookies` is not used, because it stops at the first malformed cookie of another program and takes a second to
+    unquote a hostile one. Starlette's parser has the same flaws.
     """
     pairs = (pair.partition("=") for header in headers.getlist("cookie") for pair in header.split(";"))
     values = [value.strip() for name, _, value in pairs if name.strip() == cookie_name]
@@ -197,7 +199,7 @@ def session_key(headers: Headers, cookie_name: str) -> str | None:
 
 
 def bearer(headers: Headers) -> str | None:
-    """The token of the Authorization header."""
+    """Return the token in the Authorization header."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 

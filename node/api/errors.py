@@ -31,7 +31,7 @@ class Problem(Value):
     status: int
     detail: str = ""
     code: str = ""
-    """One word for a program, where the status alone does not tell the cause."""
+    """One word for a program, if the status alone does not tell the cause."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -48,7 +48,7 @@ def problem_response(
 
 
 def describe_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that can end with these statuses, for the OpenAPI document."""
+    """Return the `responses` of a route that can fail with these statuses, for the OpenAPI document."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         phrase = HTTPStatus(status).phrase
@@ -59,7 +59,7 @@ def describe_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_problem_schema(document: dict[str, Any]) -> None:
-    """Add the models that `describe_problems` refers to to an OpenAPI document."""
+    """Add to an OpenAPI document the models to which `describe_problems` refers."""
     problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(problem.pop("$defs", {}))
@@ -67,7 +67,7 @@ def add_problem_schema(document: dict[str, Any]) -> None:
 
 
 def add_error_handlers(api: FastAPI) -> None:
-    """Answer every exception that a route lets through with a problem."""
+    """Make the application answer every exception of a route with a `Problem`."""
 
     @api.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:

@@ -107,7 +107,7 @@ REQUESTS: dict[tuple[str, str], Any] = {("post", "/api/v1/actions/pause"): {"for
 
 
 def add_examples(document: dict[str, Any]) -> None:
-    """Add the examples to an OpenAPI document where it has none."""
+    """Add the examples to each operation of an OpenAPI document that has none."""
     for path, item in document["paths"].items():
         for method, operation in item.items():
             example = RESPONSES.get((method, path))

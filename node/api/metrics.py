@@ -1,6 +1,6 @@
 """Prometheus metrics of one node, on their own registry.
 
-Gauges are read from the node's view at each scrape. Counters arrive as totals from the worker, durations one by one.
+Gauges are read from the node's view at each scrape. The worker reports counters as totals and durations one by one.
 All label sets exist from the start, and no label carries a peer id, an address or a serial number.
 """
 
@@ -39,12 +39,12 @@ UNSETTLED = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 """A worker in these phases may not have read its checkpoint yet."""
 
 Series = dict[tuple[str, str], float]
-"""(counter without prefix and `_total`, label value or empty) -> total."""
+"""Totals by the counter's name (without prefix and `_total`) and the label's value (empty without a label)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSpec:
-    """One counter: name without prefix and suffix, help text, label, and the field of `Counters` that holds it."""
+    """One counter: its name without prefix and suffix, help text, label, and the field of `Counters` with its total."""
 
     name: str
     text: str
@@ -53,7 +53,7 @@ class CounterSpec:
     values: tuple[str, ...] = ("",)
     """All values of the label."""
     fallback: str = ""
-    """The label value under which unknown ones are counted."""
+    """The label value under which unknown values are counted."""
 
 
 # fmt: off
@@ -62,7 +62,7 @@ COUNTERS = (
                 "activity_seconds", "activity", tuple(Activity)),
     CounterSpec("tokens_processed", "Tokens that this node trained on.", "tokens_processed"),
     CounterSpec("tokens_merged", "Tokens of this node that are in round records.", "tokens_merged"),
-    CounterSpec("tokens_discarded", "Tokens of this node that will never be in one.", "tokens_discarded"),
+    CounterSpec("tokens_discarded", "Tokens of this node that no round record will include.", "tokens_discarded"),
     CounterSpec("forwarded_bytes", "Bytes of contributions forwarded for members on slow links.", "forwarded_bytes"),
     CounterSpec("inner_steps", "Inner steps of this node.", "inner_steps"),
     CounterSpec("skipped_steps", "Inner steps whose loss or gradient was not finite.", "skipped_steps"),
@@ -70,7 +70,7 @@ COUNTERS = (
     CounterSpec("sync_failures", "Rounds without a result for this node, by reason.",
                 "sync_failures", "reason", FAILURE_REASONS, "round_failed"),
     CounterSpec("contribution_carried", "Contributions carried over into the next round.", "contributions_carried"),
-    CounterSpec("digest_mismatch", "Times this node found itself off the chain of rounds.", "digest_mismatches"),
+    CounterSpec("digest_mismatch", "Times that this node's state was not on the chain of rounds.", "digest_mismatches"),
     CounterSpec("peer_rejected", "Messages and contributions of peers that were rejected.",
                 "peers_rejected", "reason", REJECT_REASONS, "bad_message"),
     CounterSpec("network_sent_bytes", "Bytes sent to the swarm.", "network_sent_bytes", "channel", tuple(Channel)),
@@ -91,7 +91,7 @@ class Build:
 
 
 def flatten(counters: Counters) -> Series:
-    """Every series of `COUNTERS`, zeros included."""
+    """Return every series of `COUNTERS`, including those at zero."""
     series: Series = {}
     for spec in COUNTERS:
         series.update({(spec.name, value): 0.0 for value in spec.values})
@@ -104,12 +104,12 @@ def flatten(counters: Counters) -> Series:
 class Totals:
     """Totals that never decrease and count nothing twice over a sequence of workers.
 
-    A worker reports totals from zero until it has read its checkpoint, and from those of the checkpoint afterwards.
-    Each worker's totals are therefore rebased twice: at its first report, and at its first settled one.
+    A worker counts from zero until it has read its checkpoint, and from the checkpoint's totals afterwards. Each
+    worker's totals are therefore rebased twice: at its first report, and at its first one after the checkpoint is read.
     """
 
     def __init__(self, initial: Counters) -> None:
-        """`initial`: from before this process; without it Prometheus would see the first report as an increase."""
+        """`initial`: totals before this process. Without them, Prometheus would take the first report for a rise."""
         self._last = flatten(Counters())
         self._base = flatten(initial)
         self._is_based = self._is_settled = False
@@ -118,7 +118,7 @@ class Totals:
         self._is_based = self._is_settled = False
 
     def update(self, counters: Counters, *, settled: bool) -> None:
-        """`settled`: the worker has read its checkpoint."""
+        """Apply a worker's totals. `settled` says whether the worker has read its checkpoint."""
         before, reported = self.read(), flatten(counters)
         if not self._is_based or (settled and not self._is_settled):
             self._base = {key: max(0.0, before[key] - total) for key, total in reported.items()}
@@ -132,10 +132,10 @@ class Totals:
 
 
 class Metrics(Collector):
-    """Everything on `/metrics`."""
+    """All metrics on `/metrics`."""
 
     def __init__(self, build: Build, view: Callable[[], View], *, space: Callable[[], Space], known: Counters) -> None:
-        """`view` and `space` are called at each scrape and must not wait. `known`: counters from before this
+        """`view` and `space` are called at each scrape and must not wait. `known` are the counters from before this
         process."""
         self._build = build
         self._view = view
@@ -154,7 +154,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def worker_started(self) -> None:
-        """The next reports come from a new worker."""
+        """Note that the next reports come from a new worker."""
         self._totals.worker_started()
 
     def update(self, report: Report) -> None:
@@ -162,11 +162,11 @@ class Metrics(Collector):
         self._last_sync_at_s = max(self._last_sync_at_s, report.counters.last_sync_at_s)
 
     def totals(self) -> Series:
-        """Totals of all counters over all workers."""
+        """Return the totals of all counters over all workers."""
         return self._totals.read()
 
     def observe(self, seconds: Mapping[str, Iterable[float]]) -> None:
-        """Durations by `inner_step`, `sync.STAGE` and `blocked.STAGE`."""
+        """Add durations to the histograms. The keys are `inner_step`, `sync.STAGE` and `blocked.STAGE`."""
         for key, values in seconds.items():
             kind, _, stage = key.partition(".")
             by_stage = {"sync": self._sync, "blocked": self._blocked}.get(kind)
@@ -181,7 +181,7 @@ class Metrics(Collector):
                 histogram.observe(value)
 
     def render(self) -> bytes:
-        """The page in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -206,18 +206,18 @@ class Metrics(Collector):
                 yield family
         yield from _node_gauges(view)
         yield from _swarm_gauges(view)
-        yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before.", self._last_sync_at_s)
+        yield _gauge("last_sync_timestamp_seconds", "Unix time of the last commit; 0 before one.", self._last_sync_at_s)
         yield from _gpu_metrics(view)
         yield _labelled_gauge("disk_used_bytes", "Bytes in the data folder.", "kind", space.used_bytes)
         yield _gauge("disk_free_bytes", "Bytes that the node may use on the data folder's disk.", space.free_bytes)
-        yield _gauge("disk_size_bytes", "Bytes of that disk.", space.size_bytes)
+        yield _gauge("disk_size_bytes", "Size of the data folder's disk.", space.size_bytes)
 
 
 def _node_gauges(view: View) -> Iterator[Metric]:
     status, training = view.status, view.status.training
     phases = {phase.value: float(phase is status.phase) for phase in Phase}
     yield _labelled_gauge("node_phase", "1 for the present phase.", "phase", phases)
-    utilization = "Compute / wall of the last complete round; NaN before it."
+    utilization = "Compute time / wall time of the last complete round; NaN before one."
     yield _gauge("compute_utilization_ratio", utilization, status.compute_utilization_ratio)
     yield _gauge("training_loss", "Loss of the last inner step, nats per token; NaN before it.", training.loss)
     evaluation = "Loss of the anchor on the held-out split; NaN before it."
@@ -227,7 +227,7 @@ def _node_gauges(view: View) -> Iterator[Metric]:
 
 def _swarm_gauges(view: View) -> Iterator[Metric]:
     status, run, last = view.status, view.status.run, view.status.sync.last
-    yield _gauge("local_round", "Last round committed here; -1 before the first.", run.round)
+    yield _gauge("local_round", "Last round that this node committed; -1 before the first.", run.round)
     yield _gauge("swarm_round", "Highest committed round that a live peer claims.", run.swarm_round)
     tokens = run.swarm_tokens if run.swarm_tokens or run.state_digest else None
     yield _gauge("swarm_tokens", "Tokens of the whole swarm in committed rounds; NaN while unknown.", tokens)
@@ -238,7 +238,7 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     members = sum(member.included for member in last.members) if last is not None else 0
     yield _gauge("round_members", "Contributors of the last round.", members)
     reached = {word: float(word == status.reachability) for word in REACHABILITIES}
-    yield _labelled_gauge("reachability", "1 for how other peers reach this node.", "status", reached)
+    yield _labelled_gauge("reachability", "1 for the way in which other peers reach this node.", "status", reached)
 
 
 def _gpu_metrics(view: View) -> Iterator[Metric]:
@@ -266,7 +266,7 @@ def _histogram_by_stage(name: str, text: str) -> Histogram:
 
 
 def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
-    """None becomes NaN."""
+    """Make a gauge. The value None becomes NaN."""
     return GaugeMetricFamily(f"diloco_{name}", text, value=math.nan if value is None else value)
 
 

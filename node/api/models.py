@@ -1,4 +1,4 @@
-"""Response bodies of the API that are not in `node.status`. Lists come inside an object."""
+"""Response bodies of the API that are not in `node.status`. A list is always inside an object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class History(Value):
     at_s: tuple[float, ...]
     """Unix time at which each step begins; the axis of all series."""
     series: dict[str, tuple[float | None, ...]]
-    """One value per step; null where the node was off or the machine asleep."""
+    """One value per step; null while the node was off or the machine asleep."""
 
 
 class Contribution(Value):
@@ -68,10 +68,10 @@ class ResolvedConfig(Value):
     config: dict[str, Any]
     """The current value of every key; secrets are hidden."""
     origins: dict[str, str]
-    """Dotted key to the source of its value, `default` included."""
+    """Source of the value of each dotted key, such as `default`."""
     changeable: dict[str, Literal["now", "restart"]]
-    """The keys that `PATCH` accepts. `now` applies at once, `restart` from the worker's next start (pause and
-    resume)."""
+    """The keys that `PATCH` accepts. A `now` key applies at once, a `restart` key from the worker's next start
+    (pause and resume)."""
     pending_restart: tuple[str, ...]
     """Keys that changed after the worker started and apply from its next start."""
 

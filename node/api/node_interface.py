@@ -43,7 +43,7 @@ class LogLine(Value):
     """One log record of the supervisor or the worker."""
 
     id: int
-    """Increases by one per record since the node started; `after=` takes it."""
+    """Number of the record since the node started. The API's parameter `after` takes it."""
     at: str
     level: Level
     logger: str
@@ -54,7 +54,7 @@ class LogLine(Value):
 
 
 class PauseOrder(Value):
-    """How long to pause; at most one of the three fields. Empty: until `resume`."""
+    """How long to pause. At most one field is set; without any, the pause lasts until `resume`."""
 
     for_s: float | None = Field(None, gt=0, le=PAUSE_MAX_S)
     """Seconds from now."""
@@ -83,7 +83,7 @@ class View:
     log_counts: Mapping[str, int]
     """Records since the start, by level."""
     alive: bool
-    """The worker's heartbeat is recent, or no worker is meant to run."""
+    """Whether the worker's last heartbeat is recent. True without a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Space:
     used_bytes: Mapping[str, int]
     """By kind of file."""
     free_bytes: int = 0
-    """Available to this user on the disk."""
+    """Bytes of the disk that this user can still write."""
     size_bytes: int = 0
 
 
@@ -105,7 +105,7 @@ class Chart:
     at_s: Sequence[float]
     """Unix time at which each step begins."""
     columns: Mapping[str, Sequence[float | None]]
-    """By names of SERIES; None where nothing is known."""
+    """Values by name, which is one of SERIES. None means unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Configured:
 
     config: Config
     origins: Mapping[str, str]
-    """Dotted key to the source of its value."""
+    """Source of the value of each dotted key."""
     changeable: Mapping[str, Literal["now", "restart"]]
     pending_restart: tuple[str, ...] = ()
 
@@ -137,7 +137,7 @@ class HistoryUnavailable(NodeError):
 
 
 class NotAllowed(UsageError):
-    """The action does not fit the node's phase; the message says why, and what would."""
+    """The node's phase does not allow the action. The message says why and what to do instead."""
 
     code = "not_allowed"
 
@@ -146,11 +146,11 @@ class Node(Protocol):
     """State of the node and actions on it."""
 
     def view(self) -> View:
-        """The present state. Never waits."""
+        """Return the present state. Never waits."""
         ...
 
     def subscribe(self) -> AbstractContextManager[asyncio.Queue[Status | None]]:
-        """A queue of the newest status, starting with the present one. A slow reader misses some; None ends it."""
+        """Return a queue of statuses, beginning with the present one. It holds only the newest; None is the end."""
         ...
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
@@ -159,14 +159,14 @@ class Node(Protocol):
 
 
 class HistoryReader(Protocol):
-    """The record kept over restarts. Raises HistoryUnavailable where it cannot be read within seconds."""
+    """The history, kept over restarts. Calls raise HistoryUnavailable if it cannot be read within seconds."""
 
     async def chart(self, names: Collection[str], since_s: float | None, points: int) -> Chart:
-        """At most `points` steps from `since_s` (Unix time; None: an hour ago) until now."""
+        """Return at most `points` steps from `since_s` (Unix time; None means an hour ago) until now."""
         ...
 
     async def shares(self, limit: int) -> Sequence[PeerContribution]:
-        """The peers with the most tokens, most first."""
+        """Return the peers with the most tokens, most first."""
         ...
 
 
@@ -176,5 +176,5 @@ class Settings(Protocol):
     def configured(self) -> Configured: ...
 
     def change(self, patch: Mapping[str, Any]) -> Configured:
-        """Apply a nested part of the configuration, all of it or nothing. Raises overrides.OverrideError."""
+        """Apply nested tables of new values, all of them or none. Raises overrides.OverrideError."""
         ...

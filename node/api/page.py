@@ -10,7 +10,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 
 STATIC = Path(__file__).parent / "static"
 FOREVER = "public, max-age=31536000, immutable"
-"""For assets: their names contain a hash of their content."""
+"""Caching of assets, whose names contain a hash of their content."""
 NOT_BUILT = b"""<!doctype html>
 <html lang="en">
   <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>diloco-node</title></head>
@@ -28,7 +28,7 @@ NOT_BUILT = b"""<!doctype html>
 class File:
     content: bytes
     gzipped: bytes | None
-    """The same content compressed, where the build made it."""
+    """The same content compressed; None if the build did not make it."""
     media_type: str
 
     def response(self, request: Request, cache: str) -> Response:
@@ -39,7 +39,7 @@ class File:
 
 
 def make_page(static: Path = STATIC) -> APIRouter:
-    """Routes for `/` and `/assets/*`. A later build does not change what a running node serves."""
+    """Make the routes for `/` and `/assets/*`. A later build does not change what a running node serves."""
     router = APIRouter(include_in_schema=False)
     index = static / "index.html"
     page = _read(index) if index.is_file() else File(NOT_BUILT, None, "text/html")

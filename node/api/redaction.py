@@ -35,7 +35,7 @@ _MAYBE_IP_ADDRESS = re.compile(r"(?<![\w.:])[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*[0-9A-
 
 
 def hide_secrets(table: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a nested table in which non-empty values are hidden where the key ends with a word for a secret."""
+    """Return a copy of a nested table that hides the values of keys whose last word is in SECRET_WORDS."""
     hidden: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -51,7 +51,7 @@ class Redactor:
     """Replaces the known secrets of one node, and everything that has the form of a secret or an address."""
 
     def __init__(self, secrets: Iterable[str], replacements: Iterable[tuple[str, str]]) -> None:
-        """`replacements`: further texts, such as the home folder, with their replacements."""
+        """`replacements` are pairs of a further text, such as the home folder, and its replacement."""
         known = [(secret, HIDDEN) for secret in secrets if secret] + [(old, new) for old, new in replacements if old]
         self._known = sorted(known, key=lambda pair: -len(pair[0]))
 

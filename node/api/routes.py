@@ -37,7 +37,7 @@ from node.config.schema import Config
 from node.status import PeerRow, Phase, RoundRecord, RunInfo, Status
 
 READY = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING})
-"""A connecting node is not ready: no peer has answered yet."""
+"""Phases of a ready node. A connecting node is not ready, because no peer has answered yet."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUNDLE_TIMEOUT_S = 20.0
 STREAMS_MAX = 128
@@ -66,7 +66,7 @@ class ApiContext:
     keys: Keys
     settings: Settings
     config: Config
-    """The configuration at the start: port and allowed hosts do not change."""
+    """The configuration at the start. Only keys that cannot change are read from it, such as `api.allowed_hosts`."""
     build: Build
 
 
@@ -95,7 +95,7 @@ def _add_health(router: APIRouter, context: ApiContext) -> None:
 
     @router.get("/livez", response_model=models.Health, responses=unhealthy, tags=["health"])
     async def livez(response: Response) -> models.Health:
-        """Whether the event loop answers and the worker's heartbeat is recent. Peers do not matter."""
+        """Whether the node responds and its worker's last heartbeat is recent. Peers do not matter."""
         return health(response, context.node.view().alive)
 
     @router.get("/readyz", response_model=models.Health, responses=unhealthy, tags=["health"])
@@ -109,14 +109,14 @@ def _add_health(router: APIRouter, context: ApiContext) -> None:
 
     @router.get("/metrics", response_class=Response, responses=page, tags=["health"])
     async def metrics() -> Response:
-        """Prometheus text."""
+        """All metrics in Prometheus' text format."""
         return Response(context.metrics.render(), media_type=METRICS_TYPE)
 
 
 def _add_status(router: APIRouter, node: Node) -> None:
     @router.get("/api/v1/status", tags=["node"])
     async def status() -> Status:
-        """The whole snapshot of this node."""
+        """The full status of this node."""
         return node.view().status
 
     @router.get("/api/v1/swarm", tags=["node"])
@@ -134,13 +134,13 @@ def _add_status(router: APIRouter, node: Node) -> None:
 
 
 def _compare_digests(rows: Iterable[PeerRow], records: Sequence[RoundRecord], run: RunInfo) -> tuple[PeerRow, ...]:
-    """Set `digest_agrees`: whether a peer's state digest is this node's for the same round; None where unknown.
+    """Set `digest_agrees`: whether a peer's state digest equals this node's for the same round; None if unknown.
 
-    `records`: those of this node, newest first.
+    `records` are this node's round records, newest first.
     """
     digests: dict[int, str] = {}
     for record in reversed(records):
-        # A fork made this many rounds before it void.
+        # This node discarded this many rounds when it left its side of a split.
         for number in range(record.round - record.dropped + 1, record.round + 1):
             digests.pop(number, None)
         if record.state_digest:
@@ -169,7 +169,7 @@ def _add_history(router: APIRouter, context: ApiContext) -> None:
         ] = None,
         points: Annotated[int, Query(ge=1, le=POINTS_MAX, description="Maximum number of steps.")] = 300,
     ) -> models.History:
-        """Series over one time axis, kept over restarts: means, rates and time shares; null where nothing is known."""
+        """Means, rates and shares of time over one time axis, kept over restarts. Null means unknown."""
         names = _parse_series(series)
         chart = await context.history.chart(names, since.timestamp() if since else None, points)
         columns = {name: tuple(column) for name, column in chart.columns.items()}
@@ -177,7 +177,7 @@ def _add_history(router: APIRouter, context: ApiContext) -> None:
 
     @router.get("/api/v1/contributions", responses=unavailable, tags=["node"])
     async def contributions() -> models.Contributions:
-        """What each peer contributed to the rounds that this node knows; the thousand with the most tokens."""
+        """What peers contributed to the rounds that this node knows: the thousand peers with the most tokens."""
         own_id = context.node.view().status.node.peer_id
         shares = await context.history.shares(CONTRIBUTORS_MAX)
         return models.Contributions(
@@ -255,7 +255,7 @@ def _add_events(router: APIRouter, node: Node) -> None:
 async def stream_events(
     node: Node, *, interval_s: float = EVENT_INTERVAL_S, keep_alive_s: float = KEEP_ALIVE_S
 ) -> AsyncIterator[bytes]:
-    """Server-sent events of the node's status, at most one per `interval_s`; a comment after `keep_alive_s` of silence.
+    """Yield the node's status as server-sent events, one per `interval_s` at most; a comment after `keep_alive_s`.
 
     The stream ends with the last status when the node ends.
     """
@@ -329,7 +329,7 @@ def _add_config(router: APIRouter, settings: Settings) -> None:
     async def change(
         patch: Annotated[dict[str, Any], Body(examples=[PATCH_EXAMPLE])],
     ) -> models.ResolvedConfig | Response:
-        """Change some keys, all or none, also for later starts; null resets a key to its value before the change."""
+        """Change some keys, all of them or none, for this and later starts. Null undoes the change of a key."""
         try:
             return resolved(settings.change(patch))
         except OverrideError as exc:
@@ -345,12 +345,12 @@ def _add_actions(router: APIRouter, node: Node) -> None:
 
     @router.post("/api/v1/actions/pause", status_code=202, responses=conflict, tags=["actions"])
     async def pause(order: PauseOrder | None = None) -> models.Accepted:
-        """Free the device: for `for_s` seconds, until `until`, after round `after_round`, or until `resume`."""
+        """Free the device for `for_s` seconds, until `until`, after round `after_round`, or until `resume`."""
         return act("pause", order)
 
     @router.post("/api/v1/actions/resume", status_code=202, responses=conflict, tags=["actions"])
     async def resume() -> models.Accepted:
-        """End a pause, or start the worker again after the node gave up on it."""
+        """End a pause, or start the worker again after the node has stopped or failed."""
         return act("resume")
 
     @router.post("/api/v1/actions/drain", status_code=202, responses=conflict, tags=["actions"])

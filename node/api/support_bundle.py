@@ -27,7 +27,7 @@ from node.config.schema import Config
 from node.multiaddress import parse
 
 PART_BYTES_MAX = 2_000_000
-"""Uncompressed size of each of the ten files."""
+"""Largest uncompressed size of each of the ten files."""
 PACKAGES = (
     "blake3", "cryptography", "datasets", "fastapi", "hivemind", "numpy", "psutil", "pydantic", "safetensors",
     "starlette", "torch", "transformers", "uvicorn",
@@ -51,7 +51,7 @@ class BundleSource:
 
 
 def make_bundle(source: BundleSource) -> bytes:
-    """Return the zip file. It reads the log from disk and compresses, so call it on a thread."""
+    """Return the zip file's content. This reads the log from disk and compresses, so call it on a thread."""
     replacements = [*_private_names(source.config.node.data_dir), *_configured_hosts(source.config)]
     redact = Redactor((*source.secrets, source.view.status.run.invite), replacements)
     content = io.BytesIO()
@@ -78,7 +78,7 @@ def _parts(source: BundleSource) -> Iterator[tuple[str, str]]:
 
 
 def _lines(texts: Iterator[str]) -> str:
-    """The first lines, as many as fit into a part."""
+    """Join as many of the first lines as fit into PART_BYTES_MAX."""
     lines, size = [], 0
     for text in texts:
         size += len(text) + 1
@@ -139,7 +139,7 @@ def _tail(file: Path) -> str:
 
 
 def _configured_hosts(config: Config) -> Iterator[tuple[str, str]]:
-    """Host names to replace: those with a dot everywhere, others only with their port, as they may be common words."""
+    """Yield host names to replace. Those without a dot may be common words and are replaced only with their port."""
     for name in config.api.allowed_hosts:
         if "." in name:
             yield name, ADDRESS
@@ -149,7 +149,7 @@ def _configured_hosts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _private_names(data_dir: Path) -> Iterator[tuple[str, str]]:
-    """Folders, user and machine to replace. Short names stay, because they occur inside other words."""
+    """Yield folders, user and machine to replace. Short names stay, because they occur inside other words."""
     yield str(data_dir), "(data folder)"
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises where there is none
     if len(home) > len("/root"):

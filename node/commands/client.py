@@ -29,7 +29,7 @@ class ApiAddress:
 
 
 def read_address(data_dir: Path) -> ApiAddress:
-    """The address that a running node has written. Raises OSError or ValueError if there is none."""
+    """Return the address that a running node has written. Raises OSError or ValueError if there is none."""
     stored = json.loads((data_dir / "api.json").read_text(encoding="utf-8"))
     token = (data_dir / "api-token").read_text(encoding="utf-8").strip()
     if not isinstance(stored, dict) or "url" not in stored:
@@ -47,7 +47,7 @@ class Client:
         return self._call("GET", "/api/v1/status")
 
     def is_there(self) -> bool:
-        """Whether a node answers on this data folder. The files of a killed node are not enough."""
+        """Whether a node answers on this data folder. Files that a killed node has left do not count."""
         try:
             self.status()
         except UsageError:
@@ -55,7 +55,7 @@ class Client:
         return True
 
     def act(self, action: str, order: dict[str, Any] | None = None) -> dict[str, Any]:
-        """pause, resume, drain or leave; the answer names the phase that it leads to."""
+        """Request `pause`, `resume`, `drain` or `leave`. The answer names the phase to which the node goes."""
         return self._call("POST", f"/api/v1/actions/{action}", order or {})
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Client:
 
 
 class PinnedHandler(HTTPSHandler):
-    """HTTPS that accepts exactly the certificate of this data folder's node, whoever signed it."""
+    """HTTPS that accepts only the certificate of this data folder's node, whoever has signed it."""
 
     def __init__(self, certificate: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _PinnedConnection(HTTPSConnection):
 
 
 def _read_problem(error: HTTPError) -> str:
-    """The sentence in an application/problem+json response."""
+    """Return the sentence in an application/problem+json response."""
     try:
         problem = json.loads(error.read())
         return str(problem.get("detail") or problem["title"])

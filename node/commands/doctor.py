@@ -35,7 +35,7 @@ from node.training.inner import InnerLoop
 from node.training.model import build_model, change_flat_, prepare_layers, take_flat, unit_elements
 
 LINKS_MBIT_S = (10, 20, 100, 500)
-"""Forecast for these where no limit is set."""
+"""Speeds for which the forecast is made if no limit is set."""
 DIAL_TIMEOUT_S = 3.0
 TRIAL_S = 10.0
 TRIAL_RUNS_MAX = 5
@@ -53,7 +53,7 @@ class Finding:
     verdict: Literal["ok", "warn", "fault"]
     subject: str
     text: str
-    """One sentence; that of a fault names the remedy."""
+    """One sentence. If the verdict is "fault", it names the remedy."""
 
     def __str__(self) -> str:
         return f"{self.verdict:5} {self.subject:12} {self.text}"
@@ -61,14 +61,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """The node that is checked."""
+    """The node to check."""
 
     config: Config
     manifest: Manifest | None
-    """Of the data folder's run; None: a run founded with this configuration."""
+    """The manifest of the data folder's run; None means a run founded with this configuration."""
     invite: Invite | None
     members: int
-    """Assumed members of a round."""
+    """Assumed number of members of a round."""
     is_running: bool
     """Whether a node runs on this data folder now."""
     origins: Mapping[str, str]
@@ -137,14 +137,14 @@ class _Timex(ctypes.Structure):
 
 
 def _check_clock() -> Finding:
-    """Peer records expire by the wall clock, so it may be off by only a few seconds."""
+    """Check the wall clock. Peer records expire by it, so it may be off by only a few seconds."""
     try:
         timex = _Timex()
         result = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
     except (OSError, AttributeError):
         return Finding("warn", "clock", "This system does not tell whether its clock is synchronized: check it once.")
     if result < 0 or timex.status & STA_UNSYNC:
-        return Finding("warn", "clock", "The clock is not synchronized: turn on NTP; peers accept at most 3 s.")
+        return Finding("warn", "clock", "The clock is not synchronized: turn on NTP, as peers accept at most 3 s.")
     return Finding("ok", "clock", "Synchronized.")
 
 
@@ -162,7 +162,7 @@ def _check_schedule(config: Config) -> Iterator[Finding]:
         if idle_s is None:
             yield Finding("warn", "user", f"schedule.user_active has no effect here: {source}.")
         else:
-            yield Finding("ok", "user", f"Last active {idle_s:.0f} s ago according to {source}.")
+            yield Finding("ok", "user", f"Somebody was active {idle_s:.0f} s ago, according to {source}.")
     if schedule.on_battery == "pause" and (battery := on_battery()) is not None:
         yield Finding("ok", "battery", "On battery: the node would pause." if battery else "On mains power.")
 
@@ -244,7 +244,7 @@ def _check_resources(setup: NodeSetup, device: ComputeDevice) -> Iterator[Findin
 
 
 def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> tuple[float, float]:
-    """Median seconds of an inner step, and seconds for which an outer step stalls the device."""
+    """Return the median seconds of an inner step, and the seconds for which an outer step stalls the device."""
     rows, length = run.inner.batch_size, run.inner.sequence_length
     model = build_model(run.model, seed=0)
     prepare_layers(model, devices)
@@ -267,7 +267,7 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
 
 
 def _median_s(work: Callable[[], object]) -> float:
-    """Median of a few runs, or of a single slow one."""
+    """Return the median time of up to TRIAL_RUNS_MAX calls; no call begins after TRIAL_S."""
     seconds: list[float] = []
     while len(seconds) < TRIAL_RUNS_MAX and sum(seconds) < TRIAL_S:
         started_s = time.monotonic()
@@ -277,7 +277,7 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -> Iterator[Finding]:
-    """Utilization of this device on the link that the limits describe, or on usual links without limits."""
+    """Yield how busy the device will be on a link with the set limits, or, without limits, on LINKS_MBIT_S."""
     run, limits = setup.run, setup.config.limits
     payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
     size_bytes, inner_s = round_bytes(payload_bytes, setup.members), run.round.inner_steps * step_s
@@ -297,7 +297,7 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
 
 
 def _check_link(run: RunConfig, payload_bytes: int, step_s: float, stall_s: float, limit_mbit_s: float) -> Finding:
-    """The link that a member as fast as this device needs."""
+    """Compare the limits with the link that a member as fast as this device needs."""
     overlapped, steps = run.sync.mode != "blocking", run.round.inner_steps
     needed_mbit_s = required_link_mbit_s(
         payload_bytes, inner_steps=steps, step_s=step_s, overlapped=overlapped, stall_s=stall_s
@@ -312,5 +312,5 @@ def _check_link(run: RunConfig, payload_bytes: int, step_s: float, stall_s: floa
 
 
 def _two_digits(number: float) -> str:
-    """Two significant digits without an exponent."""
+    """Format a number with two significant digits and without an exponent."""
     return f"{float(f'{number:.2g}'):,.10g}"

@@ -27,7 +27,7 @@ def export(config: Config, target: Path) -> int:
 
 
 def newest(config: Config) -> tuple[Manifest, Checkpoint]:
-    """The run of the data folder and its newest checkpoint. Read-only, because a node may run on the folder.
+    """Return the run of the data folder and its newest checkpoint. Writes nothing, as a node may run on the folder.
 
     Raises DataFolderError if there is none, and ProtocolError if a newer version wrote it.
     """
@@ -37,7 +37,7 @@ def newest(config: Config) -> tuple[Manifest, Checkpoint]:
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
     if checkpoint.manifest_hash != manifest.hash:
-        raise DataFolderError(f"manifest.json and checkpoints in {data_dir} are of different runs: restore either.")
+        raise DataFolderError(f"manifest.json and checkpoints in {data_dir} are of different runs: restore one.")
     return manifest, checkpoint
 
 
@@ -46,7 +46,7 @@ def tokenizer_of(run: RunConfig, config: Config) -> Tokenizer:
 
 
 def manifest_of(data_dir: Path) -> Manifest:
-    """The manifest of the folder's run. Raises DataFolderError if there is none, or the file is damaged."""
+    """Return the manifest of the folder's run. Raises DataFolderError if there is none, or it is damaged."""
     path = data_dir / "manifest.json"
     try:
         return read_manifest(path.read_bytes())
@@ -57,7 +57,7 @@ def manifest_of(data_dir: Path) -> Manifest:
 
 
 def model_card(manifest: Manifest, checkpoint: Checkpoint) -> str:
-    """README.md of the exported folder."""
+    """Return README.md of the exported folder."""
     run, loss = manifest.run, checkpoint.extra.get("evaluation_loss")
     evaluation = "none yet"
     if loss is not None:

@@ -13,7 +13,7 @@ from node.training.model import build_model, load_flat_
 def generate(config: Config, text: str, *, tokens: int, temperature: float, seed: int | None) -> str:
     """Continue `text` by at most `tokens` tokens with the outer parameters of the newest round.
 
-    With `temperature` 0 each token is the likeliest. Raises DataFolderError without a checkpoint, UsageError if the
+    With `temperature` 0, each token is the likeliest. Raises DataFolderError without a checkpoint, UsageError if the
     text leaves no room, and MachineError without the run's tokenizer.
     """
     if tokens < 1 or temperature < 0:

@@ -26,10 +26,10 @@ COLORS = {
 
 
 class LiveView:
-    """Follows the node's status. A context manager; the live line is on screen inside it."""
+    """Shows the node's status. A context manager, inside which the live line is on screen."""
 
     def __init__(self, console: Console, data_dir: Path, *, line: bool, pid: int) -> None:
-        """`line`: show the live line. `pid`: the supervisor's; an api.json of another process is ignored."""
+        """`line`: whether to show the live line. `pid`: the supervisor, whose api.json is the only valid one."""
         self._console = console
         self._data_dir = data_dir
         self._live = Live(console=console, refresh_per_second=4, transient=True) if line else None
@@ -48,7 +48,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status) -> None:
-        """Show a new status. Cheap enough for the event loop."""
+        """Show a new status. This is cheap enough for the event loop."""
         if not self._is_link_printed and (link := dashboard_link(self._data_dir, pid=self._pid)):
             self._is_link_printed = True
             self._print(f"Dashboard: {link}")
@@ -57,7 +57,7 @@ class LiveView:
             self._live.update(render(status))
 
     def _print_invite(self, run: RunInfo) -> None:
-        """Print the invite once, and again when it works from everywhere and the first one did not."""
+        """Print the first invite. If it works only nearby, print the first one that works from everywhere as well."""
         if not run.invite or (self._printed_note is not None and (run.invite_note or not self._printed_note)):
             return
         if self._printed_note:
@@ -74,7 +74,7 @@ class LiveView:
 
 
 def dashboard_link(data_dir: Path, *, pid: int) -> str:
-    """The dashboard's address with the token in the fragment, which browsers do not send; empty while unknown."""
+    """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token."""
     try:
         address = read_address(data_dir)
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def dashboard_link(data_dir: Path, *, pid: int) -> str:
 
 
 def render(status: Status) -> Table:
-    """One line: phase, round, progress, loss, speed and peers while training, otherwise phase and reason."""
+    """Return one line: phase, round, progress, loss, speed and peers while training, else phase and reason."""
     cells: list[str | ProgressBar] = [f"[{COLORS.get(status.phase, 'white')}]{status.phase.value}[/]"]
     if status.phase in (Phase.TRAINING, Phase.SYNCING):
         cells.append(f"round {status.run.round + 1}")
@@ -106,7 +106,7 @@ def render(status: Status) -> Table:
 
 
 def short_duration(seconds: float) -> str:
-    """`42 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Format a duration as `42 s`, `3 min 05 s` or `2 h 10 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -116,7 +116,7 @@ def short_duration(seconds: float) -> str:
 
 
 def describe(status: Status) -> str:
-    """The whole status as some lines of text."""
+    """Return the full status as lines of text."""
     run, training, peers, contribution = status.run, status.training, status.peers, status.contribution
     losses = (("training", training.loss), ("evaluation", training.evaluation_loss))
     reachability = "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability

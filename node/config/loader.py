@@ -1,8 +1,7 @@
 """Loads the configuration: defaults < preset < file < environment < flags, with the origin of each value.
 
-Every value is checked as its source gives it, before merging, so an error names the key, the value, the source and what
-is allowed. `run.preset` exists only here: it names the file of `[run]` tables that is read below the other sources, and
-is not part of `Config` or of a manifest.
+Every value is checked before merging, so an error names its key, value and source, and what is allowed. `run.preset`
+names a file of `[run]` tables that all other sources override. It is not part of `Config` or of a manifest.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ DOCUMENTATION = "node"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value as its source gives it: text from environment and flags, TOML types from files."""
+    """One value as its source gives it. Environment and flags give text, files give TOML types."""
 
     key: str
     value: Any
     source: Literal["preset", "file", "environment variable", "flag"]
     name: str
-    """Which preset, file, variable or flag."""
+    """Name of the preset, file, variable or flag."""
 
     @property
     def origin(self) -> str:
@@ -68,8 +67,8 @@ class Loaded:
     preset: str
     """Name or path of the run preset."""
     origins: dict[str, str]
-    """Dotted key to a phrase: `default`, `preset builtin`, `file node.toml`, `environment variable DILOCO_API__PORT`,
-    `flag --api.port`."""
+    """Origin of each dotted key: `default`, `preset builtin`, `file node.toml`, `flag --api.port` or
+    `environment variable DILOCO_API__PORT`."""
 
     def value_of(self, key: str) -> Any:
         return self.preset if key == PRESET_KEY else value_of(self.config, key)
@@ -110,7 +109,7 @@ def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_value(key: str, value: Any) -> Any:
-    """Convert the value of a known key to its type. Raises ValueError with what is allowed: `it should be ...`."""
+    """Convert the value of a known key to its type. Raises ValueError, which says what the value `should be`."""
     known = known_keys()[key]
     if known.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip() not in ("", "[]")]
@@ -170,7 +169,7 @@ def _key_of(field: FieldInfo) -> Key:
 
 
 def _from_preset(preset: str) -> Iterator[Setting]:
-    """Settings of a shipped preset by its name, or of one's own by its path. Only [run] tables are allowed."""
+    """Read a shipped preset by its name, or another one by its path. Only [run] tables are allowed."""
     path = PRESETS_FOLDER / f"{preset}.toml" if preset in preset_names() else Path(preset)
     for setting in _flatten(_read_toml(path), "", "preset", preset):
         if not setting.key.startswith("run."):
@@ -272,7 +271,7 @@ def _assemble(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
-        # Each value is valid, so a rule between several of one section failed.
+        # Each value alone is valid, so a rule between values of one section failed.
         error = exc.errors()[0]
         section = ".".join(map(str, error["loc"]))
         message = error["msg"].removeprefix("Value error, ")
@@ -282,7 +281,7 @@ def _assemble(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
 
 
 def _resolve_preset(name: str, file: Path | None) -> str:
-    """A shipped preset's name, or a path relative to the configuration file that names it."""
+    """Return a shipped preset's name, or the path of another one, relative to the file that names it."""
     if name in preset_names():
         return name
     if not name.endswith(".toml"):

@@ -25,14 +25,14 @@ PROTOCOL_VERSION = 2
 
 INVITE_PREFIX = "diloco1-"
 WEIGHT_RATIO_MAX = 64
-"""A node up to this many times faster than the typical one has its full weight; a faster one has no more."""
+"""A contribution counts at most this many times the tokens of a typical node's round."""
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
 
 
 class Section(BaseModel):
-    """Base of all configuration sections: frozen, without unknown keys; the docstring under a field describes its
-    key."""
+    """Base class of all configuration sections. They are frozen and refuse unknown keys. The docstring under a field
+    describes its key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -90,27 +90,27 @@ class ModelConfig(Section):
     """A model of the Llama family, built by `transformers`; no other model code is loaded."""
 
     type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    """Member of the family. `qwen2` has biases in its attention, and `qwen3` has norms of queries and keys."""
+    """Model type. `qwen2` has biases in its attention, and `qwen3` has norms of queries and keys."""
     start: str = ""
-    """Source of the initial parameters. If it is empty, they are random. Otherwise it is a folder or `hub:OWNER/NAME`
-    with safetensors. The founder loads parameters and shape from it, and joiners get both from the swarm. The manifest
-    holds only the name of the source."""
+    """Source of the initial parameters: a folder or `hub:OWNER/NAME` with safetensors; empty means random parameters.
+    The founder loads parameters and shape from it, and joiners get both from the swarm. The manifest holds only its
+    name."""
     vocab_size: int = Field(258, ge=2)
-    """Entries of the embedding. The byte tokenizer needs 258: 256 bytes, begin and end of document."""
+    """Number of entries of the embedding. The byte tokenizer needs 258: 256 bytes, and begin and end of document."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)
     """Width inside the gated feed-forward layers."""
     num_hidden_layers: int = Field(4, ge=1)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_attention_heads: int = Field(4, ge=1)
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = Field(4, ge=1)
-    """Key and value heads; fewer than query heads is grouped-query attention."""
+    """Number of key and value heads. Fewer than query heads means grouped-query attention."""
     head_dim: int = Field(0, ge=0)
-    """Width of a head. 0 means `hidden_size` divided by the number of query heads."""
+    """Width of a head; 0 means `hidden_size` divided by the number of query heads."""
     max_position_embeddings: int = Field(1024, ge=8)
-    """Longest sequence of the model, tokens."""
+    """Longest sequence of the model in tokens."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position embedding."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -133,21 +133,21 @@ class DataConfig(Section):
     """The training text."""
 
     sources: tuple[str, ...] = (BUILTIN_TEXT,)
-    """Sources of text. `builtin:python-stdlib` is the source files of this machine's Python standard library; it cannot
-    be combined with others. `hub:OWNER/NAME?config=C&split=S&revision=R` is a data set of the Hugging Face hub,
-    streamed. `parquet:PATTERN`, `json:PATTERN` (JSON lines) and `text:PATTERN` (one document per file) are files on
-    each member's machine, relative to its `node.text_dir`. The option `field=F` names the column with the text, by
-    default `text`."""
+    """Sources of text. `builtin:python-stdlib` is the source code of this machine's Python standard library; it
+    cannot be combined with others. `hub:OWNER/NAME?config=C&split=S&revision=R` streams a data set of the Hugging Face
+    hub. `parquet:PATTERN`, `json:PATTERN` (JSON lines) and `text:PATTERN` (one document per file) name files on each
+    member's machine, relative to its `node.text_dir`. The option `field=F` names the column with the text; the
+    default is `text`."""
     weights: tuple[float, ...] = ()
-    """Relative share of each source. An empty list means equal shares."""
+    """Relative share of each source; empty means equal shares."""
     tokenizer: str = "bytes"
-    """Tokenizer. With `bytes` each UTF-8 byte is a token; 256 begins and 257 ends a document. Otherwise it is the
+    """Tokenizer. With `bytes`, each UTF-8 byte is a token; 256 begins and 257 ends a document. Any other value is the
     folder of a fast tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
     held_out_source: str = ""
-    """Text for evaluation, such as a validation split. If it is empty, documents of the first source are held out."""
+    """Source of the evaluation text, such as a validation split; empty means held-out documents of the first source."""
     held_out_one_in: int = Field(20, ge=2)
-    """Without `held_out_source`, one document in this many is held out for evaluation, chosen by the hash of its
-    text."""
+    """Without `held_out_source`, one document in this many, chosen by the hash of its text, is used only for
+    evaluation."""
 
     @model_validator(mode="after")
     def _readable(self) -> DataConfig:
@@ -210,46 +210,47 @@ class RoundConfig(Section):
     """When a round takes place, and with which members."""
 
     policy: Literal["time", "steps"] = "time"
-    """With `steps` every node makes `inner_steps` inner steps. With `time` rounds end by the clock, and contributions
-    are weighted by tokens."""
+    """With `steps`, every node makes `inner_steps` inner steps a round. With `time`, rounds end by the clock, and a
+    contribution's weight is its number of tokens."""
     inner_steps: int = Field(500, ge=1)
     """Inner steps H of a typical node between two outer steps."""
     most_inner_steps: int = Field(0, ge=0)
-    """Upper bound of H with `sync.auto`. 0 means four times `inner_steps`."""
+    """Upper bound of H with `sync.auto`; 0 means four times `inner_steps`."""
     min_peers: int = Field(2, ge=1)
-    """Fewest members for an outer step. With 1 a lone node continues by itself."""
+    """Fewest members for an outer step; with 1 a lone node continues by itself."""
     quorum_ratio: float = Field(0.5, gt=0, le=1)
-    """Share of the last record's live weight that must be ready before the grace period for late members begins."""
+    """The grace period for late members begins when the ready members have this share of the live members' tokens in
+    the last round."""
     first_round_tokens: int = Field(0, ge=0)
-    """Estimated tokens of the swarm in round 0, for the learning rate. 0 means the tokens of this node's H steps."""
+    """Estimated tokens of the swarm in round 0, for the learning rate; 0 means the tokens of this node's H steps."""
     max_tokens: int = Field(0, ge=0)
-    """Upper bound of a contribution's weight in tokens, which members count themselves. 0 means 64 times the tokens of
-    H steps."""
+    """Upper bound of a contribution's weight in tokens, as members count their own; 0 means 64 times the tokens of H
+    steps."""
 
 
 class SyncConfig(Section):
     """How contributions are exchanged."""
 
     mode: Literal["blocking", "overlapped", "streaming"] = "blocking"
-    """With `blocking` the trainer waits for the round's result. With `overlapped` it continues to train, for at most
-    one round. `streaming` is like `overlapped`, but each round averages one fragment of the parameters."""
+    """With `blocking`, the trainer waits for the round's result. With `overlapped`, it trains on for at most one round.
+    `streaming` is like `overlapped`, but each round averages only one fragment of the parameters."""
     fragments: int = Field(4, ge=1, le=64)
     """Number of strided fragments of layers with `streaming`. Each is averaged once per `round.inner_steps`."""
     codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
     """Encoding of pseudo-gradients on the wire. `fp16`, `int8`, `int4` and `e3m0` have a scale per block, which keeps
     tiny values. `topk` is experimental."""
     feedback: Literal["auto", "on", "off"] = "auto"
-    """Error feedback adds the encoding error to the next contribution. `auto` uses it for codecs below 4 bits."""
+    """Error feedback adds the encoding error to the next contribution. `auto` means only for codecs below 4 bits."""
     feedback_beta: float = Field(1.0, gt=0, le=1)
-    """Weight of the newest error in the moving average of the error feedback. With 1 only the newest error counts."""
+    """Weight of the newest error in the moving average of the error feedback; 1 means only the newest."""
     merge: Literal["mix", "correction"] = "mix"
-    """What `overlapped` keeps of the steps made since sending. `mix` keeps a share of the local parameters,
-    `correction` keeps all these steps."""
+    """What a node keeps, with `overlapped`, of the steps that it made during the averaging. `mix` keeps a
+    share of the local parameters; `correction` keeps all of these steps."""
     mix_alpha: float = Field(0.5, ge=0, le=1)
     """Share of the local parameters in the mix with the new anchor."""
     auto: bool = False
-    """Adapt H to the time that transfers take, with `round.inner_steps` as its minimum. Adapt the outer learning rate
-    to the number of contributors instead of using `outer.lr`."""
+    """Increase H above `round.inner_steps` when transfers take longer, and choose the outer learning rate by the number
+    of contributors instead of using `outer.lr`."""
 
     @property
     def fragment_count(self) -> int:
@@ -268,9 +269,9 @@ class EvaluationConfig(Section):
     every_rounds: int = Field(1, ge=1)
     """Rounds from one evaluation to the next."""
     members: int = Field(0, ge=0)
-    """Number of a round's members that evaluate, drawn anew each time. 0 means all of them."""
+    """Number of a round's members that evaluate, drawn anew each time; 0 means all of them."""
     budget_s: float = Field(30.0, gt=0)
-    """Time limit of an evaluation, seconds. The batches that are finished by then count."""
+    """Time limit of an evaluation, seconds; the batches finished by then count."""
 
 
 class RunConfig(Section):
@@ -279,7 +280,7 @@ class RunConfig(Section):
     name: str = Field("unnamed", max_length=64)
     """Name of the run for people."""
     total_tokens: int = Field(2_000_000_000, ge=1)
-    """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay has the same length."""
+    """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay ends there."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -342,7 +343,7 @@ class Manifest(Section):
 
 
 def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
-    """Check the hash of a manifest from a peer and read it. Raises what `read_manifest` raises."""
+    """Check the hash of a manifest from a peer and read it. Raises the same errors as `read_manifest`."""
     if hashlib.sha256(data).hexdigest() != expected_hash:
         raise ManifestError(
             "The swarm's manifest does not have the hash of the invite: ask a member you trust for a new invite."
@@ -351,7 +352,7 @@ def parse_manifest(data: bytes, expected_hash: str) -> Manifest:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """Read a manifest. Raises ManifestError, or ProtocolError for another protocol, whose fields may be unknown."""
+    """Read a manifest. Raises ProtocolError for another protocol version, and ManifestError if it is invalid."""
     try:
         raw = json.loads(data)
         version = int(raw["protocol_version"])
@@ -387,7 +388,7 @@ class Invite:
 
 
 def parse_invite(text: str) -> Invite:
-    """Parse the output of `str(invite)`; white space is ignored. Raises InviteError."""
+    """Parse the text of an invite; white space is ignored. Raises InviteError."""
     text = "".join(text.split())
     damaged = InviteError("The invite is damaged or cut short: copy the whole text again, it starts with diloco1-.")
     if not text.startswith(INVITE_PREFIX):

@@ -57,7 +57,7 @@ class OverrideError(UsageError):
 
 
 def read_patch(patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables to dotted keys; None stays. Raises OverrideError for keys that cannot be changed."""
+    """Flatten nested tables to dotted keys, and keep None. Raises OverrideError for keys that cannot be changed."""
     values: dict[str, Any] = {}
     faults: list[KeyFault] = []
     for key, value in _flatten(patch, ""):
@@ -130,12 +130,12 @@ def read_overrides(data_dir: Path, config: Config) -> tuple[dict[str, Any], str]
 
 
 def format_overrides(overrides: Mapping[str, Any]) -> str:
-    """The content of the file."""
+    """Return the content of `settings.json`."""
     return json.dumps(dict(overrides), indent=2, ensure_ascii=False) + "\n"
 
 
 def with_overrides(loaded: Loaded) -> Loaded:
-    """The configuration of the node of this data folder. The file stays unchanged."""
+    """Return the configuration with the overrides of its data folder. Their file stays unchanged."""
     overrides, _ = read_overrides(loaded.config.node.data_dir, loaded.config)
     origins = {**loaded.origins, **dict.fromkeys(overrides, ORIGIN)}
     return replace(loaded, config=apply_overrides(loaded.config, overrides), origins=origins)

@@ -30,7 +30,7 @@ class NodeConfig(Section):
     """This node."""
 
     name: str = Field("", max_length=64)
-    """Name shown to the other members. If it is empty, they see a short form of the peer id."""
+    """Name shown to the other members; empty means a short form of the peer id."""
     data_dir: Path = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. Only one node at a time can use it."""
     text_dir: Path = Path("text")
@@ -53,23 +53,22 @@ class DevicesConfig(Section):
     """The devices that the node computes on."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` means the first GPU, or the CPU if there is no GPU."""
+    """`auto` means the first GPU, or the CPU if there is none."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the inner step's matrix products. `auto` means bf16 on GPUs that support it, fp16 on other GPUs, and
     fp32 on a CPU."""
     micro_batch: int = Field(0, ge=0)
-    """Sequences per forward pass. 0 means as many as fit, found by trial. Gradients accumulate to the run's batch
+    """Sequences per forward pass; 0 means as many as fit, found by trial. Gradients accumulate to the run's batch
     size."""
     ranks: int = Field(1, ge=1, le=64)
-    """Processes that share an inner step. Each has its own GPU or, on a machine without GPUs, a share of the CPU
-    threads."""
+    """Number of processes that share an inner step. Each has its own GPU or, without GPUs, a share of the threads."""
     sharding: Literal["data-parallel", "fsdp"] = "data-parallel"
     """What each of several ranks holds: the whole model (`data-parallel`) or a part of it (`fsdp`)."""
     activation_checkpointing: bool = False
-    """Store only each layer's input and recompute the rest in the backward pass. This needs less memory and a third
-    more time."""
+    """Store only each layer's input and recompute the rest in the backward pass. It takes less memory and a third more
+    time."""
     compile: bool = False
-    """Compile the layers with torch.compile. This takes some minutes at the start and makes the steps faster."""
+    """Compile the layers with torch.compile. The start takes minutes longer, and steps are faster afterwards."""
     chunked_loss: Literal["auto", "on", "off"] = "auto"
     """Compute the logits for a part of the tokens at a time. `auto` does so if all logits would take over 1 GB."""
 
@@ -98,7 +97,7 @@ def _listen(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _announce(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The peer id is removed: it is this node's own."""
+    """Check and normalise addresses to announce. The peer id is removed, because it is this node's own."""
     addresses = [replace(parse_plain(text, bare_port=0), peer_id="") for text in texts]
     for address in addresses:
         if address.is_wildcard:
@@ -114,18 +113,18 @@ class SwarmConfig(Section):
     bootstrap: Annotated[tuple[str, ...], AfterValidator(_bootstrap)] = ()
     """Bootstrap peers besides those of the invite: HOST:PORT, [IPv6]:PORT or multiaddresses."""
     listen: Annotated[tuple[str, ...], AfterValidator(_listen)] = ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337")
-    """TCP multiaddresses to listen on. Port 0 means any free port. With an empty list the node does not listen. If
-    this key is not set, `announce` contains no port, and port 31337 is taken, the node uses the next free port and
-    keeps it."""
+    """TCP multiaddresses to listen on. Port 0 means any free port; with an empty list the node does not listen. If
+    31337 is in use, and neither this key nor a port in `announce` is set, the node takes the next free port and keeps
+    it."""
     announce: Annotated[tuple[str, ...], AfterValidator(_announce)] = ()
-    """Addresses to announce instead of those that the node finds, for port forwarding. Each is HOST, HOST:PORT,
-    [IPv6]:PORT or a multiaddress. Without a port, or with port 0, the port is the one that the node listens on."""
+    """Addresses to announce, for port forwarding, instead of those that the node finds: HOST, HOST:PORT,
+    [IPv6]:PORT or multiaddresses. Without a port, or with port 0, the port is the one that the node listens on."""
     relay: bool = True
-    """Relay traffic between members of the run that cannot reach each other, as long as they can reach this node's
+    """Relay traffic between members of the run that cannot reach each other, as long as others can reach this node's
     port."""
     relay_mbit_s: MbitPerSecond = 0
-    """Limit of relayed traffic in each direction, at least 2. 0 means that only `limits.upload_mbit_s` and
-    `limits.download_mbit_s` apply."""
+    """Limit of relayed traffic in each direction, at least 2; 0 means as much as `limits.upload_mbit_s` and
+    `limits.download_mbit_s` allow."""
     port_mapping: bool = False
     """Ask the router to open the port (UPnP, NAT-PMP). Disables hole punching by TCP simultaneous open."""
     lan_discovery: bool = True
@@ -149,14 +148,13 @@ class ApiConfig(Section):
     host: str = "127.0.0.1"
     """Address to bind. Addresses other than loopback are reachable from elsewhere; the token is still required."""
     port: int = Field(8080, ge=0, le=65535)
-    """Port to bind. 0 means any free port."""
+    """Port to bind; 0 means any free port."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the API answers to besides localhost, loopback addresses and the bound address."""
     metrics_public: bool = False
-    """Serve /metrics without a token to all callers. By default only callers on loopback need no token."""
+    """Serve /metrics without a token to all callers, not only to those on loopback."""
     tls_cert: str = ""
-    """PEM file with the certificate and the intermediate certificates. With it and `tls_key` the API speaks only
-    HTTPS."""
+    """PEM file with the certificate and its intermediate ones. With it and `tls_key`, the API speaks only HTTPS."""
     tls_key: str = ""
     """PEM file with the certificate's key, without a password."""
 
@@ -177,19 +175,19 @@ class LimitsConfig(Section):
     """How much of the machine the node may use."""
 
     cpu_threads: int = Field(0, ge=0)
-    """Compute threads. 0 means one for each core."""
+    """Number of compute threads; 0 means one per core."""
     gpu_memory_ratio: float = Field(0, ge=0, le=1)
-    """Largest share of the GPU's memory for the node's tensors. 0 means no limit."""
+    """Largest share of the GPU's memory for the node's tensors; 0 means no limit."""
     gpu_power_watts: float = Field(0, ge=0)
-    """Power limit of the GPU, if the driver lets this user set it. 0 leaves the limit unchanged. The node restores the
-    previous limit when it stops training."""
+    """Power limit of the GPU, if the driver lets this user set it; 0 leaves it unchanged. The node restores the
+    previous limit when its worker ends."""
     disk_gb: Annotated[float, Field(ge=0), AfterValidator(_check_disk_gb)] = 0
-    """Largest size of the data folder without your own text, 10^9 bytes. The oldest files are removed first. 0 means no
-    limit."""
+    """Largest size of the data folder without your own text, in 10^9 bytes; 0 means no limit. The oldest files are
+    removed first."""
     upload_mbit_s: MbitPerSecond = 0
-    """Limit of data sent to all peers together, headers included, at least 2. 0 means no limit."""
+    """Limit of data sent to all peers together, headers included, at least 2; 0 means no limit."""
     download_mbit_s: MbitPerSecond = 0
-    """Limit of data received from all peers together, at least 2. 0 means no limit."""
+    """Limit of data received from all peers together, at least 2; 0 means no limit."""
 
 
 def _active(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -204,9 +202,9 @@ class ScheduleConfig(Section):
     schedule."""
 
     timezone: Annotated[str, AfterValidator(check_zone)] = ""
-    """Time zone of the training hours, such as Europe/Berlin. If it is empty, this machine's time zone is used."""
+    """Time zone of the training hours, such as Europe/Berlin; empty means this machine's."""
     active: Annotated[tuple[str, ...], AfterValidator(_active)] = ()
-    """Training hours, such as "mon-fri 22:00-08:00" and "sat,sun 00:00-24:00". An empty list means always."""
+    """Training hours, such as "mon-fri 22:00-08:00" and "sat,sun 00:00-24:00"; empty means always."""
     on_battery: Literal["pause", "run"] = "pause"
     """What the node does on battery power."""
     user_active: Literal["run", "pause"] = "run"
@@ -225,8 +223,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     every_s: float = Field(60.0, gt=0)
-    """Shortest time between checkpoints, which are written at round ends and clean stops. A crash loses steps, but no
-    round."""
+    """Shortest time between checkpoints, which are written at round ends and clean stops. A crash loses inner steps,
+    but no round."""
 
 
 class LogConfig(Section):
@@ -235,7 +233,7 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     format: Literal["console", "json"] = "console"
-    """`console` writes text for people; `json` writes one object per line."""
+    """`console` is text for people; `json` is one object per line."""
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
-"""Weekly hours as a wall clock shows them: parsing, whether a moment lies inside them, and when that changes.
+"""Weekly hours in local time: parses them, tells whether a moment is inside them, and finds the next change.
 
-A window includes its first minute and excludes its last. One that ends no later than it begins continues into the next
-day. Where clocks are changed, a window is shorter or longer by the change.
+A window includes its first minute and excludes its last. If its end is not later than its start, it ends on the next
+day. A clock change inside a window makes the window shorter or longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MIN = 24 * 60
 EXAMPLE = "write it as mon-fri 22:00-08:00 or sat,sun 00:00-24:00"
 FAR_DAYS = 15
-"""A window inside the hour that a clock change skips is missing once; two weeks contain its next occurrence."""
+"""Days to search. A clock change can skip a weekly window once, so one week would not be enough."""
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2})")
 
@@ -36,7 +36,7 @@ class Window:
     """0 is Monday."""
     start_min: int
     end_min: int
-    """Above DAY_MIN on the next day."""
+    """A value above DAY_MIN is on the next day."""
 
     def contains(self, weekday: int, minute: float) -> bool:
         return (weekday in self.days and self.start_min <= minute < self.end_min) or (
@@ -46,11 +46,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """When a node may train. Without windows: always."""
+    """When a node may train. Without windows, it may always train."""
 
     windows: tuple[Window, ...] = ()
     timezone: str = ""
-    """IANA name; empty: the machine's."""
+    """IANA name; empty means the machine's time zone."""
 
     @property
     def zone(self) -> ZoneInfo:
@@ -63,7 +63,7 @@ class Hours:
         return not self.windows or any(window.contains(local.weekday(), minute) for window in self.windows)
 
     def next_change(self, at: datetime) -> datetime | None:
-        """The first moment after `at` where `is_active` differs, UTC; None if there is none."""
+        """Return the first moment after `at`, UTC, at which `is_active` changes; None if there is none."""
         at = at.astimezone(UTC)
         was_active = self.is_active(at)
         for moment in sorted(set(_possible_changes(self.windows, self.zone, at.astimezone(self.zone).date()))):
@@ -72,11 +72,11 @@ class Hours:
         return None
 
     def local(self, at: datetime) -> str:
-        """A moment of the next days for people: `Mon 22:00`."""
+        """Format a moment of the next days: `Mon 22:00`."""
         return at.astimezone(self.zone).strftime("%a %H:%M")
 
     def dated(self, at: datetime) -> str:
-        """Any moment for people: `8:00 on 23 November 2026 (CET)`."""
+        """Format any moment: `8:00 on 23 November 2026 (CET)`."""
         then = at.astimezone(self.zone)
         return f"{then.hour}:{then.minute:02d} on {then.day} {then:%B %Y} ({then.tzname()})"
 
@@ -101,7 +101,7 @@ def rejoin_windows(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_window(text: str) -> Window:
-    """Parse `DAYS HH:MM-HH:MM`. Parse weekly hours. Raises ValueError with the remedy."""
+    """Parse `DAYS HH:MM-HH:MM`. Raises ValueError with the remedy."""
     days, _, times = re.sub(r"\s*([-,])\s*", r"\1", text.strip().lower()).rpartition(" ")
     start, dash, end = times.partition("-")
     if not (days and dash):
@@ -118,7 +118,7 @@ def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
     """Parse RFC 3339, or the next `18:30`, `tomorrow 8:00` or `mon 8:00` after `now`. Raises ValueError with the
     remedy.
 
-    `zone` applies to a moment without one; None: the machine's.
+    `zone` is the time zone of a text without one; None means the machine's.
     """
     zone = zone or machine_zone()
     local = now.astimezone(zone)
@@ -143,7 +143,7 @@ def parse_moment(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
 
 
 def check_zone(name: str) -> str:
-    """Return the name of a time zone unchanged. Parse weekly hours. Raises ValueError with the remedy."""
+    """Return the name of a time zone unchanged. Raises ValueError with the remedy if it is unknown."""
     try:
         if name:
             ZoneInfo(name)
@@ -156,7 +156,7 @@ def check_zone(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def machine_zone() -> ZoneInfo:
-    """The machine's time zone from TZ or /etc/localtime, or UTC."""
+    """Return the machine's time zone from TZ or /etc/localtime, or else UTC."""
     name = os.environ.get("TZ", "").removeprefix(":")
     file = Path("/etc/localtime")
     if name:
@@ -194,7 +194,7 @@ def _days(text: str, window: str) -> Iterator[int]:
 
 
 def _possible_changes(windows: Sequence[Window], zone: ZoneInfo, today: date) -> Iterator[datetime]:
-    """All moments of the next days, UTC, at which `is_active` may change: window edges and clock changes."""
+    """Yield all moments of the next days, UTC, at which `is_active` may change: window edges and clock changes."""
     minutes = {minute % DAY_MIN for window in windows for minute in (window.start_min, window.end_min)}
     days = [today + timedelta(days=number) for number in range(-1, FAR_DAYS + 1)] if windows else []
     for day in days:
@@ -207,7 +207,7 @@ def _possible_changes(windows: Sequence[Window], zone: ZoneInfo, today: date) ->
 
 
 def _clock_change(start: datetime, zone: ZoneInfo) -> datetime | None:
-    """The second within 26 hours after `start` from which the zone's UTC offset is another."""
+    """Return the second at which the zone's UTC offset changes within 26 hours of `start`, or None."""
     low, high = 0, 26 * 3600
     before = start.astimezone(zone).utcoffset()
     if (start + timedelta(seconds=high)).astimezone(zone).utcoffset() == before:

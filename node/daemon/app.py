@@ -1,6 +1,6 @@
-"""The composition root of the supervisor's process: data directory, port, signals, API and supervisor.
+"""The composition root of the supervisor's process: opens the data directory, and starts API and supervisor.
 
-The process serves the API while the worker works, hangs or dies.
+The worker is another process, so the API answers even while the worker hangs or restarts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from node.daemon.log_handlers import FOLDER, handle_logs
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
@@ -52,7 +52,7 @@ SERVER_END_S = GRACE_S + 1.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What tests replace and what only the command line knows."""
+    """Inputs of `run` that tests replace, or that only the command line knows."""
 
     worker_command: Sequence[str] = WORKER_COMMAND
     timings: SupervisorTimings = field(default_factory=SupervisorTimings)
@@ -73,9 +73,9 @@ def run(
 ) -> int:
     """Run a node until it is asked to stop, the run is complete, or the worker gives up. Returns the exit code.
 
-    Raises UsageError (exit code 2) if the data directory cannot be used, MachineError (3) if the API's port cannot; the
-    next free port replaces a default one. `on_status` receives every change; `api.json` and `api-token` exist before
-    its first call. For the main thread only, because it handles SIGTERM and SIGINT.
+    Raises UsageError (exit code 2) if the data directory cannot be used, and MachineError (3) if the API cannot listen
+    on its port. The next free port replaces a default port that is in use. `on_status` is called with each new status,
+    at first perhaps before `api.json` exists. Call this on the main thread, because it handles SIGTERM and SIGINT.
     """
     parts = parts or Parts()
     with (
@@ -174,7 +174,7 @@ def _publish_address(
     url, port = url_of(sock, tls=tls is not None), sock.getsockname()[1]
     directory.write_address(url, tls.certificate if tls else "")
     state.set_notice(NO_TLS, no_tls_notice(api))
-    logger.info("The API listens on %s", url)
+    logger.info("The API listens on %s.", url)
     if api.port not in (0, port):
         text = moved_notice("api.port", api.port, port)
         logger.info("%s", text)
@@ -188,9 +188,9 @@ async def _run_until_end(
     sock: socket.socket,
     background: Sequence[Coroutine[Any, Any, None]],
 ) -> int:
-    """Run server, supervisor and background tasks; the end of any of them ends all.
+    """Run the server, the supervisor and the background tasks until one of them ends; then end the others.
 
-    A failed background task ends the node: a node without its watch must not go on.
+    A background task that fails ends the node, because no node may run without its watchdog.
     """
     tasks = [asyncio.create_task(one) for one in background]
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -1,4 +1,4 @@
-"""The data directory of a running node: lock, API token and small state files, and the watch over its size."""
+"""The data directory of a running node: its lock, API token, small state files and size limit."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ COUNTERS_FILE = "totals.json"
 PAUSE_FILE = "pause.json"
 STOPPED_FILE = "stopped"
 DISK_KINDS = ("checkpoints", "history", "cache", "logs")
-"""Subfolders whose size is reported."""
+"""Subfolders whose sizes are reported as metrics."""
 TOKEN_LENGTH_MIN = 32
-"""Shorter tokens can be guessed; generated ones have 43 characters (256 bits)."""
+"""A shorter token could be guessed. Generated tokens have 43 characters (256 bits)."""
 DISK_INTERVAL_S = 10.0
 
 
 class OwnerRequest(Value):
-    """The owner's last pause or resume, as far as it must survive a restart."""
+    """The owner's last `pause` or `resume`, as it is stored for the next start."""
 
     until: Moment | None = None
-    """UTC; None: paused until `resume`."""
+    """End of the pause, UTC. None means until `resume`."""
     after_round: int | None = None
-    """Not paused yet: pause at the end of this round."""
+    """The node is not paused yet; it pauses at the end of this round."""
     resumed_until: Moment | None = None
-    """The scheduled hours are ignored until then; no pause, except after a round."""
+    """After a `resume` outside of the scheduled hours, the node ignores them until this moment."""
 
     @property
     def is_pause(self) -> bool:
@@ -55,7 +55,7 @@ class OwnerRequest(Value):
 
 
 class DataDirectory:
-    """Use as a context manager: the exit releases the lock and removes `api.json`."""
+    """The locked data directory. A context manager, whose exit releases the lock and removes `api.json`."""
 
     def __init__(self, path: Path, lock_fd: int, token: str) -> None:
         self.path = path
@@ -107,7 +107,7 @@ class DataDirectory:
         self._on_problem = callback
 
     def write_address(self, url: str, certificate: str = "") -> None:
-        """Publish the API's address and its own certificate (PEM) to the other commands."""
+        """Write the API's address and certificate (PEM) to `api.json`, where the other commands find them."""
         address = {"url": url, "pid": os.getpid()} | ({"certificate": certificate} if certificate else {})
         write_whole(self.path / "api.json", json.dumps(address) + "\n")
 
@@ -117,7 +117,7 @@ class DataDirectory:
         except FileNotFoundError:
             return None
         except ValidationError:
-            logger.warning("%s in %s is damaged: the node pauses until `resume`", PAUSE_FILE, self.path)
+            logger.warning("The file %s in %s is damaged, so the node pauses until `resume`.", PAUSE_FILE, self.path)
             return OwnerRequest()
 
     def save_owner_request(self, request: OwnerRequest | None) -> None:
@@ -133,10 +133,10 @@ class DataDirectory:
         self._store(STOPPED_FILE, "" if stopped else None)
 
     def _store(self, name: str, text: str | None) -> None:
-        """Write or remove a file of an owner's request, which takes effect even if this fails.
+        """Write the file of an owner's request; None removes it. The request takes effect even if this fails.
 
-        Without fsync, because the event loop must not wait for a disk that is busy with a checkpoint: a kill loses
-        nothing, a power cut some seconds.
+        There is no fsync, because the event loop must not wait for a disk that is busy with a checkpoint. A kill loses
+        nothing; a power cut may lose the last seconds.
         """
         problem = ""
         try:
@@ -146,8 +146,8 @@ class DataDirectory:
                 write_whole(self.path / name, text, forced=False)
         except OSError as exc:
             problem = (
-                f"{self.path / name} could not be written ({exc.strerror}): your request holds until the node is "
-                "started again; free some space on that disk, and ask again."
+                f"{self.path / name} could not be written ({exc.strerror}), so your request holds only until the "
+                "node restarts: free some space on that disk, and ask again."
             )
             logger.warning("%s", problem)
         self._on_problem(problem)
@@ -160,11 +160,11 @@ class DataDirectory:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as exc:
-            logger.warning("%s cannot be read (%s): the totals are those of the newest checkpoint.", file, exc)
+            logger.warning("%s cannot be read (%s), so the totals are those of the newest checkpoint.", file, exc)
             return None
 
     def save_counters(self, saved: SavedCounters) -> None:
-        """Write the totals. Blocks; without fsync, because after a power cut those of a checkpoint suffice."""
+        """Write the totals. Blocks. There is no fsync, because after a power cut a checkpoint's totals suffice."""
         file = self.path / COUNTERS_FILE
         try:
             write_whole(file, saved.model_dump_json() + "\n", forced=False)
@@ -175,7 +175,7 @@ class DataDirectory:
             self._counters_failed = True
 
     def space(self) -> Space:
-        """Walk the directory. Unreadable values count as 0."""
+        """Measure the directory by walking it. Values that cannot be read count as 0."""
         free_bytes = size_bytes = 0
         with suppress(OSError):
             disk = os.statvfs(self.path)
@@ -186,7 +186,7 @@ class DataDirectory:
 class DiskMonitor:
     """Measures the data directory and keeps it within `limits.disk_gb`. Used by the supervisor's event loop.
 
-    The worker asks for room before it writes; this covers files that grow on their own and a limit that was lowered.
+    The worker reserves room before it writes. This class covers files that grow, such as logs, and a lowered limit.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class DiskMonitor:
         self._changed = asyncio.Event()
 
     def check(self, config: Config) -> None:
-        """Raise OverrideError for a limit that this node cannot keep."""
+        """Raise OverrideError if this node cannot keep the new limit."""
         disk_gb = config.limits.disk_gb
         if disk_gb in (0, self._disk_gb):
             return
         least_gb = self._quota.least_bytes() / 1e9
         if disk_gb < least_gb:
-            problem = f"{disk_gb:g} is not allowed: what this node cannot do without takes {1.005 * least_gb:.3g}."
+            problem = f"{disk_gb:g} is not allowed: the files that this node needs take {1.005 * least_gb:.3g}."
             raise OverrideError((KeyFault("limits.disk_gb", problem),))
 
     def update(self, config: Config) -> None:
@@ -214,7 +214,7 @@ class DiskMonitor:
         self._changed.set()
 
     async def watch(self) -> None:
-        """Enforce the limit forever, oldest files first. A notice tells the owner if that does not suffice."""
+        """Enforce the limit forever by removing the oldest files. A notice tells the owner if that is not enough."""
         is_over = False
         while True:
             self._changed.clear()
@@ -224,7 +224,7 @@ class DiskMonitor:
             except QuotaError as exc:
                 notice = Notice(code=exc.code, text=str(exc))
             except OSError as exc:
-                text = f"The data folder cannot be read ({exc.strerror}), so no limit is kept: check its disk."
+                text = f"The data folder cannot be read ({exc.strerror}), so no limit is enforced: check its disk."
                 notice = Notice(code=QuotaError.code, text=text)
             self.space = await asyncio.to_thread(self._directory.space)
             if notice is not None or is_over:
@@ -235,7 +235,7 @@ class DiskMonitor:
 
 
 def _lock(path: Path) -> int:
-    """Take the flock, which ends with the process even after a kill. The file's content names the holder."""
+    """Lock the file with flock, which ends with the process even after a kill. The file holds the process id."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,7 +253,7 @@ def _lock(path: Path) -> int:
 
 
 def _load_token(path: Path) -> str:
-    """Read or generate the token. No message contains it."""
+    """Read the token, or generate one. No error message contains the token."""
     try:
         token = path.read_text().strip()
     except FileNotFoundError:
@@ -268,7 +268,7 @@ def _load_token(path: Path) -> str:
         )
     if path.stat().st_mode & 0o077:
         path.chmod(0o600)
-        logger.warning("%s was readable by other users of this machine; its permissions are repaired", path)
+        logger.warning("The file %s was readable by other users of this machine. Its permissions are repaired.", path)
     return token
 
 

@@ -1,7 +1,7 @@
-"""The history of a node: samples reports into rows, and reads and writes them on its own thread.
+"""The history of a node: turns reports into rows, and reads and writes the rows on its own thread.
 
-The event loop never waits for the disk. While the file cannot be used, recording is paused with one warning; the node
-is not affected.
+The event loop never waits for the disk. While the file cannot be used, nothing is recorded, and one warning is logged;
+the node is not affected.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STEP_S = 10
-"""Length of the finest rows."""
+"""Seconds that one of the finest rows covers."""
 GAP_S = 60.0
-"""A longer silence between two reports is a gap in the history."""
+"""If two reports are further apart, the time between them is a gap in the history."""
 QUEUE_MAX = 256
-"""Jobs that wait for the thread. Beyond that, rows are lost and questions are refused."""
+"""Most jobs that may wait for the thread. When the queue is full, rows are lost and queries are refused."""
 ANSWER_S = 5.0
 CLOSE_S = 0.8
 REOPEN_S = 30.0
@@ -41,24 +41,24 @@ REOPEN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """`wall_s`: Unix time. `monotonic_s`: only grows, and stops while the machine sleeps."""
+    """`wall_s` returns Unix time. `monotonic_s` never goes back, and stops while the machine sleeps."""
 
     wall_s: Callable[[], float]
     monotonic_s: Callable[[], float]
 
 
 class Sampler:
-    """Turns reports into rows. Row times follow the wall clock, durations the monotonic clock."""
+    """Turns reports into rows. A row begins at a wall-clock time; durations come from the monotonic clock."""
 
     def __init__(self, *, trains: bool) -> None:
-        """`trains`: whether activities and losses apply to this node."""
+        """`trains` is False for a relay, whose rows have no activities and no losses."""
         self._trains = trains
         self._previous: tuple[float, Series] | None = None
         """Monotonic clock and totals at the previous report."""
         self._open: dict[int, Row] = {}
 
     def add_report(self, wall_s: float, monotonic_s: float, report: Report, totals: Series) -> None:
-        """A report covers the time since the previous one. `totals`: the counters over all workers."""
+        """Add a report, which covers the time since the previous one. `totals` sums the counters of all workers."""
         previous, self._previous = self._previous, (monotonic_s, totals)
         if previous is None:
             return
@@ -69,7 +69,7 @@ class Sampler:
         self._spread(part, wall_s - elapsed_s, wall_s)
 
     def add_round(self, wall_s: float, record: RoundRecord) -> None:
-        """Add a round's seconds where it ended. A skipped round has none."""
+        """Add the durations of a round's stages to the row in which it ended. A skipped round has none."""
         if not record.head or record.outcome is Outcome.SKIPPED:
             return
         seconds = record.seconds.model_dump()
@@ -77,9 +77,9 @@ class Sampler:
         self._row_at(wall_s).add(row)
 
     def take(self, wall_s: float | None) -> list[Row]:
-        """Remove and return the rows that are over at `wall_s`; None: all rows."""
+        """Remove and return the rows whose time is over at `wall_s`, or all rows if it is None."""
         now = math.inf if wall_s is None else wall_s
-        # Rows far ahead of a clock that was set back are over too.
+        # If the clock was set back, rows far ahead of it are complete.
         done = [at for at in self._open if at + STEP_S <= now or at > now + STEP_S]
         return [row for at in sorted(done) if (row := self._open.pop(at)).seen_s or row.rounds]
 
@@ -100,7 +100,7 @@ class Sampler:
         return {name: value if value is not None and math.isfinite(value) else None for name, value in means.items()}
 
     def _sums(self, before: Series, now: Series, elapsed_s: float) -> dict[str, float | None]:
-        """Increases of the counters. Activities add up to `elapsed_s`: unaccounted time is idle."""
+        """Return each counter's increase. Time that no activity accounts for is idle, so they add up to `elapsed_s`."""
 
         def increases(name: str, labels: Collection[str]) -> dict[str, float]:
             return {label: max(0.0, now[(name, label)] - before[(name, label)]) for label in labels}
@@ -135,10 +135,10 @@ class Sampler:
 
 
 class HistoryStore:
-    """Implements `node_interface.Past`. `add_report` and `add_round` return at once."""
+    """Implements `node_interface.HistoryReader`. `add_report` and `add_round` return at once."""
 
     def __init__(self, folder: Path, clocks: Clocks, totals: Callable[[], Series], *, trains: bool) -> None:
-        """`totals`: the counters over all workers; called with each report."""
+        """`totals` is called for each report, and sums the counters of all workers."""
         self._folder, self._clocks, self._totals = folder, clocks, totals
         self._sampler = Sampler(trains=trains)
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(QUEUE_MAX)
@@ -170,13 +170,13 @@ class HistoryStore:
         return await self._ask(lambda database: database.shares(limit))
 
     def close(self) -> None:
-        """Write the remaining rows and end the thread; within 2 CLOSE_S, even if the disk hangs."""
+        """Write the remaining rows and end the thread. Takes at most 2 * CLOSE_S, even if the disk hangs."""
         self._write_rows(None)
         with suppress(queue.Full):
             self._jobs.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("The history's disk does not respond: its last seconds are lost.")
+            logger.warning("The disk of the history does not respond, so the last seconds of the history are lost.")
 
     def _write_rows(self, wall_s: float | None) -> None:
         if rows := self._sampler.take(wall_s):
@@ -211,13 +211,13 @@ class HistoryStore:
             try:
                 job()
             except Exception:
-                logger.exception("Bug in the history; it continues with the next job")
+                logger.exception("A job of the history failed because of a bug. The history goes on with the next job.")
         if self._database is not None:
             with suppress(sqlite3.Error):
                 self._database.close()
 
     def _use(self, use: Callable[[HistoryDatabase], object]) -> bool:
-        """Call `use` with the open database. Returns False, and logs the reason once, if that is not possible."""
+        """Call `use` with the open database. If that fails, log the reason once and return False."""
         try:
             if (database := self._open()) is None:
                 return False
@@ -227,7 +227,7 @@ class HistoryStore:
             return False
         if self._is_paused:
             self._is_paused = False
-            logger.info("The history continues.")
+            logger.info("The recording of the history continues.")
         return True
 
     def _open(self) -> HistoryDatabase | None:
@@ -252,6 +252,6 @@ class HistoryStore:
         if not self._is_paused:
             self._is_paused = True
             logger.warning(
-                "The status history is not recorded now (%s). Training is unaffected. Free space, or check the disk.",
+                "The status history is not recorded now (%s). Training goes on. Free some space, or check the disk.",
                 reason,
             )

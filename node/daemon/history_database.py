@@ -1,7 +1,7 @@
 """The SQLite file of the history: rows in three resolutions, round records, and each peer's contributions.
 
-Every row is added to all three tables at once, so nothing is thinned out later; each table keeps its newest rows.
-Used by one thread; the file belongs to one process, because the data directory is locked.
+Every row is added to all three tables at once, so old rows need no merging later; each table keeps its newest rows.
+Only one thread may use it. No other process has the file open, because the data directory is locked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DAMAGED = "history.damaged.db"
 VERSION = 1
 ROUNDS_KEPT = 1000
 PEERS_KEPT = 5000
-"""Identities are free, so those with the fewest tokens are removed."""
+"""Anyone can create identities, so those with the fewest tokens are removed when there are more."""
 DEFAULT_SPAN_S = 3600.0
 BUSY_S = 1.0
 DAMAGE_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
@@ -46,12 +46,12 @@ COLUMNS = (*MEANS, *SUMS)
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A table of rows of one length."""
+    """A table whose rows all cover the same number of seconds."""
 
     step: int
-    """Seconds."""
+    """Seconds that a row covers."""
     kept: int
-    """Number of rows. An age would let a wrong clock delete everything."""
+    """Number of rows to keep. A limit on their age would let a wrong clock delete everything."""
 
     @property
     def table(self) -> str:
@@ -59,24 +59,24 @@ class Tier:
 
 
 TIERS = (Tier(10, 8640), Tier(120, 10_080), Tier(3600, 17_520))
-"""A day, two weeks and two years of a node that is always on."""
+"""For a node that is always on, the tables go back a day, two weeks and two years."""
 
 
 @dataclass(slots=True)
 class Row:
-    """The values of the time from `at_s` to `at_s` + the step of its table. None: unknown."""
+    """Values for the time from `at_s` (Unix time) to `at_s` plus the step of the table. None means unknown."""
 
     at_s: int
     seen_s: float = 0.0
-    """Seconds that are known of."""
+    """Seconds of this time that reports cover."""
     rounds: int = 0
-    """Rounds that ended."""
+    """Rounds that ended in this time."""
     means: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(MEANS))
     """Means over `seen_s`."""
     sums: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(SUMS))
 
     def add(self, other: Row) -> None:
-        """Merge another part of the same time."""
+        """Merge a row for another part of the same time."""
         seen_s = self.seen_s + other.seen_s
         for name, value in other.means.items():
             own = self.means[name]
@@ -92,7 +92,7 @@ class Row:
 
 
 class HistoryDatabase:
-    """Any method may raise sqlite3.Error; `is_damage` tells whether the file itself is at fault."""
+    """The open file. Any method may raise sqlite3.Error; `is_damage` tells whether the file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         """Open or create the file. A damaged file is set aside with a warning. Raises sqlite3.Error or OSError."""
@@ -202,7 +202,7 @@ class HistoryDatabase:
     # reading
 
     def rounds(self, limit: int) -> list[RoundRecord]:
-        """The newest records, newest first."""
+        """Return up to `limit` records, newest first."""
         found = self._db.execute("SELECT record FROM rounds ORDER BY id DESC LIMIT ?", (limit,))
         return [record for (packed,) in found if (record := _unpack(packed)) is not None]
 
@@ -215,7 +215,7 @@ class HistoryDatabase:
         return [PeerContribution(*row) for row in found]
 
     def chart(self, names: Collection[str], since_s: float | None, until_s: float, points: int) -> Chart:
-        """See `node_interface.Past.chart`. Reads at most the rows of one table."""
+        """See `node_interface.HistoryReader.chart`. Reads the rows of one table only."""
         start_s = max(until_s - DEFAULT_SPAN_S if since_s is None else since_s, self._oldest_s(until_s))
         tier = self._choose_tier(start_s, until_s, points)
         step = _choose_step(start_s, until_s, points, tier.step)
@@ -236,7 +236,7 @@ class HistoryDatabase:
         return Chart(float(step), at_s, columns)
 
     def _oldest_s(self, default_s: float) -> float:
-        """Start of the oldest row, in the finest table that still has it."""
+        """Return the start of the oldest row in the finest table that is not full, or else in the coarsest."""
         for tier in TIERS:
             at, count = self._span(tier)
             if at is None or count < tier.kept:
@@ -244,13 +244,13 @@ class HistoryDatabase:
         return default_s if at is None else float(at)
 
     def _span(self, tier: Tier) -> tuple[int | None, int]:
-        """Start of a table's oldest row, and the number of rows."""
+        """Return the start of a table's oldest row, and the number of its rows."""
         at, count = self._db.execute(f"SELECT min(at), count(*) FROM {tier.table}").fetchone()  # noqa: S608
         return at, count
 
     def _choose_tier(self, start_s: float, until_s: float, points: int) -> Tier:
-        """The finest table with steps of the wanted length that goes back to `start_s`, else the one that goes back
-        furthest."""
+        """Return the coarsest table whose step is at most the wanted one, or, if its rows do not go back to `start_s`,
+        the next coarser table that does."""
         wanted_s = (until_s - start_s) / points
         fitting = [tier for tier in TIERS if tier.step <= wanted_s] or [TIERS[0]]
         for tier in TIERS[TIERS.index(fitting[-1]) :]:
@@ -266,15 +266,15 @@ def is_damage(exc: BaseException) -> bool:
 
 
 def set_aside(folder: Path, exc: sqlite3.Error) -> None:
-    """Rename the damaged file, replacing an earlier one."""
+    """Rename the damaged file. An earlier damaged file is overwritten."""
     (folder / FILE).replace(folder / DAMAGED)
     for suffix in ("-wal", "-shm"):
         (folder / (FILE + suffix)).unlink(missing_ok=True)
-    logger.warning("The history was damaged (%s): it is set aside as %s, and a new one begins.", exc, folder / DAMAGED)
+    logger.warning("The history was damaged (%s). It is set aside as %s, and a new one begins.", exc, folder / DAMAGED)
 
 
 def _choose_step(start_s: float, until_s: float, points: int, unit: int) -> int:
-    """The smallest multiple of `unit` with which at most `points` steps cover the time."""
+    """Return the smallest multiple of `unit` (seconds) with which at most `points` steps cover the time."""
     step = max(unit, math.ceil((until_s - start_s) / points / unit) * unit)
     while math.ceil(until_s) - math.floor(start_s / step) * step > points * step:
         step += unit
@@ -282,14 +282,14 @@ def _choose_step(start_s: float, until_s: float, points: int, unit: int) -> int:
 
 
 def _aggregate(column: str) -> str:
-    """SQL that merges the values of several rows as `Row.add` does."""
+    """Return SQL that merges the values of several rows as `Row.add` does."""
     if column in SUMS:
         return f"sum({column})"
     return f"sum({column} * seen_s) / nullif(sum(CASE WHEN {column} IS NOT NULL THEN seen_s END), 0)"
 
 
 def _series(values: dict[str, float | None], seen_s: float, rounds: int) -> dict[str, float | None]:
-    """The API's series: shares and rates of the known time, means over the rounds."""
+    """Return the API's series: activities and traffic per second of `seen_s`, and stages per round."""
 
     def per(name: str, whole: float) -> float | None:
         value = values[name]
@@ -305,7 +305,7 @@ def _series(values: dict[str, float | None], seen_s: float, rounds: int) -> dict
 def _create_tables(db: sqlite3.Connection) -> None:
     found = db.execute("PRAGMA user_version").fetchone()[0]
     if found not in (0, VERSION):
-        raise _damage_error(f"it is of version {found}, this node writes {VERSION}")
+        raise _damage_error(f"its version is {found}, and this node writes version {VERSION}")
     with _transaction(db):
         columns = ", ".join(f"{name} REAL" for name in COLUMNS)
         for tier in TIERS:
@@ -345,7 +345,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _unpack(packed: bytes) -> RoundRecord | None:
-    """The stored record, or None if another version wrote it in a form that this one cannot read."""
+    """Return the stored record, or None if another version of the program wrote it in an unknown form."""
     with suppress(ValidationError, zlib.error):
         return RoundRecord.model_validate_json(zlib.decompress(packed))
     return None

@@ -26,7 +26,7 @@ def on_battery() -> bool | None:
 
 
 def idle_seconds(now_s: float | None = None) -> tuple[float | None, str]:
-    """Seconds since the last user input, and their source or the reason for None."""
+    """Return the seconds since the last user input and how they are known, or None and the reason."""
     now_s = time.time() if now_s is None else now_s
     if is_container():
         return None, "a container does not see who uses its machine"
@@ -55,7 +55,7 @@ def is_container() -> bool:
 
 
 def _logind_idle_s(now_s: float) -> float | None:
-    """Idle time of all sessions: without a session, `loginctl show-session` describes the manager."""
+    """Return the idle time over all sessions, which `loginctl show-session` describes if none is named."""
     try:
         done = subprocess.run(
             ["loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"],
@@ -67,7 +67,7 @@ def _logind_idle_s(now_s: float) -> float | None:
 
 
 def parse_idle(properties: str, now_s: float) -> float | None:
-    """Parse logind's properties; `IdleSinceHint` is in microseconds of Unix time."""
+    """Return the idle seconds from logind's properties. `IdleSinceHint` is Unix time in microseconds."""
     known = dict(line.split("=", 1) for line in properties.splitlines() if "=" in line)
     if known.get("IdleHint") == "no":
         return 0.0
@@ -76,7 +76,7 @@ def parse_idle(properties: str, now_s: float) -> float | None:
 
 
 def _terminals_idle_s(now_s: float) -> float | None:
-    """Idle time of the terminals: typing updates the access time of a terminal's device."""
+    """Return the idle time of the terminals. Typing updates the access time of a terminal's device."""
     read_at_s: list[float] = []
     for user in psutil.users():
         with suppress(OSError, TypeError):

@@ -1,6 +1,6 @@
 """The HTTP server: binds the API's port and serves an ASGI application on it.
 
-Anyone who reaches the port may open connections without a token, so their number and their silence are bounded here.
+Anyone who reaches the port can open connections without a token, so their number and their idle time are limited.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from node.status import Notice
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2
-"""Time for open requests at the end. Event streams end by themselves before."""
+"""Time that open requests have to finish when the server stops. Event streams end before that."""
 BACKLOG = 128
 CONNECTIONS_MAX = 512
 """Four times the number of event streams. Further connections are closed at once."""
 HEAD_S = 10.0
-"""Deadline for a TLS handshake, and then for a request's head."""
+"""Time limit for a TLS handshake, and for the head of a request."""
 FILES = 8192
-"""Limit of open files to request. Child processes inherit it, and some iterate over all possible files."""
+"""Limit of open files to set; not higher, because child processes inherit it and some try every descriptor."""
 PEM_BEGIN, PEM_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 NO_TLS = "no_tls"
 WILDCARDS = frozenset({"0.0.0.0", "::"})
@@ -50,7 +50,7 @@ class Tls:
     cert: Path
     key: Path
     certificate: str
-    """The node's own certificate, PEM: its command line trusts it."""
+    """The node's own certificate, PEM. The node's command line accepts exactly this one."""
 
 
 def load_tls(cert: str, key: str) -> Tls | None:
@@ -73,8 +73,8 @@ def load_tls(cert: str, key: str) -> Tls | None:
         ssl.PEM_cert_to_DER_cert(own)
     except (ssl.SSLError, ValueError) as exc:
         raise UsageError(
-            f"api.tls_cert {cert_file} and api.tls_key {key_file} cannot be used ({exc}): give a PEM certificate, "
-            "its own first, and its key without a password."
+            f"api.tls_cert {cert_file} and api.tls_key {key_file} cannot be used ({exc}): give a PEM file "
+            "with the node's own certificate first, and its key without a password."
         ) from exc
     return Tls(cert_file, key_file, own)
 
@@ -84,9 +84,9 @@ def _refuse_password() -> str:
 
 
 def no_tls_notice(api: ApiConfig) -> Notice | None:
-    """A notice if other machines can open the page and the traffic is not encrypted.
+    """Return a notice if other machines can open the page without encryption, else None.
 
-    Bound to all addresses, as in a container, the node answers only to loopback names and to `api.allowed_hosts`.
+    A node that is bound to all addresses, as in a container, answers only to loopback and `api.allowed_hosts`.
     """
     names = [name for name in (api.host, *api.allowed_hosts) if not _is_loopback(name) and name not in WILDCARDS]
     if api.tls_cert or _is_loopback(api.host) or not names:
@@ -111,18 +111,18 @@ def _is_loopback(host: str) -> bool:
 class _LimitedListener(socket.socket):
     """Accepts at most `connections_max` connections at a time and closes further ones.
 
-    uvicorn cannot count them: it learns of a connection only after the TLS handshake.
+    uvicorn cannot do this, because it learns of a connection only after the TLS handshake.
     """
 
     def __init__(self, family: int, kind: int, protocol: int, connections_max: int) -> None:
         super().__init__(family, kind, protocol)
         self._connections_max = connections_max
         self._open: list[socket.socket] = []
-        """Includes closed ones until it is full."""
+        """Accepted connections. Closed ones are removed only when the limit is reached."""
         self._has_warned = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. At the limit raises ConnectionAbortedError, as if the client had aborted."""
+        """Accept a connection. Raises ConnectionAbortedError at the limit, as if the client had aborted."""
         connection, address = super().accept()
         if len(self._open) >= self._connections_max:
             self._open = [one for one in self._open if one.fileno() >= 0]
@@ -135,18 +135,18 @@ class _LimitedListener(socket.socket):
         return connection, address
 
     def _warn(self) -> None:
-        """Warn once until half of the connections are closed, so that a flood does not fill the log."""
+        """Warn, but not again until half of the connections are closed, so that a flood does not fill the log."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The API has %d connections open and closes further ones: some program holds too many.", len(self._open)
+                "The API has %d open connections and closes further ones: some program holds too many.", len(self._open)
             )
 
 
 def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> socket.socket:
-    """A listening socket that accepts `connections_max` connections, or half the limit of open files if that is less.
+    """Open a socket that accepts `connections_max` connections, or half the limit of open files if that is less.
 
-    Raises MachineError if this machine cannot listen there, UsageError if `host` is no address.
+    Raises MachineError if this machine cannot listen there, and UsageError if `host` is not an address.
     """
     connections_max = min(connections_max, _raise_file_limit() // 2)
     try:
@@ -174,7 +174,7 @@ def bind(host: str, port: int, *, connections_max: int = CONNECTIONS_MAX) -> soc
 def bind_api(api: ApiConfig, file: PortFile, *, is_default: bool, keep: bool = True) -> socket.socket:
     """Bind the API's port. A default port (`is_default`) may be replaced by the last one used, or by the next free one.
 
-    `keep`: remember the port for the next start.
+    `keep` says whether to remember the port for the next start.
     """
     if not is_default:
         return bind(api.host, api.port)
@@ -203,7 +203,7 @@ def _raise_file_limit() -> int:
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """The URL for this machine; a wildcard address is reached over loopback."""
+    """Return the API's URL for programs on this machine, which reach a wildcard address over loopback."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host.split("%")[0])
     if address.is_unspecified:
@@ -213,9 +213,9 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection without a complete request head `head_s` after its opening, or after its last response.
+    """Closes a connection if no complete request head arrives within `head_s` of its opening or its last response.
 
-    uvicorn has no deadline for the first request, nor for the rest of a later one.
+    uvicorn has no time limit for the first request, nor for the rest of a later one that has begun.
     """
 
     def __init__(self, head_s: float, **parts: Any) -> None:
@@ -242,10 +242,10 @@ class _Protocol(H11Protocol):
         self._timer = self.loop.call_later(self._head_s, self._time_out)
 
     def _time_out(self) -> None:
-        """No effect during a request: its response restarts the timer."""
+        """Close the connection, unless a request is in progress: its response restarts the timer."""
         cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's type omits None, the value before a request
         if cycle is None:
-            self.transport.abort()  # close() would wait for the peer's TLS goodbye
+            self.transport.abort()  # close() would wait for the client to end TLS
         elif cycle.response_complete:
             self.transport.close()
 
@@ -280,7 +280,7 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, tls: Tls | None = None, *, head_s: float = HEAD_S) -> uvicorn.Server:
-    """A server for `serve(sockets=[...])`; `should_exit = True` ends it. Proxy headers are ignored."""
+    """Return a server. `serve(sockets=[...])` runs it, `should_exit = True` ends it. Proxy headers are ignored."""
     config = uvicorn.Config(
         app,
         http="h11",

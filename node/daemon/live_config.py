@@ -1,4 +1,4 @@
-"""The effective configuration: that of the start, overridden by what the owner changed while the node ran."""
+"""The current configuration: the one of the start, with the changes that the owner has made since."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveConfig:
-    """The settings that can change while the node runs. Used by the supervisor's event loop only."""
+    """Holds the current configuration, and changes it. Used by the supervisor's event loop only."""
 
     def __init__(self, base: Config, origins: Mapping[str, str], directory: Path) -> None:
         """Load the owner's earlier changes from the data directory; a damaged file is set aside."""
@@ -38,24 +38,24 @@ class LiveConfig:
             aside = self._file.with_suffix(".damaged.json")
             self._file.replace(aside)
             write_whole(self._file, format_overrides(self._overrides))
-            logger.warning("%s; it was set aside as %s", problem, aside.name)
+            logger.warning("%s. The file was set aside as %s.", problem, aside.name)
         self.config = apply_overrides(base, self._overrides)
         self._training_config: Config | None = None
         """The configuration with which the training worker was started."""
 
     def worker_starts(self, *, trains: bool) -> Config:
-        """The configuration for a new worker. Changes are pending only while a worker trains."""
+        """Return the configuration for a new worker. Later changes can be pending only if that worker trains."""
         self._training_config = self.config if trains else None
         return self.config
 
     @property
     def overrides_worker_settings(self) -> bool:
-        """Whether a changed setting may be the reason why a worker cannot work."""
+        """Whether the owner has changed a setting that can keep a worker from working."""
         return any(key.startswith(("devices.", "limits.", "checkpoint.")) for key in self._overrides)
 
     @property
     def may_move_port(self) -> bool:
-        """Whether `swarm.listen` is the default, so that another port will do."""
+        """Whether the port of `swarm.listen` is only a default, which another port may replace."""
         return self._origins.get("swarm.listen") == DEFAULT and not self.config.swarm.announces_port
 
     def describe(self) -> Configured:
@@ -68,9 +68,9 @@ class LiveConfig:
         )
 
     def change(self, patch: Mapping[str, Any], check: Callable[[Config], None]) -> tuple[str, ...]:
-        """Apply and store a patch, where None removes an override. Returns the changed keys.
+        """Apply and store a patch, in which None removes an override. Returns the changed keys.
 
-        Raises ChoiceError, from `check` too; then nothing has changed.
+        Raises OverrideError, as `check` may; nothing is changed then.
         """
         overrides = {**self._overrides, **read_patch(patch)}
         overrides = {key: value for key, value in overrides.items() if value is not None}

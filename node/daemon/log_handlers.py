@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "logs"
 FILE = "node.log"
 LOG_BYTES_MAX = 20_000_000
-"""Of all files together."""
+"""Largest size of all log files together."""
 FILES = 4
 RECORDS_WAITING_MAX = 2000
 CLOSE_S = 0.8
@@ -30,7 +30,7 @@ CLOSE_S = 0.8
 
 @contextmanager
 def handle_logs(state: NodeState, folder: Path, format: Literal["console", "json"]) -> Iterator[None]:
-    """Within the block, records have phase and round and go to `state` and `folder` too."""
+    """Inside the block, records carry phase and round, and are passed to `state` and to a file in `folder`."""
     root = logging.getLogger()
     added: list[logging.Handler] = [NodeStateHandler(state), LogFile(folder, format)]
     stamp = Stamp(state.phase_and_round)
@@ -50,7 +50,7 @@ def handle_logs(state: NodeState, folder: Path, format: Literal["console", "json
 
 
 def log_worker_record(report: LogReport) -> None:
-    """Log a worker's record in this process, with its own time and round."""
+    """Log a worker's record in this process, with the time and round that the worker gave it."""
     level = logging.getLevelNamesMapping().get(report.level.upper(), logging.INFO)
     source = logging.getLogger(report.logger)
     if not source.isEnabledFor(level):
@@ -79,7 +79,7 @@ class NodeStateHandler(logging.Handler):
 class LogFile(logging.handlers.QueueHandler):
     """Writes to `FOLDER/FILE` on its own thread, so that no caller waits for the disk. `close` ends the thread.
 
-    Records are dropped while the disk is full or too slow; the first one with a warning.
+    Records are dropped while the disk fails or is too slow. A failing disk is logged once.
     """
 
     def __init__(self, folder: Path, format: Literal["console", "json"]) -> None:
@@ -102,7 +102,7 @@ class LogFile(logging.handlers.QueueHandler):
 
 
 class _FileListener(logging.handlers.QueueListener):
-    """Writes to one file. Warns once when the disk fails."""
+    """Writes queued records to one file. Warns once when the disk fails."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord | None], file: _RotatingFile) -> None:
         super().__init__(records)
@@ -110,7 +110,7 @@ class _FileListener(logging.handlers.QueueListener):
         self._has_failed = False
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Handle a record without the handler's lock, for which `logging.shutdown` would wait if the disk hangs."""
+        """Write a record without the handler's lock: `logging.shutdown` would wait for that lock if the disk hangs."""
         try:
             self._file.emit(record)
             self._has_failed = False
@@ -122,7 +122,7 @@ class _FileListener(logging.handlers.QueueListener):
                 )
 
     def enqueue_sentinel(self) -> None:
-        """Wait for room in the queue; the library's method raises `queue.Full`."""
+        """Queue the end marker when there is room. The library's method would raise `queue.Full`."""
         self._records.put(None)
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class _FileListener(logging.handlers.QueueListener):
 
 
 class _RotatingFile(logging.handlers.RotatingFileHandler):
-    """Opens its file with the first record. Errors reach the caller of `emit`."""
+    """Opens its file when the first record arrives. Errors reach the caller of `emit`."""
 
     def __init__(self, folder: Path) -> None:
         each_bytes = LOG_BYTES_MAX // FILES

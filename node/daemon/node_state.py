@@ -1,4 +1,4 @@
-"""The state of this node in memory: status, notices, round records, log lines, counters, and their subscribers.
+"""The state of this node in memory: status, notices, round records, log lines, counters and subscribers.
 
 Used by the supervisor's event loop only. A phase that the supervisor sets takes precedence over the worker's reports.
 """
@@ -55,7 +55,7 @@ class NodeState:
         on_status: Callable[[Status], None] | None = None,
         counters: SavedCounters | None = None,
     ) -> None:
-        """`state`: the first phase. `on_status` is called with every change. `counters`: totals before this start."""
+        """`state` is the first phase, `counters` the totals before this start. `on_status` gets each new status."""
         self._node = node
         self._limits = limits
         self._pause = PauseInfo()
@@ -80,19 +80,19 @@ class NodeState:
 
     @property
     def counters(self) -> SavedCounters | None:
-        """The node's totals over all workers; None before any is known."""
+        """The node's totals over all workers; None until they are known."""
         return self._counters
 
     def phase_and_round(self) -> tuple[str, int | None]:
-        """Phase and round for log records. The round is None before the first one."""
+        """Return phase and round for log records. The round is None before the first one."""
         return self._status.phase.value, self._status.run.round if self._status.run.round >= 0 else None
 
     def record_to(self, history: RecordsHistory | None) -> None:
-        """Pass reports and round records on from now."""
+        """From now on, pass each report and round record to `history`. None ends this."""
         self._history = history
 
     def set_phase(self, state: PhaseState | None) -> None:
-        """Set the supervisor's phase; None: the worker's reports decide."""
+        """Set the phase for the supervisor. None lets the worker's reports decide the phase."""
         self._phase_override = state
         self._publish()
 
@@ -101,12 +101,12 @@ class NodeState:
         self._publish()
 
     def set_pause(self, pause: PauseInfo, schedule_next: str | None) -> None:
-        """Set or clear the pause. `schedule_next`: the next change of the scheduled hours."""
+        """Set or clear the pause. `schedule_next` is when the scheduled hours next begin or end."""
         self._pause, self._schedule_next = pause, schedule_next
         self._publish()
 
     def apply_report(self, report: Report, last_round: int = -1) -> None:
-        """Apply a worker's report. `last_round`: the newest round in its counters."""
+        """Apply a worker's report. `last_round` is the newest round that its counters include."""
         if not report.run.manifest_hash and self._report.run.manifest_hash:
             # A new worker has not read the run's state yet: keep the previous position.
             report = report.model_copy(update={"run": self._report.run})
@@ -122,7 +122,7 @@ class NodeState:
         self.set_notice(NEWER_VERSION, newer_version_notice(self._node.version, report.swarm))
 
     def add_round(self, record: RoundRecord) -> None:
-        """Ignore a round that is reported again after a crash."""
+        """Add a round record, unless a worker reports the round again after a crash."""
         if record.head and not record.dropped:
             for known in itertools.takewhile(lambda known: not known.dropped, self._rounds):
                 if known.head == record.head:
@@ -132,7 +132,7 @@ class NodeState:
             self._history.add_round(record)
 
     def restore_rounds(self, records: Iterable[RoundRecord]) -> None:
-        """Records of earlier starts, newest first."""
+        """Add the records of earlier starts, given newest first."""
         self._rounds.extend(records)
 
     def set_notice(self, code: str, notice: Notice | None) -> None:
@@ -189,7 +189,7 @@ class NodeState:
             _replace(queue, None)
 
     def _publish(self) -> None:
-        """The only place where the status changes, so that subscribers, API and metrics agree."""
+        """Rebuild the status and pass it on. The status changes nowhere else, so that all readers agree."""
         status = self._build()
         if status == self._status:
             return
@@ -203,7 +203,7 @@ class NodeState:
     def _build(self) -> Status:
         state, report = self._phase_override or self._report.state, self._report
         has_no_worker = state.phase in (Phase.STOPPED, Phase.ERROR)
-        # Until the worker of a pause reports, the newest report is that of the worker before it.
+        # A pause has its own worker. Until it reports, the newest report is that of the training worker before it.
         if has_no_worker or (state.phase is Phase.PAUSED and report.state.phase is not Phase.PAUSED):
             report = _idle(report)
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
@@ -233,7 +233,7 @@ class NodeState:
 
 
 def newer_version_notice(own: str, rows: Iterable[PeerRow]) -> Notice | None:
-    """A notice if more than half of the other live peers run a newer version than this node."""
+    """Return a notice if more than half of the other live peers run a newer version than this node."""
     own_version, others = _parse_version(own), [_parse_version(row.version) for row in rows if not row.this_node]
     newer = Counter(v for v in others if v is not None and own_version is not None and v > own_version)
     if not newer or 2 * newer.total() <= len(others):
@@ -242,12 +242,12 @@ def newer_version_notice(own: str, rows: Iterable[PeerRow]) -> Notice | None:
     subject = f"{newer.total()} of {len(others)} peers run a newer version, most of them {usual}"
     if len(others) == 1:
         subject = f"The other peer runs a newer version, {usual}"
-    return Notice(code=NEWER_VERSION, level="info", text=f"{subject}; this is {own}: update.")
+    return Notice(code=NEWER_VERSION, level="info", text=f"{subject}; this node runs {own}: update it.")
 
 
 @lru_cache(maxsize=256)
 def _parse_version(text: str) -> Version | None:
-    """The version as numbers, or None for any other text that a peer may send."""
+    """Return the version, or None if the text, which comes from a peer, is not one."""
     try:
         return Version(text)
     except InvalidVersion:
@@ -255,7 +255,7 @@ def _parse_version(text: str) -> Version | None:
 
 
 def _idle(report: Report) -> Report:
-    """The report of a worker that has ended, without its activity."""
+    """Return a report without speed, stage and devices, for a node whose worker has ended."""
     training = report.training.model_copy(update={"tokens_per_second": 0.0})
     sync = report.sync.model_copy(update={"stage": "idle", "eta_s": None})
     return report.model_copy(update={"training": training, "sync": sync, "devices": ()})

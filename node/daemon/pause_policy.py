@@ -1,7 +1,7 @@
 """The pause policy: whether the owner, the scheduled hours, the battery or an active user pause the node.
 
-The owner has priority: a pause holds as long as requested, and `resume` holds until the cause that it overrode has
-ended once. `PauseInputs` and `PauseDecision` are pure values; `PausePolicy` holds the state of a node.
+The owner has priority: `pause` holds as long as requested, and `resume` overrides a cause until that cause has ended.
+`PauseInputs` and `PauseDecision` are pure values; `PausePolicy` holds the state of a node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def now_utc() -> datetime:
 
 
 def _without_moment(request: OwnerRequest | None) -> OwnerRequest | None:
-    """What remains of a request once its moment has come: a pause after a round may be pending."""
+    """Return what is left of a request whose moment has come: a pending pause after a round, or None."""
     if request is None or request.after_round is None:
         return None
     return OwnerRequest(after_round=request.after_round)
@@ -37,7 +37,7 @@ def _without_moment(request: OwnerRequest | None) -> OwnerRequest | None:
 @dataclass(frozen=True, slots=True)
 class PauseDecision:
     by: PausedBy = ""
-    """Empty: the node is not to pause."""
+    """What pauses the node; empty if nothing does."""
     code: str = ""
     reason: str = ""
     until: datetime | None = None
@@ -50,21 +50,21 @@ class PauseInputs:
     hours: Hours = field(default_factory=Hours)
     request: OwnerRequest | None = None
     on_battery: bool = False
-    """The machine is on battery, and the configuration pauses for it."""
+    """Whether the machine is on battery and the configuration pauses the node then."""
     user_active: bool = False
-    """Someone uses the machine, and the configuration pauses for it."""
+    """Whether someone uses the machine and the configuration pauses the node then."""
     overridden: frozenset[SensorCause] = frozenset()
     """Causes that the owner overrode with `resume`."""
 
     def settled(self, now: datetime) -> PauseInputs:
-        """This request without an expired pause, and without overrides whose cause has ended."""
+        """Return these inputs without an expired request, and without overrides whose cause has ended."""
         request, ends_at = self.request, self.request.ends_at if self.request is not None else None
         if ends_at is not None and ends_at <= now:
             request = _without_moment(self.request)
         return replace(self, request=request, overridden=self.overridden & self._sensor_causes)
 
     def resumed(self, now: datetime) -> PauseInputs:
-        """After a `resume` that overrides every present cause."""
+        """Return the inputs after a `resume`, which overrides every present cause."""
         request = None
         if not self.hours.is_active(now):
             hours_change_at = self.hours.next_change(now) or now + timedelta(days=FAR_DAYS)
@@ -84,10 +84,10 @@ class PauseInputs:
         if request.resumed_until is None and not self.hours.is_active(now):
             change_at = self.hours.next_change(now)
             until = f" until {self.hours.local(change_at)}" if change_at is not None else ""
-            return PauseDecision("schedule", "scheduled", f"Outside of its hours{until}.", change_at)
+            return PauseDecision("schedule", "scheduled", f"The node is outside of its hours{until}.", change_at)
         if self.on_battery and "battery" not in self.overridden:
             return PauseDecision(
-                "battery", "on_battery", "On battery: training resumes with mains power, or with `resume`."
+                "battery", "on_battery", "The machine is on battery: training resumes on mains power, or with `resume`."
             )
         if self.user_active and "user" not in self.overridden:
             reason = "Somebody uses this machine: training resumes when they are away, or with `resume`."
@@ -101,19 +101,19 @@ class PausePolicy:
     def __init__(
         self, schedule: ScheduleConfig, directory: DataDirectory, clock: Callable[[], datetime], *, trains: bool
     ) -> None:
-        """`clock`: the wall clock, which continues while the machine sleeps. A node that never trains never pauses."""
+        """`clock` is the wall clock, which goes on while the machine sleeps. A relay (not `trains`) never pauses."""
         self._directory, self._clock, self._trains = directory, clock, trains
         self._schedule = schedule
         self._battery: bool | None = None
         self._on_battery_at: datetime | None = None
-        """Last observation of battery power."""
+        """When the machine was last seen on battery power."""
         self._idle_s: float | None = None
         self._inputs = PauseInputs(schedule.hours, directory.load_owner_request() if trains else None)
         self._hours_change: tuple[datetime, datetime | None] | None = None
-        """When the next change of the hours was computed, and the change."""
+        """When the next change of the scheduled hours was computed, and that change."""
 
     def update_schedule(self, schedule: ScheduleConfig) -> None:
-        """Apply new settings. A `resume` against the previous hours ends."""
+        """Apply a new schedule. If its hours differ, a `resume` that overrode the previous hours ends."""
         if schedule.hours != self._inputs.hours:
             self._inputs, self._hours_change = replace(self._inputs, hours=schedule.hours), None
             if self._inputs.request is not None and self._inputs.request.resumed_until is not None:
@@ -126,7 +126,7 @@ class PausePolicy:
         self._battery, self._idle_s = battery, idle_s
 
     def _inputs_at(self, now: datetime) -> PauseInputs:
-        """The inputs with the present sensor values."""
+        """Return the inputs with the present sensor values."""
         schedule, since = self._schedule, self._on_battery_at
         recently = since is not None and 0 <= (now - since).total_seconds() < MAINS_STEADY_S
         active = self._idle_s is not None and self._idle_s < schedule.user_idle_s
@@ -164,7 +164,7 @@ class PausePolicy:
         self._directory.save_owner_request(request)
 
     def decide(self) -> PauseDecision:
-        """The decision for the present moment. Forgets what is over, also on the disk."""
+        """Return the decision for now. Requests that are over are removed, and so is their file."""
         if not self._trains:
             return PauseDecision()
         now, before = self._clock(), self._inputs.request

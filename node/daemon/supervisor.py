@@ -1,12 +1,12 @@
-"""The supervisor: the state that the owner wants of this node, and the worker that brings it about.
+"""The supervisor: starts, stops and restarts workers so that the node does what its owner last requested.
 
-One event loop, one thread: code between two awaits runs alone.
+It runs on one event loop in one thread, so nothing else runs between two awaits.
 
     desired   worker's mode     phase
     run       train or relay    as the worker reports; `starting` until its first report
     pause     pause             paused, with the code of the pause policy's decision
-    drain     (stops: drain)    draining, then stopped
-    leave     (stops: leave)    leaving, then stopped
+    drain     asked to drain    draining, then stopped
+    leave     asked to leave    leaving, then stopped
     error     none              error, until resume or leave
     stopped   none              stopped, until resume; only with `node.persist`
 """
@@ -28,7 +28,8 @@ from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import log_worker_record
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
-from node.daemon.worker_process import SupervisorTimings, WorkerExit, WorkerWatch
+from node.daemon.worker_process import WorkerExit
+from node.daemon.worker_watchdog import SupervisorTimings, WorkerWatchdog
 from node.host import gpu_power, ports
 from node.host.logs import set_level
 from node.status import Counters, Outcome, Phase, PhaseState, Status, rfc3339, utc_now
@@ -56,12 +57,12 @@ STAYS_STOPPED = "The node stopped as asked: `resume` starts it again."
 CANNOT_WORK = (2, 3)
 """Exit codes of a worker that cannot do what its settings demand."""
 NOT_BY_SETTINGS = ports.CODES | {"newer_checkpoint"}
-"""Codes of worker exits that no setting of the page causes or repairs."""
+"""Values of `Ended.code` that no change on the settings page can cause or repair."""
 COUNTERS_INTERVAL_S = 5.0
 
 
 class Supervisor:
-    """Implements `node_interface.Node` and `node_interface.Settings`. `run` is the node's life."""
+    """Implements `node_interface.Node` and `node_interface.Settings`. `run` returns when the node ends."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Supervisor:
         self._directory, self._state, self._disk = directory, state, disk
         self._mode, self._join = mode, join
         self._timings = timings
-        self._worker = WorkerWatch(worker_command, timings, self._receive)
+        self._worker = WorkerWatchdog(worker_command, timings, self._receive)
         self._port_hold = ports.PortHold()
         self._pause = pause_policy.decide()
         self._desired: DesiredState = "pause" if self._pause.by else "run"
@@ -91,10 +92,10 @@ class Supervisor:
         """Set when the desired state changes."""
         self._crashes = 0
         self._lost_work = ""
-        """A sentence about work that the last training worker did not save."""
+        """A sentence about work that the last training worker did not save; empty if there is none."""
         self._worker_notices: set[str] = set()
         self._is_shutting_down = False
-        """The process ends, even with `node.persist`."""
+        """Whether the process was asked to end, which it then does even with `node.persist`."""
         self._stored_counters = state.counters
         self._stored_at_s = time.monotonic()
         self._store_lock = asyncio.Lock()
@@ -113,13 +114,13 @@ class Supervisor:
 
     def act(self, action: ActionName, order: PauseOrder) -> Phase:
         self._check_allowed(action)
-        logger.info("Asked to %s", action)
+        logger.info("The node was asked to %s.", action)
         if action == "pause":
             return self._act_pause(order)
         if action == "resume":
             return self._act_resume()
         if self._persists:
-            self._directory.remember_stopped(True)  # At once, because a drain may take minutes.
+            self._directory.remember_stopped(True)  # Now, because a drain may take minutes.
         if action == "drain":
             if self._desired != "drain":
                 # A paused worker is in no round, so it leaves at once.
@@ -140,7 +141,7 @@ class Supervisor:
         if desired == "drain" and action in ("pause", "resume"):
             raise NotAllowed(f"The node is draining: it can no longer {action}. Start it again instead.")
         if desired == "error" and action in ("pause", "drain"):
-            raise NotAllowed(f"The node has no worker that could {action}: `resume` tries again, `leave` ends it.")
+            raise NotAllowed(f"The node has no worker to {action}: `resume` starts one, and `leave` ends the node.")
         if desired == "stopped" and action in ("pause", "drain"):
             raise NotAllowed(f"The node has stopped, so it has nothing to {action}: `resume` starts it again.")
         if action == "pause" and self._mode == "relay":
@@ -173,7 +174,7 @@ class Supervisor:
         changed = self._config.change(patch, self._disk.check)
         if changed:
             config = self._config.config
-            logger.info("Changed by the owner: %s", ", ".join(changed))
+            logger.info("The owner changed these settings: %s", ", ".join(changed))
             set_level(config.log.level)
             self._state.update_settings(config.node.name, config.limits.model_dump())
             self._pause_policy.update_schedule(config.schedule)
@@ -193,26 +194,26 @@ class Supervisor:
         return self._config.config.node.persist and not self._is_shutting_down
 
     def shut_down(self) -> None:
-        """Leave and end the process. Unlike the action `leave`, this is not remembered over a restart."""
+        """Leave and end the process. Unlike after the action `leave`, the node runs again when it is restarted."""
         self._is_shutting_down = True
         if not self.is_leaving:
             self.act("leave", PauseOrder())
 
     def kill_worker(self) -> None:
-        """End the worker at once, unsaved, because the owner does not want to wait."""
-        self._worker.kill("the owner asked twice")
+        """Kill the worker without waiting for it to save, because the owner asked twice."""
+        self._worker.kill("the owner asked twice for the node to end")
 
     # background tasks
 
     async def watch(self) -> None:
-        """Forever: the worker's deadlines, and the end of a pause."""
+        """Enforce the worker's deadlines and apply the pause policy, forever."""
         while True:
             await asyncio.sleep(self._timings.tick_s)
             self._worker.tick()
             self._apply_pause_policy()
 
     async def poll_sensors(self, sensors: HostSensors) -> None:
-        """Forever: those sensors that the configuration depends on."""
+        """Poll the sensors that the configuration uses, forever."""
         while True:
             schedule, trains = self._config.config.schedule, self._mode == "train"
             battery = idle_s = None
@@ -225,7 +226,7 @@ class Supervisor:
             await asyncio.sleep(sensors.every_s)
 
     async def store_counters(self) -> None:
-        """Forever: store the totals at the end of each round, and every COUNTERS_INTERVAL_S."""
+        """Store the totals at the end of each round and every COUNTERS_INTERVAL_S, forever."""
         while True:
             await asyncio.sleep(self._timings.tick_s)
             counters, stored = self._state.counters, self._stored_counters
@@ -243,7 +244,7 @@ class Supervisor:
     # the node's life
 
     async def run(self) -> int:
-        """Run workers until the node is to end. Returns the exit code."""
+        """Run workers until the node ends. Returns the exit code."""
         with closing(self._port_hold):
             return await self._run_workers()
 
@@ -272,7 +273,7 @@ class Supervisor:
         """Run one worker to its end. Returns how it ended, and how it was asked to stop, if it was."""
         config = self._config.worker_starts(trains=mode == "train")
         if mode != "pause":
-            self._lost_work = ""  # During a pause the reason still names it.
+            self._lost_work = ""  # A pause keeps it, because its reason names the lost work.
         self._changed.clear()
         start = Start(
             mode=mode,
@@ -289,7 +290,7 @@ class Supervisor:
         self.metrics.worker_started()
         # The desired state or the settings may have changed during the start.
         if self._changed.is_set():
-            self._worker.kill("it was no longer wanted")
+            self._worker.kill("the node was asked for something else while it started")
         elif self._config.config is not config:
             self._worker.send(Adjust(config=self._config.config.model_dump(mode="json")))
         try:
@@ -303,7 +304,7 @@ class Supervisor:
             self._lost_work = (
                 f" What it did since its last checkpoint is lost: {exit_.fault or 'its worker was killed'}."
             )
-            logger.warning("The worker ended unsaved.%s", self._lost_work)
+            logger.warning("The worker ended without saving.%s", self._lost_work)
         return exit_, asked
 
     def _receive(self, message: WorkerMessage) -> None:
@@ -361,11 +362,11 @@ class Supervisor:
         self._changed.clear()
 
     def _finish(self, ended: Ended) -> bool:
-        """The worker ended on its own. Returns whether the node ends too, rather than waiting for `resume`."""
+        """Handle a worker that ended on its own. Returns whether the node ends; if not, it waits for `resume`."""
         is_stopping = self._desired in ("drain", "leave")
         may_be_settings = ended.exit_code in CANNOT_WORK and ended.code not in NOT_BY_SETTINGS
         if may_be_settings and self._config.overrides_worker_settings and not is_stopping:
-            self._fail(ended.code, f"{ended.reason} What was set last can be changed back.")
+            self._fail(ended.code, f"{ended.reason} If a changed setting is the cause, it can be changed back.")
             return False
         if ended.exit_code == 0:
             self._enter(Phase.STOPPED, ended.code, ended.reason, final=not self._persists)
@@ -401,7 +402,7 @@ class Supervisor:
         self._state.set_pause(self._pause_policy.info(self._pause), schedule_next)
 
     def _change_to(self, desired: DesiredState, stop: Stop) -> None:
-        """Change the desired state and ask the running worker to end; `run` does the rest."""
+        """Change the desired state and ask the running worker to end; `run` then goes on from there."""
         self._desired = desired
         self._changed.set()
         self._worker.stop(stop)
@@ -414,6 +415,6 @@ class Supervisor:
             self._enter(Phase.STARTING, "starting", "The node is starting.")
 
     def _enter(self, phase: Phase, code: str, reason: str, *, final: bool = False) -> None:
-        """The only place where the supervisor sets a phase."""
+        """Set the phase. The supervisor sets phases nowhere else."""
         self._state.set_phase(PhaseState(phase=phase, code=code, reason=reason, since=utc_now(), final=final))
-        logger.info("Phase %s (%s): %s", phase.value, code, reason)
+        logger.info("The node is now in phase %s (%s): %s", phase.value, code, reason)

@@ -1,7 +1,7 @@
-"""The worker process: started, heard, watched and ended here. `WorkerWatch` runs one worker after another.
+"""Starts one worker process, exchanges messages with it, keeps its last output and kills it on request.
 
-A worker leads its own session and process group, so that its children (hivemind's `p2pd`) can be ended with it. The
-group is killed when the worker ends, also after a clean end: nothing of it may remain.
+Each worker leads a session and process group of its own. When the worker ends, even cleanly, the whole group is killed,
+so that no child process (such as hivemind's `p2pd`) survives it. `worker_watchdog` decides when to kill a worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,12 +20,10 @@ from pydantic import ValidationError
 
 from node.worker_protocol import (
     MAX_LINE_BYTES,
-    Beat,
     Ended,
     Start,
     Stop,
     SupervisorMessage,
-    Unsaved,
     WorkerMessage,
     decode_worker_message,
     encode,
@@ -39,35 +36,12 @@ OUTPUT_LINES_KEPT = 50
 READ_BYTES = 65536
 LINE_LENGTH_MAX = 2000
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
-"""torch reads both when it is loaded. Threads that spin at barriers take the processor from the owner and from each
-other: two trainers with 2 threads each on 2 cores made 570 tokens/s each while spinning, 9,500 while sleeping; a single
-trainer is equally fast. Large tensors in huge pages halve the time to copy all parameters, most of which is page
-faults."""
+"""Variables that torch reads when it is loaded. With the first, threads sleep at barriers instead of spinning: two
+trainers with 2 threads each on 2 cores made 9,500 tokens/s each when sleeping, 570 when spinning; a single trainer is
+equally fast. With the second, large tensors are in huge pages, which halves the time to copy all parameters, because
+most of that time is page faults."""
 DRAIN_S = 1.0
-"""Time to read a dead worker's last output, which the kernel has buffered."""
-FROZEN_S = 5.0
-"""A longer gap between two ticks means that this process was frozen, not that the machine was busy."""
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorTimings:
-    """The supervisor's timeouts in seconds; tests shorten them."""
-
-    grace_s: float = 60.0
-    """From a worker's start until heartbeats are required."""
-    hung_s: float = 30.0
-    """Without a heartbeat: the worker is killed and restarted."""
-    stale_s: float = 15.0
-    """Without a heartbeat: `livez` reports it."""
-    stop_s: float = 6.0
-    """From a stop to the kill. Uvicorn has 2 s more, so that both end within 10 s."""
-    save_s: float = 50.0
-    """As `stop_s`, while the worker reports unsaved work. Containers and services are given 60 s."""
-    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    """Before the restart after the first, second, ... crash; one more crash is an error."""
-    healthy_s: float = 60.0
-    """A worker that sent heartbeats for this long clears the count of crashes."""
-    tick_s: float = 0.25
+"""Time limit for reading what a dead worker has left in its output pipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +49,23 @@ class WorkerExit:
     """How a worker ended."""
 
     ended: Ended | None
-    """Its last message; None: it crashed."""
+    """The worker's last message; None if it crashed."""
     exit_status: int
-    """As in subprocess: a negative number is the signal that ended it."""
+    """As in subprocess: a negative number is the signal that ended the worker."""
     output: tuple[str, ...] = ()
     """Last lines of stdout and stderr."""
     fault: str = ""
-    """Why the supervisor killed it."""
+    """Why the supervisor killed the worker; empty if it did not."""
     had_begun: bool = False
+    """Whether the worker had sent a message."""
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether it may have had work to save and did not report that it has."""
+        """Whether the worker may have lost work: it had begun and sent no `Ended`."""
         return self.ended is None and self.had_begun
 
     def describe(self) -> str:
-        """A clause for a log line or a reason."""
+        """Return the cause of the exit as a clause, with the last line of output."""
         if self.fault:
             cause = self.fault
         elif self.exit_status < 0:
@@ -100,11 +75,11 @@ class WorkerExit:
         else:
             cause = f"exit status {self.exit_status}"
         last_line = next((line for line in reversed(self.output) if line.strip()), "")
-        return f"{cause}; its last line: {last_line.strip()[:300]}" if last_line else cause
+        return f"{cause}; its last line of output: {last_line.strip()[:300]}" if last_line else cause
 
 
 class WorkerProcess:
-    """A running worker. Made by `spawn`; `wait` must be awaited exactly once."""
+    """A running worker process. Create it with `spawn`, and await `wait` exactly once."""
 
     def __init__(
         self,
@@ -114,9 +89,9 @@ class WorkerProcess:
         on_message: Callable[[WorkerMessage], None],
     ) -> None:
         self.asked: str | None = None
-        """How it was asked to stop, if it was."""
+        """The `how` of the last `Stop` that was sent to the worker; None before one."""
         self.has_begun = False
-        """Whether it has sent a message."""
+        """Whether the worker has sent a message."""
         self._process = process
         self._reader, self._writer = channel
         self._output_reader, self._output_pipe = output
@@ -134,7 +109,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Run `command --fd N` and send it `start`. Raises OSError."""
         ours, theirs = socket.socketpair()
-        # asyncio's own pipe would make `Process.wait` wait for every process that the worker leaves behind with it.
+        # With asyncio's own pipe, `Process.wait` would wait until every process that inherited the pipe has ended.
         read_fd, write_fd = os.pipe()
         output, output_end = os.fdopen(read_fd, "rb", buffering=0), os.fdopen(write_fd, "wb", buffering=0)
         with theirs, output_end:
@@ -172,9 +147,9 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     def kill(self, fault: str) -> None:
-        """Kill the process group. Only the first `fault` is kept."""
+        """Kill the process group. `fault` says why; later calls do not replace it."""
         if not self._fault:
-            logger.warning("Worker %d is killed: %s", self.pid, fault)
+            logger.warning("Worker process %d is killed: %s.", self.pid, fault)
             self._fault = fault
         self._kill_group()
 
@@ -183,7 +158,7 @@ class WorkerProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> WorkerExit:
-        """Wait until the process group is dead and its output is read."""
+        """Wait until the worker has ended, kill the rest of its process group, and read its last output."""
         try:
             status = await self._process.wait()
         finally:
@@ -199,16 +174,16 @@ class WorkerProcess:
         return WorkerExit(self._ended, status, tuple(self._output), self._fault, self.has_begun)
 
     def _reader_done(self, task: asyncio.Task[None]) -> None:
-        """End the worker if a reader failed, which is our own bug: `wait` then raises the exception."""
+        """Kill the worker if a reader task failed. That is our own bug, so `wait` raises the exception."""
         if not task.cancelled() and task.exception() is not None:
-            self.kill("the supervisor failed at its message")
+            self.kill("the supervisor failed to process its output")
 
     async def _read_messages(self) -> None:
         while True:
             try:
                 line = await self._reader.readline()
             except ConnectionError:
-                return  # It died before it read our last message.
+                return  # The worker died before it read our last message.
             except ValueError:
                 self.kill("it sent a line that is too long")
                 return
@@ -217,8 +192,8 @@ class WorkerProcess:
             try:
                 message = decode_worker_message(line)
             except ValidationError as exc:
-                logger.error("The worker sent a line that is no message: %s", exc)
-                self.kill("it sent a line that is no message")
+                logger.error("The worker sent a line that is not a valid message: %s", exc)
+                self.kill("it sent a line that is not a valid message")
                 return
             self.has_begun = True
             if isinstance(message, Ended):
@@ -240,107 +215,3 @@ class WorkerProcess:
         if line.strip():
             self._output.append(line[:LINE_LENGTH_MAX])
             output_logger.debug("%s", line[:LINE_LENGTH_MAX])
-
-
-class WorkerWatch:
-    """Runs one worker at a time: call `start` and `wait` in turn. Enforces its deadlines."""
-
-    def __init__(
-        self, command: Sequence[str], timings: SupervisorTimings, on_message: Callable[[WorkerMessage], None]
-    ) -> None:
-        self._command, self._timings, self._on_message = command, timings, on_message
-        self._worker: WorkerProcess | None = None
-        self._started_at_s = 0.0
-        self._beat_at_s = 0.0
-        self._asked_at_s = 0.0
-        self._ticked_at_s = 0.0
-        self._stop_by_s: float | None = None
-
-    async def start(self, start: Start) -> None:
-        """Start a worker process. Raises OSError."""
-        self._started_at_s = self._beat_at_s = self._ticked_at_s = time.monotonic()
-        self._stop_by_s = None
-        self._worker = await WorkerProcess.spawn(self._command, start, self._receive)
-        logger.debug("Worker %d runs, mode %s", self._worker.pid, start.mode)
-
-    async def wait(self) -> tuple[WorkerExit, str | None]:
-        """Wait until the worker has ended. Returns how it ended, and the requested way to stop, if any."""
-        worker = self._worker
-        assert worker is not None, "start it first"
-        try:
-            return await worker.wait(), worker.asked
-        finally:
-            self._worker = None
-
-    @property
-    def was_asked(self) -> bool:
-        """Whether the running worker has been asked to stop."""
-        return self._worker is not None and self._worker.asked is not None
-
-    @property
-    def lived_s(self) -> float:
-        """From the newest worker's start to its last heartbeat; 0 if there was none."""
-        return self._beat_at_s - self._started_at_s
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last heartbeat; 0 during the grace period, and without a worker."""
-        now_s = time.monotonic()
-        if self._worker is None or now_s - self._started_at_s < self._timings.grace_s:
-            return 0.0
-        return now_s - self._beat_at_s
-
-    def send(self, message: SupervisorMessage) -> None:
-        """No effect without a worker."""
-        if self._worker is not None:
-            self._worker.send(message)
-
-    def stop(self, stop: Stop) -> None:
-        """Ask the worker to end within `stop_s`. A drain has no deadline, because it waits for its round."""
-        worker = self._worker
-        if worker is None:
-            return
-        worker.send(stop)
-        if not worker.has_begun:
-            worker.kill("it had not begun yet")  # It still imports: it has nothing to save and would be slow to react.
-        self._asked_at_s = time.monotonic()
-        self._stop_by_s = None if stop.how == "drain" else self._asked_at_s + self._timings.stop_s
-
-    def kill(self, reason: str) -> None:
-        """End the worker at once, unsaved, as if it had been asked to leave."""
-        if self._worker is not None:
-            self._worker.asked = self._worker.asked or "leave"
-            self._worker.kill(reason)
-
-    def tick(self) -> None:
-        """Kill a worker that hangs or misses its deadline. To be called every `tick_s`."""
-        worker = self._worker
-        if worker is None:
-            return
-        now_s, timings = time.monotonic(), self._timings
-        self._extend_deadlines(now_s - self._ticked_at_s - timings.tick_s)
-        self._ticked_at_s = now_s
-        if self._stop_by_s is not None and now_s > self._stop_by_s:
-            worker.kill(f"it did not end within {now_s - self._asked_at_s:.0f} s")
-        elif self.silent_s > timings.hung_s:
-            worker.kill(f"it hung: no heartbeat for {timings.hung_s:g} s")
-
-    def _extend_deadlines(self, gap_s: float) -> None:
-        """A freeze of this process (`docker pause`) has frozen the worker too, so its deadlines move by as much."""
-        if gap_s < FROZEN_S:
-            return
-        logger.info("This process was frozen for %.0f s; the worker's deadlines are extended.", gap_s)
-        self._beat_at_s = min(self._beat_at_s + gap_s, time.monotonic())
-        self._asked_at_s += gap_s
-        if self._stop_by_s is not None:
-            self._stop_by_s += gap_s
-
-    def _receive(self, message: WorkerMessage) -> None:
-        now_s, timings = time.monotonic(), self._timings
-        if isinstance(message, Beat):
-            self._beat_at_s = now_s
-        elif isinstance(message, Unsaved) and self._stop_by_s is not None:
-            self._stop_by_s = min(now_s + timings.stop_s, self._asked_at_s + timings.save_s)
-        elif isinstance(message, Ended) and self._stop_by_s is None:  # It ends on its own: as long as for a stop.
-            self._asked_at_s, self._stop_by_s = now_s, now_s + timings.stop_s
-        self._on_message(message)

@@ -1,1 +1,1 @@
-"""The machine under the node: files, disk quota, ports, GPU power, logging and revision."""
+"""Access to the machine: files, disk quota, ports, GPU power, logging and the revision of the program."""

@@ -1,8 +1,8 @@
 """The size limit of a data folder: writers reserve room before they write, and the oldest files are removed.
 
 Removable are checkpoints (except the newest complete one), round results, downloads and logs (except the newest),
-folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay; RESERVE_BYTES
-are for their growth. The owner's text folder is neither counted nor changed.
+folders that libraries keep in the cache, and files set aside as damaged. Keys, settings and history stay, and may grow
+by RESERVE_BYTES. The owner's text folder is neither counted nor changed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SMALL_BYTES = 15_000_000
 META_BYTES = 1_000_000
 """Part of a checkpoint that is not tensors: records, digest leaves, file headers."""
 LEAST_BYTES = RESERVE_BYTES + SMALL_BYTES
-"""A lower limit leaves no room for anything."""
+"""Lowest limit that is allowed. A lower one would leave no room for a checkpoint."""
 MB = 1e6
 
 logger = logging.getLogger(__name__)
 
 Room = Callable[[int], AbstractContextManager[None]]
-"""Reserves this many bytes until the end of the block. Raises QuotaError."""
+"""Reserves the given number of bytes until the end of a `with` block. Raises QuotaError."""
 
 
 def any_room(_size_bytes: int) -> AbstractContextManager[None]:
@@ -48,12 +48,12 @@ class Item:
 
 
 class Quota:
-    """The limit as one process sees it. Thread-safe."""
+    """Keeps the folder within the limit, for one process. Thread-safe."""
 
     def __init__(
         self, folder: Path, limit_bytes: float, text_folder: Path, tell: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`limit_bytes` 0: no limit. `tell` receives why there is no room, and an empty text when there is again."""
+        """`limit_bytes` 0 means no limit. `tell` gets the reason if there is no room, and "" when there is again."""
         self.limit_bytes = limit_bytes
         self._folder, self._text_folder, self._tell = folder, text_folder, tell
         self._reserved_bytes = 0
@@ -93,7 +93,7 @@ class Quota:
         self._is_refusing = bool(reason)
 
     def enforce(self) -> None:
-        """Remove the oldest files above the limit, as after a change of it. Raises QuotaError if that is not enough."""
+        """Remove the oldest files until the limit is kept, as after a change of it. Raises QuotaError if it is not."""
         with self._lock:
             if not self.limit_bytes:
                 return
@@ -102,14 +102,14 @@ class Quota:
         if used_bytes > self.limit_bytes:
             raise QuotaError(
                 f"limits.disk_gb allows {self.limit_bytes / MB:.1f} MB, but {self._folder} holds "
-                f"{used_bytes / MB:.1f} MB that cannot be removed: raise it."
+                f"{used_bytes / MB:.1f} MB that cannot be removed: raise the limit."
             )
 
     def used_bytes(self) -> int:
         return _size(self._folder, self._text_folder)
 
     def least_bytes(self) -> int:
-        """The lowest usable limit: room for the files that stay and for a second checkpoint next to the newest."""
+        """Return the lowest usable limit: room for the files that stay, and for a second checkpoint."""
         newest = self._newest_checkpoint()
         checkpoint_bytes = _size(newest) + META_BYTES if newest is not None else 0
         fixed_bytes = self.used_bytes() - sum(item.size_bytes for item in self._removable())
@@ -126,7 +126,7 @@ class Quota:
                         yield Item(path, path.stat().st_mtime_ns, _size(path))
 
     def _newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, that is, one with a meta.json."""
+        """Return the newest complete checkpoint. A complete one has a meta.json."""
         complete = [path for path in self._folder.glob("checkpoints/round-*") if (path / "meta.json").exists()]
         return max(complete, key=lambda path: int(path.name.removeprefix("round-")), default=None)
 
@@ -144,7 +144,7 @@ def _remove_oldest(items: Iterable[Item], excess_bytes: float) -> None:
                 shutil.rmtree(item.path, ignore_errors=True)
             else:
                 item.path.unlink()
-        logger.info("Removed %s, %.1f MB, to keep limits.disk_gb.", item.path.name, item.size_bytes / MB)
+        logger.info("Removed %s (%.1f MB) to keep limits.disk_gb.", item.path.name, item.size_bytes / MB)
         excess_bytes -= item.size_bytes
 
 
@@ -157,7 +157,7 @@ def _newest(paths: Iterator[Path]) -> Path | None:
 
 
 def _size(path: Path, excluded: Path | None = None) -> int:
-    """Size of a file, or of all files below a folder except one folder. Files that vanish meanwhile count nothing."""
+    """Return the size of a file, or of all files below a folder except those in `excluded`. Vanished files count 0."""
     total = 0
     with suppress(OSError):
         if not path.is_dir():

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
-    """Replace a file atomically: a temporary file with mode 0600 beside it, fsync, rename. `str` becomes UTF-8.
+    """Replace a file atomically: write a temporary file with mode 0600, fsync and rename it. `str` becomes UTF-8.
 
     Without `forced` there is no fsync: the write survives a killed process, but perhaps not a power cut. Raises OSError
-    where the disk refuses it; the previous content remains.
+    if the disk refuses the write; the file then keeps its previous content.
     """
     temporary = path.with_name(path.name + ".new")
     try:
@@ -28,7 +28,7 @@ def write_whole(path: Path, data: bytes | str, *, forced: bool = True) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that the names in it survive a power cut."""
+    """Call fsync on a folder, so that new and changed names in it survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
 """Limits the power of an NVIDIA GPU and restores the previous limit.
 
 The previous limit is written to the data folder before a new one is set. The supervisor restores it after each worker
-and at its own start. Only if the supervisor itself is killed does the new limit stay, until the supervisor's next start
-or a reboot.
+and at its own start. If the supervisor itself is killed, the new limit stays until the supervisor's next start or a
+reboot.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def cap(folder: Path, uuid: str, watts: float, nvml: Any = None) -> None:
             f"limits.gpu_power_watts {watts:g} is outside of this GPU's range of {least / MILLI:g} to "
             f"{most / MILLI:g} W: {wanted / MILLI:g} W are set."
         )
-    logger.info("The GPU's power limit is now %g W (it was %g W).", wanted / MILLI, before / MILLI)
+    logger.info("The GPU's power limit is now %g W; it was %g W.", wanted / MILLI, before / MILLI)
 
 
 def restore(folder: Path, nvml: Any = None) -> None:
-    """Restore the limits from before a cap, if there are any. Those that cannot be restored now are kept for later."""
+    """Restore the limits from before a cap, if there are any. One that cannot be restored stays in the file."""
     before = _read(folder)
     if not before:
         return
@@ -85,7 +85,7 @@ def restore(folder: Path, nvml: Any = None) -> None:
 
 @contextmanager
 def _open_nvml(nvml: Any) -> Iterator[Any]:
-    """NVML, initialised inside the block. Raises NotCapped where there is none."""
+    """Initialise NVML for the block. Raises NotCapped if there is none."""
     try:
         library: Any = nvml or importlib.import_module("pynvml")
     except ImportError as exc:

@@ -1,4 +1,4 @@
-"""Logging of one process: text for people or JSON lines. `configure` is called once at the start.
+"""Logging of one process, as text for people or as JSON lines. `configure` is called when the process starts.
 
 Loggers of `node.*` use the configured level; those of libraries log from WARNING on.
 """
@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""A set for regular expressions: C0 and C1 without tab and line feed, line separators, marks that change the direction
-of writing, surrogates."""
+"""Characters that no log line may contain, for a set in a regular expression: control characters except tab and line
+feed, line separators, marks that change the direction of writing, and surrogates."""
 _CONTROL = re.compile(f"[{CONTROLS}]")
 HANDLER_NAME = "node.host.logs"
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}
 
 
 def configure(level: str, format: Literal["console", "json"], *, to: TextIO | Console) -> None:
-    """Send the records of this process to `to`. A further call replaces the previous one."""
+    """Send the log records of this process to `to`. A second call replaces the first one."""
     handler: logging.Handler = ConsoleHandler(to) if isinstance(to, Console) else logging.StreamHandler(to)
     handler.setFormatter(make_formatter(format))
     handler.set_name(HANDLER_NAME)
@@ -43,7 +43,7 @@ def set_level(level: str) -> None:
 
 
 class Stamp(logging.Filter):
-    """Adds the node's phase and round to records that have none. `now` returns both."""
+    """Adds the node's phase and round to records that have none. `now` returns the present phase and round."""
 
     def __init__(self, now: Callable[[], tuple[str, int | None]]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Stamp(logging.Filter):
 
 
 def make_formatter(format: Literal["console", "json"], *, date: bool = False) -> logging.Formatter:
-    """`date`: whether text lines contain the date."""
+    """Return a formatter. `date` says whether text lines contain the date."""
     return JsonFormatter() if format == "json" else LineFormatter(date=date)
 
 
@@ -104,7 +104,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes above the live line of a rich console, so the two do not overwrite each other."""
+    """Writes records above the live line of a rich console, so that neither overwrites the other."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Chooses the TCP ports that a node listens on, holds them while its worker restarts, and remembers them.
 
-A port is probed by binding and listening without SO_REUSEPORT, which also detects holders that share their port.
+A port is probed by binding and listening without SO_REUSEPORT, which detects even programs that share their port.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 LISTEN_PORT_FILE, API_PORT_FILE = "port", "api-port"
 """Files in the data folder's cache."""
 PORTS_TRIED = 100
-"""From the default port upwards, before any free one is taken."""
+"""Number of ports to try from the default port upwards, before any free port is taken."""
 FREE_PORT_TRIES = 16
 IN_USE = "port_in_use"
 CODES = frozenset({IN_USE, "no_such_address", "port_not_permitted", "cannot_listen"})
-"""Error codes of addresses that cannot be listened on."""
+"""Error codes of addresses on which the node cannot listen."""
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -34,7 +34,7 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen_error(number: int | None, address: Multiaddress) -> MachineError:
-    """The error for an address that cannot be listened on. `number`: errno, None where unknown."""
+    """Return the error for an address on which the node cannot listen. `number` is the errno; None means unknown."""
     host, family = address.host, address.host_type
     anywhere = f"/{family}/{'::' if family == 'ip6' else '0.0.0.0'}/tcp"
     if number == errno.EADDRINUSE:
@@ -57,12 +57,13 @@ def listen_error(number: int | None, address: Multiaddress) -> MachineError:
 
 @dataclass(slots=True)
 class Reservation:
-    """Addresses that were free, with locks that keep other nodes from them until it is closed."""
+    """Free addresses, with locks that keep other nodes from them until the reservation is closed."""
 
     addresses: tuple[Multiaddress, ...] = ()
     wanted: int = 0
+    """The default port; 0 means any."""
     chosen: int = 0
-    """The port taken for `wanted` (0: any); 0 where the port could not move."""
+    """The port that was taken for `wanted`; 0 if not all addresses may move."""
     _locks: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -85,8 +86,8 @@ class Reservation:
 def reserve(addresses: Sequence[Multiaddress], *, held: Collection[str] = ()) -> Reservation:
     """Reserve these addresses, with one free port in place of every port 0. Raises MachineError.
 
-    `::` is dropped where the machine has no IPv6 and another address remains. `held`: addresses that a `PortHold` of
-    this node holds.
+    `::` is left out if the machine has no IPv6 and there is another address. `held` are addresses that a `PortHold` of
+    this node holds already.
     """
     for _ in range(FREE_PORT_TRIES):
         try:
@@ -94,7 +95,7 @@ def reserve(addresses: Sequence[Multiaddress], *, held: Collection[str] = ()) ->
         except MachineError as exc:
             if exc.code != IN_USE or all(address.port for address in addresses):
                 raise
-            refused = exc  # the port is free on the first address, but not on another
+            refused = exc  # The port is free on the first address, but not on another.
     raise refused
 
 
@@ -112,7 +113,7 @@ def _reserve(addresses: Sequence[Multiaddress], held: Collection[str]) -> Reserv
                     _lock(f"listen/{wanted.at_port(port)}", locks)
             except OSError as exc:
                 if exc.errno in _ABSENT and address.host == "::" and len(addresses) > 1:
-                    logger.debug("This machine has no IPv6, so it does not listen on %s.", address)
+                    logger.debug("This machine has no IPv6, so the node does not listen on %s.", address)
                     continue
                 raise listen_error(exc.errno, wanted) from exc
             free_port = free_port if address.port else port
@@ -135,9 +136,9 @@ def _probe(address: Multiaddress, probes: ExitStack) -> int:
 def _lock(name: str, locks: ExitStack) -> None:
     """Take a lock against other nodes on this machine until `locks` closes. Raises OSError (EADDRINUSE).
 
-    `port/N` is held while a node starts, `listen/ADDRESS` also while its worker restarts: two nodes may have the same
-    port on different addresses. The lock is an abstract unix socket: like the port it belongs to the network namespace,
-    and the kernel removes it with its holder. Only Linux has them; elsewhere p2pd's own error reports a conflict.
+    A node holds `port/N` while it starts, and `listen/ADDRESS` even while its worker restarts. Two nodes may have the
+    same port on different addresses. The lock is an abstract Unix socket: it belongs to a network namespace, as ports
+    do, and the kernel removes it with its process. Only Linux has these; elsewhere, p2pd's error reports a conflict.
     """
     if sys.platform == "linux":
         lock = locks.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -145,10 +146,10 @@ def _lock(name: str, locks: ExitStack) -> None:
 
 
 class PortHold:
-    """Keeps other nodes from the addresses of this one, also while its worker restarts and nothing listens there.
+    """Keeps other nodes from this node's addresses while its worker restarts and nothing listens on them.
 
-    The supervisor has one. Only nodes with the same address respect it: another program, or a node on another address
-    of the same port, can still take the port.
+    The supervisor has one. Only nodes with the same address respect it. Another program, or a node with the same port
+    on another address, can still take the port.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class PortHold:
 
 @dataclass(frozen=True, slots=True)
 class PortFile:
-    """Remembers the port taken for a wanted one, because invites and peer lists contain it.
+    """Remembers which port was taken for a wanted one, because invites and peer lists contain that port.
 
     The file holds both numbers.
     """
@@ -183,7 +184,7 @@ class PortFile:
     path: Path
 
     def recall(self, wanted: int) -> int:
-        """The port taken for `wanted`; 0 where none is known."""
+        """Return the port that was taken for `wanted`; 0 if none is known."""
         with suppress(OSError, ValueError):
             stored, port = (int(word) for word in self.path.read_text().split())
             if stored == wanted and 0 < port < 2**16:
@@ -199,7 +200,7 @@ class PortFile:
 
 
 def candidates(wanted: int, remembered: int) -> Iterable[int]:
-    """Ports to try in place of a default one: the remembered one, the default, those above it, then any (0)."""
+    """Return the ports to try for a default one: the remembered port, the default, those above it, then any (0)."""
     last = min(wanted + PORTS_TRIED, 2**16)
     return dict.fromkeys([*([remembered] if remembered else []), *range(wanted, last), 0])
 
@@ -209,8 +210,8 @@ def choose(
 ) -> Reservation:
     """Reserve the addresses to listen on. Raises MachineError.
 
-    `may_move`: the port is a default, so another one may replace it. Port 0 takes the remembered port while it is free.
-    `held`: as in `reserve`.
+    `may_move` says that the port is a default, which another one may replace. For port 0, the remembered port is taken
+    if it is free. `held` is as in `reserve`.
     """
     wanted = listen[0].port if may_move and listen else 0
     movable = [address.port == wanted for address in listen]
@@ -232,7 +233,7 @@ def choose(
 
 
 def moved_notice(key: str, wanted: int, port: int) -> str:
-    """The notice for an owner whose node uses another port than the default."""
+    """Return the notice for an owner whose node does not use the default port."""
     return (
         f"TCP port {wanted} was in use by another program, so this node listens on {port} and keeps that port for "
         f"later starts; set {key} to choose another."

@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "revision.txt"
-"""Written by a build."""
+"""A build of the package or image writes this file."""
 GIT_TIMEOUT_S = 2.0
 
 
 @cache
 def revision() -> str:
-    """Twelve hex digits, followed by `+` if files have changed since; empty where unknown."""
+    """Return the commit: twelve hex digits, and `+` if files have changed since. Empty if unknown."""
     try:
         return FILE.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -21,7 +21,7 @@ def revision() -> str:
 
 
 def _checkout_revision(root: Path) -> str:
-    if not (root / ".git").exists():  # git would find a repository around this folder
+    if not (root / ".git").exists():  # Otherwise git would find a repository around this folder.
         return ""
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     try:

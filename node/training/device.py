@@ -52,7 +52,8 @@ def choose_device(
         return ComputeDevice(torch.device("cpu"), "fp32" if cfg.precision == "auto" else cfg.precision, _cpu_name())
     if torch.cuda.device_count() < cfg.ranks:
         raise MachineError(
-            f"devices.ranks is {cfg.ranks}, but the number of usable GPUs is {torch.cuda.device_count()}: lower devices.ranks.",
+            f"devices.ranks is {cfg.ranks}, but the number of usable GPUs is {torch.cuda.device_count()}: "
+            "lower devices.ranks.",
             code="no_gpu",
         )
     device = torch.device("cuda", rank)

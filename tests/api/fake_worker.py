@@ -1,9 +1,9 @@
 """A worker without torch: a real process that speaks the worker protocol. Run as `fake_worker.py BEHAVIOUR --fd N`.
 
-BEHAVIOUR is one of: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU),
-port-taken, complete, rubbish (send an invalid line), deaf (ignore orders), silent (send no heartbeat), attempts (each
-round fails twice before it is committed), save:SECONDS (report unsaved work for that long before the end), disk-full
-(fail to save at the end), brood:FILE (start a child process that holds all pipes, and write its process id to FILE).
+BEHAVIOUR: work (normally), crash (exit at once), refuse, refuse-cuda (while the settings ask for a GPU), port-taken,
+complete, rubbish (send a line that is not a message), deaf (ignore orders), silent (send no heartbeat), attempts (each
+round fails twice before it is committed), save:SECONDS (report unsaved work for that long before it ends), disk-full
+(fail to save at its end), brood:FILE (leave a child that holds all pipes; its pid goes to FILE).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from node.config.schema import Config
 from node.daemon.app import Parts, run
 from node.daemon.host_sensors import HostSensors
 from node.daemon.pause_policy import now_utc
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
 
 

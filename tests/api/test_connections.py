@@ -185,7 +185,7 @@ def test_connections_beyond_the_maximum_are_closed_at_once(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert len([text for text in caplog.messages if "8 connections open" in text]) == 1
+    assert len([text for text in caplog.messages if "8 open connections" in text]) == 1
 
 
 def test_node_answers_its_owner_and_closes_silent_connections_when_too_many_are_open(

@@ -18,7 +18,7 @@ import pytest
 from node.config.schema import Config
 from node.daemon.app import run
 from node.daemon.http_server import bind
-from node.daemon.worker_process import FROZEN_S
+from node.daemon.worker_watchdog import FROZEN_S
 from node.errors import DataFolderError, MachineError, UsageError
 from tests.api.daemon import Daemon, alive, wait_for
 
@@ -157,7 +157,7 @@ def test_node_whose_worker_crashes_too_often_stays_in_error_until_resume(
 
 def test_invalid_message_from_the_worker_counts_as_a_crash(tmp_path: Path) -> None:
     with Daemon(tmp_path, "rubbish", **QUICK) as daemon:
-        assert "no message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
+        assert "not a valid message" in daemon.ready().until_phase("error", "worker_crashes")["reason"]
 
 
 def test_worker_that_sends_no_heartbeat_counts_as_crashed(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_node_trains_inside_its_active_hours_and_frees_the_device_outside_them(t
     environment.set_clock(12)
     with Daemon(environment.folder) as daemon:
         status = daemon.ready().until_phase("paused", "scheduled")
-        assert status["reason"] == "Outside of its hours until Mon 22:00."
+        assert status["reason"] == "The node is outside of its hours until Mon 22:00."
         assert status["pause"] == {"by": "schedule", "until": "2026-11-16T22:00:00Z", "after_round": None}
         assert status["schedule_next"] == "2026-11-16T22:00:00Z"
         assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 200)

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from tests.benchmarks.figures import Figure, Result
 from tests.benchmarks.processes import end_all_on_sigterm
 from tests.benchmarks.series import Series, with_earlier

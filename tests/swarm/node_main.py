@@ -12,7 +12,7 @@ from functools import partial
 
 from node import cli
 from node.daemon import app as supervisor
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from tests.swarm import fork_server
 
 PROGRAM = "tests.swarm.node_main"

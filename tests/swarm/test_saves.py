@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
 
 BUDGET_S = 120.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.worker_process import SupervisorTimings
+from node.daemon.worker_watchdog import SupervisorTimings
 from tests.swarm.harness import PATIENCE, START_S, Swarm, checkpoint_meta, checkpoint_round, tiny
 from tests.swarm.node_main import PROGRAM, TIMINGS
 

@@ -135,7 +135,7 @@ def test_joining_node_names_the_given_run_settings_that_it_does_not_use(tmp_path
     done = run_program("run", "--join", INVITE, "--data-dir", str(file), "--run.outer.lr", "0.5", "--api.port", "0")
     assert done.returncode == 2
     first, *_, last = done.stderr.splitlines()
-    assert first == "diloco-node: with --join the swarm decides, so these are not used: run.outer.lr"
+    assert first == "diloco-node: with --join the run comes from the swarm; not used: run.outer.lr"
     assert str(file) in last
 
 

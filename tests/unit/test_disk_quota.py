@@ -128,7 +128,7 @@ def test_quota_enforces_a_lowered_limit_or_reports_that_it_cannot(folder: Folder
     assert quota.used_bytes() <= 22 * MB
     least = quota.least_bytes()
     quota.limit_bytes = 5 * MB
-    with pytest.raises(QuotaError, match="raise it"):
+    with pytest.raises(QuotaError, match="raise the limit"):
         quota.enforce()
     assert least >= quota.used_bytes() + 5 * MB
 

@@ -42,7 +42,7 @@ def test_node_pauses_outside_of_its_scheduled_hours_and_resumes_within_them(tmp_
     policy = start(tmp_path, clock, active=NIGHTS)
     decision = policy.decide()
     assert (decision.by, decision.code) == ("schedule", "scheduled")
-    assert decision.reason == "Outside of its hours until Mon 22:00."
+    assert decision.reason == "The node is outside of its hours until Mon 22:00."
     assert decision.until == policy.next_hours_change() == MONDAY + timedelta(hours=22)
     clock.now = MONDAY + timedelta(hours=22)
     assert policy.decide().by == ""
