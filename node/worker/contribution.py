@@ -115,7 +115,7 @@ class ContributionTracker:
         return FragmentUpdate(contribution, is_carried, is_merged, counted, discarded)
 
     def discard_pending(self) -> int:
-        """Discard all pending tokens and return their number. A contribution in flight is lost unless a round has it."""
+        """Discard all pending tokens and return their number. One in flight is lost unless it is included."""
         discarded = sum(pending.tokens for pending in self._pending)
         self._pending = [Pending()] * len(self._pending)
         if self.in_flight is not None:
