@@ -210,6 +210,22 @@ class RoundRecord(Value):
     dropped: int = Field(0, ge=0)
     """Number of rounds, ending with `round`, that this node discarded when it left its side of a split."""
     reason: str = ""
+    attempts: int = Field(1, ge=1)
+    """Number of failed attempts in a row that this record stands for; 1 for any other record."""
+
+    def with_failure(self, newer: RoundRecord) -> RoundRecord | None:
+        """Merge this record with a newer one if both are failed attempts at one round. None if they are not."""
+        records = (self, newer)
+        if self.round != newer.round or any(r.outcome is not Outcome.FAILED or r.head or r.dropped for r in records):
+            return None
+        return newer.model_copy(
+            update={
+                "started_at": self.started_at,
+                "attempts": self.attempts + newer.attempts,
+                "bytes_sent": self.bytes_sent + newer.bytes_sent,
+                "bytes_received": self.bytes_received + newer.bytes_received,
+            }
+        )
 
 
 class SyncInfo(Value):

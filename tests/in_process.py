@@ -213,7 +213,7 @@ class InProcessWire:
                 if caller != self.peer_id:
                     await _pass(self.download_limiter, sum(sizes))
                     self.traffic.received_bytes[service.channel] += len(request) + sum(sizes)
-                reply = await run_handler(service, caller, Message(header, blobs))
+                reply = await run_handler(service, caller, Message(header, blobs), held)
         except SwarmError as exc:
             self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc

@@ -222,9 +222,9 @@ class CheckpointConfig(Section):
 
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
-    every_s: float = Field(60.0, gt=0)
-    """Shortest time between checkpoints, which are written at round ends and clean stops. A crash loses inner steps,
-    but no round."""
+    every_s: float = Field(300.0, gt=0)
+    """Time between two checkpoints, also within a round. It is at least 20 times as long as writing a checkpoint takes.
+    A crash loses the inner steps since the newest checkpoint, but no round."""
 
 
 class LogConfig(Section):

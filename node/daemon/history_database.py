@@ -156,12 +156,21 @@ class HistoryDatabase:
         )
 
     def add_round(self, record: RoundRecord) -> None:
-        """Store a record and credit its members. A round that is reported again is not credited again."""
+        """Store a record and credit its members. A round that is reported again is not credited again.
+
+        Failed attempts in a row at one round share one record.
+        """
         with _transaction(self._db):
             if record.dropped:
                 self._revoke(record.round - record.dropped + 1, record.round)
             counts = bool(record.head) and not record.dropped
             if counts and self._db.execute("SELECT 1 FROM rounds WHERE head = ? AND counts", (record.head,)).fetchone():
+                return
+            newest = self._db.execute("SELECT id, record FROM rounds ORDER BY id DESC LIMIT 1").fetchone()
+            before = _unpack(newest[1]) if newest else None
+            if before is not None and (merged := before.with_failure(record)) is not None:
+                data = zlib.compress(merged.model_dump_json().encode())
+                self._db.execute("UPDATE rounds SET record = ? WHERE id = ?", (data, newest[0]))
                 return
             self._db.execute(
                 "INSERT INTO rounds (round, head, counts, record) VALUES (?, ?, ?, ?)",

@@ -77,7 +77,8 @@ class LiveConfig:
         config = apply_overrides(self._base, overrides)
         check(config)
         try:
-            write_whole(self._file, format_overrides(overrides))
+            # This runs on the supervisor's event loop, which must not wait for the disk.
+            write_whole(self._file, format_overrides(overrides), forced=False)
         except OSError as exc:
             remedy = "free some space on that disk, and ask again"
             problem = f"could not be written ({exc.strerror}): {remedy}; nothing has changed."

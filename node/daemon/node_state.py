@@ -122,12 +122,18 @@ class NodeState:
         self.set_notice(NEWER_VERSION, newer_version_notice(self._node.version, report.swarm))
 
     def add_round(self, record: RoundRecord) -> None:
-        """Add a round record, unless a worker reports the round again after a crash."""
+        """Add a round record, unless a worker reports the round again after a crash.
+
+        Failed attempts in a row at one round share one record, so that they do not displace the committed rounds.
+        """
         if record.head and not record.dropped:
             for known in itertools.takewhile(lambda known: not known.dropped, self._rounds):
                 if known.head == record.head:
                     return
-        self._rounds.appendleft(record)
+        if self._rounds and (merged := self._rounds[0].with_failure(record)) is not None:
+            self._rounds[0] = merged
+        else:
+            self._rounds.appendleft(record)
         if self._history is not None:
             self._history.add_round(record)
 

@@ -130,7 +130,7 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
             with self._room(checkpoint.tensor_bytes + META_BYTES):
                 temporary.mkdir()
-                _write(checkpoint, temporary, check)
+                _write(checkpoint, temporary, target, check)
                 self._put_in_place(temporary, target)
         except OSError as exc:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -280,9 +280,11 @@ def _round_of(path: Path) -> int:
     return int(match["round"])
 
 
-def _write(checkpoint: Checkpoint, folder: Path, check: Callable[[], None]) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, replaced: Path, check: Callable[[], None]) -> None:
+    """Write the files of a checkpoint. It shares the outer state with the checkpoint in `replaced` if that has it."""
     files = {
-        OUTER: write_tensors(folder / OUTER, checkpoint.outer_tensors(), check),
+        OUTER: _link_outer(checkpoint, folder, replaced)
+        or write_tensors(folder / OUTER, checkpoint.outer_tensors(), check),
         LOCAL: write_tensors(folder / LOCAL, checkpoint.local_tensors(), check),
     }
     body = {name: getattr(checkpoint, name) for name in _META_FIELDS} | {"files": files}
@@ -294,6 +296,24 @@ def _write(checkpoint: Checkpoint, folder: Path, check: Callable[[], None]) -> N
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def _link_outer(checkpoint: Checkpoint, folder: Path, replaced: Path) -> Any:
+    """Hard-link the outer state of an earlier checkpoint of the same round. Returns its checksums; None if it has none.
+
+    The outer state is two fifths of a checkpoint, and does not change within a round.
+    """
+    try:
+        meta = json.loads((replaced / META).read_bytes())
+        body = meta["body"]
+        if meta["format"] != FORMAT_VERSION or _checksum(body) != meta["checksum"]:
+            return None
+        if body["state_digest"] != checkpoint.state_digest:
+            return None
+        os.link(replaced / OUTER, folder / OUTER)
+        return body["files"][OUTER]
+    except (OSError, ValueError, KeyError, TypeError):  # It is missing or damaged, or the file system has no links.
+        return None
 
 
 def _read(folder: Path) -> Checkpoint:

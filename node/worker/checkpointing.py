@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 4
 """Most rounds of a fragment between checkpoints. Peers keep results for twice as many, so that joiners can replay."""
+SAVE_RATIO = 20.0
+"""Within a round, the time between checkpoints is at least this many times the time that the newest took to write."""
 SETTLE_S = 1.0
 """Pause between the end of a round and its checkpoint, because the processors are still busy with the round."""
 
@@ -104,7 +106,10 @@ class CheckpointSource:
 
 
 class CheckpointSchedule:
-    """Decides when to take a checkpoint: every few rounds or every `interval_s`, SETTLE_S after the end of a round."""
+    """Decides when to take a checkpoint: every few rounds, and after `interval_s`, also within a round.
+
+    After the end of a round it waits SETTLE_S. A checkpoint of gigabytes that takes long to write comes less often.
+    """
 
     def __init__(
         self, round_: int, interval_s: float, fragments: int, clock: Callable[[], float] = time.monotonic
@@ -115,7 +120,7 @@ class CheckpointSchedule:
         self.taken(round_)
 
     def taken(self, round_: int) -> None:
-        """Record that a checkpoint of this round was taken."""
+        """Record that a checkpoint during the round after this one was taken."""
         self._taken_at, self._taken_round, self._due_at = self._clock(), round_, None
 
     def round_over(self, round_: int) -> None:
@@ -130,10 +135,12 @@ class CheckpointSchedule:
         """Whether a checkpoint of the newest round has to be taken before the next round."""
         return self._due_at is not None
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to take the wanted checkpoint now."""
-        return self._due_at is not None and self._clock() >= self._due_at
+    def is_due(self, save_s: float) -> bool:
+        """Whether to take a checkpoint now. `save_s` is the time that the newest one took to write."""
+        now_s = self._clock()
+        if self._due_at is not None:
+            return now_s >= self._due_at
+        return now_s - self._taken_at >= max(self._interval_s, SAVE_RATIO * save_s)
 
 
 class _Cancelled(Exception):
@@ -147,6 +154,8 @@ class Checkpointer:
         self._store, self._source, self._faults = store, source, faults
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._running: Future[None] | None = None
+        self.save_s = 0.0
+        """Seconds that the newest checkpoint took to write."""
         self._is_cancelled = threading.Event()
 
     @property
@@ -182,8 +191,10 @@ class Checkpointer:
 
     def _save(self, checkpoint: Checkpoint, tip: Tip) -> None:
         try:
+            began_s = time.monotonic()
             self._faults.meet("save", checkpoint.round)
             self._store.save(checkpoint, self._check_wanted)
+            self.save_s = time.monotonic() - began_s
         except _Cancelled:
             logger.debug("The unfinished checkpoint of round %d is discarded for a newer one.", checkpoint.round)
             return

@@ -248,7 +248,7 @@ class Trainer:
         """Check background work, start a checkpoint that is due, report, and obey orders. Called between two steps."""
         self._checkpointer.check()
         self._encoder.check()
-        if self._schedule.is_due and not self._checkpointer.is_busy:
+        if not self._checkpointer.is_busy and self._schedule.is_due(self._checkpointer.save_s):
             self._begin_checkpoint()
         self._report_and_check()
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from node.config.loader import known_keys
+from node.config.loader import known_keys, load
 from node.config.overrides import CHANGEABLE
+from node.daemon.live_config import LiveConfig
 from tests.api.conftest import ClientMaker, FakeNode
 from tests.api.daemon import Daemon, wait_for
 
@@ -135,3 +136,16 @@ def test_node_with_changed_settings_still_ends_with_exit_code_3_if_its_port_is_t
     (tmp_path / "settings.json").write_text('{"limits.upload_mbit_s": 7}')
     with Daemon(tmp_path, "port-taken") as daemon:
         assert daemon.end()[0] == 3
+
+
+def test_change_of_the_settings_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's event loop makes the change, and answers all other requests meanwhile."""
+
+    def no_sync(_fd: int) -> None:
+        raise AssertionError("fsync")
+
+    monkeypatch.setattr("os.fsync", no_sync)
+    loaded = load(file=None, environ={"HOME": str(tmp_path)}, flags=[])
+    live = LiveConfig(loaded.config, loaded.origins, tmp_path)
+    assert live.change({"node": {"name": "x"}}, lambda _config: None) == ("node.name",)
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"node.name": "x"}

@@ -17,6 +17,7 @@ import torch
 
 from node.errors import PeerError, SwarmError
 from node.status import Channel
+from node.swarm.allreduce import result_store
 from node.swarm.allreduce.chunk_assignment import chunk_owners
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.consensus import leader
@@ -501,6 +502,7 @@ def test_chunks_are_read_in_threads_for_at_most_two_calls_per_caller(
         return chunk
 
     monkeypatch.setattr(other.participant.ctx.results._store, "get", read_slowly)
+    monkeypatch.setattr(other.participant.ctx.results._store, "size_of", lambda _digest: len(chunk))
 
     def fetch() -> Any:
         call = caller.host.wire.call(other.peer_id, "fetch", Message({"hashes": [bytes(32)]}), timeout_s=20)
@@ -515,6 +517,62 @@ def test_chunks_are_read_in_threads_for_at_most_two_calls_per_caller(
     finally:
         release.set()
     assert [list(call.result(10).blobs) for call in (first, second)] == [[chunk], [chunk]]
+
+
+def test_strangers_together_hold_a_bounded_number_of_bytes_and_leave_room_for_members(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = swarm.rules(PARAMETERS, "fp32", min_peers=2)
+    member, other = swarm.nodes(2, rules)
+    strangers = [swarm.node(rules) for _ in range(3)]
+    (chunk, _, *_) = other.encode(torch.zeros(PARAMETERS))
+    monkeypatch.setattr(result_store, "REPLY_BYTES", len(chunk))
+    monkeypatch.setattr(result_store, "SERVED_BYTES", 4 * len(chunk))
+    reading, release = threading.Semaphore(0), threading.Event()
+
+    def read_slowly(_digest: bytes) -> bytes:
+        reading.release()
+        release.wait(20)
+        return chunk
+
+    monkeypatch.setattr(other.participant.ctx.results._store, "get", read_slowly)
+    monkeypatch.setattr(other.participant.ctx.results._store, "size_of", lambda _digest: len(chunk))
+
+    def fetch(caller: Any) -> Any:
+        message = Message({"hashes": [bytes(32), bytes(32)]})
+        call = caller.host.wire.call(other.peer_id, "fetch", message, timeout_s=20)
+        return asyncio.run_coroutine_threadsafe(call, caller.host.loop)
+
+    for stranger in strangers:
+        stranger.host.learn(other.peer_id, other.host.addresses())
+    assert not any(other.peer_table.knows(stranger.peer_id) for stranger in strangers)
+    held = [fetch(strangers[0]), fetch(strangers[1])]
+    try:
+        assert reading.acquire(timeout=10) and reading.acquire(timeout=10)
+        with pytest.raises(PeerError) as caught:
+            fetch(strangers[2]).result(10)
+        assert caught.value.code == "busy"
+        held.append(fetch(member))
+        assert reading.acquire(timeout=10), "strangers leave room for members"
+    finally:
+        release.set()
+    assert [list(call.result(10).blobs) for call in held] == 3 * [[chunk]], "one reply holds one chunk at a time"
+    assert list(fetch(strangers[2]).result(10).blobs) == [chunk], "replies that were sent free their bytes"
+
+
+def test_a_result_that_does_not_fit_into_one_reply_is_fetched_with_several(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = swarm.rules(PARAMETERS, "fp16", min_peers=2)
+    nodes = swarm.nodes(3, rules)
+    round_of(nodes, 0)
+    monkeypatch.setattr(result_store, "REPLY_BYTES", 1)
+    late = swarm.node(rules)
+    late.meet(nodes)
+    proof = nodes[0].tip.proof
+    assert proof is not None and len(rules.layouts[0].bounds) > 1
+    assert late.host.do(late.participant.committer.adopt(proof))
+    assert late.tip.digest == nodes[0].tip.digest
 
 
 def test_a_leader_that_proposes_two_outcomes_in_one_attempt_gets_one_vote(swarm: Swarm) -> None:

@@ -327,7 +327,7 @@ class SimulatedWire:
         try:
             with ExitStack() as held:
                 verb, header, _ = unpack_header(request, self.call_limiter.limit_call(self.services, caller, held))
-                return await run_handler(self.services[verb], caller, Message(header, blobs))
+                return await run_handler(self.services[verb], caller, Message(header, blobs), held)
         except SwarmError as exc:
             self.traffic.reject(exc)
             raise PeerError(str(exc), code=exc.code) from exc

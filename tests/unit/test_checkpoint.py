@@ -114,9 +114,27 @@ def test_a_newer_checkpoint_of_the_same_round_replaces_the_older_one(tmp_path: P
     store = CheckpointStore(tmp_path, keep=2)
     store.save(checkpoint())
     changed = replace(checkpoint(), inner_step=99)
+    outer = (tmp_path / "round-00000012" / OUTER).stat().st_ino
     store.save(changed)
     assert same(store.newest(repair=True), changed)
     assert names(tmp_path) == ["round-00000012"]
+    assert (tmp_path / "round-00000012" / OUTER).stat().st_ino == outer, "the outer state is not written again"
+
+
+def test_a_checkpoint_of_another_state_shares_no_file_with_the_one_it_replaces(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint())
+    other = replace(checkpoint(), anchor=torch.ones(P), state_digest="aa" * 32)
+    store.save(other)
+    assert same(store.newest(repair=True), other)
+
+
+@pytest.mark.parametrize("name", [META, OUTER])
+def test_a_checkpoint_is_written_whole_if_the_one_it_replaces_lacks_a_file(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    (store.save(checkpoint()) / name).unlink()
+    store.save(checkpoint())
+    assert same(store.newest(repair=True), checkpoint())
 
 
 def test_a_kill_between_the_two_renames_of_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
@@ -287,8 +305,8 @@ def test_a_process_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: P
         "from node.training.checkpoint import Checkpoint, CheckpointStore\n"
         "store = CheckpointStore(Path(sys.argv[1]), keep=2)\n"
         "for i in range(10**6):\n"
-        "    v = torch.full((200_000,), float(i))\n"
-        "    store.save(Checkpoint('', '', i // 3, i, '', (), v, v, local=v)); print(i, flush=True)\n"
+        "    v, outer = (torch.full((200_000,), float(value)) for value in (i, i // 3))\n"
+        "    store.save(Checkpoint('', '', i // 3, i, str(i // 3), (), outer, outer, local=v)); print(i, flush=True)\n"
     )
     for pause_s in (0.0, 0.003, 0.011):
         child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -303,7 +321,8 @@ def test_a_process_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: P
         newest = CheckpointStore(tmp_path, keep=2).newest(repair=True)
         assert newest is not None
         assert newest.tokens in (saved, saved + 1)
-        assert torch.equal(newest.anchor, torch.full((200_000,), float(newest.tokens)))
+        assert torch.equal(newest.anchor, torch.full((200_000,), float(newest.tokens // 3)))
+        assert newest.local is not None and torch.equal(newest.local, torch.full((200_000,), float(newest.tokens)))
         assert not list(tmp_path.glob("damaged-*"))
         shutil.rmtree(tmp_path)
 

@@ -117,11 +117,22 @@ def test_a_checkpoint_is_due_shortly_after_its_round_ends() -> None:
     clock = Clock()
     schedule = CheckpointSchedule(0, 60.0, 1, clock)
     schedule.round_over(3)
-    assert schedule.is_wanted and not schedule.is_due
+    assert schedule.is_wanted and not schedule.is_due(0.0)
     clock.now_s += SETTLE_S
-    assert schedule.is_due
+    assert schedule.is_due(0.0)
     schedule.taken(3)
-    assert not schedule.is_wanted and not schedule.is_due
+    assert not schedule.is_wanted and not schedule.is_due(0.0)
+
+
+def test_a_checkpoint_is_due_within_a_long_round() -> None:
+    clock = Clock()
+    schedule = CheckpointSchedule(0, 60.0, 1, clock)
+    clock.now_s += 59
+    assert not schedule.is_due(0.0)
+    clock.now_s += 1
+    assert schedule.is_due(3.0) and not schedule.is_due(4.0), "4 s of writing are more than a twentieth of 60 s"
+    schedule.taken(0)
+    assert not schedule.is_due(0.0)
 
 
 @pytest.mark.parametrize(("fragments", "expected"), [(1, [3, 7, 11, 15, 19, 23, 27, 31]), (4, [15, 31])])

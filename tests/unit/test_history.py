@@ -274,6 +274,16 @@ def test_history_keeps_a_bounded_number_of_rounds_and_peers(tmp_path: Path, monk
     database.close()
 
 
+def test_failed_attempts_do_not_displace_committed_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_database, "ROUNDS_KEPT", 20)
+    database = HistoryDatabase(tmp_path)
+    database.add_round(make_round(0))
+    for _ in range(25):
+        database.add_round(RoundRecord(round=1, outcome=Outcome.FAILED, reason="rejected"))
+    assert [(record.round, record.attempts) for record in database.rounds(100)] == [(1, 25), (0, 1)]
+    database.close()
+
+
 @pytest.fixture(scope="module")
 def two_years(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The history file of a node that was on for two years, with the largest possible number of rows."""

@@ -143,10 +143,23 @@ def test_round_that_is_reported_twice_is_added_once() -> None:
         state.add_round(RoundRecord(round=number, outcome=Outcome.ALONE, head=f"h{number}"))
     state.add_round(RoundRecord(round=3, outcome=Outcome.FAILED))
     state.add_round(RoundRecord(round=3, outcome=Outcome.FAILED))
-    assert [record.round for record in state.view(alive=True).rounds] == [3, 3, 2, 1]
+    assert [record.round for record in state.view(alive=True).rounds] == [3, 2, 1]
     state.add_round(RoundRecord(round=2, outcome=Outcome.SKIPPED, head="h2", dropped=1))
     state.add_round(RoundRecord(round=2, outcome=Outcome.ALONE, head="h2"))
-    assert [record.round for record in state.view(alive=True).rounds] == [2, 2, 3, 3, 2, 1]
+    assert [record.round for record in state.view(alive=True).rounds] == [2, 2, 3, 2, 1]
+
+
+def test_failed_attempts_at_one_round_share_a_record() -> None:
+    state = make_state()
+    state.add_round(RoundRecord(round=0, outcome=Outcome.COMPLETE, head="h0"))
+    for number in range(ROUNDS_KEPT + 5):
+        started_at = f"2026-01-01T00:00:{number % 60:02}Z"
+        state.add_round(RoundRecord(round=1, outcome=Outcome.FAILED, started_at=started_at, reason=f"reason {number}"))
+    newest, oldest = state.view(alive=True).rounds
+    assert (newest.round, newest.attempts, oldest.head) == (1, ROUNDS_KEPT + 5, "h0")
+    assert (newest.started_at, newest.reason) == ("2026-01-01T00:00:00Z", f"reason {ROUNDS_KEPT + 4}")
+    state.add_round(RoundRecord(round=2, outcome=Outcome.FAILED))
+    assert [record.attempts for record in state.view(alive=True).rounds] == [1, ROUNDS_KEPT + 5, 1]
 
 
 def test_counters_of_the_node_state_are_those_of_the_newest_report() -> None:

@@ -163,6 +163,7 @@ export interface RoundRecord {
   evaluation_loss: number | null;
   dropped: number;
   reason: string;
+  attempts: number;
 }
 
 export interface Rounds {

@@ -186,6 +186,7 @@ function Detail({ record }: { record: RoundRecord }) {
     <div class="round" aria-live="off">
       <h3>
         Round {record.round} <small>{MARKS[outcome(record)].words}</small>
+        {(record.attempts ?? 1) > 1 && <small>{record.attempts} attempts</small>}
         {record.state_digest && (
           <small>
             state <code>{record.state_digest.slice(0, 12)}</code>

@@ -81,7 +81,7 @@ export const GROUPS: Group[] = [
     trains: true,
     fields: [
       { key: "checkpoint.keep", label: "Keep", kind: "number", unit: "newest", step: 1 },
-      { key: "checkpoint.every_s", label: "At most every", kind: "number", unit: "s" },
+      { key: "checkpoint.every_s", label: "Every", kind: "number", unit: "s" },
     ],
   },
   {

@@ -23,7 +23,7 @@ from node.host.files import sync_folder
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.membership.peer_table import PeerTable, while_live
 from node.swarm.messages import Proof, RoundOutcome, SavedBallot, parse, split_hashes
-from node.swarm.transport.wire import Message, Wire
+from node.swarm.transport.wire import Message, Wire, timeout_error
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ MAX_KEPT_ROUNDS = 72
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
 MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
 BALLOT_FILE = "ballot.json"
+REPLY_BYTES = 32 * 2**20
+"""Most bytes of chunks that one reply holds from the disk, unless its first chunk is larger."""
+SERVED_BYTES = 4 * REPLY_BYTES
+"""Limit on such bytes in all replies that are being sent. Peers that are no members get half of it together."""
 
 
 class ResultStore:
@@ -220,6 +224,11 @@ class ResultStore:
                     raise ValueError("a chunk does not have its hash")
         return chunks
 
+    def size_of(self, digest: bytes) -> int | None:
+        """The size of a chunk; None if it is not here. Does not access the disk."""
+        rounds = list(self._rounds.values())  # A copy, as `put` runs in another thread.
+        return next((index[digest][1] for index in rounds if digest in index), None)
+
     def get(self, digest: bytes) -> bytes | None:
         for head, index in list(self._rounds.items()):  # A copy, as `put` runs in another thread.
             if digest in index:
@@ -267,6 +276,8 @@ class ResultCache:
         self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}
         self._fetches: dict[str, asyncio.Future[list[bytes]]] = {}
+        self._served_bytes = 0
+        """Chunks from the disk in replies that are not sent yet."""
 
     def add(self, chunks: Iterable[bytes]) -> list[bytes]:
         """Keep these chunks and return their hashes."""
@@ -279,6 +290,32 @@ class ResultCache:
     def hold(self, hashes: Sequence[bytes], chunks: Sequence[bytes]) -> None:
         """Keep these chunks, whose hashes the caller has checked."""
         self._chunks.update(zip(hashes, chunks, strict=True))
+
+    def reserve(self, hashes: Sequence[bytes], *, is_member: bool) -> tuple[Sequence[bytes], Callable[[], None]]:
+        """Choose which of these chunks one reply holds: the first ones, as many as the limits allow.
+
+        Chunks of the current round are in memory anyway and count nothing. Returns their hashes, and a function to call
+        when the reply was sent. Raises PeerError if the first chunk is not here, or if other replies use up the limit.
+        """
+        chosen, size = [], 0
+        for digest in hashes:
+            if digest not in self._chunks:
+                more = self._store.size_of(digest)
+                if more is None or (size and size + more > REPLY_BYTES):
+                    break
+                size += more
+            chosen.append(digest)
+        if not chosen:
+            raise PeerError("this node does not have these chunks", code="round_failed")
+        limit = SERVED_BYTES if is_member else SERVED_BYTES // 2
+        if size and self._served_bytes and self._served_bytes + size > limit:
+            raise PeerError("too many chunks are being sent", code="busy")
+        self._served_bytes += size
+
+        def release() -> None:
+            self._served_bytes -= size
+
+        return chosen, release
 
     def get_all(self, hashes: Sequence[bytes]) -> list[bytes] | None:
         """Return these chunks, in order, or None if one is missing. Reads the disk. Any thread may call it."""
@@ -335,15 +372,22 @@ class ResultCache:
 
     async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
         """Keep the valid chunks that a peer sends; the others stay missing."""
-        request, max_bytes = Message({"hashes": [hashes[chunk] for chunk in chunks]}), layout.encoded_bytes()
+        clock, left, max_bytes = asyncio.get_running_loop().time, list(chunks), layout.encoded_bytes()
+        until_s = clock() + self._timeout_s
         try:
-            call = self._wire.call(peer, "fetch", request, timeout_s=self._timeout_s, max_reply_bytes=max_bytes)
-            reply = await while_live(self._peer_table, peer, call)
-            named = list(zip(chunks, reply.blobs, strict=False))
-            await asyncio.to_thread(self._keep_valid, named, hashes, layout)
+            while left:  # A reply may hold only the first of the chunks.
+                request, timeout_s = Message({"hashes": [hashes[chunk] for chunk in left]}), until_s - clock()
+                if timeout_s <= 0:
+                    raise timeout_error(peer, "fetch", self._timeout_s)
+                call = self._wire.call(peer, "fetch", request, timeout_s=timeout_s, max_reply_bytes=max_bytes)
+                named = list(zip(left, (await while_live(self._peer_table, peer, call)).blobs, strict=False))
+                if not named:
+                    raise PeerError("a reply has no chunk")
+                await asyncio.to_thread(self._keep_valid, named, hashes, layout)
+                left = left[len(named) :]
         except PeerError as exc:
             self._wire.traffic.reject(exc)
-            logger.info("Peer %s did not send %d chunks of the result: %s", peer[-6:], len(chunks), exc)
+            logger.info("Peer %s did not send %d chunks of the result: %s", peer[-6:], len(left), exc)
 
     def _keep_valid(self, named: Sequence[tuple[int, bytes]], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
         """Keep these numbered chunks. Raises PeerError at the first invalid chunk, after those before it. Slow."""

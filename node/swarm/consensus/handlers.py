@@ -31,7 +31,7 @@ from node.swarm.transport.wire import MAX_HEADER_BYTES, Message, Service
 MAX_AT_ONCE = 4
 """Limit on concurrent request bodies of one verb from one caller. Bodies of failed attempts may still be arriving."""
 MAX_FETCHES = 2
-"""Limit on concurrent fetches of one caller. Each fetch holds a round's chunks in memory until they are sent."""
+"""Limit on concurrent fetches of one caller. `ResultCache.reserve` limits what all callers hold together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,12 @@ class Handlers:
         wanted = message.header.get("hashes")
         if not isinstance(wanted, list) or len(wanted) > max(self.ctx.rules.bounds.chunks):
             raise PeerError("a fetch has the wrong form")
-        found = await asyncio.to_thread(self.ctx.results.get_all, wanted)
-        if found is None:
-            raise PeerError("this node does not have all of these chunks", code="round_failed")
-        return Message(blobs=await self.ctx.hooks.serve(found))
+        chosen, release = self.ctx.results.reserve(wanted, is_member=self.ctx.peer_table.is_member(caller))
+        try:
+            found = await asyncio.to_thread(self.ctx.results.get_all, chosen)
+            if found is None:
+                raise PeerError("this node does not have all of these chunks", code="round_failed")
+            return Message(blobs=await self.ctx.hooks.serve(found), release=release)
+        except BaseException:
+            release()
+            raise

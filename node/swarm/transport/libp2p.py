@@ -229,7 +229,7 @@ class Libp2pWire:
         with ExitStack() as held:
             self._call_limiter.limit_call(self._services, self.peer_id, held)(verb)
             async with asyncio.timeout(timeout_s):
-                return await run_handler(self._services[verb], self.peer_id, message)
+                return await run_handler(self._services[verb], self.peer_id, message, held)
 
     async def _call_remote(self, call: _Call) -> Message:
         """Call a peer directly if that is possible, else over the peer's relays."""
@@ -429,7 +429,7 @@ class Libp2pWire:
                 service = self._services[verb]
                 channel = service.channel
                 self.traffic.received_bytes[channel] += size
-                reply = await run_handler(service, caller, message)
+                reply = await run_handler(service, caller, message, held)
                 header, blobs = pack_header("ok", reply), reply.blobs
             except SwarmError as exc:
                 self.traffic.reject(exc)

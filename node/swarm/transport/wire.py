@@ -48,6 +48,8 @@ class Message:
 
     header: Mapping[str, Any] = field(default_factory=dict)
     blobs: Sequence[bytes] = ()
+    release: Callable[[], None] = lambda: None
+    """In a reply: called once when it was sent or cannot be sent, to free what its blobs hold."""
 
     @property
     def blob_bytes(self) -> int:
@@ -74,10 +76,12 @@ class Service:
     """Reserves a resource for a caller from before the body is read until the reply is sent. Raises PeerError."""
 
 
-async def run_handler(service: Service, caller: str, message: Message) -> Message:
+async def run_handler(service: Service, caller: str, message: Message, held: ExitStack) -> Message:
     """Run a handler. Turns exceptions that malformed input causes into a PeerError. Raises SwarmError."""
     try:
-        return await service.handler(caller, message)
+        reply = await service.handler(caller, message)
+        held.callback(reply.release)
+        return reply
     except MALFORMED_ERRORS as exc:
         raise PeerError(f"a message has the wrong form ({type(exc).__name__})") from exc
     except SwarmError:
