@@ -41,14 +41,16 @@ from node.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-STAGES = ("inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save")
+STAGES = ("inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "merge", "serve", "load", "save")
 DAMAGES = ("garbage", "shape", "nan")
 KINDS = ("stall", "hang", "die", "stop", "fail", "corrupt", *DAMAGES, "slow", "rest", "memory", "overflow")
 ROLES = ("leader", "other")
 FILE = "file:"
 NOT_NUMBERS = b"\xff" * 4
 """Bytes that are one NaN in fp32, or two in fp16."""
-StageName = Literal["inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "serve", "load", "save"]
+StageName = Literal[
+    "inner", "rendezvous", "reduce", "forward", "average", "commit", "apply", "merge", "serve", "load", "save"
+]
 Role = Callable[[], str]
 """Returns this node's role in the current round. Called only if a fault names a role."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -21,6 +22,8 @@ from node.swarm.member import MemberOptions, MemberSnapshot, SwarmMember, start_
 from node.swarm.membership.peer_table import MEMBER_PHASES
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.server import StateSource
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START_S = 60.0
@@ -101,6 +104,8 @@ class SwarmThread:
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait([watch, closing], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and (error := watch.exception()) is not None:
+            if not isinstance(error, SwarmError):
+                logger.error("The swarm's thread ended by an error of this program.", exc_info=error)
             self._failure = SwarmError(f"The swarm's thread ended: {error}")
             self.mailbox.put(self._failure)
         watch.cancel()

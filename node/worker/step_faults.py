@@ -41,6 +41,10 @@ class StepFaults:
     def before_step(self) -> None:
         self._faults.meet("inner", self._round, self._role)
 
+    def before_merge(self) -> None:
+        """Called with the committed round as the tip, before the parameters change."""
+        self._faults.meet("merge", self._round - 1)
+
     def simulate_step(self, replica: Replica, tokens: int) -> StepResult | None:
         """Sleep instead of computing, to simulate another device. Returns None at once if the plan has no `rest`."""
         began_at, step_s = time.monotonic(), self._faults.rest_s()

@@ -48,15 +48,16 @@ def test_node_stopped_during_an_evaluation_saves_the_round_that_it_evaluates(tmp
 
 
 @pytest.mark.timeout(240)
-def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path) -> None:
-    """The node's main thread is busy with a long operation when the node must leave."""
+@pytest.mark.parametrize(("stage", "saved"), [("inner", 2), ("merge", 3)])
+def test_leaving_node_can_finish_a_long_operation_before_it_saves(tmp_path: Path, stage: str, saved: int) -> None:
+    """The node's main thread is busy with an inner step, or applies a round, when the node must leave."""
     busy_s = SupervisorTimings().stop_s + 4
     with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 20})) as swarm:
-        node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"inner@3=stall:{busy_s}"})
-        wait_for(lambda: "Injected fault at inner of round 3" in node.said(), PATIENCE * START_S, "it is not busy")
+        node = swarm.found("--checkpoint.every_s=3600", env={"DILOCO_FAULTS": f"{stage}@3=stall:{busy_s}"})
+        wait_for(lambda: f"Injected fault at {stage} of round 3" in node.said(), PATIENCE * START_S, "it is not busy")
         assert node.act("leave").status_code == 202
         assert node.wait_end(PATIENCE * busy_s) == 0
-        assert checkpoint_round(node.checkpoints()[0]) == 2
+        assert checkpoint_round(node.checkpoints()[0]) == saved
         assert "did not end within" not in node.said()
 
 
