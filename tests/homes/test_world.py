@@ -329,7 +329,7 @@ def test_rate_of_a_simulated_line_can_change_while_it_is_used() -> None:
         with pouring(home.machine, outside.machine, outside.address):
             home.limit((5.0, 50.0))
             (slow,) = rates_mbit_s([home.sent_bytes])
-            assert 0.9 * 5.0 < slow < 1.1 * 5.0
+            assert 0.8 * 5.0 < slow < 1.1 * 5.0, "a busy machine may not fill the line"
             home.limit(None)
             fast, back = rates_mbit_s([home.sent_bytes, home.received_bytes], 0.5)
             assert fast > 50.0 and back < 0.2 * fast, "what is sent, and what is acknowledged"

@@ -79,7 +79,7 @@ def out_of_memory(node: Node, figures: Figures) -> None:
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
     status = node.status()
     assert "memory" in status["reason"], status["reason"]
-    assert "hung" not in status["reason"], "a worker that fails ends at once"
+    assert "no heartbeat" not in status["reason"], "a worker that fails ends at once"
     figures.hold("API while the worker is out of memory, 19 of 20 answers within", slow_s, ANSWER_S)
     assert node.http.get("/livez").status_code == 200, "a worker is on its way"
 
@@ -95,7 +95,7 @@ def stopped(node: Node, figures: Figures) -> None:
     slow_s = max(slow_s, answers(node, lambda: node.status()["code"] == "worker_crashed"))
     figures.hold("API while the worker is stopped, 19 of 20 answers within", slow_s, ANSWER_S)
     figures.hold("a hung worker is killed, beyond its patience", time.monotonic() - began_s - HUNG_S, 2)
-    assert "hung" in node.status()["reason"]
+    assert "no heartbeat" in node.status()["reason"]
     wait_for(lambda: node.http.get("/livez").status_code == 200, START_S, "livez")
 
 

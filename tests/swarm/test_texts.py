@@ -227,8 +227,8 @@ HUGE = ("--run.model.hidden_size=16384", "--run.model.num_hidden_layers=100", "-
         (("--run.model.type=gpt2",), 2, "'llama', 'mistral', 'qwen2' or 'qwen3'"),
         (("--run.inner.sequence_length=4096",), 2, "max_position_embeddings"),
         (("--run.data.sources=ftp:nowhere",), 2, "in sources"),
-        (("--run.data.sources=parquet:nowhere/*.parquet",), 3, "put the text there"),
-        (("--run.data.sources=text:empty.txt",), 3, "has no text"),
+        (("--run.data.sources=parquet:nowhere/*.parquet",), 3, "put it there"),
+        (("--run.data.sources=text:empty.txt",), 3, "is empty"),
         (("--run.data.sources=text:latin.txt",), 3, "utf-8"),
         (
             ("--run.data.sources=text:good.txt", "--run.data.tokenizer=words", "--run.model.vocab_size=300"),

@@ -64,6 +64,8 @@ class Attempt:
     """As the leader: the vote for `proposal` of each member that has answered; empty if it refuses."""
     has_vote: asyncio.Event = field(default_factory=asyncio.Event)
     """As the leader: set when a member has answered the proposal."""
+    has_join: asyncio.Event = field(default_factory=asyncio.Event)
+    """As the leader: set when a member has joined."""
     proof: Proof | None = None
     """As the leader: the commit certificate; None until the outcome is ratified."""
     committed_at_s: float = 0.0

@@ -99,6 +99,8 @@ class Handlers:
         attempt = self.ballot.enter(join.parent, number, caller)
         if (claim := message.header.get("accepted")) and caller not in attempt.proposals:
             attempt.proposals[caller] = self.voter.read_accepted(claim, caller, attempt)
+        if caller not in attempt.joins:
+            attempt.has_join.set()
         attempt.joins[caller] = document
         attempt.attended_at_s[caller] = self.ctx.clock()
         if attempt.proposal is not None and "vote" in message.header:

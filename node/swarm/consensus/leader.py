@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 V = TypeVar("V")
 LOOK_S = 0.1
+GATHER_S = 0.25
+"""Longest time between two looks at a group that is being gathered. A new member is seen at once."""
 MORE_VOTES_S = 0.5
 """Time to wait for further votes after a result is ratified. More votes convince more members that did not vote."""
 BEHIND_GRACE_S = 3.0
@@ -111,7 +113,8 @@ class Leader:
             if verdict.code == "waiting_for_peers" and set(seen.live) <= set(attempt.joins) | self._ballot.omitted:
                 self._ballot.omitted.clear()  # Without the omitted members, the group is too small.
             self._ballot.look_up()
-            await asyncio.sleep(LOOK_S)
+            attempt.has_join.clear()
+            await first((attempt.has_join,), GATHER_S)
 
     def _tokens(self, attempt: Attempt) -> dict[str, int]:
         joins = {peer: read_join(document) for peer, document in attempt.joins.items()}

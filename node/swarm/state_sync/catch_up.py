@@ -5,7 +5,7 @@ The node tries these steps in order, and goes to the next one if a step does not
 1. After a restart, the node replays the rounds on its own disk (`Committer.replay_next`).
 2. It replays the proofs that peers have kept (`CatchUp.replay`).
 3. It downloads a state (`Downloader`). `CatchUp` only reports the reason as a `ResyncCause`: peers no longer keep the
-   proofs (`far_behind`), this node's chain lost a fork (`fork`), or its state is damaged (`outvoted`).
+   proofs or the results (`far_behind`), this node's chain lost a fork (`fork`), or its state is damaged (`outvoted`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, ChainS
 from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
+
+UNSERVED_S = 20.0
+"""If no peer has had the result of the next round for so long, the node downloads a state instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class CatchUp:
         self._ctx, self._ballot, self._committer = participant.ctx, participant.ballot, participant.committer
         self._wire, self._peer_table = self._ctx.wire, self._ctx.peer_table
         self._on_lost = on_lost
+        self._unserved = "", 0.0
+        """The head after which no peer has had the result of the next round, and since when."""
         ChainServer(self._ctx)
 
     async def run(self) -> None:
@@ -101,7 +106,7 @@ class CatchUp:
         Peers that send light proofs may be on another chain. If no round was adopted, the heaviest-chain rule decides
         between their chains and this node's.
         """
-        has_led, unrelated = False, list[tuple[PeerRecord, Message]]()
+        has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
         old_head = self._ctx.chain.tip.head
         for record in peers:
             tip = self._ctx.chain.tip
@@ -109,6 +114,7 @@ class CatchUp:
                 reply = await self._replay_from(record.peer_id)
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
+                is_unserved |= exc.code == "reducer_lost"
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
@@ -124,7 +130,17 @@ class CatchUp:
         for record, reply in unrelated:
             if self._ctx.chain.tip.head != old_head or await self._has_lost_to(record, reply):
                 break
+        if is_unserved and self._ctx.chain.tip.head == old_head:
+            self._wait_for_result(old_head)
         return has_led
+
+    def _wait_for_result(self, head: str) -> None:
+        """No peer has the result of the round after this head: some may be away, or their disks could not keep it."""
+        now_s = self._ctx.clock()
+        if self._unserved[0] != head:
+            self._unserved = head, now_s
+        elif now_s - self._unserved[1] > UNSERVED_S:
+            self._lose("no peer has the result of the round after this node's head", "far_behind")
 
     async def _replay_from(self, peer_id: str) -> Message:
         """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
