@@ -63,7 +63,7 @@ def test_members_behind_symmetric_nats_keep_using_the_relay(swarm: Swarm, kinds:
 
 @heavy
 @pytest.mark.timeout(900)
-def test_members_that_lose_their_direct_connection_complete_rounds_and_connect_again(swarm: Swarm) -> None:
+def test_members_complete_rounds_after_they_lose_their_direct_connection_and_connect_again(swarm: Swarm) -> None:
     with world(homes_of("cone", "cone", "public")) as homes:
         members, _ = become_direct(homes, swarm, 2)
         since = members[0].status()["run"]["round"]

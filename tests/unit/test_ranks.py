@@ -88,7 +88,9 @@ def test_shard_out_of_memory_ends_all_ranks_and_halves_the_micro_batch(faults: t
 
 
 @pytest.mark.parametrize("faults", [("inner@*=memory:0", ""), ("", "inner@*=memory:0")])
-def test_a_shard_without_memory_for_one_sequence_is_a_machine_error(faults: tuple[str, str], tmp_path: Path) -> None:
+def test_too_little_memory_for_one_sequence_per_shard_is_a_machine_error(
+    faults: tuple[str, str], tmp_path: Path
+) -> None:
     done = run_script(tmp_path, faults, devices={"ranks": 2, "sharding": "fsdp"})
     assert done.returncode == MachineError.exit_code, done.stderr
     assert "devices.activation_checkpointing" in done.stderr

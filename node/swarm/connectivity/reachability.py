@@ -170,7 +170,7 @@ class Reachability:
         dial: Dial = peer_at,
         is_relay: bool = False,
     ) -> None:
-        """`ports` maps an IP version to the TCP port on which this node listens, without an entry if it does not.
+        """`ports` maps each IP version on which this node listens to its TCP port. Other versions have no entry.
 
         `announced` are the user's multiaddresses. `cache` is the file that keeps confirmed addresses over restarts.
         """

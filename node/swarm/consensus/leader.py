@@ -217,7 +217,7 @@ class Leader:
         return sorted(included)
 
     async def _attending(self, attempt: Attempt, peers: Sequence[str]) -> list[str]:
-        """Wait for these peers to attend again, and return those that do. The others have died."""
+        """Wait until these peers call `attend` again, and return those that do. The others count as dead."""
         asked_at_s = self._ctx.clock()
         until_s = asked_at_s + self._ctx.peer_table.timings.hold_s + CALL_S
 
