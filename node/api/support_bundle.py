@@ -139,7 +139,7 @@ def _tail(file: Path) -> str:
 
 
 def _configured_hosts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield host names to hide. A name without a dot may be a common word, so it is hidden only where a port follows."""
+    """Yield host names to hide. Names without a dot may be common words and are hidden only before a port."""
     for name in config.api.allowed_hosts:
         if "." in name:
             yield name, ADDRESS

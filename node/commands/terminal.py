@@ -29,7 +29,7 @@ class LiveView:
     """Shows the node's status. A context manager, inside which the live line is on screen."""
 
     def __init__(self, console: Console, data_dir: Path, *, line: bool, pid: int) -> None:
-        """`line` says whether to show the live line. `pid` is the supervisor's; an api.json of another process is ignored."""
+        """`line` says whether to show the live line. `pid` is the supervisor's; other api.json files are ignored."""
         self._console = console
         self._data_dir = data_dir
         self._live = Live(console=console, refresh_per_second=4, transient=True) if line else None

@@ -122,7 +122,7 @@ def _reserve(addresses: Sequence[Multiaddress], held: Collection[str]) -> Reserv
 
 
 def _probe(address: Multiaddress, probes: ExitStack) -> int:
-    """Open a listening socket with libp2p's options. The stack `probes` closes it. Returns the port; raises OSError."""
+    """Open a socket with libp2p's options, which the stack `probes` closes. Returns its port; raises OSError."""
     family = socket.AF_INET6 if address.host_type == "ip6" else socket.AF_INET
     listener = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
