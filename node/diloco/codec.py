@@ -20,7 +20,7 @@ Data = bytes | memoryview
 
 BLOCK = 4096
 """Elements of a block of fp16 and topk. Chunks begin at its multiples, so no block lies in two chunks."""
-MAX_CHUNKS = 256
+MAX_CHUNKS = 128
 MAX_CHUNK_ELEMENTS = 2**22
 FLOAT_MAX = 3.4028234663852886e38
 
@@ -119,8 +119,8 @@ class Fp16:
         # The values may lie at an odd address: copied as bytes, they are aligned for the conversion.
         halves = np.empty(n, "<f2")
         halves.view(np.uint8)[:] = np.frombuffer(data, np.uint8, offset=len(exponents)) if n else 0
-        x = torch.from_numpy(halves.astype(np.float16, copy=False)).to(torch.float32)
-        _scale(x, exponents.astype(np.int32), out=x)
+        x = torch.empty(n)
+        _scale(torch.from_numpy(halves.astype(np.float16, copy=False)), exponents.astype(np.int32), out=x)
         _require_finite(x, "The encoded vector")
         return x
 
@@ -150,15 +150,16 @@ def _exponents(x: Tensor) -> npt.NDArray[np.int32]:
 
 
 def _scale(x: Tensor, exponents: npt.NDArray[np.int32], *, out: Tensor) -> None:
-    """out = x * 2^exponents, one scale a block; `exponents`: int32 [B] in -113..113.
+    """out = x * 2^exponents, one scale a block. x: fp16 or fp32 [n]; out: fp32 [n]; exponents: int32 [B] in -113..113.
 
     The factors are made from their bits (biased exponent, no mantissa): a library power function may be off by an ulp.
+    They have a dimension, so that torch multiplies in fp32.
     """
     factors = torch.from_numpy(((exponents + 127) << 23).view(np.float32)).to(x.device)
     whole = x.numel() // BLOCK * BLOCK
     torch.mul(x[:whole].view(-1, BLOCK), factors[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
     if whole < x.numel():
-        torch.mul(x[whole:], factors[-1], out=out[whole:])
+        torch.mul(x[whole:], factors[-1:], out=out[whole:])
 
 
 SCALE_BLOCK = 256
@@ -476,7 +477,7 @@ class ErrorFeedback:
 
 
 def chunk_elements(parameters: int) -> int:
-    """Elements of a chunk: the least multiple of BLOCK that makes at most 256 chunks, but never above 2^22."""
+    """Elements of a chunk: the least multiple of BLOCK that makes at most 128 chunks, but never above 2^22."""
     blocks = _block_count(parameters, BLOCK)
     return min(MAX_CHUNK_ELEMENTS, max(1, _block_count(blocks, MAX_CHUNKS)) * BLOCK)
 
