@@ -249,6 +249,16 @@ def test_members_are_the_peers_that_train_sorted_by_peer_id(table: PeerTable) ->
         assert [r.peer_id for r in table.members()] == expected, phase
 
 
+def test_an_evicted_member_keeps_its_place_in_the_order_of_leaders(table: PeerTable) -> None:
+    """Only this node may know why it is evicted, and all nodes need the same order."""
+    table.merge([signed(YOU), signed(THIRD)])
+    before = table.leaders()
+    table.evict(YOU.peer_id, 600.0)
+    assert table.is_evicted(YOU.peer_id) and table.leaders() == before == ids(ME, YOU, THIRD)
+    assert table.callable_members(with_evicted=True) == before
+    assert [r.peer_id for r in table.members()] == table.callable_members() == ids(ME, THIRD)
+
+
 def test_only_members_that_can_be_called_lead_unless_there_are_none(table: PeerTable) -> None:
     table.merge([signed(YOU, inbound=False), signed(THIRD, phase=Phase.PAUSED)])
     assert table.leaders() == [ME.peer_id]

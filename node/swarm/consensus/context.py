@@ -152,7 +152,7 @@ class Context:
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
         slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})
-        leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members()
+        leaders, preferred = self.peer_table.leaders(), self.peer_table.callable_members(with_evicted=True)
         return leader_of(tip.head, leaders, number, slow | (set(leaders) - set(preferred)))
 
     def check_join_fits(self, join: Join) -> None:

@@ -248,10 +248,13 @@ class PeerTable:
         self._evicted_until_s[peer_id] = self._clock() + for_s
         self.changed.set()
 
-    def _is_live(self, entry: _Entry) -> bool:
+    def is_evicted(self, peer_id: str) -> bool:
+        return self._clock() < self._evicted_until_s.get(peer_id, 0.0)
+
+    def _is_live(self, entry: _Entry, *, with_evicted: bool = False) -> bool:
         if entry.record.phase in GONE_PHASES or entry.suspected_at_s is not None:
             return False
-        if self._clock() < self._evicted_until_s.get(entry.record.peer_id, 0.0):
+        if not with_evicted and self.is_evicted(entry.record.peer_id):
             return False
         return self._clock() - entry.heard_at_s < self.timings.dead_s
 
@@ -281,13 +284,14 @@ class PeerTable:
         """Whether this is the id of a known peer of the run, dead or alive."""
         return self.find(peer_id) is not None
 
-    def live(self) -> list[PeerRecord]:
+    def live(self, *, with_evicted: bool = False) -> list[PeerRecord]:
         """The records of the live peers, this node's record first."""
-        return [self.me, *(e.record for e in self._entries.values() if self._is_live(e))]
+        return [self.me, *(e.record for e in self._entries.values() if self._is_live(e, with_evicted=with_evicted))]
 
-    def members(self) -> list[PeerRecord]:
+    def members(self, *, with_evicted: bool = False) -> list[PeerRecord]:
         """The records of the live peers that take part in rounds, sorted by peer id."""
-        return sorted((r for r in self.live() if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
+        live = self.live(with_evicted=with_evicted)
+        return sorted((r for r in live if r.phase in MEMBER_PHASES), key=lambda r: r.peer_id)
 
     def present(self, expected: Collection[str] = ()) -> set[str]:
         """Peers that a quorum counts as living: this node heard of them within `dead_s`, and they did not leave.
@@ -303,7 +307,7 @@ class PeerTable:
         if now_s - self._started_at_s < self.timings.dead_s:
             found.update(expected)
         for peer_id, entry in self._entries.items():
-            is_away = entry.record.phase in away or now_s < self._evicted_until_s.get(peer_id, 0.0)
+            is_away = entry.record.phase in away or self.is_evicted(peer_id)
             if not is_away and now_s - entry.heard_at_s < self.timings.dead_s:
                 found.add(peer_id)
             else:
@@ -317,18 +321,19 @@ class PeerTable:
     def leaders(self) -> list[str]:
         """Members that may lead a round: those that can be called directly or over a relay. If none can, all members.
 
-        `Context.leader_at` prefers the `callable_members`.
+        `Context.leader_at` prefers the `callable_members`. Evicted peers are among them, because only this node may
+        know why they are evicted, and all nodes need the same order of leaders.
         """
-        members = self.members()
+        members = self.members(with_evicted=True)
         return [r.peer_id for r in members if r.inbound or self._relays_of(r)] or [r.peer_id for r in members]
 
-    def callable_members(self) -> list[str]:
+    def callable_members(self, *, with_evicted: bool = False) -> list[str]:
         """Members that can lead and reduce, because all others can call them.
 
         These are the members that accept connections over IPv4, which most networks have. If there are none, they are
         those that accept connections over IPv6, or else those that can be called over relays.
         """
-        members = self.members()
+        members = self.members(with_evicted=with_evicted)
         inbound = [r for r in members if r.inbound]
         chosen = [r for r in inbound if _has_ipv4(r)] or inbound or [r for r in members if self._relays_of(r)]
         return [record.peer_id for record in chosen]
