@@ -143,7 +143,7 @@ def test_dashboard_of_a_relay_shows_the_run_but_no_training(
     swarm: Swarm, context: BrowserContext, tabs: list[Dashboard]
 ) -> None:
     tab = show(tabs, context, swarm.nodes[-1]).until_phase("training", word="Relaying", wait_s=LONG_S)
-    tab.page.get_by_text("does not train").first.wait_for()
+    tab.page.get_by_text("This node relays for the run and does not train.").first.wait_for()
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
     assert tab.button("Leave").count() == 1
     assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
