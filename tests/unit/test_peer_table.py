@@ -259,6 +259,11 @@ def test_an_evicted_member_keeps_its_place_in_the_order_of_leaders(table: PeerTa
     assert [r.peer_id for r in table.members()] == table.callable_members() == ids(ME, THIRD)
 
 
+def test_a_node_does_not_evict_itself(table: PeerTable) -> None:
+    table.evict(ME.peer_id, 600.0)
+    assert not table.is_evicted(ME.peer_id)
+
+
 def test_only_members_that_can_be_called_lead_unless_there_are_none(table: PeerTable) -> None:
     table.merge([signed(YOU, inbound=False), signed(THIRD, phase=Phase.PAUSED)])
     assert table.leaders() == [ME.peer_id]

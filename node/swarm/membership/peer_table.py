@@ -244,7 +244,12 @@ class PeerTable:
             self.changed.set()
 
     def evict(self, peer_id: str, for_s: float) -> None:
-        """Count this peer as dead for this time, whatever it says, because it broke a rule on purpose."""
+        """Count this peer as dead for this time, whatever it says, because it broke a rule on purpose.
+
+        A node does not evict itself, because then it would take part in no attempt that it leads.
+        """
+        if peer_id == self.me.peer_id:
+            return
         self._evicted_until_s[peer_id] = self._clock() + for_s
         self.changed.set()
 
