@@ -159,6 +159,13 @@ class SavedBallot(Content):
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""
+    earlier: dict[Hex64, int] = {}
+    """For the parents of earlier rounds, the first attempt that this member has not used, oldest parent first. After a
+    lost fork, the member may come back to such a parent."""
+
+    @property
+    def first_unused(self) -> int:
+        return max(self.number, self.led) + 1
 
 
 @dataclass(frozen=True, slots=True)

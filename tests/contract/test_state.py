@@ -343,3 +343,11 @@ def test_a_late_node_agrees_with_the_others_about_the_age_of_the_round(swarm: Sw
     assert age_s == pytest.approx(nodes[0].participant.ctx.clock() - nodes[0].tip.anchor_at_s, abs=0.3)
     offer_all(nodes, 1)
     assert_same([node.committed() for node in nodes])
+
+
+def test_a_node_that_restarts_at_an_earlier_head_votes_in_a_later_attempt(pair: list[Node]) -> None:
+    before = pair[0].tip
+    round_of(pair, 1)
+    restart_at(pair[0], before)
+    assert pair[0].participant.ballot.number > 0
+    wait_until(lambda: pair[0].tip.head == pair[1].tip.head)

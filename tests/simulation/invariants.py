@@ -207,11 +207,10 @@ class Invariants:
             self._violate(f"n{node.number} had committed round {before}, and starts at round {round_}")
 
     def downloaded(self, node: SimulatedNode, round_: int) -> None:
-        """Note that a node has replaced its own chain by a downloaded state."""
+        """Note that a node has replaced its chain by a downloaded state. It gives up its votes on the old chain."""
         self._newest[node.number] = round_
-        for known in (self._joined, self._voted):
-            for key in [key for key in known if key[0] == node.number]:
-                del known[key]
+        for key in [key for key in self._voted if key[0] == node.number]:
+            del self._voted[key]
 
     @property
     def _over_at_s(self) -> float:
@@ -227,8 +226,13 @@ class Invariants:
         return all(node.is_training for node in live) and len({node.chain.tip.head for node in live}) == 1
 
     def ended(self, scenario: Scenario) -> None:
-        """Check that all live nodes are on one chain after a quiet time, and that the chain grows."""
+        """Check that all live nodes are on one chain after a quiet time, and that the chain grows.
+
+        If half of the live nodes are hostile, the others are no quorum, and progress is not promised.
+        """
         live = [node for node in self._nodes if node.is_alive and not node.hostility]
+        if 2 * len(live) <= sum(node.is_alive for node in self._nodes):
+            return
         if len(live) < scenario.min_peers or self.is_whole() or not any(node.is_training for node in live):
             return  # If no node trains, all are joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]

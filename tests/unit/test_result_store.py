@@ -191,6 +191,27 @@ def test_saving_a_later_promise_keeps_the_stored_vote(tmp_path: Path) -> None:
     assert loaded is not None and loaded.number == 9 and loaded.accepted is not None and loaded.sizes == (3,)
 
 
+def test_a_node_that_comes_back_to_an_earlier_round_knows_its_used_attempts(tmp_path: Path) -> None:
+    """A lost fork can lead a node back. Then it must not vote in an attempt in which it has voted."""
+    older, newer = "cd" * 32, "ef" * 32
+    store = ResultStore(tmp_path)
+    store.save_ballot(ballot_of([b"one"]), [b"one"])
+    store.save_ballot(SavedBallot(parent=older, number=0, led=0))
+    store.save_ballot(SavedBallot(parent=newer, number=5))
+    for after_crash in (store, ResultStore(tmp_path)):
+        assert [after_crash.first_unused_attempt(parent) for parent in (RUN, older, newer, "12" * 32)] == [4, 1, 6, 0]
+    assert ResultStore(tmp_path).load_ballot(older) == SavedBallot(parent=older, number=1)
+
+
+def test_the_memory_of_used_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.swarm.allreduce.result_store.KEPT_ATTEMPTS", 2)
+    store = ResultStore(tmp_path)
+    parents = [f"{number:064x}" for number in range(5)]
+    for parent in parents:
+        store.save_ballot(SavedBallot(parent=parent, number=0))
+    assert [ResultStore(tmp_path).first_unused_attempt(parent) for parent in parents] == [0, 0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("damage", ["chunk", "missing", "cut"])
 def test_a_promise_survives_a_crash_even_if_the_chunks_of_the_vote_do_not(tmp_path: Path, damage: str) -> None:
     chunks = [b"one", b"two"]
@@ -210,7 +231,7 @@ def test_a_damaged_stored_ballot_is_logged_and_not_used(tmp_path: Path, caplog: 
     store.save_ballot(SavedBallot(parent=RUN, number=1))
     (tmp_path / "ballot.json").write_bytes(b'{"parent"')
     with caplog.at_level(logging.WARNING):
-        assert store.load_ballot(RUN) is None
+        assert ResultStore(tmp_path).load_ballot(RUN) is None
     assert "The stored vote ballot.json is damaged" in caplog.text
 
 

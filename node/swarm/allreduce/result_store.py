@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 KEPT_ROUNDS = 8
 MAX_KEPT_ROUNDS = 72
 """Limit on the kept rounds while a peer replays from an older state. A slower peer starts over from a newer state."""
+KEPT_ATTEMPTS = 256
+"""Limit on the rounds whose used attempts are kept. It is as long as the branch that a node knows (`MAX_LINKS`)."""
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
 MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
 BALLOT_FILE = "ballot.json"
@@ -62,8 +64,12 @@ class ResultStore:
         for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
             self._load_proof(path)
         kept = {self._path(head).name for head in self._rounds}
-        if (ballot := self._read_ballot()) is not None and ballot.accepted is not None:
-            kept.add(self._path(ballot.accepted.outcome.hash).name)
+        self._unused: dict[str, int] = {}
+        """For the parent of each round in which this node has saved a ballot, the first attempt not used, in order."""
+        if (ballot := self._read_ballot()) is not None:
+            self._unused = {**ballot.earlier, ballot.parent: ballot.first_unused}
+            if ballot.accepted is not None:
+                kept.add(self._path(ballot.accepted.outcome.hash).name)
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -98,7 +104,8 @@ class ResultStore:
         """The ballot that an earlier process saved in the round after `parent`, without a vote that lacks chunks."""
         ballot = self._read_ballot()
         if ballot is None or ballot.parent != parent:
-            return None
+            first = self.first_unused_attempt(parent)
+            return SavedBallot(parent=parent, number=first) if first else None
         if ballot.accepted is not None:
             try:
                 data, sizes = self._path(ballot.accepted.outcome.hash).read_bytes(), ballot.sizes
@@ -111,18 +118,25 @@ class ResultStore:
             self._rounds[ballot.accepted.outcome.hash] = index
         return ballot
 
+    def first_unused_attempt(self, parent: str) -> int:
+        """The first attempt at the round after `parent` in which this node has neither voted nor led."""
+        return self._unused.get(parent, 0)
+
     def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
         """Write the newest promise or vote, with the chunks of a new vote, and sync it to the disk.
 
         A write error is only logged: the node forgets its vote only if it crashes within this round.
         """
+        others = [entry for entry in self._unused.items() if entry[0] != ballot.parent]
+        earlier = dict(others[-KEPT_ATTEMPTS:])
+        self._unused = {**earlier, ballot.parent: ballot.first_unused}
         try:
             if ballot.accepted is not None and chunks:
                 self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
             sizes = tuple(len(chunk) for chunk in chunks)
             if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
                 sizes = before.sizes
-            text = ballot.model_copy(update={"sizes": sizes}).model_dump_json().encode()
+            text = ballot.model_copy(update={"sizes": sizes, "earlier": earlier}).model_dump_json().encode()
             self._write(self._folder / BALLOT_FILE, [text])
         except (OSError, QuotaError) as exc:
             logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))

@@ -253,12 +253,13 @@ class Committer:
             attempt.stop()
 
     def restart_at(self, tip: Tip) -> None:
-        """Continue from a downloaded state."""
+        """Continue from a downloaded state. This node may have voted at its head before, so it uses a new attempt."""
         self._ctx.chain.replace(tip)
         self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))
             attempt.stop()
+        self._ballot.number = self._ctx.chain.store.first_unused_attempt(tip.head)
         self._say_tip(tip)
 
     def _start_next_round(self) -> list[Attempt]:
