@@ -37,7 +37,10 @@ def newest(config: Config) -> tuple[Manifest, Checkpoint]:
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
     if checkpoint.manifest_hash != manifest.hash:
-        raise DataFolderError(f"manifest.json and checkpoints in {data_dir} are of different runs: restore one.")
+        raise DataFolderError(
+            f"manifest.json and the checkpoints in {data_dir} are of different runs: restore the manifest.json of the "
+            "checkpoints' run."
+        )
     return manifest, checkpoint
 
 

@@ -7,7 +7,7 @@ import logging.handlers
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -79,7 +79,7 @@ class NodeStateHandler(logging.Handler):
 class LogFile(logging.handlers.QueueHandler):
     """Writes to `FOLDER/FILE` on its own thread, so that no caller waits for the disk. `close` ends the thread.
 
-    Records are dropped while the disk fails or is too slow. A failing disk is logged once.
+    Records are dropped while the disk fails or is too slow. A failing disk is logged once, and a slow one afterwards.
     """
 
     def __init__(self, folder: Path, format: Literal["console", "json"]) -> None:
@@ -88,10 +88,17 @@ class LogFile(logging.handlers.QueueHandler):
         self.setFormatter(make_formatter(format, date=True))
         self._listener = _FileListener(records, _RotatingFile(folder))
         self._listener.start()
+        self._dropped = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        with suppress(queue.Full):
+        try:
             self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+            return
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            logger.warning("The log file lacks %d records here, because the disk was too slow.", dropped)
 
     def close(self) -> None:
         """Write the waiting records, but do not wait for a disk that hangs."""

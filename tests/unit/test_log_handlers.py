@@ -87,3 +87,27 @@ def test_hanging_disk_blocks_neither_callers_nor_the_closing_of_the_log_file(
     for thread in threading.enumerate():
         if thread.name == "logfile-stop":
             thread.join(10)
+
+
+def test_dropped_log_records_are_counted_when_the_disk_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk_works = threading.Event()
+    write = log_handlers._RotatingFile.emit
+
+    def emit(self: log_handlers._RotatingFile, record: logging.LogRecord) -> None:
+        disk_works.wait(30)
+        write(self, record)
+
+    monkeypatch.setattr(log_handlers._RotatingFile, "emit", emit)
+    log = LogFile(tmp_path, "json")
+    for _ in range(RECORDS_WAITING_MAX + 100):
+        log.handle(record("x"))
+    disk_works.set()
+    end_s = time.monotonic() + 10
+    while not log.queue.empty() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    log.handle(record("after"))
+    log.close()
+    (line,) = [line for line in caplog.messages if "lacks" in line]
+    assert 90 <= int(line.split()[4]) <= 100, "one record may be at the disk already"

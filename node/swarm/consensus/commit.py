@@ -105,14 +105,6 @@ class Committer:
             ctx.hooks.corrupt_anchor(tip.round)
             return True
 
-    async def adopt_quietly(self, proof: Proof, committed_at_s: float) -> None:
-        """Adopt a proof. If that fails, log the reason and make the node catch up."""
-        try:
-            await self.adopt(proof, committed_at_s)
-        except SwarmError as exc:
-            logger.info("This node could not adopt a committed round yet: %s", exc)
-            self._ctx.behind.set()
-
     async def replay_next(self) -> bool:
         """Replay the round after the tip from the disk, if an earlier process of this node committed it.
 
