@@ -25,6 +25,8 @@ class Totals:
     """Sums over all seeds."""
 
     seeds: int = 0
+    nodes: Counter[int] = field(default_factory=Counter)
+    """How many seeds have this number of nodes."""
     events: int = 0
     messages: int = 0
     rounds: int = 0
@@ -36,6 +38,7 @@ class Totals:
 
     def add(self, report: Report) -> None:
         self.seeds += 1
+        self.nodes[report.nodes] += 1
         self.events += report.events
         self.messages += report.messages
         self.rounds += report.rounds
@@ -77,7 +80,7 @@ def show(totals: Totals, took_s: float) -> None:
     cpu_hours = totals.cpu_s / 3600
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
     print(
-        f"{totals.seeds} seeds, {totals.events} events, {totals.messages} messages, "
+        f"{totals.seeds} seeds ({totals.seeds - totals.nodes[2]} of 3 to 9 nodes), {totals.events} events, {totals.messages} messages, "
         f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, {totals.forks} allowed forks"
     )
     print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")

@@ -42,6 +42,7 @@ class Report:
     """The result of one run."""
 
     seed: int
+    nodes: int = 0
     violations: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
     cpu_s: float = 0.0
@@ -60,7 +61,7 @@ class World:
     """All nodes of one run."""
 
     def __init__(self, scenario: Scenario, folder: Path, *, keep_trace: bool = False) -> None:
-        self.scenario, self.report = scenario, Report(scenario.seed)
+        self.scenario, self.report = scenario, Report(scenario.seed, scenario.nodes)
         rng = random.Random(f"disk {scenario.seed}")
         self.loop = VirtualLoop(lambda: scenario.disk_s * rng.random())
         self.network = Network(self.loop, scenario.seed, keep_trace=keep_trace)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +41,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Runs callbacks in the order of their virtual time, and then of their scheduling."""
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, disk_delay: Callable[[], float], max_events: int = 5_000_000) -> None:
         """`disk_delay` returns the virtual seconds that the next call in a thread takes."""
@@ -52,6 +52,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda _loop, _context: None)
         self.set_task_factory(self._new_task)
         self._tasks: list[tuple[asyncio.Task[Any], Process]] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap of (time, number, handle). Timers of the same time run in the order of their numbers."""
+        self._timer_numbers = itertools.count()
 
     def time(self) -> float:
         return self._now_s
@@ -96,23 +99,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context if context is not None else copy_context())
-        heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True  # type: ignore[attr-defined]
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), timer))
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         return
 
     def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
         if not ready:
-            if not scheduled:
+            if not timers:
                 raise Deadlock("nothing is left to run")
-            self._now_s = max(self._now_s, scheduled[0].when())
-        while scheduled and scheduled[0].when() <= self._now_s:
-            ready.append(heapq.heappop(scheduled))
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -147,12 +149,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def close(self) -> None:
         """Close all coroutines that are left, and the loop."""
         self._ready.clear()
-        self._scheduled.clear()
+        self._timers.clear()
         tasks, self._tasks = self._tasks, []
         for task, _ in tasks:
             with suppress(RuntimeError):  # A coroutine may wait in a `finally` block.
                 if not task.done():
                     task.get_coro().close()
         self._ready.clear()
-        self._scheduled.clear()
+        self._timers.clear()
         super().close()

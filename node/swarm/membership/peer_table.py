@@ -254,7 +254,8 @@ class PeerTable:
         self.changed.set()
 
     def is_evicted(self, peer_id: str) -> bool:
-        return self._clock() < self._evicted_until_s.get(peer_id, 0.0)
+        until_s = self._evicted_until_s.get(peer_id)
+        return until_s is not None and self._clock() < until_s
 
     def _is_live(self, entry: _Entry, *, with_evicted: bool = False) -> bool:
         if entry.record.phase in GONE_PHASES or entry.suspected_at_s is not None:

@@ -106,14 +106,30 @@ class Gone(ConnectionError):
 
 async def cancel_if_gone(is_gone: Callable[[], bool], call: Coroutine[Any, Any, T]) -> T:
     """Await a call, but cancel it and raise Gone as soon as `is_gone()`. A hung peer keeps its connection open."""
-    running = asyncio.ensure_future(call)
+    loop, running = asyncio.get_running_loop(), asyncio.ensure_future(call)
+    end: asyncio.Future[None] = loop.create_future()
+    timer: asyncio.TimerHandle
+
+    def finish(_: object) -> None:
+        if not end.done():
+            end.set_result(None)
+
+    def look() -> None:
+        nonlocal timer
+        if end.done():
+            return
+        if is_gone():
+            end.set_exception(Gone())
+        else:
+            timer = loop.call_later(GONE_CHECK_S, look)
+
+    running.add_done_callback(finish)
+    timer = loop.call_later(GONE_CHECK_S, look)
     try:
-        while not running.done():
-            await asyncio.wait((running,), timeout=GONE_CHECK_S)
-            if not running.done() and is_gone():
-                raise Gone
+        await end
         return running.result()
     finally:
+        timer.cancel()
         running.add_done_callback(retrieve_exception)
         running.cancel()
 
