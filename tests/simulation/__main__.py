@@ -16,7 +16,7 @@ from tests.simulation.shrink import shrink
 
 SHOWN = 10
 """Failed seeds that are printed."""
-SUMMED_EVERY = 5000
+SUMMED_EVERY = 1000
 """Seeds between two prints of the sums."""
 
 
@@ -79,8 +79,9 @@ def main() -> int:
 def show(totals: Totals, took_s: float) -> None:
     cpu_hours = totals.cpu_s / 3600
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals.faults.most_common())
+    large = totals.seeds - totals.nodes[2]
     print(
-        f"{totals.seeds} seeds ({totals.seeds - totals.nodes[2]} of 3 to 9 nodes), {totals.events} events, {totals.messages} messages, "
+        f"{totals.seeds} seeds ({large} of 3 to 9 nodes), {totals.events} events, {totals.messages} messages, "
         f"{totals.virtual_s / 3600:.1f} virtual hours, {totals.rounds} rounds, {totals.forks} allowed forks"
     )
     print(f"{totals.faults.total()} faults ({kinds}), {totals.faults.total() / cpu_hours:.0f} an hour of CPU")
