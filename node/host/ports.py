@@ -157,7 +157,7 @@ class PortHold:
         self._locks = ExitStack()
 
     def hold(self, addresses: Sequence[str]) -> None:
-        """Hold these addresses and no others. The worker must be listening on them."""
+        """Lock these addresses, on which the worker listens, against other nodes, and unlock all others."""
         if tuple(addresses) == self.addresses:
             return
         self.close()

@@ -35,6 +35,6 @@ class SuspendClock:
         return now_s - self._suspended_s
 
     def just_resumed(self) -> bool:
-        """Whether the process resumed within the last JUST_RESUMED_S. Peers may have closed connections before that."""
+        """Whether the process resumed within the last JUST_RESUMED_S. Peers may have closed connections."""
         self()
         return self._resumed_at_s is not None and self._read_at_s - self._resumed_at_s < JUST_RESUMED_S

@@ -68,7 +68,7 @@ def test_a_leader_that_reduces_alone_excludes_a_member_with_a_false_norm(swarm: 
     assert [node.host.wire.traffic.rejected["bad_norm"] for node in nodes] == [0, 1, 0, 0]
 
 
-def test_a_reducer_that_enlarges_its_mean_does_not_reduce_in_the_next_attempt(swarm: Swarm) -> None:
+def test_a_reducer_that_scales_its_mean_up_does_not_reduce_in_the_next_attempt(swarm: Swarm) -> None:
     nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
     bad = nodes[2]
     true = reduce.Reducer.average

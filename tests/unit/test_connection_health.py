@@ -71,7 +71,7 @@ def test_call_cancelled_before_its_timeout_does_not_count_as_a_timeout(calls: Ca
     assert not calls.dropped
 
 
-def test_bulk_timeouts_do_not_count_and_a_running_bulk_call_keeps_the_connection(calls: Calls) -> None:
+def test_a_connection_survives_timeouts_of_bulk_calls_and_lasts_while_one_runs(calls: Calls) -> None:
     for began_s in (0.0, 3.0, 6.0):
         calls.time_out(began_s, is_bulk=True)
     assert not calls.dropped

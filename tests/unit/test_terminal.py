@@ -64,7 +64,7 @@ def test_dashboard_link_and_invite_are_printed_once_when_they_are_known(tmp_path
     assert out.getvalue() == f"Dashboard: {URL}/#token={'T' * 43}\nInvite: {long_invite}\n"
 
 
-def test_an_invite_is_printed_again_when_it_works_from_further_away(tmp_path: Path) -> None:
+def test_an_invite_is_printed_again_when_it_works_from_a_wider_network(tmp_path: Path) -> None:
     out = io.StringIO()
     near, far = (
         make_status(invite="diloco1-near", note="Works only on this network."),

@@ -194,8 +194,8 @@ class ResultStore:
         except (OSError, QuotaError) as exc:
             self._remove(head)
             logger.warning(
-                "The round counts, but its result could not be stored in %s: %s. A crash before the next checkpoint "
-                "loses the round on this node, and late peers cannot fetch it there.", self._folder, _reason(exc),
+                "The round counts, but its result could not be stored in %s: %s. Late peers cannot fetch it from this "
+                "node. If the node crashes before the next checkpoint, it loses the round.", self._folder, _reason(exc),
             )  # fmt: skip
             return
         self._rounds.move_to_end(head)

@@ -165,7 +165,7 @@ class Chain:
         self._stored.clear()
 
     def heads(self) -> set[str]:
-        """All known heads of this chain, including stored rounds after the tip."""
+        """All known heads of this chain, including those of stored rounds after the tip."""
         proofs = (*self._proofs.values(), *self._stored.values())
         return {*heads_of(self.tip.links, self.tip.head), *(proof.outcome.hash for proof in proofs)}
 

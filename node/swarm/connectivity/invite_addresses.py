@@ -45,7 +45,7 @@ def _is_wide(address: str) -> bool | None:
 
 
 def _seen_addresses(record: PeerRecord, ips: Sequence[str]) -> list[str]:
-    """The IP addresses at which this node sees a peer, and then the peer's DNS names; none if no address is seen."""
+    """The IP addresses at which this node sees a peer, and then the peer's DNS names. Empty if it sees no address."""
     endpoints = {a: endpoint for a in record.addresses if (endpoint := parse_endpoint(a)) is not None}
     seen = [address for address, endpoint in endpoints.items() if endpoint.host in ips]
     return [*seen, *(address for address, endpoint in endpoints.items() if endpoint.ip is None)] if seen else []

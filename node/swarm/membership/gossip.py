@@ -85,7 +85,9 @@ class Gossip:
 
 
 def fanout(others: int) -> int:
-    """Peers to call at a heartbeat, so that records spread well within GOSSIP_AGE_S (simulated: up to 1,000 peers)."""
+    """The number of peers to call at each heartbeat. In simulations of up to 1,000 peers, records reach all of them in
+    much less than GOSSIP_AGE_S.
+    """
     return 2 + (others > 16) + (others > LARGE)
 
 
