@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from node.swarm.faults import parse_faults
 from node.swarm.membership.peer_table import sign_record
 from node.swarm.transport.wire import Message
-from tests.contract.harness import QUICK, Node, Swarm, in_leader_order, offer_all, round_of, wait_until
+from tests.contract.harness import QUICK, Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
 
 PARAMETERS = 50_000
 """These are thirteen chunks, so every member reduces some of them."""
@@ -90,6 +91,23 @@ def test_late_members_and_members_on_slow_links_commit_the_leaders_outcome(
     assert not any(node.lost.is_set() for node in nodes)
     outcome = others[0].committed().outcome
     assert set(outcome.included) == {node.peer_id for node in (leader, *slow, *fast)}
+
+
+def test_a_member_that_joins_after_the_plan_waits_for_the_proposal_and_votes(swarm: Swarm) -> None:
+    """It must not begin another attempt, which would end the attempt of the others."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    number = round_with_all(nodes) + 1
+    leader, *others = in_leader_order(nodes)
+    leader.participant.ctx.hooks._faults = parse_faults(f"average@{number}=stall:1.5")
+    offer_all([leader, *others[:2]], number)
+    wait_until(lambda: leader.participant.ballot.current.plan is not None)
+    first = leader.participant.ballot.number
+    offer_all(others[2:], number)
+    done = [node.committed() for node in nodes]
+    assert_same(done)
+    assert set(done[0].outcome.included) == {node.peer_id for node in (leader, *others[:2])}
+    proof = leader.tip.proof
+    assert proof is not None and (proof.attempt, others[2].peer_id in proof.accepts) == (first, True)
 
 
 def test_a_minority_on_slow_links_does_not_delay_the_commit(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,12 +370,14 @@ class ResultCache:
         layout = self._layout_at(outcome.round)
         for chunk in self._missing(hashes):
             by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)
-        await asyncio.gather(*(self._fetch(owner, chunks, hashes, layout) for owner, chunks in by_owner.items()))
+        fetches = (self._fetch(owner, chunks, hashes, layout) for owner, chunks in by_owner.items())
+        answered = await asyncio.gather(*fetches)
+        hung = {owner for owner, has_answered in zip(by_owner, answered, strict=True) if not has_answered}
         for peer in dict.fromkeys((*outcome.plan.members, *self._others())):
             missing = self._missing(hashes)
             if not missing:
                 break
-            if peer != self._wire.peer_id:
+            if peer != self._wire.peer_id and peer not in hung:
                 await self._fetch(peer, missing, hashes, layout)
         if self._missing(hashes):
             raise RoundFailed("no peer has all chunks of the result", code="reducer_lost")
@@ -384,8 +386,8 @@ class ResultCache:
     def _missing(self, hashes: Sequence[bytes]) -> list[int]:
         return [chunk for chunk, digest in enumerate(hashes) if digest not in self._chunks]
 
-    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
-        """Keep the valid chunks that a peer sends; the others stay missing."""
+    async def _fetch(self, peer: str, chunks: Sequence[int], hashes: Sequence[bytes], layout: ChunkLayout) -> bool:
+        """Keep the valid chunks that a peer sends; the others stay missing. Returns False if the peer hangs."""
         clock, left, max_bytes = asyncio.get_running_loop().time, list(chunks), layout.encoded_bytes()
         until_s = clock() + self._timeout_s
         try:
@@ -402,6 +404,8 @@ class ResultCache:
         except PeerError as exc:
             self._wire.traffic.reject(exc)
             logger.info("Peer %s did not send %d chunks of the result: %s", peer[-6:], len(left), exc)
+            return exc.code != "timeout"
+        return True
 
     def _keep_valid(self, named: Sequence[tuple[int, bytes]], hashes: Sequence[bytes], layout: ChunkLayout) -> None:
         """Keep these numbered chunks. Raises PeerError at the first invalid chunk, after those before it. Slow."""

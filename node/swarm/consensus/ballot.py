@@ -57,7 +57,9 @@ class Attempt:
     attended_at_s: dict[str, float] = field(default_factory=dict)
     """When each member that has joined at this node last attended."""
     plan: Document | None = None
-    """As the leader: the plan, for its members."""
+    """As the leader: the plan, for its members. Other joined members wait for the proposal."""
+    members: frozenset[str] = frozenset()
+    """As the leader: the members of the plan."""
     proposal: AcceptedOutcome | None = None
     """As the leader: the outcome that is proposed to all joined members."""
     votes: dict[str, str] = field(default_factory=dict)

@@ -125,7 +125,7 @@ class Handlers:
                 return self._stale(attempt.number)
             if attempt.proposal is not None and has != "proposal":
                 return self.leader.proposal_of(attempt.proposal)
-            if attempt.plan is not None and not has and caller in attempt.joins:
+            if attempt.plan is not None and not has and caller in attempt.members:
                 return Message({"status": "plan"}, [attempt.plan.model_dump_json().encode()])
             left_s = until_s - self.ctx.clock()
             if left_s <= 0:

@@ -161,6 +161,9 @@ class Leader:
                 except SwarmError as exc:
                     logger.warning("An outcome that a member claims to have accepted cannot be adopted: %s", exc)
                     doubted.add(claim.outcome.hash)
+                    for peer, other in attempt.proposals.items():
+                        if other.outcome.hash == claim.outcome.hash:
+                            self._ballot.accuse(self._ctx.me, peer)  # It should have the chunks.
                 else:
                     return claim
         return None
@@ -189,7 +192,7 @@ class Leader:
                 len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
             ),
         )
-        attempt.plan = sign(self._ctx.peer_table.identity, plan)
+        attempt.plan, attempt.members = sign(self._ctx.peer_table.identity, plan), frozenset(declared)
         attempt.tell()
         return plan
 
