@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.simulation.chart import chart
-from tests.simulation.run import Report, quiet, simulate, start_process
+from tests.simulation.run import Report, quiet, report_of, simulate, start_process
 from tests.simulation.scenario import draw
 from tests.simulation.shrink import shrink
 
@@ -51,7 +51,7 @@ class Totals:
 
 
 def run_seed(seed: int) -> Report:
-    return simulate(draw(seed))[0]
+    return report_of(draw(seed))
 
 
 def main() -> int:
