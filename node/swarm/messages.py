@@ -155,7 +155,7 @@ class SavedBallot(Content):
     parent: Hex64
     number: int = Field(ge=0)
     led: int = Field(default=-1, ge=-1)
-    """The last attempt in which the member signed an outcome as the leader. A member leads no attempt twice."""
+    """The last attempt in which the member proposed an outcome as the leader. A member leads no attempt twice."""
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""

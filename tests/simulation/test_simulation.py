@@ -31,6 +31,19 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
     assert sum(report.rounds for report in reports) > 2 * PER_TEST
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1444, id="a leader did not find the chunks of its own vote after a crash"),
+        pytest.param(1003395, id="a node came back to a round and voted again"),
+        pytest.param(2005102, id="a node replayed a round again and joined an attempt before its last one"),
+        pytest.param(2002489, id="a member that was not in the plan ended the attempt"),
+    ],
+)
+def test_a_seed_that_found_a_defect_violates_no_invariant(seed: int) -> None:
+    assert simulate(draw(seed))[0].violations == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(1450, 1900, 225))

@@ -223,7 +223,21 @@ def test_a_promise_survives_a_crash_even_if_the_chunks_of_the_vote_do_not(tmp_pa
     else:
         path.write_bytes(b"oneTWO" if damage == "chunk" else b"onet")
     loaded = ResultStore(tmp_path).load_ballot(RUN)
-    assert loaded is not None and (loaded.number, loaded.led, loaded.accepted) == (3, 1, None)
+    assert loaded is not None and (loaded.number, loaded.led, loaded.accepted) == (4, 1, None)
+    found = ResultStore(tmp_path).find([chunk_hash(chunk) for chunk in chunks])
+    assert found == {}, "a damaged vote serves no chunks"
+
+
+def test_a_node_finds_the_chunks_of_its_vote_after_a_crash(tmp_path: Path) -> None:
+    chunks = [b"one", b"two"]
+    ResultStore(tmp_path).save_ballot(ballot_of(chunks), chunks)
+    store = ResultStore(tmp_path)
+    assert store.load_ballot(RUN) is not None
+    hashes = [chunk_hash(chunk) for chunk in (*chunks, b"three")]
+    assert store.find(hashes) == dict(zip(hashes, chunks, strict=False))
+    (path,) = tmp_path.glob("results-*")
+    path.write_bytes(b"oneTWO")
+    assert store.find(hashes) == {hashes[0]: b"one"}
 
 
 def test_a_damaged_stored_ballot_is_logged_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,7 +114,7 @@ class ResultStore:
                     raise ValueError("a chunk does not have its hash")
             except (OSError, ValueError) as exc:
                 logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
-                return ballot.model_copy(update={"accepted": None})
+                return ballot.model_copy(update={"accepted": None, "number": ballot.first_unused})
             self._rounds[ballot.accepted.outcome.hash] = index
         return ballot
 
@@ -243,6 +243,11 @@ class ResultStore:
         rounds = list(self._rounds.values())  # A copy, as `put` runs in another thread.
         return next((index[digest][1] for index in rounds if digest in index), None)
 
+    def find(self, hashes: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Read those of these chunks that are here. A damaged chunk counts as missing."""
+        found = {digest: data for digest in hashes if (data := self.get(digest)) is not None}
+        return {digest: data for digest, data in found.items() if chunk_hash(data) == digest}
+
     def get(self, digest: bytes) -> bytes | None:
         for head, index in list(self._rounds.items()):  # A copy, as `put` runs in another thread.
             if digest in index:
@@ -368,6 +373,8 @@ class ResultCache:
     async def _complete(self, outcome: RoundOutcome, hashes: Sequence[bytes]) -> list[bytes]:
         by_owner: dict[str, list[int]] = {}
         layout = self._layout_at(outcome.round)
+        # After a crash, the chunks of this node's vote are only on the disk.
+        self._chunks.update(await asyncio.to_thread(self._store.find, [hashes[i] for i in self._missing(hashes)]))
         for chunk in self._missing(hashes):
             by_owner.setdefault(outcome.plan.reducers[outcome.plan.owners[chunk]], []).append(chunk)
         fetches = (self._fetch(owner, chunks, hashes, layout) for owner, chunks in by_owner.items())

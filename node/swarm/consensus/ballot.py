@@ -165,7 +165,7 @@ class Ballot:
         self.suspensions_at_vote: int | None = None
         """The count of this process's suspensions at its first vote in this round; None before that vote."""
         self.led = -1
-        """The last attempt in which this node signed an outcome as the leader; -1 if there is none."""
+        """The last attempt in which this node proposed an outcome as the leader; -1 if there is none."""
         self.omitted: set[str] = set()
         """Members because of which an attempt led by this node failed. Its next plans for this round omit them."""
         self.distrusts_reducers = False
@@ -204,8 +204,9 @@ class Ballot:
         return SavedBallot(parent=attempt.parent, number=attempt.number, led=self.led, accepted=self.accepted)
 
     def restore(self, saved: SavedBallot) -> None:
-        """Continue after a crash. The node leads no attempt twice, because the first outcome may have votes."""
-        self.number = max(self.number, saved.number, saved.led + 1)
+        """Continue after a crash, in a later attempt than any in which this node has proposed an outcome or voted."""
+        voted = saved.accepted.attempt if saved.accepted else -1
+        self.number = max(self.number, saved.number, saved.led + 1, voted + 1)
         self.accepted = self.accepted or saved.accepted
 
     def enter(self, parent: str, number: int, caller: str) -> Attempt:

@@ -245,19 +245,21 @@ class Committer:
             attempt.stop()
 
     def restart_at(self, tip: Tip) -> None:
-        """Continue from a downloaded state. This node may have voted at its head before, so it uses a new attempt."""
+        """Continue from a downloaded state."""
         self._ctx.chain.replace(tip)
         self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))
             attempt.stop()
-        self._ballot.number = self._ctx.chain.store.first_unused_attempt(tip.head)
         self._say_tip(tip)
 
     def _start_next_round(self) -> list[Attempt]:
         self._signed, self._mean = {}, None
         self._ctx.results.clear()
-        return self._ballot.clear()
+        attempts = self._ballot.clear()
+        # After a crash or a lost fork, this node may have voted in this round before.
+        self._ballot.number = self._ctx.chain.store.first_unused_attempt(self._ctx.chain.tip.head)
+        return attempts
 
     def _say_tip(self, tip: Tip) -> None:
         swarm_tokens = tip.state.tokens

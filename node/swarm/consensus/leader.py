@@ -64,7 +64,9 @@ class Leader:
             await self._gather(attempt)
             doubted: set[str] = set()
             accepted = await self._claimed(attempt, doubted)
-            if accepted is None:
+            if accepted is not None:
+                await self._promise(attempt)
+            else:
                 plan = await self._plan(attempt)
                 included = await self._collect(attempt, plan)
                 fresh = await self._average(attempt, plan, included)
@@ -263,10 +265,14 @@ class Leader:
         outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
-        self._ballot.led = attempt.number
-        await asyncio.to_thread(self._ctx.chain.store.save_ballot, self._ballot.to_save(attempt))
+        await self._promise(attempt)
         document = sign(self._ctx.peer_table.identity, outcome)
         return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
+
+    async def _promise(self, attempt: Attempt) -> None:
+        """Write to the disk that this node proposes an outcome in this attempt. After a crash, it leads a later one."""
+        self._ballot.led = attempt.number
+        await asyncio.to_thread(self._ctx.chain.store.save_ballot, self._ballot.to_save(attempt))
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
         """Return the hash of each chunk's mean, and the members whose sums of squares contradict their signed norm."""
