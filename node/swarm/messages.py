@@ -165,6 +165,7 @@ class SavedBallot(Content):
 
     @property
     def first_unused(self) -> int:
+        """The first attempt in which the member has neither joined, voted nor led."""
         return max(self.number, self.led) + 1
 
 

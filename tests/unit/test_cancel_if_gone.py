@@ -6,13 +6,7 @@ import asyncio
 
 import pytest
 
-from node.swarm.transport import wire
 from node.swarm.transport.wire import Gone, cancel_if_gone
-
-
-@pytest.fixture(autouse=True)
-def _check_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "GONE_CHECK_S", 0.005)
 
 
 async def answer() -> str:

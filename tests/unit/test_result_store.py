@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,19 @@ def test_a_node_that_comes_back_to_an_earlier_round_knows_its_used_attempts(tmp_
     for after_crash in (store, ResultStore(tmp_path)):
         assert [after_crash.first_unused_attempt(parent) for parent in (RUN, older, newer, "12" * 32)] == [4, 1, 6, 0]
     assert ResultStore(tmp_path).load_ballot(older) == SavedBallot(parent=older, number=1)
+
+
+def test_ballots_that_are_saved_at_the_same_time_are_all_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResultStore(tmp_path)
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(8) as pool:
+        saves = [pool.submit(store.save_ballot, SavedBallot(parent=f"{n % 20:064x}", number=n)) for n in range(200)]
+        for save in saves:
+            save.result(30)
+    assert caplog.messages == []
+    again = ResultStore(tmp_path)
+    assert all(again.first_unused_attempt(f"{n:064x}") > 0 for n in range(20))
 
 
 def test_the_memory_of_used_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

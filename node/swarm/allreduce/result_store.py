@@ -55,6 +55,8 @@ class ResultStore:
         self._room, self._clock, self._fragments, self._folder = room, clock, fragments, folder
         self._writing = threading.Lock()
         """Held while chunks are written, because a vote and a commit that overtakes it write the same file."""
+        self._saving = threading.Lock()
+        """Held while a ballot is written, because a vote and a promise may be saved at the same time."""
         self._read_at_s: dict[str, float] = {}
         self._kept_rounds = KEPT_ROUNDS * fragments
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
@@ -119,7 +121,7 @@ class ResultStore:
         return ballot
 
     def first_unused_attempt(self, parent: str) -> int:
-        """The first attempt at the round after `parent` in which this node has neither voted nor led."""
+        """The first attempt at the round after `parent` in which this node has neither joined, voted nor led."""
         return self._unused.get(parent, 0)
 
     def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
@@ -127,19 +129,20 @@ class ResultStore:
 
         A write error is only logged: the node forgets its vote only if it crashes within this round.
         """
-        others = [entry for entry in self._unused.items() if entry[0] != ballot.parent]
-        earlier = dict(others[-KEPT_ATTEMPTS:])
-        self._unused = {**earlier, ballot.parent: ballot.first_unused}
-        try:
-            if ballot.accepted is not None and chunks:
-                self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
-            sizes = tuple(len(chunk) for chunk in chunks)
-            if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
-                sizes = before.sizes
-            text = ballot.model_copy(update={"sizes": sizes, "earlier": earlier}).model_dump_json().encode()
-            self._write(self._folder / BALLOT_FILE, [text])
-        except (OSError, QuotaError) as exc:
-            logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
+        with self._saving:
+            others = [entry for entry in self._unused.items() if entry[0] != ballot.parent]
+            earlier = dict(others[-KEPT_ATTEMPTS:])
+            self._unused = {**earlier, ballot.parent: ballot.first_unused}
+            try:
+                if ballot.accepted is not None and chunks:
+                    self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
+                sizes = tuple(len(chunk) for chunk in chunks)
+                if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
+                    sizes = before.sizes
+                text = ballot.model_copy(update={"sizes": sizes, "earlier": earlier}).model_dump_json().encode()
+                self._write(self._folder / BALLOT_FILE, [text])
+            except (OSError, QuotaError) as exc:
+                logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
 
     def save_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
         """Write the chunks of an outcome before the vote for it. After a write error, `save_ballot` tries again."""
