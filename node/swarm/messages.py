@@ -149,24 +149,19 @@ class AcceptedOutcome(Content):
 
 
 class SavedBallot(Content):
-    """What a member must still know after a crash: its highest attempt at the round after `parent`, and its vote."""
+    """What a member must still know after a crash: what it promised in the round after `parent`, and its vote."""
 
     kind_name = "ballot"
     parent: Hex64
-    number: int = Field(ge=0)
-    led: int = Field(default=-1, ge=-1)
-    """The last attempt in which the member proposed an outcome as the leader. A member leads no attempt twice."""
+    lowest_attempt: int = Field(ge=0)
+    """The first attempt in which the member may still act: the highest one that it joined, or the one after the highest
+    one in which it voted or proposed an outcome."""
     accepted: AcceptedOutcome | None = None
     sizes: tuple[int, ...] = ()
     """Bytes of each chunk of the accepted outcome."""
     earlier: dict[Hex64, int] = {}
-    """For the parents of earlier rounds, the first attempt that this member has not used, oldest parent first. After a
-    lost fork, the member may come back to such a parent."""
-
-    @property
-    def first_unused(self) -> int:
-        """The first attempt in which the member has neither joined, voted nor led."""
-        return max(self.number, self.led) + 1
+    """`lowest_attempt` for the parents of earlier rounds, oldest parent first. After a lost fork, the member may come
+    back to such a parent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def invite_of(node: Node) -> str:
 
 
 def invited(node: Node) -> list[str]:
-    return [address.partition("/p2p/")[0] for address in parse_invite(node.status()["run"]["invite"]).addresses]
+    return [address.partition("/p2p/")[0] for address in parse_invite(invite_of(node)).addresses]
 
 
 def rounds_of_all(node: Node, peers: list[str]) -> list[int]:

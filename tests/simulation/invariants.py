@@ -129,7 +129,7 @@ class Invariants:
         ]
         if any(fault.kind in ("cut", "split") for fault in long):
             return False
-        away = {fault.node for fault in long if fault.kind in ("crash", "stall", "blackout")}
+        away = {fault.node for fault in long if fault.kind in ("crash", "power", "stall", "blackout")}
         away |= {node.number for node in self._nodes if node.hostility}
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 

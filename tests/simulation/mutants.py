@@ -166,15 +166,15 @@ def accepted_outcome_is_ignored(patches: Patches) -> None:
 def leads_twice(patches: Patches) -> None:
     """After a crash, a leader may lead an attempt again in which it has signed an outcome."""
 
-    def make(restore: Any) -> Any:
-        return lambda self, saved: restore(self, saved.model_copy(update={"led": -1}))
+    async def save_promise(self: Leader, attempt: Attempt) -> None:
+        return None
 
-    patches.replace(Ballot, "restore", make)
+    patches.replace(Leader, "_save_promise", lambda _: save_promise)
 
 
 @mutant("votes for two outcomes")
 def votes_twice(patches: Patches) -> None:
-    """A member votes for a second outcome in the same attempt."""
+    """A member votes for a second outcome in the same attempt, which it may join again after a crash."""
 
     def make(vote: Any) -> Any:
         async def after(self: Voter, attempt: Attempt, leader: str, document: Document, hashes: str) -> str:
@@ -188,7 +188,14 @@ def votes_twice(patches: Patches) -> None:
 
         return after
 
+    def forget(save: Any) -> Any:
+        async def after(self: Ballot, parent: str, lowest_attempt: int, chunks: Sequence[bytes] = ()) -> None:
+            await save(self, parent, lowest_attempt - bool(chunks), chunks)
+
+        return after
+
     patches.replace(Voter, "vote", make)
+    patches.replace(Ballot, "save", forget)
     patches.replace(Committer, "check_equivocation", lambda _: lambda self, document, outcome: True)
 
 
@@ -214,7 +221,7 @@ def vote_is_not_saved(patches: Patches) -> None:
 @mutant("after it joined attempt")
 def promise_is_not_saved(patches: Patches) -> None:
     """A crash makes a member forget the highest attempt that it joined."""
-    patches.replace(ResultStore, "save_ballot", _save_without(number=0))
+    patches.replace(ResultStore, "save_ballot", _save_without(lowest_attempt=0))
 
 
 @mutant(LOST_ROUND)

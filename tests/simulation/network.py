@@ -71,6 +71,8 @@ class Life:
     def __init__(self, peer_id: str) -> None:
         self.peer_id = peer_id
         self.is_dead = False
+        self.has_lost_power = False
+        """Whether the machine has lost its power. Then messages that have not arrived are lost, too."""
         self.stalled_until_s = 0.0
         self.held: list[asyncio.Handle] = []
         self.context = self._new_context()
@@ -146,9 +148,9 @@ class Network:
         wire = self._wires.get(peer_id)
         return wire if wire is not None and not wire.life.is_dead else None
 
-    def crash(self, life: Life) -> None:
+    def crash(self, life: Life, *, loses_power: bool = False) -> None:
         """End a process at once. Peers that wait for its answer see their connections reset."""
-        life.is_dead = True
+        life.is_dead, life.has_lost_power = True, loses_power
         life.held.clear()
         for call in list(life.waiting):
             self.fail(call, PeerError(f"peer {life.peer_id[-6:]} reset the connection", code="unreachable"))
@@ -270,6 +272,8 @@ class SimulatedWire:
         reply: asyncio.Future[Message] = network.loop.create_future()
 
         def arrive() -> None:
+            if self.life.has_lost_power:
+                return
             wire = network.wire_of(peer_id)
             if wire is None or network.is_cut(me, peer_id):
                 if not reply.done():
@@ -309,14 +313,15 @@ class SimulatedWire:
         if network.is_cut(self.peer_id, caller):
             return
         delay_s = network.delay_s(self.peer_id, caller) + late_s
+        reset = PeerError(f"peer {self.peer_id[-6:]} reset the connection", code="unreachable")
         if breaks_reply:
-            error = PeerError(f"peer {self.peer_id[-6:]} reset the connection", code="unreachable")
+            error = reset
 
         def deliver() -> None:
             if call.reply.done():
                 return
-            if error is not None:
-                call.reply.set_exception(error)
+            if error is not None or self.life.has_lost_power:
+                call.reply.set_exception(error or reset)
             else:
                 call.reply.set_result(reply)
 

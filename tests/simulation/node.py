@@ -145,8 +145,8 @@ class SimulatedNode:
         life = self.life = Life(self.peer_id)
         self.network.loop.call_soon(lambda: asyncio.ensure_future(self._live(life)), context=life.context)
 
-    def crash(self) -> None:
-        self.network.crash(self.life)
+    def crash(self, *, loses_power: bool = False) -> None:
+        self.network.crash(self.life, loses_power=loses_power)
 
     def stall(self, seconds: float) -> None:
         """Suspend the process, as SIGSTOP does."""

@@ -160,7 +160,7 @@ class World:
         if fault.kind == "blackout":
             for place, one in enumerate(self.nodes):
                 if one.is_alive:
-                    one.crash()
+                    one.crash(loses_power=True)
                     down_s = fault.seconds if one is node else min(fault.seconds, 3.0) * (1 + place % 3) / 3
                     self.loop.call_later(down_s, self._start, one)
         elif fault.kind in ("cut", "split"):
@@ -169,8 +169,8 @@ class World:
                 self.loop.call_later(fault.seconds, self.network.heal, sender, receiver)
         elif not node.is_alive:
             return
-        elif fault.kind == "crash":
-            node.crash()
+        elif fault.kind in ("crash", "power"):
+            node.crash(loses_power=fault.kind == "power")
             if fault.seconds < FOREVER_S:
                 self.loop.call_later(fault.seconds, self._start, node)
         elif fault.kind == "stall":

@@ -50,9 +50,9 @@ class Fault:
 
     at_s: float
     kind: str
-    """`delay` (of one message), `blackout` (all nodes crash, and the others start before this one), `crash`, `stall`,
-    `cut` (one way, from node to other), `split` (nobody on this side reaches anyone on the other), or `clock` (the
-    clock is set back at the node's next start)."""
+    """`delay` (of one message), `crash`, `power` (a crash that also loses the node's messages under way), `blackout`
+    (all nodes lose power, and the others start before this one), `stall`, `cut` (one way, from node to other), `split`
+    (nobody on this side reaches anyone on the other), or `clock` (the clock is set back at the node's next start)."""
     node: int
     seconds: float
     other: int = -1
@@ -137,7 +137,7 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         step_s=step_s,
         lines=lines,
-        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        faults=(),
         length_s=stormy_s + QUIET_S,
         min_peers=rng.choice((1, 1, 2, 3)),
         quorum_ratio=rng.choice((0.5, 0.75)),
@@ -146,11 +146,19 @@ def draw(seed: int) -> Scenario:
         join_at_s=joins,
         hostile=rng.choice(HOSTILE) if rng.random() < 0.4 else "",
     )
-    if scenario.hostile:
-        # A hostile node that is alone for so long may commit a round that nobody else can fetch.
-        mild = tuple(fault for fault in faults if fault.kind not in ("split", "blackout") or fault.seconds < BOUND_S)
-        scenario = replace(scenario, faults=tuple(sorted(mild, key=lambda fault: fault.at_s)))
-    return scenario
+    if not scenario.hostile and rng.random() < 0.05:
+        scenario = replace(scenario, hostile="ForgedCommit")
+    # Half of the crashes lose power.
+    faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]
+    fitting = [fault for fault in faults if _fits(fault, scenario.hostile)]
+    return replace(scenario, faults=tuple(sorted(fitting, key=lambda fault: fault.at_s)))
+
+
+def _fits(fault: Fault, hostile: str) -> bool:
+    if hostile == "ForgedCommit":  # A node that was away may believe the forged certificate.
+        return fault.kind == "delay"
+    # A hostile node that is alone for so long may commit a round that nobody else can fetch.
+    return not hostile or fault.kind not in ("split", "blackout") or fault.seconds < BOUND_S
 
 
 def _line(rng: random.Random, break_ratio: float) -> Line:

@@ -35,10 +35,10 @@ def rounds_in(folder: Path) -> set[str]:
     return found[0]
 
 
-def ballot_of(chunks: Sequence[bytes], number: int = 3) -> SavedBallot:
+def ballot_of(chunks: Sequence[bytes], lowest_attempt: int = 3) -> SavedBallot:
     proof = proof_of(chunks, 5)
     accepted = AcceptedOutcome(attempt=2, outcome=proof.outcome, hashes=proof.hashes, vote="ab")
-    return SavedBallot(parent=RUN, number=number, led=1, accepted=accepted)
+    return SavedBallot(parent=RUN, lowest_attempt=lowest_attempt, accepted=accepted)
 
 
 @pytest.fixture
@@ -173,35 +173,35 @@ def test_round_that_exceeds_the_disk_quota_is_not_stored(tmp_path: Path, caplog:
 def test_a_vote_and_its_chunks_survive_a_crash(tmp_path: Path) -> None:
     chunks = [b"one" * 50, b"", b"two"]
     ballot, store = ballot_of(chunks), ResultStore(tmp_path)
-    store.save_ballot(SavedBallot(parent=RUN, number=1))
+    store.save_ballot(SavedBallot(parent=RUN, lowest_attempt=1))
     store.save_ballot(ballot, chunks)
     again = ResultStore(tmp_path)
     assert again.take_stored() == [], "an accepted outcome is not a committed one"
-    loaded = again.load_ballot(RUN)
-    assert loaded is not None and loaded == ballot.model_copy(update={"sizes": (150, 0, 3)})
+    assert again.load_accepted(RUN) == ballot.accepted is not None and again.lowest_attempt(RUN) == 3
     assert again.get(chunk_hash(b"two")) == b"two"
-    assert again.load_ballot("cd" * 32) is None, "a ballot of another round is of no use"
+    assert again.load_accepted("cd" * 32) is None, "a vote of another round is of no use"
 
 
 def test_saving_a_later_promise_keeps_the_stored_vote(tmp_path: Path) -> None:
     chunks = [b"one"]
     store = ResultStore(tmp_path)
     store.save_ballot(ballot_of(chunks), chunks)
-    ResultStore(tmp_path).save_ballot(ballot_of(chunks, number=9))
-    loaded = ResultStore(tmp_path).load_ballot(RUN)
-    assert loaded is not None and loaded.number == 9 and loaded.accepted is not None and loaded.sizes == (3,)
+    ResultStore(tmp_path).save_ballot(ballot_of(chunks, lowest_attempt=9))
+    again = ResultStore(tmp_path)
+    assert again.lowest_attempt(RUN) == 9 and again.load_accepted(RUN) == ballot_of(chunks).accepted
 
 
-def test_a_node_that_comes_back_to_an_earlier_round_knows_its_used_attempts(tmp_path: Path) -> None:
+def test_a_node_that_comes_back_to_an_earlier_round_knows_the_attempts_that_it_has_used(tmp_path: Path) -> None:
     """A lost fork can lead a node back. Then it must not vote in an attempt in which it has voted."""
     older, newer = "cd" * 32, "ef" * 32
     store = ResultStore(tmp_path)
     store.save_ballot(ballot_of([b"one"]), [b"one"])
-    store.save_ballot(SavedBallot(parent=older, number=0, led=0))
-    store.save_ballot(SavedBallot(parent=newer, number=5))
+    store.save_ballot(SavedBallot(parent=older, lowest_attempt=1))
+    store.save_ballot(SavedBallot(parent=newer, lowest_attempt=5))
+    store.save_ballot(SavedBallot(parent=newer, lowest_attempt=2))
     for after_crash in (store, ResultStore(tmp_path)):
-        assert [after_crash.first_unused_attempt(parent) for parent in (RUN, older, newer, "12" * 32)] == [4, 1, 6, 0]
-    assert ResultStore(tmp_path).load_ballot(older) == SavedBallot(parent=older, number=1)
+        assert [after_crash.lowest_attempt(parent) for parent in (RUN, older, newer, "12" * 32)] == [3, 1, 5, 0]
+    assert ResultStore(tmp_path).load_accepted(older) is None
 
 
 def test_ballots_that_are_saved_at_the_same_time_are_all_stored(
@@ -209,21 +209,21 @@ def test_ballots_that_are_saved_at_the_same_time_are_all_stored(
 ) -> None:
     store = ResultStore(tmp_path)
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(8) as pool:
-        saves = [pool.submit(store.save_ballot, SavedBallot(parent=f"{n % 20:064x}", number=n)) for n in range(200)]
-        for save in saves:
+        ballots = [SavedBallot(parent=f"{n % 20:064x}", lowest_attempt=n) for n in range(200)]
+        for save in [pool.submit(store.save_ballot, ballot) for ballot in ballots]:
             save.result(30)
     assert caplog.messages == []
     again = ResultStore(tmp_path)
-    assert all(again.first_unused_attempt(f"{n:064x}") > 0 for n in range(20))
+    assert [again.lowest_attempt(f"{n:064x}") for n in range(20)] == list(range(180, 200))
 
 
-def test_the_memory_of_used_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_lowest_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.swarm.allreduce.result_store.KEPT_ATTEMPTS", 2)
     store = ResultStore(tmp_path)
     parents = [f"{number:064x}" for number in range(5)]
     for parent in parents:
-        store.save_ballot(SavedBallot(parent=parent, number=0))
-    assert [ResultStore(tmp_path).first_unused_attempt(parent) for parent in parents] == [0, 0, 1, 1, 1]
+        store.save_ballot(SavedBallot(parent=parent, lowest_attempt=1))
+    assert [ResultStore(tmp_path).lowest_attempt(parent) for parent in parents] == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("damage", ["chunk", "missing", "cut"])
@@ -236,15 +236,15 @@ def test_a_promise_survives_a_crash_even_if_the_chunks_of_the_vote_do_not(tmp_pa
         path.unlink()
     else:
         path.write_bytes(b"oneTWO" if damage == "chunk" else b"onet")
-    loaded = ResultStore(tmp_path).load_ballot(RUN)
-    assert loaded is not None and (loaded.number, loaded.led, loaded.accepted) == (4, 1, None)
+    again = ResultStore(tmp_path)
+    assert again.lowest_attempt(RUN) == 3 and again.load_accepted(RUN) is None
 
 
 def test_a_node_finds_the_chunks_of_its_vote_after_a_crash(tmp_path: Path) -> None:
     chunks = [b"one", b"two"]
     ResultStore(tmp_path).save_ballot(ballot_of(chunks), chunks)
     store = ResultStore(tmp_path)
-    assert store.load_ballot(RUN) is not None
+    assert store.load_accepted(RUN) is not None
     hashes = [chunk_hash(chunk) for chunk in (*chunks, b"three")]
     assert store.find(hashes) == dict(zip(hashes, chunks, strict=False))
     (path,) = tmp_path.glob("results-*")
@@ -254,10 +254,10 @@ def test_a_node_finds_the_chunks_of_its_vote_after_a_crash(tmp_path: Path) -> No
 
 def test_a_damaged_stored_ballot_is_logged_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = ResultStore(tmp_path)
-    store.save_ballot(SavedBallot(parent=RUN, number=1))
+    store.save_ballot(SavedBallot(parent=RUN, lowest_attempt=1))
     (tmp_path / "ballot.json").write_bytes(b'{"parent"')
     with caplog.at_level(logging.WARNING):
-        assert ResultStore(tmp_path).load_ballot(RUN) is None
+        assert ResultStore(tmp_path).lowest_attempt(RUN) == 0
     assert "The stored vote ballot.json is damaged" in caplog.text
 
 

@@ -22,7 +22,7 @@ from node.host.disk_quota import Room, any_room
 from node.host.files import sync_folder
 from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.membership.peer_table import PeerTable, while_live
-from node.swarm.messages import Proof, RoundOutcome, SavedBallot, parse, split_hashes
+from node.swarm.messages import AcceptedOutcome, Proof, RoundOutcome, SavedBallot, parse, split_hashes
 from node.swarm.transport.wire import Message, Wire, timeout_error
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ KEPT_ROUNDS = 8
 MAX_KEPT_ROUNDS = 72
 """Limit on the kept rounds while a peer replays from an older state. A slower peer starts over from a newer state."""
 KEPT_ATTEMPTS = 256
-"""Limit on the rounds whose used attempts are kept. It is as long as the branch that a node knows (`MAX_LINKS`)."""
+"""Limit on the rounds whose lowest attempts are kept. It is as long as the branch that a node knows (`MAX_LINKS`)."""
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
 MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
 BALLOT_FILE = "ballot.json"
@@ -66,10 +66,10 @@ class ResultStore:
         for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
             self._load_proof(path)
         kept = {self._path(head).name for head in self._rounds}
-        self._unused: dict[str, int] = {}
-        """For the parent of each round in which this node has saved a ballot, the first attempt not used, in order."""
+        self._lowest_attempts: dict[str, int] = {}
+        """For the parent of each round in which this node has saved a ballot, its `lowest_attempt`, newest last."""
         if (ballot := self._read_ballot()) is not None:
-            self._unused = {**ballot.earlier, ballot.parent: ballot.first_unused}
+            self._lowest_attempts = {**ballot.earlier, ballot.parent: ballot.lowest_attempt}
             if ballot.accepted is not None:
                 kept.add(self._path(ballot.accepted.outcome.hash).name)
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
@@ -102,27 +102,25 @@ class ResultStore:
             logger.warning("The stored vote %s is damaged and is not used: %s", BALLOT_FILE, exc)
             return None
 
-    def load_ballot(self, parent: str) -> SavedBallot | None:
-        """The ballot that an earlier process saved in the round after `parent`, without a vote that lacks chunks."""
+    def load_accepted(self, parent: str) -> AcceptedOutcome | None:
+        """The outcome that an earlier process accepted in the round after `parent`, if all its chunks are intact."""
         ballot = self._read_ballot()
-        if ballot is None or ballot.parent != parent:
-            first = self.first_unused_attempt(parent)
-            return SavedBallot(parent=parent, number=first) if first else None
-        if ballot.accepted is not None:
-            try:
-                data, sizes = self._path(ballot.accepted.outcome.hash).read_bytes(), ballot.sizes
-                index = _index(ballot.accepted.hashes, sizes)
-                if any(chunk_hash(data[start : start + size]) != digest for digest, (start, size) in index.items()):
-                    raise ValueError("a chunk does not have its hash")
-            except (OSError, ValueError) as exc:
-                logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
-                return ballot.model_copy(update={"accepted": None, "number": ballot.first_unused})
-            self._rounds[ballot.accepted.outcome.hash] = index
-        return ballot
+        if ballot is None or ballot.parent != parent or ballot.accepted is None:
+            return None
+        try:
+            data = self._path(ballot.accepted.outcome.hash).read_bytes()
+            index = _index(ballot.accepted.hashes, ballot.sizes)
+            if any(chunk_hash(data[start : start + size]) != digest for digest, (start, size) in index.items()):
+                raise ValueError("a chunk does not have its hash")
+        except (OSError, ValueError) as exc:
+            logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
+            return None
+        self._rounds[ballot.accepted.outcome.hash] = index
+        return ballot.accepted
 
-    def first_unused_attempt(self, parent: str) -> int:
-        """The first attempt at the round after `parent` in which this node has neither joined, voted nor led."""
-        return self._unused.get(parent, 0)
+    def lowest_attempt(self, parent: str) -> int:
+        """The first attempt at the round after `parent` in which this node may still act (`SavedBallot`)."""
+        return self._lowest_attempts.get(parent, 0)
 
     def save_ballot(self, ballot: SavedBallot, chunks: Sequence[bytes] = ()) -> None:
         """Write the newest promise or vote, with the chunks of a new vote, and sync it to the disk.
@@ -130,17 +128,18 @@ class ResultStore:
         A write error is only logged: the node forgets its vote only if it crashes within this round.
         """
         with self._saving:
-            others = [entry for entry in self._unused.items() if entry[0] != ballot.parent]
+            others = [entry for entry in self._lowest_attempts.items() if entry[0] != ballot.parent]
             earlier = dict(others[-KEPT_ATTEMPTS:])
-            self._unused = {**earlier, ballot.parent: ballot.first_unused}
+            lowest = max(ballot.lowest_attempt, self.lowest_attempt(ballot.parent))
+            self._lowest_attempts = {**earlier, ballot.parent: lowest}
             try:
                 if ballot.accepted is not None and chunks:
                     self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
                 sizes = tuple(len(chunk) for chunk in chunks)
                 if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
                     sizes = before.sizes
-                text = ballot.model_copy(update={"sizes": sizes, "earlier": earlier}).model_dump_json().encode()
-                self._write(self._folder / BALLOT_FILE, [text])
+                full = ballot.model_copy(update={"lowest_attempt": lowest, "sizes": sizes, "earlier": earlier})
+                self._write(self._folder / BALLOT_FILE, [full.model_dump_json().encode()])
             except (OSError, QuotaError) as exc:
                 logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
 

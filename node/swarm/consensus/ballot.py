@@ -157,15 +157,14 @@ class Ballot:
         self._chain, self._peer_table = chain, peer_table
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
-        self.number = 0
-        """The highest attempt that this node has seen. Lower attempts are ignored."""
+        self.number = chain.store.lowest_attempt(chain.tip.head)
+        """The highest attempt that this node has seen. Lower attempts are ignored. After a crash or a lost fork, this
+        node may have voted in this round before."""
         self.mine: LocalContribution | None = None
         self.offered_at_s = 0.0
         self.accepted: AcceptedOutcome | None = None
         self.suspensions_at_vote: int | None = None
         """The count of this process's suspensions at its first vote in this round; None before that vote."""
-        self.led = -1
-        """The last attempt in which this node proposed an outcome as the leader; -1 if there is none."""
         self.omitted: set[str] = set()
         """Members because of which an attempt led by this node failed. Its next plans for this round omit them."""
         self.distrusts_reducers = False
@@ -199,15 +198,14 @@ class Ballot:
             raise PeerError("a message has no valid attempt number")
         return number
 
-    def to_save(self, attempt: Attempt) -> SavedBallot:
-        """What must be on the disk before this node goes on in this attempt, so that a crash does not lose it."""
-        return SavedBallot(parent=attempt.parent, number=attempt.number, led=self.led, accepted=self.accepted)
+    async def save(self, parent: str, lowest_attempt: int, chunks: Sequence[bytes] = ()) -> None:
+        """Write to the disk in which attempts this node may still act, and its vote, so that a crash loses neither.
 
-    def restore(self, saved: SavedBallot) -> None:
-        """Continue after a crash, in a later attempt than any in which this node has proposed an outcome or voted."""
-        voted = saved.accepted.attempt if saved.accepted else -1
-        self.number = max(self.number, saved.number, saved.led + 1, voted + 1)
-        self.accepted = self.accepted or saved.accepted
+        Args:
+            chunks: those of a new vote.
+        """
+        saved = SavedBallot(parent=parent, lowest_attempt=lowest_attempt, accepted=self.accepted)
+        await asyncio.to_thread(self._chain.store.save_ballot, saved, chunks)
 
     def enter(self, parent: str, number: int, caller: str) -> Attempt:
         """Return the attempt that a peer names. A higher number ends all lower attempts. Raises PeerError."""
@@ -286,7 +284,7 @@ class Ballot:
     def clear(self) -> list[Attempt]:
         """Start the next round. Returns the attempts of the last round, which the caller must end."""
         attempts = list(self._attempts.values())
-        self._attempts, self.number, self.led = {}, 0, -1
+        self._attempts, self.number = {}, self._chain.store.lowest_attempt(self._chain.tip.head)
         self.mine, self.accepted, self.suspensions_at_vote = None, None, None
         self.omitted, self.distrusts_reducers = set(), False
         self._raised.clear()

@@ -256,10 +256,7 @@ class Committer:
     def _start_next_round(self) -> list[Attempt]:
         self._signed, self._mean = {}, None
         self._ctx.results.clear()
-        attempts = self._ballot.clear()
-        # After a crash or a lost fork, this node may have voted in this round before.
-        self._ballot.number = self._ctx.chain.store.first_unused_attempt(self._ctx.chain.tip.head)
-        return attempts
+        return self._ballot.clear()
 
     def _say_tip(self, tip: Tip) -> None:
         swarm_tokens = tip.state.tokens

@@ -65,7 +65,7 @@ class Leader:
             doubted: set[str] = set()
             accepted = await self._claimed(attempt, doubted)
             if accepted is not None:
-                await self._promise(attempt)
+                await self._save_promise(attempt)
             else:
                 plan = await self._plan(attempt)
                 included = await self._collect(attempt, plan)
@@ -109,6 +109,7 @@ class Leader:
                 attempt.waiting_code = "behind"
             if verdict.close and not overtaken:
                 attempt.closed = True
+                attempt.waiting_reason = attempt.waiting_code = ""
                 return
             if quorum_at_s is None and verdict.has_quorum:
                 quorum_at_s = now_s
@@ -265,14 +266,13 @@ class Leader:
         outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
-        await self._promise(attempt)
+        await self._save_promise(attempt)
         document = sign(self._ctx.peer_table.identity, outcome)
         return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
 
-    async def _promise(self, attempt: Attempt) -> None:
+    async def _save_promise(self, attempt: Attempt) -> None:
         """Write to the disk that this node proposes an outcome in this attempt. After a crash, it leads a later one."""
-        self._ballot.led = attempt.number
-        await asyncio.to_thread(self._ctx.chain.store.save_ballot, self._ballot.to_save(attempt))
+        await self._ballot.save(attempt.parent, attempt.number + 1)
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:
         """Return the hash of each chunk's mean, and the members whose sums of squares contradict their signed norm."""

@@ -132,13 +132,14 @@ class Participant:
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
     async def _restore(self) -> None:
-        """Continue with the vote and the attempt of an earlier process, if that process was in this round."""
+        """Continue with the vote of an earlier process, if that process voted in this round."""
         if self._has_restored:
             return
         self._has_restored = True
-        saved = await asyncio.to_thread(self.ctx.chain.store.load_ballot, self.ctx.chain.tip.head)
-        if saved is not None and saved.parent == self.ctx.chain.tip.head:
-            self.ballot.restore(saved)
+        parent = self.ctx.chain.tip.head
+        accepted = await asyncio.to_thread(self.ctx.chain.store.load_accepted, parent)
+        if parent == self.ctx.chain.tip.head:
+            self.ballot.accepted = self.ballot.accepted or accepted
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
         """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if the attempt fails."""
@@ -162,7 +163,7 @@ class Participant:
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:
             # By its join, the member promises not to vote in a lower attempt, even after a crash.
-            await asyncio.to_thread(ctx.chain.store.save_ballot, self.ballot.to_save(attempt))
+            await self.ballot.save(attempt.parent, attempt.number)
         ctx.peer_table.update_own(attempt=attempt.number)
         await self._attendance.attend(attempt, mine, join)
 

@@ -62,7 +62,7 @@ class Voter:
         if self.ballot.suspensions_at_vote is None:
             self.ballot.suspensions_at_vote = self.ctx.peer_table.suspensions
         # The vote is on the disk before the leader counts it, so that this node still knows it after a crash.
-        await asyncio.to_thread(self.ctx.chain.store.save_ballot, self.ballot.to_save(attempt), chunks)
+        await self.ballot.save(attempt.parent, attempt.number + 1, chunks)
         return vote
 
     def read_accepted(self, claim: Any, caller: str, attempt: Attempt) -> AcceptedOutcome:
