@@ -180,3 +180,16 @@ def test_a_member_joins_a_second_leader_only_after_the_first_one_has_released_it
     first.peer_table.update_own(inbound=False)
     wait_until(lambda: member.peer_id in second.participant.ballot.attempt(0).joins)
     assert not first.participant.ballot.attempt(0).joins
+
+
+def test_a_member_is_not_told_after_the_plan_why_the_group_was_open(swarm: Swarm) -> None:
+    """The leader is not in its own plan. The reducers stall for longer than the leader holds a call."""
+    leader, *others = swarm.nodes(3, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    for node in others:
+        node.participant.ctx.hooks._faults = parse_faults("average@0=stall:4")
+    offer_all(others, 0)
+    wait_until(lambda: all(node.participant.ballot.current.has == "plan" for node in others))
+    time.sleep(2 * QUICK.hold_s)
+    assert [node.participant.waiting() for node in others] == [("", "")] * 2
+    assert all(node.tip.round < 0 for node in others), "the reducers still stall"
+    assert_same([node.committed() for node in (leader, *others)])
