@@ -59,6 +59,8 @@ class Invariants:
         """Maps (node, parent, attempt) to the outcome that the node signed as the leader."""
         self._votes: dict[tuple[int, str, int], str] = {}
         """Maps (node, parent, attempt) to the outcome that the node voted for."""
+        self._first_vote_at_s: dict[str, float] = {}
+        """Maps an outcome to the time of the first vote for it, which may be that of a hostile node."""
         self._joined: dict[tuple[int, str], int] = {}
         """Maps (node, parent) to the highest attempt that the node joined."""
         self._voted: dict[tuple[int, str], int] = {}
@@ -134,10 +136,10 @@ class Invariants:
         return all(2 * sum(self._numbers[peer] not in away for peer in group) > len(group) for group in groups)
 
     def _check_support(self, made: Adoption, round_: int) -> None:
-        """Check that an honest node voted, if most of the last contributors are honest and in reach."""
+        """Check that an honest node voted, if most of the last contributors are honest and were in reach meanwhile."""
         honest = {node.peer_id for node in self._nodes if not node.hostility}
         electorate = self._members.get(made.parent)
-        if electorate and not honest & made.voters and self._were_here(self._clock(), electorate):
+        if electorate and not honest & made.voters and self._were_here(self._first_vote_at_s[made.head], electorate):
             self._violate(f"round {round_} is committed without the vote of an honest node")
 
     def signed(self, node: SimulatedNode, data: bytes) -> None:
@@ -148,8 +150,11 @@ class Invariants:
             self._parents[head] = plan.parent
             if not node.hostility and self._led.setdefault((node.number, plan.parent, plan.attempt), head) != head:
                 self._violate(f"n{node.number} signs two outcomes in attempt {plan.attempt}")
-        elif purpose == b"diloco accept" and not node.hostility:
+        elif purpose == b"diloco accept":
             head, number = content.decode().split()
+            self._first_vote_at_s.setdefault(head, self._clock())
+            if node.hostility:
+                return
             parent, attempt = self._parents[head], int(number)
             if self._votes.setdefault((node.number, parent, attempt), head) != head:
                 self._violate(f"n{node.number} votes for two outcomes in attempt {attempt}")
@@ -228,7 +233,8 @@ class Invariants:
     def ended(self, scenario: Scenario) -> None:
         """Check that all live nodes are on one chain after a quiet time, and that the chain grows.
 
-        If half of the live nodes are hostile, the others are no quorum, and progress is not promised.
+        If half of the live nodes or of the last contributors are hostile, the others are no quorum, and progress is not
+        promised.
         """
         live = [node for node in self._nodes if node.is_alive and not node.hostility]
         if 2 * len(live) <= sum(node.is_alive for node in self._nodes):
@@ -237,6 +243,9 @@ class Invariants:
             return  # If no node trains, all are joiners that never met a peer.
         tips = [node.chain.tip for node in live if node.is_training]
         newest = max((tip.round for tip in tips), default=-1)
+        last = {peer for tip in tips if tip.round == newest for peer in tip.last_weights}
+        if last and 2 * sum(bool(self._nodes[self._numbers[peer]].hostility) for peer in last) >= len(last):
+            return
         rounds = ", ".join(f"n{node.number} {node.chain.tip.round} {node.chain.tip.head[:6]}" for node in live)
         if not any(at_s > self._clock() - COMMIT_S for at_s in self._commits):
             self._violate(f"no round in the last {COMMIT_S:.0f} s, at round {newest}: {rounds}")

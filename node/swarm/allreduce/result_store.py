@@ -61,6 +61,8 @@ class ResultStore:
         self._kept_rounds = KEPT_ROUNDS * fragments
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
         """For each head, where each chunk is in the file of results: chunk hash to (offset, size)."""
+        self._voted_head = ""
+        """The outcome of the newest vote. Its chunks are kept until there is another vote."""
         self._stored: list[tuple[str, Proof]] = []
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -71,7 +73,10 @@ class ResultStore:
         if (ballot := self._read_ballot()) is not None:
             self._lowest_attempts = {**ballot.earlier, ballot.parent: ballot.lowest_attempt}
             if ballot.accepted is not None:
-                kept.add(self._path(ballot.accepted.outcome.hash).name)
+                self._voted_head = ballot.accepted.outcome.hash
+                kept.add(self._path(self._voted_head).name)
+                with suppress(ValueError):  # Then the vote's chunks are damaged, and `load_accepted` says so.
+                    self._rounds.setdefault(self._voted_head, _index(ballot.accepted.hashes, ballot.sizes))
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -115,7 +120,6 @@ class ResultStore:
         except (OSError, ValueError) as exc:
             logger.warning("The stored vote is not used because its chunks cannot be read: %s", exc)
             return None
-        self._rounds[ballot.accepted.outcome.hash] = index
         return ballot.accepted
 
     def lowest_attempt(self, parent: str) -> int:
@@ -134,6 +138,7 @@ class ResultStore:
             self._lowest_attempts = {**earlier, ballot.parent: lowest}
             try:
                 if ballot.accepted is not None and chunks:
+                    self._voted_head = ballot.accepted.outcome.hash
                     self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
                 sizes = tuple(len(chunk) for chunk in chunks)
                 if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
@@ -224,8 +229,8 @@ class ResultStore:
         return next((len(heads) - i for i, head in enumerate(heads) if head in self._read_at_s), 0)
 
     def keep_only(self, heads: Collection[str]) -> None:
-        """Remove all rounds except those with these heads."""
-        for head in [head for head in self._rounds if head not in heads]:
+        """Remove all rounds except those with these heads, and the outcome of the newest vote."""
+        for head in [head for head in self._rounds if head not in heads and head != self._voted_head]:
             self._remove(head)
 
     def load(self, proof: Proof) -> list[bytes]:

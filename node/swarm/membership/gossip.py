@@ -37,11 +37,12 @@ class Gossip:
     async def run(self) -> None:
         """At each heartbeat, exchange records with a few peers. Runs for ever."""
         for beat in count():
-            others = [r.peer_id for r in self._peer_table.others()]
+            others = [r.peer_id for r in self._peer_table.gossip_partners()]
             if beat % 2 == 0 or len(others) <= LARGE:
                 self._peer_table.pulse()
             chosen = self._rng.sample(others, min(fanout(len(others)), len(others)))
             dead = [r.peer_id for r in self._peer_table.dead() if self._peer_table.can_call(r)]
+            dead = [peer_id for peer_id in dead if peer_id not in chosen]
             if dead and self._rng.random() < CALL_DEAD_RATIO:
                 chosen.append(self._rng.choice(dead))
             calls = [asyncio.create_task(self.exchange(peer_id)) for peer_id in chosen]
@@ -56,7 +57,7 @@ class Gossip:
             reply = await self._wire.call(peer_id, "gossip", request, timeout_s=CALL_S)
         except PeerError as exc:
             logger.debug("Gossip with peer %s failed: %s", peer_id[-6:], exc)
-            if exc.code == "unreachable":
+            if exc.code == "unreachable" and not self._peer_table.is_gone(peer_id):
                 self._peer_table.suspect(peer_id)
             return False
         try:

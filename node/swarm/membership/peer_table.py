@@ -348,6 +348,17 @@ class PeerTable:
         """The live peers that this node can call."""
         return [record for record in self.live()[1:] if self.can_call(record)]
 
+    def gossip_partners(self) -> list[PeerRecord]:
+        """The peers with which this node exchanges records: those that it can call and has heard of within `dead_s`.
+
+        A failed call makes no difference, because a quorum still counts the peer as living (`present`). So this node must
+        hear of the peer as soon as it can reach it again.
+        """
+        since_s = self._clock() - self.timings.dead_s
+        heard = [entry.record for entry in self._entries.values() if entry.heard_at_s > since_s]
+        here = [r for r in heard if r.phase not in GONE_PHASES and not self.is_evicted(r.peer_id)]
+        return [record for record in here if self.can_call(record)]
+
     def can_call(self, record: PeerRecord) -> bool:
         """Whether this node can call a peer: directly if one of them accepts connections, else over a relay."""
         return record.inbound or self.me.inbound or bool(self._relays_of(record))
