@@ -38,6 +38,8 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(1003395, id="a node came back to a round and voted again"),
         pytest.param(2005102, id="a node replayed a round again and joined an attempt before its last one"),
         pytest.param(2002489, id="a member that was not in the plan ended the attempt"),
+        pytest.param(10008263, id="a leader did not find the chunks of its own vote right after its start"),
+        pytest.param(10062632, id="two nodes took each other for dead after a failed call"),
     ],
 )
 def test_a_seed_that_found_a_defect_violates_no_invariant(seed: int) -> None:

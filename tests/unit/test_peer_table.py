@@ -211,6 +211,30 @@ def test_an_unreachable_peer_is_suspected_until_it_signs_a_newer_record(clock: C
     assert ME.peer_id in live_ids(table)
 
 
+def test_gossip_still_calls_a_suspected_peer_until_it_has_been_silent_for_long(clock: Clock, table: PeerTable) -> None:
+    """Only a new record tells that the peer is back. A quorum counts it as living until then."""
+    table.merge([signed(YOU), signed(THIRD, 1, phase=Phase.LEAVING)])
+    table.suspect(YOU.peer_id)
+    clock.now_s += DEAD_S - 0.1
+    assert table.others() == [] and [record.peer_id for record in table.gossip_partners()] == [YOU.peer_id]
+    clock.now_s += 0.2
+    assert table.gossip_partners() == []
+
+
+def test_a_second_failed_gossip_call_does_not_prolong_the_suspicion(clock: Clock, table: PeerTable) -> None:
+    async def main() -> None:
+        gossip = new_gossip(InProcessNetwork(), table)
+        for _ in range(2):
+            clock.now_s += 1
+            assert not await gossip.exchange(YOU.peer_id)
+
+    table.merge([signed(YOU, 1)])
+    asyncio.run(main())
+    assert live_ids(table) == {ME.peer_id}
+    table.merge([replace(signed(YOU, 2), age_s=0.5)])
+    assert YOU.peer_id in live_ids(table), "another peer has passed on a record from after the first failed call"
+
+
 @pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.LEAVING, Phase.ERROR])
 def test_a_peer_that_says_goodbye_counts_as_dead_at_once(table: PeerTable, phase: Phase) -> None:
     table.merge([signed(YOU, 1), signed(YOU, 2, phase=phase)])

@@ -351,7 +351,7 @@ class PeerTable:
     def gossip_partners(self) -> list[PeerRecord]:
         """The peers with which this node exchanges records: those that it can call and has heard of within `dead_s`.
 
-        A failed call makes no difference, because a quorum still counts the peer as living (`present`). So this node must
+        A failed call makes no difference, because a quorum still counts the peer as living (`present`). This node must
         hear of the peer as soon as it can reach it again.
         """
         since_s = self._clock() - self.timings.dead_s
