@@ -229,7 +229,7 @@ class ResultStore:
         return next((len(heads) - i for i, head in enumerate(heads) if head in self._read_at_s), 0)
 
     def keep_only(self, heads: Collection[str]) -> None:
-        """Remove all rounds except those with these heads, and the outcome of the newest vote if it is not committed."""
+        """Remove all rounds except those with these heads, and an uncommitted outcome with the newest vote."""
         for head in [head for head in self._rounds if head not in heads]:
             if head != self._voted_head or self._proof_path(head).exists():
                 self._remove(head)
