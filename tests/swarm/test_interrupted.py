@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ def test_restarted_node_continues_in_the_middle_of_its_round(swarm: Swarm) -> No
     again = node.start().until_training()
     assert again["training"]["inner_step"] > first["inner_step"]
     assert again["training"]["tokens_total"] == again["training"]["inner_step"] * 4 * 64
-    assert again["training"]["loss"] < (loss + FIRST_LOSS) / 2
+    assert max(loss, again["training"]["loss"]) < FIRST_LOSS - 1
     stop(node)
     second = checkpoint_meta(node.checkpoints()[0])
     assert second["text"]["round"] == first["text"]["round"]
@@ -65,7 +65,7 @@ class Before:
         self.tokens = status["contribution"]["tokens_total"]
         self.rounds_joined = status["contribution"]["rounds_joined"]
         node.until(lambda s: s["contribution"]["rounds_joined"] >= self.rounds_joined + 2, START_S)
-        assert self.tokens > 0 and fmean(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
+        assert self.tokens > 0 and median(self.losses[-8:]) < FIRST_LOSS - 1, self.losses
 
     def check(self, node: Node) -> None:
         """Compare this state with the node's state when it trains again."""
@@ -78,11 +78,14 @@ class Before:
         known = status["run"]["round"]
         node.until(lambda s: s["run"]["round"] > known + 2 and s["peers"]["training"] == 2, START_S)
         after = round_losses(node)[len(self.losses) :]
-        assert fmean(after[:3]) < fmean(self.losses[-8:]) + 0.5, (self.losses, after)
+        assert median(after) < median(self.losses) + 1, (self.losses, after)
 
 
 def round_losses(node: Node) -> list[float]:
-    """Losses of the rounds that the node trained for in all its starts, nats per token."""
+    """The loss of the last inner step of each round in all starts of the node, nats per token.
+
+    Each is the loss of one batch of 256 tokens. In one run they vary by more than 0.5.
+    """
     return [float(loss) for loss in re.findall(r"Round \d+ is committed.* loss is (\d+\.\d+)", node.said())]
 
 
