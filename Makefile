@@ -33,7 +33,7 @@ IMAGE ?= diloco-node:$(TARGET)
 IMAGE_DASHBOARD ?= build
 IMAGE_ARGS ?=
 
-.PHONY: help run test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync storm lock clean
+.PHONY: help run test test-all test-docker test-upgrade simulate participation mutants coverage lint dashboard swarm homes wheel image sbom bench bench-sync book storm lock clean
 
 help:
 	@echo "make run                           start a node on the built-in run"
@@ -50,6 +50,7 @@ help:
 	@echo "make lint                          check style, types and import contracts"
 	@echo "make bench                         run the measurements of tests/benchmarks"
 	@echo "make bench-sync                    measure communication (root; over an hour)"
+	@echo "make book                          test the claims of the papers: three hours"
 	@echo "make storm                         inject faults into real nodes: 45 minutes"
 	@echo
 	@echo "make dashboard                     build the page into node/api/static"
@@ -92,8 +93,8 @@ test: lint $(DASHBOARD)
 
 test-all: lint $(DASHBOARD)
 	@cd dashboard && npm test --silent
-	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE))
-	@$(BIN)/python -m pytest $(ALONE)
+	@$(BIN)/python -m pytest -n $(JOBS) $(addprefix --ignore=,$(ALONE)) || .ci/again $$?
+	@$(BIN)/python -m pytest $(ALONE) || .ci/again $$?
 
 lint: $(SET_UP) $(NODE_MODULES)
 	@$(BIN)/ruff check .
@@ -158,9 +159,13 @@ test-docker: $(SET_UP) $(DASHBOARD)
 bench: $(SET_UP)
 	@exec $(BIN)/python -m tests.benchmarks $(ARGS)
 
-# ARGS go to tests.benchmarks.sync. The report includes results of tests.benchmarks.convergence, if there are any.
+# ARGS go to tests.benchmarks.sync.
 bench-sync: $(SET_UP)
 	@for what in "sync $(ARGS)" link_drop codecs report; do $(BIN)/python -m tests.benchmarks.$$what; done
+
+# ARGS are chapters, or options of tests.benchmarks.book. Finished parts are kept, so it can be stopped at any time.
+book: $(SET_UP)
+	@exec $(BIN)/python -m tests.benchmarks.book $(ARGS)
 
 # ARGS go to tests.swarm.storm: --nodes 8 --minutes 20 --fault-every 15 --seed 1. All three parts run even if one fails.
 storm: $(SET_UP)

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.report
 
-It reads the results of `sync`, `link_drop`, `codecs` and `convergence` in results/, and writes report.md, report.json
-and the plots to the same folder. The report names the measurements that are missing.
+It reads the results of `sync`, `link_drop` and `codecs` in results/, and writes report.md, report.json and the plots to
+the same folder. The report names the measurements that are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from tests.benchmarks import convergence, sync
+from tests.benchmarks import sync
 from tests.benchmarks.figures import RESULTS
 
 OURS, FORMULA, OTHER = "#2563eb", "#111827", "#f59e0b"
@@ -81,27 +81,6 @@ def of_link_drop() -> list[str]:
     ]
 
 
-def of_convergence() -> list[str]:
-    kept = read("convergence_arms")
-    if kept is None:
-        return ["Not measured: `python -m tests.benchmarks.convergence`."]
-    verdicts = [convergence.Verdict(**one) for one in kept]
-    drawn = [one for one in verdicts if one.ratio < 1.2]
-    figure, axes = plt.subplots(figsize=(9, 0.35 * len(drawn) + 1))
-    for place, one in enumerate(drawn):
-        color = OURS if one.may_be_default else OTHER
-        axes.errorbar(100 * (one.ratio - 1), place, xerr=100 * one.half, fmt="o", color=color, capsize=3)
-    axes.set_yticks(range(len(drawn)), [one.arm for one in drawn], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(0, color=FORMULA, linewidth=1)
-    axes.axvline(1, color=FORMULA, linewidth=1, linestyle=":")
-    axes.set_xlabel("held-out loss over that of blocking fp32, % (95 % interval; dotted: what a default may cost)")
-    save(figure, "convergence")
-    left_out = [one.arm for one in verdicts if one not in drawn]
-    note = [f"Not drawn, as they are worse by more than 20 %: {', '.join(left_out)}.", ""] if left_out else []
-    return [convergence.HEAD, *map(convergence.row, verdicts), "", *note, "![Loss by arm](convergence.png)"]
-
-
 def of_codecs() -> list[str]:
     kept = read("codecs")
     return list(kept["notes"]) if kept is not None else ["Not measured: `python -m tests.benchmarks.codecs`."]
@@ -116,7 +95,6 @@ def save(figure: Figure, name: str) -> None:
 PARTS = (
     ("Utilisation and bytes", of_sync, "sync"),
     ("A line that drops and comes back", of_link_drop, "link_drop"),
-    ("Convergence", of_convergence, "convergence_arms"),
     ("Codecs", of_codecs, "codecs"),
 )
 

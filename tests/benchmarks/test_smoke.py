@@ -19,7 +19,6 @@ from tests.benchmarks.processes import ROOT
 SMOKE = {
     "churn": "--rounds 2 --inner-steps 30",
     "codecs": "--parameters 65536 --repeats 2",
-    "convergence": "--seeds 1 --rounds 1 --arms fp32,int4 --jobs 1",
     "data": "--turns 1 --seconds 0.2",
     "first_run": "--learnt-nats 6",
     "gossip_model": "32",
@@ -40,7 +39,7 @@ SMOKE = {
     "sync": "--cells 500:2:blocking:fp16:2,500:2:hivemind:fp16:2 --rounds 1",
     "tab": "--seconds 2",
 }
-WITHOUT_RESULT = {"convergence", "gossip_model", "sync"}
+WITHOUT_RESULT = {"gossip_model", "sync"}
 """Benchmarks that write no file, or a file in another format."""
 
 

@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from node.config.loader import load
+from node.diloco.codec import make_codec
+from node.training.model import unit_elements
 from tests.homes.home import Home
 from tests.homes.nodes import (
     ROUND_S,
@@ -33,10 +36,10 @@ def test_nodes_behind_symmetric_nats_train_through_a_relay_that_does_not_train(s
         everybody = {peer_id(node) for node in members}
         carried, attempts = relayed_in_rounds(members, relay, ROUNDS)
 
-        one = members[0].rounds()[0]
-        payload = (one["bytes_sent"] + one["bytes_received"]) / 2 * MEMBERS / (2 * (MEMBERS - 1))
+        run = load(file=None, environ={}, flags=[]).config.run
+        payload_bytes = make_codec(run.sync.codec).encoded_bytes(sum(unit_elements(run.model)))
         in_transit = 1  # One attempt may have begun before the relay's counter was read.
-        assert carried <= 1.1 * (attempts + in_transit) * 2 * (MEMBERS - 1) * payload
+        assert carried <= 1.1 * (attempts + in_transit) * 2 * (MEMBERS - 1) * payload_bytes
 
         status = members[1].status()
         assert "through a relay (relay4)" in status["reachability_reason"]

@@ -1,0 +1,95 @@
+"""One way to train, as the fields that differ from a common default. A cell of the book is an arm with a seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+WORKERS = 8
+INNER_STEPS = 30
+STEPS = 960
+"""Inner steps of each worker: 32 rounds of 30, or 2 rounds of 480."""
+RECIPE = 1
+"""Raise this number when the training of an unchanged arm changes. Stored cells of another recipe are not used."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Settings of one training. Fields that are no concern of an arm keep their default."""
+
+    kind: str = "diloco"
+    """`diloco`, `data-parallel` (one model, and each step has the batches of all workers) or `plain` (one worker
+    without an outer step)."""
+    workers: int = WORKERS
+    """K."""
+    inner_steps: int = INNER_STEPS
+    """H, inner steps from one round to the next."""
+    steps: int = STEPS
+    """Inner steps of each worker."""
+    hidden_size: int = 64
+    layers: int = 2
+
+    optimizer: str = "nesterov"
+    """The outer optimizer: `sgd`, `momentum`, `nesterov` or `adam`."""
+    outer_lr: float = 0.7
+    momentum: float = 0.6
+    inner: str = "adamw"
+    """The inner optimizer: `adamw` or `muon`."""
+    inner_lr: float = 2e-3
+    adam: str = "local"
+    """`synced` averages the state of the inner optimizer over all workers after each round."""
+
+    codec: str = "fp32"
+    result_codec: str = ""
+    """The codec of the mean; empty means that of the contributions."""
+    feedback: str = "none"
+    """`none` or `classic`."""
+    prune: float = 0.0
+    """Share of the elements of each contribution that sign pruning sets to zero."""
+    tau: int = 0
+    """Inner steps from sending a contribution to applying the mean."""
+    merge: str = "mix"
+    fragments: int = 1
+
+    drop: float = 0.0
+    """Probability that a contribution is lost."""
+    drop_rule: str = "carry"
+    """What a worker does whose contribution was lost. `carry`: it moves its progress to the new anchor. `stay`: it
+    trains on from its own parameters, as in the paper. It always keeps its progress for the next contribution."""
+    schedule: str = "constant"
+    """How many of the workers train in each round: see `schedule.active_workers`."""
+    pretrain: float = 0.0
+    """Share of the steps that one worker makes alone before the others start from its parameters."""
+
+    shards: str = "iid"
+    """`clusters` gives each worker its own cluster of documents."""
+    weights: str = "tokens"
+    """Weights of the mean: `tokens`, `uniform`, or `shard` (tokens of the worker's shard)."""
+    speeds: Sequence[float] = ()
+    """Speed of each worker relative to the fastest; empty means that all are equal."""
+    policy: str = "time"
+    """With unequal speeds: `time` ends a round when the fastest worker has made H steps; `steps` waits for all."""
+    sign: float = 1.0
+    """-1 is a wrong sign of the pseudo-gradient, which the benchmark must notice."""
+
+    @property
+    def rounds(self) -> int:
+        return self.steps // self.inner_steps
+
+    @property
+    def cost(self) -> int:
+        """Inner steps of all workers together, in units of one worker's batch. An estimate of the computing time."""
+        return self.steps * (1 if self.kind == "plain" else self.workers) * self.hidden_size**2 // 64**2
+
+    def but(self, **changes: object) -> Arm:
+        """This arm with other values."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def changes(self) -> dict[str, object]:
+        """The fields that differ from the default."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def key(self, seed: int) -> str:
+        """The name of the cell in the file of results."""
+        return json.dumps({"recipe": RECIPE, "seed": seed, **self.changes()}, sort_keys=True)

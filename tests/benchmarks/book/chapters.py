@@ -1,0 +1,558 @@
+"""The chapters of the book, each a list of claims.
+
+The papers' figures are quoted with their table or figure. All models here are toys of 0.1 million parameters on bytes
+of Python's standard library, with 960 inner steps for each worker, unless a claim says otherwise.
+
+Papers: DiLoCo 2311.08105; Streaming DiLoCo 2501.18512; Scaling laws 2503.09799; Eager updates 2502.12996; Asynchronous
+Local-SGD 2401.09135; OpenDiLoCo 2407.07852; MuLoCo 2505.23725; SparseLoCo 2508.15706.
+"""
+
+from __future__ import annotations
+
+from tests.benchmarks.book.arm import INNER_STEPS, STEPS, WORKERS, Arm
+from tests.benchmarks.book.claims import Claim, Rule, cosine, gap_gained, loss
+
+BASE = Arm()
+PLAIN = BASE.but(kind="plain")
+DATA_PARALLEL = BASE.but(kind="data-parallel")
+OVERLAPPED_MOMENTUM = 0.8
+"""The best momentum of overlapped rounds at the same outer learning rate."""
+SPEEDS = (1.0, 1.0, 0.25, 0.0625)
+
+
+def at_equal_tokens(workers: int) -> Arm:
+    """K workers that train on as many tokens as eight."""
+    return BASE.but(workers=workers, steps=STEPS * WORKERS // workers)
+
+
+def overlapped(ratio: float, **changes: object) -> Arm:
+    """Rounds whose result is applied after this share of H."""
+    return BASE.but(tau=round(ratio * INNER_STEPS), momentum=OVERLAPPED_MOMENTUM, **changes)
+
+
+BELOW, ABOVE, WITHIN = Rule.BELOW, Rule.ABOVE, Rule.WITHIN
+
+WORKERS_CHAPTER = [
+    Claim(
+        "workers-8",
+        "Eight workers are better than one, with the same steps of each.",
+        "DiLoCo, table 3",
+        "15.08 against 16.23, -7.1 % (150M, H 500)",
+        BASE,
+        PLAIN,
+        BELOW,
+    ),
+    Claim(
+        "workers-2",
+        "Two workers are better than one, with the same steps of each.",
+        "DiLoCo, table 3",
+        "K 4: 15.23 against 16.23, -6.2 %",
+        BASE.but(workers=2),
+        PLAIN,
+        BELOW,
+        note="K 2 in place of 4.",
+    ),
+    Claim(
+        "workers-4-to-8",
+        "Eight workers are better than four.",
+        "DiLoCo, table 3",
+        "15.08 against 15.23, -1.0 %",
+        BASE,
+        BASE.but(workers=4),
+        BELOW,
+    ),
+    Claim(
+        "workers-8-to-16",
+        "Sixteen workers are better than eight.",
+        "DiLoCo, table 3",
+        "15.02 against 15.08, -0.4 %",
+        BASE.but(workers=16),
+        BASE,
+        BELOW,
+    ),
+    Claim(
+        "workers-16-to-32",
+        "Beyond 16 workers the gain is small, and not negative.",
+        "DiLoCo, table 3",
+        "K 64 against 16: 14.95 against 15.02, -0.5 %",
+        BASE.but(workers=32),
+        BASE.but(workers=16),
+        BELOW,
+        note="K 32 in place of 64.",
+    ),
+    Claim(
+        "workers-2-equal-tokens",
+        "With the same tokens in all, two workers lose at most 1 % against one.",
+        "Scaling laws, table 4",
+        "+0.7 % of loss (35M, H 30)",
+        at_equal_tokens(2),
+        at_equal_tokens(1),
+        BELOW,
+        1.0,
+        loss,
+    ),
+    Claim(
+        "workers-8-equal-tokens",
+        "With the same tokens in all, eight workers are worse than one.",
+        "Scaling laws, table 4",
+        "3.621 against 3.482, +4.0 % of loss (35M, H 30); +1.5 % at 2.4B",
+        at_equal_tokens(8),
+        at_equal_tokens(1),
+        ABOVE,
+        0.0,
+        loss,
+    ),
+]
+
+LOCAL_STEPS = [
+    Claim(
+        "steps-120",
+        "Synchronising a quarter as often costs at most 1 %.",
+        "Streaming DiLoCo, table 5",
+        "H 100 against 30: 3.56 against 3.53, +0.8 % of loss (35M)",
+        BASE.but(inner_steps=120),
+        BASE,
+        BELOW,
+        1.0,
+        loss,
+    ),
+    Claim(
+        "steps-480",
+        "Synchronising a sixteenth as often costs at most 3 %.",
+        "DiLoCo, section 3.1",
+        "H 1000 against 50: +2.9 % of perplexity",
+        BASE.but(inner_steps=480),
+        BASE,
+        BELOW,
+        3.0,
+    ),
+    Claim(
+        "steps-10",
+        "Synchronising three times as often helps by less than 1 %.",
+        "DiLoCo, section 3.1 and figure 4",
+        "little gain below H 500",
+        BASE.but(inner_steps=10),
+        BASE,
+        ABOVE,
+        -1.0,
+    ),
+    Claim(
+        "steps-5",
+        "Synchronising six times as often helps by less than 1 %.",
+        "Scaling laws, figure 9",
+        "H 1 is the worst of 1 to 300",
+        BASE.but(inner_steps=5),
+        BASE,
+        ABOVE,
+        -1.0,
+        loss,
+    ),
+]
+
+BASELINES = [
+    Claim(
+        "data-parallel",
+        "DiLoCo is better than data parallel training with the same steps and tokens.",
+        "DiLoCo, table 2",
+        "15.02 against 15.30, -1.8 %",
+        BASE,
+        DATA_PARALLEL,
+        BELOW,
+        note="From scratch; the paper starts from a model that one worker trained for 24,000 steps.",
+    ),
+    Claim(
+        "data-parallel-pretrained",
+        "The same, from a model that one worker trained first.",
+        "DiLoCo, table 2",
+        "15.02 against 15.30, -1.8 %",
+        BASE.but(pretrain=0.25),
+        DATA_PARALLEL.but(pretrain=0.25),
+        BELOW,
+    ),
+    Claim(
+        "serial",
+        "DiLoCo costs at most 2 % against one worker that makes all steps of all workers.",
+        "DiLoCo, table 2",
+        "15.02 against 14.72, +2.0 %",
+        BASE,
+        PLAIN.but(steps=STEPS * WORKERS),
+        BELOW,
+        2.0,
+    ),
+    Claim(
+        "one-with-outer-step",
+        "An outer step helps a single worker.",
+        "DiLoCo, figure 9; Scaling laws, table 4",
+        "3.482 against 3.485, -0.1 % of loss (35M)",
+        BASE.but(workers=1),
+        PLAIN,
+        BELOW,
+        0.0,
+        loss,
+    ),
+    Claim(
+        "late-gain",
+        "DiLoCo is slower than data parallel training early, and makes up for it later.",
+        "OpenDiLoCo, section 3",
+        "less efficient early, equal at the end (150M, H 500)",
+        BASE,
+        DATA_PARALLEL,
+        ABOVE,
+        0.0,
+        gap_gained,
+    ),
+]
+
+OUTER = [
+    Claim(
+        "nesterov-sgd",
+        "Nesterov momentum is better than plain SGD as the outer optimizer.",
+        "DiLoCo, figure 6",
+        "better (a figure only)",
+        BASE,
+        BASE.but(optimizer="sgd"),
+        BELOW,
+    ),
+    Claim(
+        "nesterov-momentum",
+        "Nesterov momentum is better than classical momentum.",
+        "DiLoCo, figure 6",
+        "better (a figure only)",
+        BASE,
+        BASE.but(optimizer="momentum"),
+        BELOW,
+    ),
+    Claim(
+        "nesterov-adam",
+        "Nesterov momentum is better than Adam as the outer optimizer.",
+        "DiLoCo, figure 6",
+        "better (a figure only)",
+        BASE,
+        BASE.but(optimizer="adam", outer_lr=0.003),
+        BELOW,
+        note="eps 1e-8; the paper needs 0.1.",
+    ),
+]
+
+LOST = [
+    *(
+        Claim(
+            f"drop-{percent}-{rule}",
+            f"Losing each contribution with probability {percent} % costs at most 3 %"
+            + (", if its worker moves to the new anchor." if rule == "carry" else ", if its worker trains on."),
+            "DiLoCo, figure 8",
+            "50 % lost: +2.1 % at most",
+            BASE.but(drop=percent / 100, drop_rule=rule),
+            BASE,
+            BELOW,
+            3.0,
+        )
+        for percent in (10, 30, 50)
+        for rule in ("carry", "stay")
+    ),
+    Claim(
+        "drop-50-clusters",
+        "The same for 50 %, with a different shard for each worker.",
+        "DiLoCo, figure 8",
+        "+2.1 %",
+        BASE.but(drop=0.5, shards="clusters", weights="shard"),
+        BASE.but(shards="clusters", weights="shard"),
+        BELOW,
+        3.0,
+    ),
+]
+
+PRUNED = [
+    Claim(
+        f"prune-{percent}",
+        f"Pruning {percent} % of each contribution by sign costs at most {limit:g} %.",
+        "DiLoCo, table 6",
+        f"{paper} of perplexity",
+        BASE.but(prune=percent / 100),
+        BASE,
+        BELOW,
+        limit,
+    )
+    for percent, paper, limit in ((25, "-0.06 %", 1.0), (50, "+0.39 %", 1.0), (75, "+1.66 %", 3.0))
+]
+
+COMPUTE = [
+    Claim(
+        "doubling-halving",
+        "Only the sum of the computing counts: doubling the workers at half time equals halving them.",
+        "DiLoCo, figure 7",
+        "equal (a figure only)",
+        BASE.but(schedule="doubling"),
+        BASE.but(schedule="halving"),
+        WITHIN,
+        0.5,
+    ),
+    Claim(
+        "ramp-up-down",
+        "Adding workers one by one equals removing them one by one.",
+        "DiLoCo, figure 7",
+        "equal (a figure only)",
+        BASE.but(schedule="up"),
+        BASE.but(schedule="down"),
+        WITHIN,
+        0.5,
+    ),
+    Claim(
+        "late-joiners",
+        "Late joiners add compute: four workers that become eight are better than four.",
+        "DiLoCo, figure 7",
+        "better (a figure only)",
+        BASE.but(schedule="doubling"),
+        BASE.but(workers=4),
+        BELOW,
+    ),
+]
+
+SHARDS = [
+    Claim(
+        "clusters",
+        "A different shard for each worker costs at most 1 %.",
+        "DiLoCo, table 3",
+        "15.02 against 15.08, -0.4 %",
+        BASE.but(shards="clusters", weights="shard"),
+        BASE,
+        BELOW,
+        1.0,
+    ),
+    Claim(
+        "weighted-by-shard",
+        "With different shards, weights by the shards' sizes are better than equal weights.",
+        "DiLoCo, section 6.1",
+        "beneficial (no figure)",
+        BASE.but(shards="clusters", weights="shard"),
+        BASE.but(shards="clusters", weights="uniform"),
+        BELOW,
+    ),
+]
+
+START = [
+    Claim(
+        "from-scratch",
+        "Starting from scratch costs at most 1 % against a start from a trained model.",
+        "DiLoCo, figure 3",
+        "at most 0.1 of about 15, +0.7 %",
+        BASE,
+        BASE.but(pretrain=0.25),
+        BELOW,
+        1.0,
+        note="The start takes a quarter of the steps of one worker, so fewer tokens in all.",
+    ),
+    Claim(
+        "long-start",
+        "A start of half of all steps is not better than one of a quarter.",
+        "DiLoCo, figure 3",
+        "similar up to a quarter of the steps (a figure only)",
+        BASE.but(pretrain=0.5),
+        BASE.but(pretrain=0.25),
+        ABOVE,
+    ),
+]
+
+INNER = [
+    Claim(
+        "synced-adam",
+        "Averaging the state of the inner optimizer, too, changes less than 1 %.",
+        "DiLoCo, section 6.1",
+        "no significant gain (no figure)",
+        BASE.but(adam="synced"),
+        BASE,
+        WITHIN,
+        1.0,
+    ),
+    Claim(
+        "muon",
+        "Muon as the inner optimizer is better than AdamW.",
+        "MuLoCo, K 16",
+        "3.222 against 3.326, -3.1 % of loss (150M, H 30)",
+        BASE.but(inner="muon"),
+        BASE,
+        BELOW,
+        0.0,
+        loss,
+        note="Both use one learning rate, which was tuned for neither.",
+    ),
+]
+
+OVERLAP = [
+    Claim(
+        "overlap-5",
+        "Applying the mean 5 % of a round late costs at most 0.5 %.",
+        "Streaming DiLoCo, figure 8",
+        "below 0.2 % of loss up to 10 steps late",
+        overlapped(0.05),
+        BASE,
+        BELOW,
+        0.5,
+        loss,
+    ),
+    Claim(
+        "overlap-20",
+        "Applying the mean 20 % of a round late costs at most 0.5 %.",
+        "Streaming DiLoCo, figure 8",
+        "below 0.2 % of loss up to 10 steps late",
+        overlapped(0.2),
+        BASE,
+        BELOW,
+        0.5,
+        loss,
+    ),
+    Claim(
+        "overlap-40",
+        "Applying the mean 40 % of a round late costs at most 2 %.",
+        "Eager updates, table 2",
+        "one round late with a lower outer rate: +2.2 % of loss",
+        overlapped(0.4),
+        BASE,
+        BELOW,
+        2.0,
+        loss,
+    ),
+    Claim(
+        "overlap-100",
+        "Applying the mean a whole round late without a remedy is much worse, by more than 5 %.",
+        "Eager updates, table 2",
+        "3.01 against 2.67, +12.7 % of loss",
+        BASE.but(tau=INNER_STEPS - 1, merge="correction", momentum=0.9),
+        BASE.but(momentum=0.9),
+        ABOVE,
+        5.0,
+        loss,
+    ),
+    Claim(
+        "fragments",
+        "Three fragments, each 5 % of a round late, cost at most 0.5 %.",
+        "Eager updates, table 3",
+        "2.67 against 2.68, -0.4 % of loss",
+        overlapped(0.05, fragments=3),
+        BASE,
+        BELOW,
+        0.5,
+        loss,
+    ),
+]
+
+BITS = [
+    *(
+        Claim(
+            f"bits-{codec}",
+            f"Contributions and mean in {codec} cost at most {limit:g} %.",
+            source,
+            paper,
+            BASE.but(codec=codec),
+            BASE,
+            BELOW,
+            limit,
+            loss,
+        )
+        for codec, limit, source, paper in (
+            ("fp16", 0.1, "OpenDiLoCo, section 3", "no loss (a figure only)"),
+            ("int8", 0.5, "INTELLECT-1, section 2.2", "comparable (no figure)"),
+            ("int4", 0.5, "MuLoCo", "no loss (a figure only)"),
+            ("e3m0", 0.5, "Streaming DiLoCo, figure 11", "no loss (a figure only)"),
+        )
+    ),
+    Claim(
+        "int4-feedback",
+        "Error feedback does not make int4 worse.",
+        "MuLoCo",
+        "no loss with feedback (a figure only)",
+        BASE.but(codec="int4", feedback="classic"),
+        BASE.but(codec="int4"),
+        BELOW,
+        0.5,
+        loss,
+    ),
+    Claim(
+        "topk",
+        "The largest 256 of 4,096 elements in 2 bits, with feedback, cost at most 2 %.",
+        "SparseLoCo, abstract",
+        "better than DiLoCo in full precision (no figure read)",
+        BASE.but(codec="topk", feedback="classic"),
+        BASE,
+        BELOW,
+        2.0,
+        loss,
+        note="The mean is made sparse a second time, and the outer step has momentum; SparseLoCo does neither.",
+    ),
+]
+
+SIMILARITY = [
+    Claim(
+        "similar-by-steps",
+        "Pseudo-gradients are more alike if rounds are longer.",
+        "DiLoCo, figure 10",
+        "H 1000 above 500 above 250 (a figure only)",
+        BASE.but(inner_steps=120),
+        BASE,
+        ABOVE,
+        0.0,
+        cosine,
+    ),
+    Claim(
+        "similar-by-shards",
+        "Pseudo-gradients are less alike if each worker has a different shard.",
+        "DiLoCo, figure 10",
+        "lower (a figure only)",
+        BASE.but(shards="clusters", weights="shard"),
+        BASE,
+        BELOW,
+        0.0,
+        cosine,
+    ),
+    Claim(
+        "similar-by-workers",
+        "With different shards, pseudo-gradients of eight workers are less alike than those of four.",
+        "DiLoCo, figure 11",
+        "lower (a figure only)",
+        BASE.but(shards="clusters", weights="shard"),
+        BASE.but(shards="clusters", weights="shard", workers=4),
+        BELOW,
+        0.0,
+        cosine,
+    ),
+]
+
+SPEED = [
+    Claim(
+        "unequal-speeds",
+        "With speeds of 1, 1, 1/4 and 1/16, rounds of equal time are better than rounds of equal steps.",
+        "Asynchronous Local-SGD, table 2",
+        "fewer steps for slow workers: 41.13; async without: 44.27 (20M, K 4)",
+        BASE.but(workers=4, speeds=SPEEDS),
+        BASE.but(workers=4, speeds=SPEEDS, policy="steps"),
+        BELOW,
+        note="Both arms have the same time; the paper compares at equal steps.",
+    ),
+    Claim(
+        "slow-members-help",
+        "Two slow members do not harm the two fast ones.",
+        "Asynchronous Local-SGD, table 1",
+        "41.13 with very unequal speeds, 41.27 with equal ones, -0.3 %",
+        BASE.but(workers=4, speeds=SPEEDS),
+        BASE.but(workers=2),
+        BELOW,
+        0.5,
+    ),
+]
+
+CHAPTERS: dict[str, list[Claim]] = {
+    "workers": WORKERS_CHAPTER,
+    "steps": LOCAL_STEPS,
+    "baselines": BASELINES,
+    "outer": OUTER,
+    "lost": LOST,
+    "pruned": PRUNED,
+    "compute": COMPUTE,
+    "shards": SHARDS,
+    "start": START,
+    "inner": INNER,
+    "overlap": OVERLAP,
+    "bits": BITS,
+    "similarity": SIMILARITY,
+    "speeds": SPEED,
+}

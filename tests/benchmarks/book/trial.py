@@ -1,0 +1,338 @@
+"""Trains one arm with one seed: simulated workers in one process, without network and clock.
+
+Codecs, clipped mean, outer step, merge, error feedback, fragments, inner loop and text are the node's own code. Without
+a clock, tau, the number of inner steps from sending to applying, is exact. The loss is that of the anchor on held-out
+text, in nats per token; a token is a byte.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from node.config.manifest import RunConfig
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
+from node.diloco.codec import Codec, ErrorFeedback, make_codec
+from node.diloco.fragments import Ranges, put_, strided, take
+from node.diloco.outer import OuterState, carry, correct, genesis, mix, outer_step, pseudo_gradient
+from node.diloco.schedule import learning_rate
+from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
+from node.training.inner import InnerLoop, evaluate
+from node.training.model import build_model, flatten, load_flat_, unit_elements
+from tests.benchmarks.book.arm import Arm
+from tests.benchmarks.book.schedule import active_workers
+from tests.benchmarks.book.shards import cluster, shard
+from tests.swarm.harness import tiny
+
+BATCH, LENGTH = 4, 64
+HELD_OUT_BATCHES = 32
+CURVE_POINTS = 16
+COMPARED = 8
+"""Workers whose pseudo-gradients are compared with each other."""
+ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
+"""The outer Adam."""
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Result:
+    """What one cell measured."""
+
+    loss: float
+    """Held-out loss of the final anchor, nats per token; infinite if the training diverged."""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens of all workers together, and the loss after them."""
+    cosines: list[float] = field(default_factory=list)
+    """For each round, the mean cosine similarity of two workers' pseudo-gradients."""
+    tokens: int = 0
+    """Tokens that all workers together trained on."""
+
+
+@cache
+def _corpus() -> Corpus:
+    return load_corpus()
+
+
+@cache
+def _shards(count: int) -> tuple[Corpus, ...]:
+    labels = cluster(_corpus().train, count)
+    return tuple(shard(_corpus(), labels, number) for number in range(count))
+
+
+def config(arm: Arm) -> RunConfig:
+    model = {"hidden_size": arm.hidden_size, "intermediate_size": 3 * arm.hidden_size, "num_hidden_layers": arm.layers}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    inner = {"batch_size": BATCH, "sequence_length": LENGTH, "lr": arm.inner_lr, "optimizer": arm.inner}
+    return RunConfig.model_validate(tiny(model=model, inner=inner))
+
+
+class Worker:
+    """The inner loop of one node. Its text depends on the seed and on the shard only."""
+
+    def __init__(self, run: RunConfig, corpus: Corpus, anchor: Tensor, seed: int, number: int) -> None:
+        self._run, self._corpus = run, corpus
+        self._model = build_model(run.model, seed=0)
+        load_flat_(self._model, anchor)
+        self.inner = InnerLoop(self._model, run.inner, CPU)
+        self._stream = Stream(corpus, f"{seed:064x}", f"worker {number}", 0)
+        self.shard_tokens = len(corpus.train.tokens)
+        self.steps = 0
+        """Inner steps since the last contribution that counted."""
+        self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}
+        """For each fragment in flight: the parameters that were sent, and the contribution as it arrives."""
+        self.feedback: dict[int, ErrorFeedback] = {}
+
+    def batch(self) -> Tensor:
+        return self._stream.next_batch(BATCH, LENGTH)
+
+    def step(self, lr: float, batch: Tensor | None = None) -> None:
+        self.inner.step(self.batch() if batch is None else batch, lr)
+        self.steps += 1
+
+    @property
+    def parameters(self) -> Tensor:
+        return flatten(self._model)
+
+    def load(self, flat: Tensor) -> None:
+        load_flat_(self._model, flat)
+
+
+class Trial:
+    """Trains one arm with one seed."""
+
+    def __init__(self, arm: Arm, seed: int) -> None:
+        self.arm, self._run = arm, config(arm)
+        start = flatten(build_model(self._run.model, seed=seed))
+        self.state: OuterState = genesis(start)
+        self._second = torch.zeros_like(start)
+        """The second moment of the outer Adam."""
+        count = 1 if arm.kind == "plain" else arm.workers
+        texts = _shards(count) if arm.shards == "clusters" else (_corpus(),) * count
+        self.workers = [Worker(self._run, texts[i], start, seed, i) for i in range(count)]
+        self._held_out = held_out_batches(_corpus(), HELD_OUT_BATCHES, BATCH, LENGTH)
+        self._codec: Codec = make_codec(arm.codec)
+        self._result_codec: Codec = make_codec(arm.result_codec or arm.codec)
+        self._fragments = strided(unit_elements(self._run.model), arm.fragments)
+        self._lost = random.Random(f"lost {seed}")
+        self._probe = build_model(self._run.model, seed=0)
+        self.result = Result(math.inf)
+
+    def run(self) -> Result:
+        try:
+            {"diloco": self._diloco, "data-parallel": self._data_parallel, "plain": self._plain}[self.arm.kind]()
+            self.result.loss = self._loss()
+        except (ArithmeticError, RuntimeError, ValueError):  # A training that diverged.
+            self.result.loss = math.inf
+        return self.result
+
+    def _lr(self, step: int, steps: int) -> float:
+        return learning_rate(step, peak=self.arm.inner_lr, warmup_tokens=0, total_tokens=steps, min_ratio=0.1)
+
+    def _loss(self) -> float:
+        load_flat_(self._probe, self.state.anchor)
+        return evaluate(InnerLoop(self._probe, self._run.inner, CPU).loss_of, self._held_out)
+
+    def _note(self, step: int, steps: int) -> None:
+        """Add a point to the curve of losses, at most CURVE_POINTS of them in `steps` steps."""
+        if step * CURVE_POINTS // steps > len(self.result.curve):
+            self.result.curve.append((self.result.tokens, self._loss()))
+
+    # -- without an outer step ------------------------------------------------------------------------------------
+
+    def _plain(self) -> None:
+        self._train_alone(0, self.arm.steps)
+
+    def _train_alone(self, start: int, end: int) -> None:
+        first = self.workers[0]
+        for step in range(start, end):
+            first.step(self._lr(step, self.arm.steps))
+            self.result.tokens += BATCH * LENGTH
+            self.state = replace(self.state, anchor=first.parameters)
+            self._note(step + 1, self.arm.steps)
+
+    def _data_parallel(self) -> None:
+        first = self.workers[0]
+        begin = round(self.arm.pretrain * self.arm.steps)
+        self._train_alone(0, begin)
+        for step in range(begin, self.arm.steps):
+            first.step(self._lr(step, self.arm.steps), torch.cat([worker.batch() for worker in self.workers]))
+            self.result.tokens += len(self.workers) * BATCH * LENGTH
+            self.state = replace(self.state, anchor=first.parameters)
+            self._note(step + 1, self.arm.steps)
+
+    # -- DiLoCo ---------------------------------------------------------------------------------------------------
+
+    def _diloco(self) -> None:
+        """Send fragment f at steps f H / F + H, + 2H, ... (the last time at the end), and apply it tau steps later."""
+        arm = self.arm
+        begin = round(arm.pretrain * arm.steps)
+        self._train_alone(0, begin)
+        steps = round(arm.steps * min(arm.speeds)) if arm.speeds and arm.policy == "steps" else arm.steps
+        speeds = arm.speeds if arm.speeds and arm.policy == "time" else (1.0,) * len(self.workers)
+        active = active_workers(arm.schedule, len(self.workers), -(-(steps - begin) // arm.inner_steps))
+        training: list[Worker] = []
+        for number in range(1, steps - begin + 1):
+            if (number - 1) % arm.inner_steps == 0:
+                wanted = self.workers[: active[(number - 1) // arm.inner_steps]]
+                for worker in wanted[len(training) :]:
+                    worker.load(self.state.anchor)
+                training = wanted
+            for worker, speed in zip(training, speeds, strict=False):
+                if math.floor(number * speed) > math.floor((number - 1) * speed):
+                    worker.step(self._lr(begin + number - 1, steps))
+                    self.result.tokens += BATCH * LENGTH
+            for fragment in range(len(self._fragments)):
+                self._sync(fragment, number, steps - begin, training)
+            self._note(begin + number, steps)
+
+    def _sync(self, fragment: int, number: int, last: int, training: Sequence[Worker]) -> None:
+        """Send the fragment, or apply it, if this step is the one to do so."""
+        period, tau = self.arm.inner_steps, self.arm.tau
+        offset = period * (fragment + 1) // len(self._fragments)
+        since = (number - offset) % period
+        if tau and since == tau and any(fragment in worker.in_flight for worker in training):
+            self._apply(fragment, training)
+        if since == 0 and number >= offset:
+            self._send(fragment, training)
+            if not tau or number + tau > last:
+                self._apply(fragment, training)
+
+    def _send(self, fragment: int, training: Sequence[Worker]) -> None:
+        ranges = self._fragments[fragment]
+        anchor = take(self.state.anchor, ranges)
+        deltas = []
+        for worker in training:
+            sent = take(worker.parameters, ranges).clone()
+            deltas.append(pseudo_gradient(anchor, sent))
+            worker.in_flight[fragment] = sent, self._encoded(worker, fragment, deltas[-1] * self.arm.sign)
+        if len(self._fragments) == 1 and len(deltas) > 1:
+            self.result.cosines.append(mean_cosine(deltas[:COMPARED]))
+
+    def _encoded(self, worker: Worker, fragment: int, delta: Tensor) -> Tensor:
+        """The contribution as the reducers decode it."""
+        if self.arm.prune:
+            delta = sign_pruned(delta, self._rows(fragment), self.arm.prune)
+        if self.arm.feedback == "none":
+            return through(self._codec, delta)
+        feedback = worker.feedback.setdefault(fragment, ErrorFeedback(delta.numel(), beta=1.0))
+        wanted = feedback.add(delta)
+        arrived = through(self._codec, wanted)
+        feedback.record_error(wanted, arrived)
+        feedback.advance()
+        return arrived
+
+    def _apply(self, fragment: int, training: Sequence[Worker]) -> None:
+        """Apply the fragment: take the clipped mean, encode it once, make the outer step, and merge at each worker."""
+        ranges = self._fragments[fragment]
+        sending = [worker for worker in training if fragment in worker.in_flight]
+        included = [worker for worker in sending if self._lost.random() >= self.arm.drop]
+        if not included:
+            return
+        parts = [worker.in_flight[fragment][1] for worker in included]
+        weights = [self._weight(worker) for worker in included]
+        scales = clip_scales([math.sqrt(square_norm(part)) for part in parts], weights)
+        mean = through(self._result_codec, weighted_mean(parts, weights, scales))
+        old = take(self.state.anchor, ranges).clone()
+        self.state = self.stepped(ranges, mean)
+        new = take(self.state.anchor, ranges)
+        for worker in sending:
+            sent, _ = worker.in_flight.pop(fragment)
+            whole = worker.parameters
+            local = take(whole, ranges)
+            if worker in included:
+                worker.steps = 0
+                put_(whole, ranges, self._merged(local, sent, new))
+            elif self.arm.drop_rule == "carry":
+                put_(whole, ranges, carry(local, old, new))
+            worker.load(whole)
+        if self.arm.adam == "synced":
+            average_states(included)
+
+    def _weight(self, worker: Worker) -> int:
+        by = {"tokens": worker.steps * BATCH * LENGTH, "uniform": 1, "shard": worker.shard_tokens}
+        return max(1, by[self.arm.weights])
+
+    def stepped(self, ranges: Ranges, mean: Tensor) -> OuterState:
+        arm = self.arm
+        part = OuterState(take(self.state.anchor, ranges), take(self.state.momentum, ranges), self.state.round, 0)
+        if arm.optimizer in ("nesterov", "sgd"):
+            mu = arm.momentum if arm.optimizer == "nesterov" else 0.0
+            stepped = outer_step(part, mean, lr=arm.outer_lr, momentum=mu, tokens=0)
+        elif arm.optimizer == "momentum":
+            buffer = part.momentum * arm.momentum + mean
+            stepped = OuterState(part.anchor - arm.outer_lr * buffer, buffer, part.round + 1, 0)
+        else:
+            stepped = self._adam_step(part, ranges, mean)
+        anchor, momentum = self.state.anchor.clone(), self.state.momentum.clone()
+        put_(anchor, ranges, stepped.anchor)
+        put_(momentum, ranges, stepped.momentum)
+        return OuterState(anchor, momentum, self.state.round + 1, 0)
+
+    def _adam_step(self, part: OuterState, ranges: Ranges, mean: Tensor) -> OuterState:
+        """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, anchor - lr m' / (sqrt v' + eps), with m', v' unbiased."""
+        count = part.round + 2
+        first = part.momentum * ADAM_BETA1 + mean * (1 - ADAM_BETA1)
+        second = take(self._second, ranges) * ADAM_BETA2 + mean.square() * (1 - ADAM_BETA2)
+        put_(self._second, ranges, second)
+        unbiased = first / (1 - ADAM_BETA1**count), second / (1 - ADAM_BETA2**count)
+        step = unbiased[0] / (unbiased[1].sqrt() + ADAM_EPS)
+        return OuterState(part.anchor - self.arm.outer_lr * step, first, part.round + 1, 0)
+
+    def _merged(self, local: Tensor, sent: Tensor, new: Tensor) -> Tensor:
+        if not self.arm.tau:
+            return new
+        return mix(local, new, 0.5) if self.arm.merge == "mix" else correct(local, sent, new)
+
+    def _rows(self, fragment: int) -> list[int]:
+        """Elements of each row (a neuron's weights) of the fragment, in the order of the flat vector."""
+        sizes = [
+            parameter.shape[-1] if parameter.dim() > 1 else parameter.numel()
+            for parameter in self._probe.parameters()
+            for _ in range(parameter.shape[0] if parameter.dim() > 1 else 1)
+        ]
+        if len(self._fragments) > 1:
+            raise ValueError("Pruning is measured without fragments.")
+        return sizes
+
+
+def through(codec: Codec, x: Tensor) -> Tensor:
+    """The vector as it arrives."""
+    return codec.decode(codec.encode(x), x.numel())
+
+
+def mean_cosine(vectors: Sequence[Tensor]) -> float:
+    """The mean cosine similarity of all pairs of these vectors, fp32 [P] each."""
+    unit = torch.stack([vector / vector.norm().clamp(min=1e-30) for vector in vectors])
+    similar = unit @ unit.T
+    count = len(vectors)
+    return float((similar.sum() - similar.diagonal().sum()) / (count * (count - 1)))
+
+
+def sign_pruned(delta: Tensor, rows: Sequence[int], ratio: float) -> Tensor:
+    """Set this share of each row's elements to zero: first those against the row's sign, the smallest of them first.
+
+    The sign of a row is that of its sum, after TIES merging (arXiv 2306.01708), which DiLoCo names as its source.
+    """
+    out = []
+    for row in torch.split(delta, list(rows)):
+        count = round(ratio * len(row))
+        against = torch.sign(row) != torch.sign(row.sum())
+        rank = row.abs() - against * (2 * row.abs().max() + 1)
+        kept = row.clone()
+        kept[rank.argsort()[:count]] = 0
+        out.append(kept)
+    return torch.cat(out)
+
+
+def average_states(workers: Sequence[Worker]) -> None:
+    """Give each worker the mean of all workers' inner optimizer states."""
+    states = [worker.inner.state_tensors() for worker in workers]
+    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+    for worker in workers:
+        worker.inner.load_state_tensors(mean)

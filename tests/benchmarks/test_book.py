@@ -1,0 +1,205 @@
+"""The book of claims: its trainings do what they say, its verdicts follow from the intervals, and it resumes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from node.diloco.outer import OuterState
+from node.training.corpus import load_corpus
+from tests.benchmarks.book.arm import Arm
+from tests.benchmarks.book.cells import Store, minutes
+from tests.benchmarks.book.chapters import CHAPTERS
+from tests.benchmarks.book.claims import Claim, Rule, Verdict, gap_gained, judge, perplexity
+from tests.benchmarks.book.schedule import active_workers, tokens_by_round
+from tests.benchmarks.book.shards import cluster, shard
+from tests.benchmarks.book.trial import Result, Trial, mean_cosine, sign_pruned
+from tests.benchmarks.processes import ROOT
+
+SHORT = Arm(workers=2, steps=20, inner_steps=10)
+
+
+def claim(rule: Rule, limit: float = 0.0) -> Claim:
+    return Claim("name", "It says.", "paper", "figure", Arm(), Arm(workers=4), rule, limit)
+
+
+def pairs(*percents: float) -> list[tuple[Result, Result]]:
+    """Pairs whose perplexities differ by these percents."""
+    return [(Result(2.0 + math.log1p(percent / 100)), Result(2.0)) for percent in percents]
+
+
+@pytest.mark.parametrize(
+    ("rule", "limit", "percents", "verdict"),
+    [
+        (Rule.BELOW, 0.0, (-1.0, -1.1, -0.9), Verdict.REPRODUCED),
+        (Rule.BELOW, 0.0, (1.0, 1.1, 0.9), Verdict.REFUTED),
+        (Rule.BELOW, 0.0, (1.0, -1.0, 0.2), Verdict.UNSEEN),
+        (Rule.BELOW, 3.0, (2.0, 2.1, 2.2), Verdict.REPRODUCED),
+        (Rule.ABOVE, 0.0, (1.0, 1.1, 0.9), Verdict.REPRODUCED),
+        (Rule.ABOVE, 0.0, (-1.0, -1.1, -0.9), Verdict.REFUTED),
+        (Rule.WITHIN, 0.5, (0.1, -0.1, 0.0), Verdict.REPRODUCED),
+        (Rule.WITHIN, 0.5, (2.0, 2.1, 1.9), Verdict.REFUTED),
+        (Rule.WITHIN, 0.5, (2.0, -2.1, 0.3), Verdict.UNSEEN),
+        (Rule.BELOW, 0.0, (-1.0,), Verdict.NOT_RUN),
+    ],
+)
+def test_verdict_is_certain_only_if_the_whole_interval_is_on_one_side(
+    rule: Rule, limit: float, percents: tuple[float, ...], verdict: Verdict
+) -> None:
+    assert judge(claim(rule, limit), pairs(*percents)).verdict is verdict
+
+
+def test_training_that_diverged_refutes_a_claim_that_it_is_better() -> None:
+    both = [(Result(math.inf), Result(2.0)), (Result(2.0), Result(2.0))]
+    assert judge(claim(Rule.BELOW), both).verdict is Verdict.REFUTED
+    assert judge(claim(Rule.ABOVE), both).verdict is Verdict.REPRODUCED
+
+
+def test_effects_have_the_sign_of_the_first_arm() -> None:
+    worse, better = Result(2.1), Result(2.0)
+    assert perplexity(worse, better) == pytest.approx(100 * (math.exp(0.1) - 1))
+    falling = Result(2.0, [(n, 3.0 - n / 4) for n in range(1, 5)])
+    flat = Result(2.0, [(n, 2.5) for n in range(1, 5)])
+    assert gap_gained(falling, flat) == pytest.approx(10.0), "2.75 against 2.5 after a quarter, and equal at the end"
+
+
+@pytest.mark.parametrize(("first", "second"), [("doubling", "halving"), ("up", "down")])
+def test_compute_schedules_that_mirror_each_other_have_equal_tokens(first: str, second: str) -> None:
+    one, other = active_workers(first, 8, 32), active_workers(second, 8, 32)
+    assert one == other[::-1] and one != other
+    assert tokens_by_round(one, 256)[-1] == tokens_by_round(other, 256)[-1]
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="use one of constant, doubling"):
+        active_workers("sideways", 8, 32)
+
+
+def test_shards_are_disjoint_and_hold_the_whole_training_text() -> None:
+    corpus = load_corpus()
+    labels = cluster(corpus.train, 4)
+    assert np.array_equal(labels, cluster(corpus.train, 4))
+    shards = [shard(corpus, labels, number) for number in range(4)]
+    assert sum(part.train.documents for part in shards) == corpus.train.documents
+    assert sum(len(part.train.tokens) for part in shards) == len(corpus.train.tokens)
+    assert min(part.train.documents for part in shards) > 0
+
+
+def test_sign_pruning_first_drops_small_elements_against_the_sign_of_the_row() -> None:
+    delta = torch.tensor([3.0, -1.0, 0.5, -2.0, 4.0, 1.0, -5.0, -1.0])
+    pruned = sign_pruned(delta, [4, 4], 0.5)
+    assert pruned.tolist() == [3.0, 0.0, 0.5, 0.0, 0.0, 0.0, -5.0, -1.0]
+
+
+def test_mean_cosine_is_that_of_all_pairs() -> None:
+    x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
+    assert mean_cosine([x, 3 * x, y]) == pytest.approx(1 / 3, abs=1e-6)
+
+
+def test_one_worker_whose_outer_step_copies_it_equals_a_worker_without_outer_step() -> None:
+    copying = SHORT.but(workers=1, optimizer="sgd", outer_lr=1.0)
+    plain = Trial(SHORT.but(kind="plain"), 3).run()
+    assert Trial(copying, 3).run().loss == pytest.approx(plain.loss, abs=1e-4)
+    assert Trial(SHORT.but(kind="data-parallel", workers=1), 3).run().loss == pytest.approx(plain.loss, abs=1e-6)
+    assert Trial(SHORT, 3).run().loss != pytest.approx(plain.loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adam"])
+def test_outer_optimizers_are_those_of_torch(optimizer: str) -> None:
+    arm = SHORT.but(optimizer=optimizer, outer_lr=0.1, momentum=0.6)
+    trial = Trial(arm, 0)
+    parameter = torch.nn.Parameter(trial.state.anchor.clone())
+    theirs: torch.optim.Optimizer = {
+        "sgd": lambda: torch.optim.SGD([parameter], lr=0.1),
+        "momentum": lambda: torch.optim.SGD([parameter], lr=0.1, momentum=0.6),
+        "nesterov": lambda: torch.optim.SGD([parameter], lr=0.1, momentum=0.6, nesterov=True),
+        "adam": lambda: torch.optim.Adam([parameter], lr=0.1, betas=(0.9, 0.95), eps=1e-8),
+    }[optimizer]()
+    generator = torch.Generator().manual_seed(1)
+    whole = ((0, parameter.numel()),)
+    for _ in range(3):
+        parameter.grad = torch.randn(parameter.numel(), generator=generator)
+        trial.state = trial.stepped(whole, parameter.grad.clone())
+        theirs.step()
+    assert isinstance(trial.state, OuterState)
+    assert torch.allclose(trial.state.anchor, parameter.detach(), atol=1e-5)
+
+
+def test_lost_contribution_arrives_one_round_later() -> None:
+    """With `carry`, a worker whose contribution is lost has it in its next one, and its tokens weigh as much."""
+    trial = Trial(SHORT.but(drop=1.0), 0)
+    trial.run()
+    assert torch.equal(trial.state.anchor, Trial(SHORT, 0).state.anchor), "all are lost, so the anchor stays"
+    assert {worker.steps for worker in trial.workers} == {20}
+
+
+def test_slow_workers_make_fewer_steps_in_rounds_of_equal_time() -> None:
+    speeds = (1.0, 0.25)
+    by_time = Trial(SHORT.but(speeds=speeds), 0).run()
+    assert by_time.tokens == (20 + 5) * 256
+    by_steps = Trial(SHORT.but(speeds=speeds, policy="steps", steps=40), 0).run()
+    assert by_steps.tokens == 2 * 10 * 256, "both make as many steps as the slower one"
+
+
+def test_every_claim_has_its_own_name_and_two_different_arms() -> None:
+    claims = [one for chapter in CHAPTERS.values() for one in chapter]
+    assert len(claims) >= 22 and len({one.name for one in claims}) == len(claims)
+    assert all(one.arm != one.other and one.source and one.paper for one in claims)
+    workers = {one.arm.workers for one in CHAPTERS["workers"]} | {one.other.workers for one in CHAPTERS["workers"]}
+    assert {1, 2, 4, 8, 16, 32} <= workers
+    assert {5, 480} <= {one.arm.inner_steps for one in CHAPTERS["steps"]}
+
+
+def test_store_drops_a_line_that_was_written_half(tmp_path: Path) -> None:
+    file = tmp_path / "book.jsonl"
+    store = Store(file)
+    store.put((SHORT, 0), Result(1.5, [(256, 2.0)], [0.5], 256))
+    with file.open("a") as out:
+        out.write('{"cell": "half')
+    again = Store(file)
+    kept = again.get((SHORT, 0))
+    assert kept is not None and kept.loss == 1.5
+    assert again.get((SHORT, 1)) is None and again.get((SHORT.but(workers=3), 0)) is None
+    again.put((SHORT, 1), Result(1.6))
+    assert len(Store(file)._results) == 2
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(20, "0 min"), (61, "1 min"), (3725, "1 h 02 min")])
+def test_time_that_is_left_is_short(seconds: float, text: str) -> None:
+    assert minutes(seconds) == text
+
+
+@pytest.mark.timeout(300)
+def test_killed_book_goes_on_with_the_cells_that_are_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.book", "compute", "--seeds", "2", "--steps", "60", "--jobs", "1"]
+    environment = {**os.environ, "BENCHMARK_RESULTS": str(tmp_path)}
+    file = tmp_path / "book.jsonl"
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        until_s = time.monotonic() + 120
+        while not file.exists() and time.monotonic() < until_s:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    before = file.read_text()
+    assert before, "no cell was finished"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text().startswith(before), "finished cells are not trained again"
+    book = (tmp_path / "book.md").read_text()
+    assert len(re.findall(r"^\| `", book, re.M)) == sum(len(chapter) for chapter in CHAPTERS.values())
+    assert "| 2 |" in book and (tmp_path / "book.svg").exists()
+
+
+def test_shortened_claims_do_not_share_cells_with_the_whole_ones() -> None:
+    one = CHAPTERS["workers"][0]
+    assert replace(one.arm, steps=60).key(0) != one.arm.key(0)
