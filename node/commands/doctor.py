@@ -43,6 +43,8 @@ TRIAL_FLOPS = 3e11
 """Upper bound of one trial step on a CPU: a few seconds on two cores."""
 TRIAL_ELEMENTS = 1 << 24
 """Upper bound of the parameters copied and encoded in the trial."""
+FEW_ROUNDS, HIGH_MOMENTUM = 50, 0.5
+"""In a run of fewer rounds, an outer momentum above this one still adds up early rounds when the run ends."""
 STA_UNSYNC = 0x40
 
 
@@ -87,6 +89,7 @@ def run_checks(setup: NodeSetup) -> Iterator[Finding]:
     yield _check_packages()
     yield _check_clock()
     yield from _check_schedule(setup.config)
+    yield check_rounds(setup.run, setup.members)
     yield from _check_ports(setup)
     yield from _check_bootstrap(setup)
     run, config = setup.run, setup.config
@@ -231,6 +234,20 @@ def _check_bootstrap(setup: NodeSetup) -> Iterator[Finding]:
 
 
 # The requirements of the run
+
+
+def check_rounds(run: RunConfig, members: int) -> Finding:
+    """Compare the number of the run's rounds, if all members make H steps in each, with the outer momentum."""
+    rounds = run.total_tokens / (run.round.inner_steps * run.tokens_per_inner_step * members)
+    text = f"The whole run has about {_two_digits(rounds)} rounds with {members} members"
+    if rounds < FEW_ROUNDS and run.outer.momentum > HIGH_MOMENTUM:
+        return Finding(
+            "warn",
+            "rounds",
+            f"{text}, too few for an outer momentum of {run.outer.momentum:g}: set run.outer.momentum to "
+            f"{HIGH_MOMENTUM:g}, or lower run.round.inner_steps.",
+        )
+    return Finding("ok", "rounds", f"{text}.")
 
 
 def _check_resources(setup: NodeSetup, device: ComputeDevice) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from node.commands.doctor import check_rounds
 from node.config.loader import PRESETS_FOLDER, known_keys, load, preset_names
 from node.config.schema import Config
 
@@ -80,7 +81,21 @@ def test_every_shipped_configuration_file_can_be_loaded(name: str) -> None:
 
 
 def test_promised_presets_exist() -> None:
-    assert {"builtin", "llama-150m", "llama-1b"} <= set(preset_names())
+    assert {"builtin", "llama-150m", "llama-150m-short", "llama-1b", "llama-1b-short"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "builtin"])
+def test_preset_states_its_rounds_and_has_a_momentum_that_fits(name: str) -> None:
+    head = (ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8").split("\n\n")[0].replace("\n# ", " ")
+    stated = re.search(r"With (\d+) nodes: (\d+) rounds, and about \d+ (?:hours|days)", head)
+    assert stated, head
+    nodes, rounds = int(stated[1]), int(stated[2])
+    run = load(file=None, environ={}, flags=["--run.preset", name]).config.run
+    steps = run.total_tokens / (run.tokens_per_inner_step * nodes)
+    assert rounds == round(steps / run.round.inner_steps)
+    assert f"{steps:,.0f} steps of {nodes} nodes" in (ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8")
+    assert check_rounds(run, nodes).verdict == "ok"
+    assert run.inner.warmup_tokens < 0.03 * run.total_tokens
 
 
 def test_configuration_survives_conversion_to_json_and_back() -> None:

@@ -63,6 +63,16 @@ def test_doctor_warns_of_an_upload_limit_below_the_link_that_the_run_requires(do
     assert line.startswith("warn") and "this node's limit is 2" in line and "more inner steps" in line
 
 
+def test_doctor_warns_of_a_high_outer_momentum_in_a_run_of_few_rounds(doctor: Doctor) -> None:
+    few = ("--run.total_tokens", "1_000_000", "--run.round.inner_steps", "100", "--members", "4")
+    _, lines = doctor(*few, "--run.outer.momentum", "0.9")
+    (line,) = lines_with(lines, "The whole run")
+    assert line.startswith("warn") and "about 9.8 rounds with 4 members" in line and "to 0.5" in line
+    for flags in ((*few, "--run.outer.momentum", "0.5"), ("--run.outer.momentum", "0.9", "--members", "4")):
+        (line,) = lines_with(doctor(*flags)[1], "The whole run")
+        assert line.startswith("ok"), line
+
+
 def test_doctor_forecasts_utilization_for_usual_links_if_no_limit_is_set(doctor: Doctor) -> None:
     code, lines = doctor()
     shares = [float(line.split("%")[0].split()[-1]) for line in lines_with(lines, "forecast")]
