@@ -29,8 +29,9 @@ from torch import Tensor
 
 from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import ErrorFeedback, chunk_bounds, make_codec
+from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
+from node.diloco.feedback import ErrorFeedback, FeedbackRule
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
@@ -68,8 +69,8 @@ class ReferenceMember:
         self.state: OuterState = genesis(anchor)
         self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
         self._codec = make_codec(run.sync.codec)
-        beta = run.sync.feedback_beta
-        self._feedback = ErrorFeedback(anchor.numel(), beta=beta) if run.sync.has_feedback else None
+        rule = FeedbackRule(err_beta=1 - run.sync.feedback_beta)
+        self._feedback = ErrorFeedback(anchor.numel(), rule) if run.sync.has_feedback else None
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
         # The moments are kept across rounds; only the parameters are reset to the anchor.
@@ -95,7 +96,7 @@ class ReferenceMember:
         contribution = WeightedUpdate(self._stream_id, tokens, encoded)
         if self._feedback is not None:
             self._feedback.record_error(wanted, torch.cat(list(self._chunks(contribution))))
-            self._feedback.advance()
+            self._feedback.advance(self.state.round + 1)
         return contribution, loss
 
     def apply(self, contributions: Sequence[WeightedUpdate]) -> None:

@@ -1,4 +1,4 @@
-"""Codecs for fp32 vectors on the wire, the grid of chunks on which vectors are cut, and error feedback.
+"""Codecs for fp32 vectors on the wire, and the grid of chunks on which vectors are cut.
 
 A codec is deterministic. Its `decode` trusts nothing: a wrong size, a scale out of range or a value that is not finite
 is a ValueError. All numbers on the wire are little-endian. Vectors are fp32 [n]; they are encoded on their own device
@@ -438,42 +438,6 @@ def make_codec(name: str) -> Codec:
     if name not in CODECS:
         raise ValueError(f"There is no codec {name!r}: use one of {', '.join(CODECS)}.")
     return CODECS[name]()
-
-
-class ErrorFeedback:
-    """One node's residual, fp32 [P] on the cpu: what encoding lost of one contribution is added to the next.
-
-    LoCo (arXiv 2407.04480), with a moving average: h = g + e is encoded, and e' = (1 - beta) e + beta (h - decoded h).
-    With beta 1 it is the classical rule, by which everything arrives in the end. The sign is that of the
-    pseudo-gradient: what was decoded too short is added. The residual begins at zero and advances only if the
-    contribution was included. For each contribution call `add`, then `record_error`, then `advance` or `discard`.
-    """
-
-    def __init__(self, parameters: int, *, beta: float, residual: Tensor | None = None) -> None:
-        if not 0 < beta <= 1:
-            raise ValueError(f"The moving average of the error feedback needs 0 < beta <= 1, not {beta}.")
-        self.residual = torch.zeros(parameters) if residual is None else residual
-        if self.residual.shape != (parameters,) or self.residual.dtype != torch.float32:
-            raise ValueError(f"The residual must be fp32 [{parameters}].")
-        self._beta = beta
-        self._next: Tensor | None = None
-
-    def add(self, gradient: Tensor) -> Tensor:
-        """h = g + e: the vector to encode in place of the pseudo-gradient g. Both fp32 [P] on the cpu."""
-        return gradient + self.residual
-
-    def record_error(self, wanted: Tensor, decoded: Tensor) -> None:
-        """Store the encoding error: `wanted` (the result of `add`) minus `decoded`. Both are fp32 [P] on the CPU."""
-        self._next = torch.lerp(self.residual, wanted - decoded, self._beta)
-
-    def advance(self) -> None:
-        """Keep the new residual, because the round included the contribution."""
-        if self._next is not None:
-            self.residual, self._next = self._next, None
-
-    def discard(self) -> None:
-        """Discard the new residual. The local parameters still hold all of the contribution, which was excluded."""
-        self._next = None
 
 
 def chunk_elements(parameters: int) -> int:

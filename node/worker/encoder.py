@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from node.config.manifest import SyncConfig
-from node.diloco.codec import ErrorFeedback
+from node.diloco.feedback import ErrorFeedback, FeedbackRule
 from node.diloco.fragments import elements, take
 from node.diloco.outer import pseudo_gradient
 from node.swarm.allreduce.reducer import ChunkLayout
@@ -40,10 +40,9 @@ class Encoder:
         self.last_encoding_s = 0.0
         self._feedback: list[ErrorFeedback] = []
         if sync.has_feedback:
+            rule = FeedbackRule(err_beta=1 - sync.feedback_beta)
             self._feedback = [
-                ErrorFeedback(
-                    elements(layout.ranges), beta=sync.feedback_beta, residual=saved.get(f"{RESIDUAL}.{fragment}")
-                )
+                ErrorFeedback(elements(layout.ranges), rule, saved.get(f"{RESIDUAL}.{fragment}"))
                 for fragment, layout in enumerate(layouts)
             ]
 
@@ -86,12 +85,16 @@ class Encoder:
         if self._running is not None:
             wait((self._running,))
 
-    def round_over(self, fragment: int, included: bool) -> None:
+    def round_over(self, fragment: int, round: int, included: bool) -> None:
         """Keep the new residual if the committed round `included` this node's contribution, else discard it."""
         self.wait()  # The others may commit the round without this node while this node still encodes.
-        if self._feedback:
-            self._feedback[fragment].advance() if included else self._feedback[fragment].discard()
+        if not self._feedback:
+            return
+        if included:
+            self._feedback[fragment].advance(round // len(self._feedback))
+        else:
+            self._feedback[fragment].discard()
 
     def tensors(self) -> dict[str, Tensor]:
         """The residuals by name, for a checkpoint."""
-        return {f"{RESIDUAL}.{i}": feedback.residual for i, feedback in enumerate(self._feedback)}
+        return {f"{RESIDUAL}.{i}": feedback.stored for i, feedback in enumerate(self._feedback)}

@@ -346,7 +346,7 @@ class Trainer:
             self._round_log.update_exclusion_notice(
                 committed, worked=worked, round_s=old.round_s, step_s=self._inner.step_s
             )
-        self._encoder.round_over(fragment, committed.included and contributed)
+        self._encoder.round_over(fragment, self.tip.round, committed.included and contributed)
         self._faults.before_merge()
         self._update_parameters(update, ranges, old)
         self._reporter.tell()

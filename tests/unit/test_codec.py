@@ -1,8 +1,6 @@
-"""Tests of the codecs, of error feedback and of the chunk grid."""
+"""Tests of the codecs and of the chunk grid."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from node.diloco.codec import (
     MIN_EXPONENT,
     SCALE_BLOCK,
     TOPK_BLOCK_BYTES,
-    ErrorFeedback,
     chunk_bounds,
     chunk_elements,
     make_codec,
@@ -398,54 +395,6 @@ def test_topk_codec_refuses_element_positions_that_do_not_increase(places: bytes
     data[4:7] = places
     with pytest.raises(ValueError, match="twice, or places out of order"):
         codec.check(bytes(data), BLOCK)
-
-
-# error feedback
-
-
-@pytest.mark.parametrize("name", ["int4", "e3m0", "topk"])
-def test_error_feedback_delivers_all_of_a_constant_gradient_on_average(name: str) -> None:
-    """Each error is added to the next vector, so the sum of all decoded vectors lacks only the last residual."""
-    codec, g = make_codec(name), torch.randn(BLOCK) * 1e-3
-    rounds, feedback = 64, ErrorFeedback(g.numel(), beta=1.0)
-    total, without = torch.zeros_like(g), torch.zeros_like(g)
-    for _ in range(rounds):
-        wanted = feedback.add(g)
-        arrived = codec.decode(codec.encode(wanted), g.numel())
-        feedback.record_error(wanted, arrived)
-        feedback.advance()
-        total += arrived
-        without += codec.decode(codec.encode(g), g.numel())
-    torch.testing.assert_close(total + feedback.residual, rounds * g, rtol=1e-4, atol=1e-6)
-    error, error_without = (float((sum_ - rounds * g).norm() / (rounds * g).norm()) for sum_ in (total, without))
-    assert error < (0.35 if name == "topk" else 0.02)
-    assert error < 0.5 * error_without
-
-
-def test_error_feedback_residual_changes_only_on_inclusion_and_is_a_moving_average() -> None:
-    feedback = ErrorFeedback(3, beta=0.25)
-    g = torch.tensor([1.0, 2.0, 4.0])
-    assert torch.equal(feedback.add(g), g)
-    feedback.record_error(g, torch.zeros(3))
-    feedback.discard()
-    feedback.advance()
-    assert torch.equal(feedback.residual, torch.zeros(3))
-    feedback.record_error(g, torch.zeros(3))
-    feedback.advance()
-    assert torch.equal(feedback.residual, 0.25 * g)
-    wanted = feedback.add(g)
-    assert torch.equal(wanted, 1.25 * g)
-    feedback.record_error(wanted, g)
-    feedback.advance()
-    assert torch.equal(feedback.residual, 0.75 * (0.25 * g) + 0.25 * (0.25 * g))
-
-
-def test_error_feedback_refuses_a_residual_of_wrong_size_and_an_invalid_beta() -> None:
-    with pytest.raises(ValueError, match=r"fp32 \[3\]"):
-        ErrorFeedback(3, beta=1.0, residual=torch.zeros(4))
-    for beta in (0.0, 1.1, math.nan):
-        with pytest.raises(ValueError, match="beta"):
-            ErrorFeedback(3, beta=beta)
 
 
 # the chunk grid

@@ -56,7 +56,7 @@ def test_encoded_pseudo_gradient_is_the_anchor_minus_the_local_parameters() -> N
         assert torch.equal(decoded, expected)
         assert encoded.norm == pytest.approx(expected.norm().item(), rel=1e-5)
         assert encoded.thread.startswith("encoder")
-        encoder.round_over(fragment, included=True)
+        encoder.round_over(fragment, 0, included=True)
 
 
 def test_encoder_reports_the_norm_of_the_decoded_contribution() -> None:
@@ -71,16 +71,16 @@ def test_encoding_error_is_added_to_the_next_contribution_if_this_one_was_includ
     encoder = Encoder(layouts, SyncConfig(codec="int4", feedback="on"), {})
     exact = ANCHOR - LOCAL
     first, _ = encode(encoder, layout, LOCAL)
-    encoder.round_over(0, included=False)
+    encoder.round_over(0, 0, included=False)
     assert not encoder.tensors()[f"{RESIDUAL}.0"].any()
     again, _ = encode(encoder, layout, LOCAL)
     assert torch.equal(again, first)
-    encoder.round_over(0, included=True)
+    encoder.round_over(0, 0, included=True)
     torch.testing.assert_close(encoder.tensors()[f"{RESIDUAL}.0"], exact - first)
     total = torch.zeros(P)
     for _ in range(40):
         total += encode(encoder, layout, LOCAL)[0]
-        encoder.round_over(0, included=True)
+        encoder.round_over(0, 0, included=True)
     error = (total / 40 - exact).abs().max()
     assert error < 0.2 * (first - exact).abs().max()
 

@@ -140,7 +140,7 @@ def test_stated_bytes_per_parameter_match_the_memory_in_use_by_error_feedback(co
     assert between == pytest.approx(FEEDBACK_BYTES, rel=0.02), "the residual before the round, and after it"
     # There is no new anchor and no new momentum yet, and their memory suffices for the decoded contribution.
     assert while_encoding[0] <= FEEDBACK_BYTES + HOST_BYTES - 8 - 12
-    outgoing.round_over(0, included=True)
+    outgoing.round_over(0, 0, included=True)
     assert (live_bytes() - before) / parameters == pytest.approx(FEEDBACK_BYTES / 2, rel=0.02)
     with_feedback, without = (
         estimate_requirements(RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": how})), Config(), "fp32")

@@ -44,7 +44,7 @@ class Arm:
     result_codec: str = ""
     """The codec of the mean; empty means that of the contributions."""
     feedback: str = "none"
-    """`none` or `classic`."""
+    """`none`, `classic`, `loco`, or `decaying` (classic, with SparseLoCo's decay of 0.95)."""
     prune: float = 0.0
     """Share of the elements of each contribution that sign pruning sets to zero."""
     tau: int = 0

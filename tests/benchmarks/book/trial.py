@@ -18,7 +18,8 @@ from torch import Tensor
 
 from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
-from node.diloco.codec import Codec, ErrorFeedback, make_codec
+from node.diloco.codec import Codec, make_codec
+from node.diloco.feedback import CLASSIC, LOCO, ErrorFeedback, FeedbackRule
 from node.diloco.fragments import Ranges, put_, strided, take
 from node.diloco.outer import OuterState, carry, correct, genesis, mix, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate
@@ -37,6 +38,7 @@ COMPARED = 8
 """Workers whose pseudo-gradients are compared with each other."""
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
 """The outer Adam."""
+FEEDBACK = {"classic": CLASSIC, "loco": LOCO, "decaying": FeedbackRule(decay=0.95)}
 CPU = torch.device("cpu")
 
 
@@ -220,11 +222,11 @@ class Trial:
             delta = sign_pruned(delta, self._rows(fragment), self.arm.prune)
         if self.arm.feedback == "none":
             return through(self._codec, delta)
-        feedback = worker.feedback.setdefault(fragment, ErrorFeedback(delta.numel(), beta=1.0))
+        feedback = worker.feedback.setdefault(fragment, ErrorFeedback(delta.numel(), FEEDBACK[self.arm.feedback]))
         wanted = feedback.add(delta)
         arrived = through(self._codec, wanted)
         feedback.record_error(wanted, arrived)
-        feedback.advance()
+        feedback.advance(self.state.round + 1)
         return arrived
 
     def _apply(self, fragment: int, training: Sequence[Worker]) -> None:
