@@ -68,7 +68,7 @@ class ErrorFeedback:
         """e, fp32 [P] on the cpu; a copy only if it is stored in 8 bits."""
         if not self._rule.is_8bit:
             return self.stored
-        return self._codec.decode(memoryview(self.stored.numpy()).cast("B"), self._parameters)
+        return self._codec.decode(self.stored.numpy().data, self._parameters)
 
     def add(self, gradient: Tensor) -> Tensor:
         """h: the vector to encode in place of the pseudo-gradient g. A new fp32 [P] on the cpu."""

@@ -45,6 +45,8 @@ class Arm:
     """The codec of the mean; empty means that of the contributions."""
     feedback: str = "none"
     """`none`, `classic`, `loco`, or `decaying` (classic, with SparseLoCo's decay of 0.95)."""
+    result_feedback: str = "none"
+    """The feedback of the reducers, who encode the mean, of the same kinds."""
     prune: float = 0.0
     """Share of the elements of each contribution that sign pruning sets to zero."""
     tau: int = 0

@@ -34,6 +34,8 @@ from tests.swarm.harness import tiny
 BATCH, LENGTH = 4, 64
 HELD_OUT_BATCHES = 32
 CURVE_POINTS = 16
+DIGITS = 4
+"""Decimal places of curves and cosines."""
 COMPARED = 8
 """Workers whose pseudo-gradients are compared with each other."""
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
@@ -120,6 +122,7 @@ class Trial:
         self._held_out = held_out_batches(_corpus(), HELD_OUT_BATCHES, BATCH, LENGTH)
         self._codec: Codec = make_codec(arm.codec)
         self._result_codec: Codec = make_codec(arm.result_codec or arm.codec)
+        self._mean_feedback: dict[int, ErrorFeedback] = {}
         self._fragments = strided(unit_elements(self._run.model), arm.fragments)
         self._lost = random.Random(f"lost {seed}")
         self._probe = build_model(self._run.model, seed=0)
@@ -143,7 +146,7 @@ class Trial:
     def _note(self, step: int, steps: int) -> None:
         """Add a point to the curve of losses, at most CURVE_POINTS of them in `steps` steps."""
         if step * CURVE_POINTS // steps > len(self.result.curve):
-            self.result.curve.append((self.result.tokens, self._loss()))
+            self.result.curve.append((self.result.tokens, round(self._loss(), DIGITS)))
 
     # -- without an outer step ------------------------------------------------------------------------------------
 
@@ -214,17 +217,23 @@ class Trial:
             deltas.append(pseudo_gradient(anchor, sent))
             worker.in_flight[fragment] = sent, self._encoded(worker, fragment, deltas[-1] * self.arm.sign)
         if len(self._fragments) == 1 and len(deltas) > 1:
-            self.result.cosines.append(mean_cosine(deltas[:COMPARED]))
+            self.result.cosines.append(round(mean_cosine(deltas[:COMPARED]), DIGITS))
 
     def _encoded(self, worker: Worker, fragment: int, delta: Tensor) -> Tensor:
         """The contribution as the reducers decode it."""
         if self.arm.prune:
             delta = sign_pruned(delta, self._rows(fragment), self.arm.prune)
-        if self.arm.feedback == "none":
-            return through(self._codec, delta)
-        feedback = worker.feedback.setdefault(fragment, ErrorFeedback(delta.numel(), FEEDBACK[self.arm.feedback]))
-        wanted = feedback.add(delta)
-        arrived = through(self._codec, wanted)
+        return self._fed_back(worker.feedback, fragment, self.arm.feedback, self._codec, delta)
+
+    def _fed_back(
+        self, kept: dict[int, ErrorFeedback], fragment: int, kind: str, codec: Codec, vector: Tensor
+    ) -> Tensor:
+        """The vector as it arrives, with the error feedback of this sender."""
+        if kind == "none":
+            return through(codec, vector)
+        feedback = kept.setdefault(fragment, ErrorFeedback(vector.numel(), FEEDBACK[kind]))
+        wanted = feedback.add(vector)
+        arrived = through(codec, wanted)
         feedback.record_error(wanted, arrived)
         feedback.advance(self.state.round + 1)
         return arrived
@@ -239,7 +248,8 @@ class Trial:
         parts = [worker.in_flight[fragment][1] for worker in included]
         weights = [self._weight(worker) for worker in included]
         scales = clip_scales([math.sqrt(square_norm(part)) for part in parts], weights)
-        mean = through(self._result_codec, weighted_mean(parts, weights, scales))
+        mean = weighted_mean(parts, weights, scales)
+        mean = self._fed_back(self._mean_feedback, fragment, self.arm.result_feedback, self._result_codec, mean)
         old = take(self.state.anchor, ranges).clone()
         self.state = self.stepped(ranges, mean)
         new = take(self.state.anchor, ranges)
