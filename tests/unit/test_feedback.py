@@ -54,7 +54,8 @@ def numpy_blocks(x: Vector, top: int) -> Vector:
     largest = (np.abs(blocks).max(1) / np.float32(top)).astype(np.float32)
     bits = np.maximum((largest.view(np.int32) + 0xFFFF) >> 16, 0x80)
     scale = (bits << 16).astype(np.int32).view(np.float32)[:, None]
-    return (np.clip(np.rint(blocks / scale), -top, top) * scale).astype(np.float32).reshape(-1)
+    rounded: Vector = (np.clip(np.rint(blocks / scale), -top, top) * scale).astype(np.float32).reshape(-1)
+    return rounded
 
 
 def numpy_loco(gradients: list[Vector], err_beta: float, reset_rounds: int) -> tuple[list[Vector], Vector]:
