@@ -221,6 +221,7 @@ def _run(call: Call) -> int:
     from node.daemon import app
     from node.host import logs
 
+    os.umask(0o077)  # All that the node and its processes write is for this user only.
     config, origins, join = call.loaded.config, call.loaded.origins, call.args.join
     if join is not None:
         from node.config.manifest import parse_invite

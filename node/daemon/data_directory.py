@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -33,6 +34,7 @@ DISK_KINDS = ("checkpoints", "history", "cache", "logs")
 TOKEN_LENGTH_MIN = 32
 """A shorter token could be guessed. Generated tokens have 43 characters (256 bits)."""
 DISK_INTERVAL_S = 10.0
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class OwnerRequest(Value):
@@ -70,6 +72,7 @@ class DataDirectory:
         path = path.expanduser().absolute()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_private(path)
             probe = path / f".write-{os.getpid()}"
             probe.touch()
             probe.unlink()
@@ -232,6 +235,34 @@ class DiskMonitor:
             is_over = notice is not None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), DISK_INTERVAL_S)
+
+
+def _require_private(path: Path) -> None:
+    """Raise DataFolderError if other users of this machine can change the directory, or own a file in it.
+
+    They could plant a token that opens the API to them, or replace checkpoints. Files and folders of this user that
+    others may write are repaired.
+    """
+    _require_own(path, path.stat())
+    if path.stat().st_mode & WRITABLE_BY_OTHERS:
+        raise DataFolderError(
+            f"Other users of this machine may write to the data folder {path}: run `chmod go-w {path}` if nobody has "
+            "planted anything in it, or choose another folder with --data-dir."
+        )
+    for entry in sorted(path.iterdir()):
+        found = entry.lstat()
+        _require_own(entry, found)
+        if found.st_mode & WRITABLE_BY_OTHERS and not entry.is_symlink():
+            entry.chmod(stat.S_IMODE(found.st_mode) & ~WRITABLE_BY_OTHERS)
+            logger.warning("Other users of this machine could write to %s. Its permissions are repaired.", entry)
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise DataFolderError(
+            f"{path} belongs to user {found.st_uid}, and this node runs as user {os.geteuid()}: remove it, change its "
+            "owner if you trust its content, or choose another folder with --data-dir."
+        )
 
 
 def _lock(path: Path) -> int:

@@ -43,6 +43,9 @@ def test_three_nodes_train_together_survive_a_pause_and_a_kill_and_export_the_mo
         second.until_round(since + 2, 2 * START_S)
         assert all(len(digests) == 1 for digests in common_rounds(nodes).values())
 
+        written = [path for name in ("logs", "history") for path in (third.folder / name).iterdir()]
+        assert written and not any(path.stat().st_mode & 0o077 for path in written), "other users can read these"
+
         last = third.status()["run"]["round"]
         assert third.stop() == 0
         model = tmp_path / "model"

@@ -64,6 +64,45 @@ def test_weak_api_token_is_refused_and_a_readable_token_file_is_made_private(tmp
         assert mode(token) == 0o600
 
 
+@pytest.mark.parametrize("bits", [0o020, 0o002])
+def test_data_directory_that_other_users_may_write_is_refused_and_unchanged(tmp_path: Path, bits: int) -> None:
+    tmp_path.chmod(0o700 | bits)
+    with pytest.raises(DataFolderError, match="chmod go-w") as caught:
+        DataDirectory.open(tmp_path)
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(DataFolderError, match=f"belongs to user {os.getuid()}"):
+        DataDirectory.open(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["api-token", "settings.json", "checkpoints"])
+def test_file_that_another_user_planted_is_refused_and_not_used(tmp_path: Path, name: str) -> None:
+    """A planted token was taken over, and opened the API to its planter."""
+    planted = tmp_path / name
+    planted.mkdir() if name == "checkpoints" else planted.write_text("x" * 43)
+    os.chown(planted, 12345, 12345)
+    with pytest.raises(DataFolderError, match=rf"{name} belongs to user 12345"):
+        DataDirectory.open(tmp_path)
+    os.chown(planted, os.geteuid(), os.getegid())
+    DataDirectory.open(tmp_path).close()
+
+
+def test_file_and_folder_that_others_may_write_are_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "settings.json").chmod(0o666)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints").chmod(0o775)
+    (tmp_path / "link").symlink_to("settings.json")
+    DataDirectory.open(tmp_path).close()
+    assert (mode(tmp_path / "settings.json"), mode(tmp_path / "checkpoints")) == (0o644, 0o755)
+    assert caplog.text.count("permissions are repaired") == 2
+
+
 def test_pause_request_of_the_owner_survives_a_restart(tmp_path: Path) -> None:
     request = OwnerRequest(until=datetime(2030, 1, 1, tzinfo=UTC))
     with DataDirectory.open(tmp_path) as directory:
