@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from rich.progress import Progress
 
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.trial import Result, Trial
 
 NICENESS = 19
-BAR = 30
-"""Characters of the progress bar."""
 Cell = tuple[Arm, int]
 
 
@@ -57,41 +54,15 @@ def play(cell: Cell) -> Result:
 def run(cells: Iterable[Cell], store: Store, jobs: int) -> None:
     """Run all cells that the store lacks, in this order."""
     todo = [cell for cell in dict.fromkeys(cells) if store.get(cell) is None]
-    progress = Progress([arm.cost for arm, _ in todo])
-    with ProcessPoolExecutor(jobs, initializer=start_process) as pool:
+    with Progress() as progress, ProcessPoolExecutor(jobs, initializer=start_process) as pool:
+        bar = progress.add_task(f"{len(todo)} cells", total=sum(arm.cost for arm, _ in todo))
         running = {pool.submit(play, cell): cell for cell in todo}
-        for future in as_completed(running):
+        for number, future in enumerate(as_completed(running), 1):
             cell = running[future]
             store.put(cell, future.result())
-            progress.done(cell[0].cost)
+            progress.update(bar, advance=cell[0].cost, description=f"{number} of {len(todo)} cells")
 
 
 def start_process() -> None:
     torch.set_num_threads(1)
     os.nice(NICENESS)
-
-
-class Progress:
-    """Prints a bar, and the time that is left at the speed so far."""
-
-    def __init__(self, costs: Sequence[int]) -> None:
-        self._total, self._cells = sum(costs), len(costs)
-        self._done, self._finished = 0, 0
-        self._began_s = time.monotonic()
-
-    def done(self, cost: int) -> None:
-        self._done += cost
-        self._finished += 1
-        passed_s = time.monotonic() - self._began_s
-        left_s = passed_s * (self._total - self._done) / self._done
-        filled = BAR * self._done // self._total
-        text = f"[{'#' * filled}{'.' * (BAR - filled)}] {self._finished} of {self._cells} cells, {minutes(left_s)} left"
-        print(f"\r{text:<79}" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
-        if self._finished == self._cells and sys.stdout.isatty():
-            print()
-
-
-def minutes(seconds: float) -> str:
-    """The time as a text, such as `2 h 05 min`."""
-    whole = round(seconds / 60)
-    return f"{whole // 60} h {whole % 60:02} min" if whole >= 60 else f"{whole} min"

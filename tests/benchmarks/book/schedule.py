@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 
 def active_workers(schedule: str, workers: int, rounds: int) -> list[int]:
     """The number of training workers in each of `rounds` rounds. Raises ValueError for an unknown schedule.
@@ -24,8 +22,3 @@ def active_workers(schedule: str, workers: int, rounds: int) -> list[int]:
     if schedule not in schedules:
         raise ValueError(f"There is no schedule {schedule!r}: use one of {', '.join(schedules)}.")
     return schedules[schedule]
-
-
-def tokens_by_round(active: list[int], tokens_of_a_worker: int) -> list[int]:
-    """Tokens of all workers together up to and including each round."""
-    return list(accumulate(count * tokens_of_a_worker for count in active))

@@ -21,11 +21,14 @@ from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import Codec, make_codec
 from node.diloco.feedback import CLASSIC, LOCO, ErrorFeedback, FeedbackRule
 from node.diloco.fragments import Ranges, put_, strided, take
-from node.diloco.outer import OuterState, carry, correct, genesis, mix, outer_step, pseudo_gradient
+from node.diloco.fragments import step as fragment_step
+from node.diloco.outer import OuterState, carry, correct, genesis, mix, pseudo_gradient
 from node.diloco.schedule import learning_rate
+from node.errors import TrainingError
 from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
 from node.training.inner import InnerLoop, evaluate
 from node.training.model import build_model, flatten, load_flat_, unit_elements
+from node.worker.encoder import is_encodable
 from tests.benchmarks.book.arm import Arm
 from tests.benchmarks.book.schedule import active_workers
 from tests.benchmarks.book.shards import cluster, shard
@@ -132,7 +135,7 @@ class Trial:
         try:
             {"diloco": self._diloco, "data-parallel": self._data_parallel, "plain": self._plain}[self.arm.kind]()
             self.result.loss = self._loss()
-        except (ArithmeticError, RuntimeError, ValueError):  # A training that diverged.
+        except TrainingError:  # The training diverged, which is a result.
             self.result.loss = math.inf
         return self.result
 
@@ -140,8 +143,10 @@ class Trial:
         return learning_rate(step, peak=self.arm.inner_lr, warmup_tokens=0, total_tokens=steps, min_ratio=0.1)
 
     def _loss(self) -> float:
+        """The anchor's held-out loss; infinite if it is not a number."""
         load_flat_(self._probe, self.state.anchor)
-        return evaluate(InnerLoop(self._probe, self._run.inner, CPU).loss_of, self._held_out)
+        loss = evaluate(InnerLoop(self._probe, self._run.inner, CPU).loss_of, self._held_out)
+        return loss if math.isfinite(loss) else math.inf
 
     def _note(self, step: int, steps: int) -> None:
         """Add a point to the curve of losses, at most CURVE_POINTS of them in `steps` steps."""
@@ -214,6 +219,8 @@ class Trial:
         deltas = []
         for worker in training:
             sent = take(worker.parameters, ranges).clone()
+            if not is_encodable(sent):
+                raise TrainingError("The training diverged: a parameter is too large to be encoded.")
             deltas.append(pseudo_gradient(anchor, sent))
             worker.in_flight[fragment] = sent, self._encoded(worker, fragment, deltas[-1] * self.arm.sign)
         if len(self._fragments) == 1 and len(deltas) > 1:
@@ -222,7 +229,7 @@ class Trial:
     def _encoded(self, worker: Worker, fragment: int, delta: Tensor) -> Tensor:
         """The contribution as the reducers decode it."""
         if self.arm.prune:
-            delta = sign_pruned(delta, self._rows(fragment), self.arm.prune)
+            delta = sign_pruned(delta, self._rows(), self.arm.prune)
         return self._fed_back(worker.feedback, fragment, self.arm.feedback, self._codec, delta)
 
     def _fed_back(
@@ -271,46 +278,47 @@ class Trial:
         return max(1, by[self.arm.weights])
 
     def stepped(self, ranges: Ranges, mean: Tensor) -> OuterState:
+        """The state after one outer step on the mean of these ranges, fp32 [P_f]."""
         arm = self.arm
-        part = OuterState(take(self.state.anchor, ranges), take(self.state.momentum, ranges), self.state.round, 0)
         if arm.optimizer in ("nesterov", "sgd"):
             mu = arm.momentum if arm.optimizer == "nesterov" else 0.0
-            stepped = outer_step(part, mean, lr=arm.outer_lr, momentum=mu, tokens=0)
-        elif arm.optimizer == "momentum":
-            buffer = part.momentum * arm.momentum + mean
-            stepped = OuterState(part.anchor - arm.outer_lr * buffer, buffer, part.round + 1, 0)
+            return fragment_step(self.state, ranges, mean, lr=arm.outer_lr, momentum=mu, tokens=0)
+        old = take(self.state.momentum, ranges)
+        if arm.optimizer == "momentum":
+            buffer = change = old * arm.momentum + mean
         else:
-            stepped = self._adam_step(part, ranges, mean)
+            buffer, change = self._adam_change(old, ranges, mean)
         anchor, momentum = self.state.anchor.clone(), self.state.momentum.clone()
-        put_(anchor, ranges, stepped.anchor)
-        put_(momentum, ranges, stepped.momentum)
+        put_(anchor, ranges, take(anchor, ranges) - arm.outer_lr * change)
+        put_(momentum, ranges, buffer)
         return OuterState(anchor, momentum, self.state.round + 1, 0)
 
-    def _adam_step(self, part: OuterState, ranges: Ranges, mean: Tensor) -> OuterState:
-        """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, anchor - lr m' / (sqrt v' + eps), with m', v' unbiased."""
-        count = part.round + 2
-        first = part.momentum * ADAM_BETA1 + mean * (1 - ADAM_BETA1)
+    def _adam_change(self, old: Tensor, ranges: Ranges, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """The new first moment, and m' / (sqrt v' + eps), with m' = m / (1 - b1^t) and v' = v / (1 - b2^t) unbiased.
+
+        m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, where t counts the outer steps from 1.
+        """
+        count = self.state.round + 2
+        first = old * ADAM_BETA1 + mean * (1 - ADAM_BETA1)
         second = take(self._second, ranges) * ADAM_BETA2 + mean.square() * (1 - ADAM_BETA2)
         put_(self._second, ranges, second)
-        unbiased = first / (1 - ADAM_BETA1**count), second / (1 - ADAM_BETA2**count)
-        step = unbiased[0] / (unbiased[1].sqrt() + ADAM_EPS)
-        return OuterState(part.anchor - self.arm.outer_lr * step, first, part.round + 1, 0)
+        root = (second / (1 - ADAM_BETA2**count)).sqrt()
+        return first, first / (1 - ADAM_BETA1**count) / (root + ADAM_EPS)
 
     def _merged(self, local: Tensor, sent: Tensor, new: Tensor) -> Tensor:
         if not self.arm.tau:
             return new
         return mix(local, new, 0.5) if self.arm.merge == "mix" else correct(local, sent, new)
 
-    def _rows(self, fragment: int) -> list[int]:
-        """Elements of each row (a neuron's weights) of the fragment, in the order of the flat vector."""
-        sizes = [
+    def _rows(self) -> list[int]:
+        """Elements of each row (a neuron's weights), in the order of the flat vector."""
+        if len(self._fragments) > 1:
+            raise ValueError("Pruning is measured without fragments.")
+        return [
             parameter.shape[-1] if parameter.dim() > 1 else parameter.numel()
             for parameter in self._probe.parameters()
             for _ in range(parameter.shape[0] if parameter.dim() > 1 else 1)
         ]
-        if len(self._fragments) > 1:
-            raise ValueError("Pruning is measured without fragments.")
-        return sizes
 
 
 def through(codec: Codec, x: Tensor) -> Tensor:
