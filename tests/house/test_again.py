@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,42 +21,40 @@ def test_{0}():
     mark.touch()
     assert was
 """
-SLOW = "@pytest.mark.slow"
+REAL, PROTOCOL = "tests/swarm", "tests/contract"
 
 
-def again(folder: Path, *tests: str) -> tuple[int, str]:
-    """Run these tests, and then `.ci/again`. Returns its exit status and output."""
+def again(folder: Path, tests: Sequence[tuple[str, str]]) -> tuple[int, str]:
+    """Run these tests, each with its folder, and then `.ci/again`. Returns its exit status and output."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "again", folder / ".ci" / "again")
     (folder / ".venv" / "bin").mkdir(parents=True)
     python = folder / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\naddopts = -p no:cov\n")
-    (folder / "test_it.py").write_text("import pytest\n" + "\n".join(tests))
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cov --import-mode=importlib\n")
+    for number, (place, test) in enumerate(tests):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / f"test_{number}.py").write_text(test.format(number))
     first = subprocess.run([python, "-m", "pytest", "-q"], cwd=folder, capture_output=True, timeout=60, check=False)
     assert first.returncode == 1
     done = subprocess.run([folder / ".ci" / "again", "1"], capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout
 
 
-def test_slow_test_that_passes_alone_is_named(tmp_path: Path) -> None:
-    status, output = again(tmp_path, SLOW + ONCE.format("a"))
-    assert status == 0 and output.endswith("FAILED BESIDE OTHER TESTS, PASSED ALONE:\ntest_it.py::test_a\n"), output
+def test_test_of_real_nodes_that_passes_alone_is_named(tmp_path: Path) -> None:
+    status, output = again(tmp_path, [(REAL, ONCE)])
+    assert status == 0, output
+    assert output.endswith("FAILED BESIDE OTHER TESTS, PASSED ALONE:\ntests/swarm/test_0.py::test_0\n")
 
 
 @pytest.mark.parametrize(
     "tests",
-    [
-        [f"{SLOW}\n{ALWAYS.format('a')}"],
-        [ONCE.format("fast")],
-        [SLOW + ONCE.format("a"), ONCE.format("fast")],
-        [SLOW + ONCE.format(name) for name in "abcd"],
-    ],
-    ids=["fails again", "not slow", "one is not slow", "four failures"],
+    [[(REAL, ALWAYS)], [(PROTOCOL, ONCE)], [(REAL, ONCE), (PROTOCOL, ONCE)], [(REAL, ONCE)] * 4],
+    ids=["fails again", "of the protocol", "one is of the protocol", "four failures"],
 )
-def test_other_failures_remain_failures(tmp_path: Path, tests: list[str]) -> None:
-    assert again(tmp_path, *tests)[0] == 1
+def test_other_failures_remain_failures(tmp_path: Path, tests: list[tuple[str, str]]) -> None:
+    assert again(tmp_path, tests)[0] == 1
 
 
 def test_run_that_was_interrupted_stays_failed() -> None:
