@@ -72,7 +72,7 @@ class ErrorFeedback:
 
     def add(self, gradient: Tensor) -> Tensor:
         """h: the vector to encode in place of the pseudo-gradient g. A new fp32 [P] on the cpu."""
-        return torch.mul(self.residual, self._rule.decay).add_(gradient)
+        return torch.add(gradient, self.residual, alpha=self._rule.decay)
 
     def record_error(self, wanted: Tensor, decoded: Tensor) -> None:
         """Store the next residual. `wanted` is the result of `add` and is overwritten; `decoded` is Q(h)."""
