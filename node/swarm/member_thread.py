@@ -153,7 +153,6 @@ class SwarmThread:
             with suppress(queue.Empty):  # Drop the mail so far: it is about the branch that this node has left.
                 while True:
                     self.mailbox.get_nowait()
-            member.participant.ctx.tasks.spawn(member.participant.committer.keep_own_line())
 
         self.start_call(restart).result(START_S)
 

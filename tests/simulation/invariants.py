@@ -48,8 +48,8 @@ class Invariants:
         self._nodes, self._clock, self._violations = nodes, clock, violations
         self._by_parent: defaultdict[str, dict[str, Adoption]] = defaultdict(dict)
         self._digests: dict[str, str] = {}
-        self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
-        """Maps (parent, peer id) to the chunks that the node offered."""
+        self.contributed: dict[tuple[str, str, float], Sequence[bytes]] = {}
+        """Maps (parent, peer id, norm) to the chunks that the node offered."""
         self._members: dict[str, frozenset[str]] = {}
         """Maps a head to the contributors of its record, who are the electorate of the next round."""
         self._newest: dict[int, int] = {}
@@ -195,7 +195,7 @@ class Invariants:
         layout = self._nodes[0].rules.layout_at(outcome.round)
         weights = [joins[peer].tokens for peer in outcome.included]
         scales = clip_scales([joins[peer].norm for peer in outcome.included], weights)
-        offered = [self.contributed[outcome.plan.parent, peer] for peer in outcome.included]
+        offered = [self.contributed[outcome.plan.parent, peer, joins[peer].norm] for peer in outcome.included]
         hashes = []
         for chunk, parts in enumerate(zip(*offered, strict=True)):
             vectors = [layout.codec.decode(part, layout.elements(chunk)) for part in parts]
@@ -212,10 +212,8 @@ class Invariants:
             self._violate(f"n{node.number} had committed round {before}, and starts at round {round_}")
 
     def downloaded(self, node: SimulatedNode, round_: int) -> None:
-        """Note that a node has replaced its chain by a downloaded state. It gives up its votes on the old chain."""
+        """Note that a node has replaced its chain by a downloaded state."""
         self._newest[node.number] = round_
-        for key in [key for key in self._voted if key[0] == node.number]:
-            del self._voted[key]
 
     @property
     def _over_at_s(self) -> float:

@@ -121,8 +121,9 @@ class SimulatedNode:
         """The attack of this node, a key of `ADVERSARIES`. Empty means that the node is honest."""
         self.signed_join: Document | None = None
         self._sent: set[asyncio.Future[None]] = set()
-        self.contributed: dict[tuple[str, str], Sequence[bytes]] = {}
-        """Maps (parent, peer id) to the chunks that the node offered. All nodes share this map."""
+        self.contributed: dict[tuple[str, str, float], Sequence[bytes]] = {}
+        """Maps (parent, peer id, norm) to the chunks that the node offered. All nodes share this map. After a crash, a
+        node offers another contribution to the same round."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
@@ -296,13 +297,13 @@ class SimulatedNode:
 
     def _offer(self, tip: Tip) -> None:
         layout = self.rules.layout_at(tip.round + 1)
-        generator = torch.Generator().manual_seed(1000 * (tip.round + 1) + self.number)
+        generator = torch.Generator().manual_seed((100 * self.lives + tip.round + 1) * 100 + self.number)
         vector = torch.randn(layout.bounds[-1][1], generator=generator)
         chunks = [layout.codec.encode(vector[start:end]) for start, end in layout.bounds]
         tokens = self._tracker.pending_tokens(0)
         self._tracker.send(0, self._steps, self.network.loop.time(), None)
-        self.contributed[tip.head, self.peer_id] = chunks
         norm, settle_s = layout.norm(chunks), self._settle_s
+        self.contributed[tip.head, self.peer_id, norm] = chunks
         self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
 
     async def _download(self, cause: ResyncCause) -> None:
@@ -323,5 +324,4 @@ class SimulatedNode:
         self.disk.save(self.chain.tip)
         self.on_downloaded(self, self.chain.tip.round)
         self._mail.clear()
-        await self.participant.committer.keep_own_line()
         await self.catch_up.align()

@@ -1,4 +1,4 @@
-"""The heaviest-chain rule, and the verification of a chain's links."""
+"""The rule that chooses between two chains, and the verification of a chain's links."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from node.swarm.chain import fork_choice
 from node.swarm.chain.fork_choice import (
     Link,
     append_link,
+    contributors_at,
     heads_of,
     is_heavier,
     links_after,
     overlapping,
     read_links,
+    votes,
 )
 from node.swarm.messages import Bounds
 from tests.unit.swarm_data import RUN, A, B, committed
@@ -62,6 +64,21 @@ def test_links_after_a_head_are_the_later_ones_or_all_if_the_head_is_unknown() -
     assert links_after(links, "unknown") == links
     assert heads_of(links, links[-1].head) == [links[2].head, links[1].head, links[0].head, RUN]
     assert heads_of((), RUN) == [RUN]
+
+
+def test_the_chain_that_more_contributors_to_the_common_round_voted_for_wins_whatever_its_tokens() -> None:
+    """Otherwise one member could take the run over: it can sign rounds with any number of tokens alone."""
+    common = read_links([committed(RUN, 0).model_dump_json()], BOUNDS)
+    both = read_links([committed(common[0].head, 1, (A, B), tokens=1).model_dump_json()], BOUNDS)
+    first = committed(common[0].head, 1, (A,), tokens=1000)
+    alone = [first, committed(first.outcome.hash, 2, (A,), tokens=1000)]
+    long = read_links([proof.model_dump_json() for proof in alone], BOUNDS)
+    electorate = contributors_at(common, common[0].head)
+    assert electorate == (A.peer_id, B.peer_id) and contributors_at(common, RUN) == ()
+    assert (votes(both, electorate), votes(long, electorate), votes(both, ())) == (2, 1, 0)
+    assert is_heavier(both, long, electorate) and not is_heavier(long, both, electorate)
+    for too_few in ((A.peer_id,), ()):  # Both chains have the same number of their votes, so the tokens decide.
+        assert is_heavier(long, both, too_few) and not is_heavier(both, long, too_few)
 
 
 def test_the_chain_with_more_tokens_is_heavier_whatever_its_length() -> None:

@@ -103,7 +103,7 @@ def test_a_restarted_node_finds_its_stored_rounds_with_their_proofs(tmp_path: Pa
     assert again.take_stored() == []
     assert again.load(first) == one and again.load(second) == two
     assert again.get(chunk_hash(b"two")) == b"two"
-    again.keep_only({second.outcome.hash})
+    again.remove(first.outcome.hash)
     assert [proof for _, proof in ResultStore(tmp_path).take_stored()] == [second]
     assert rounds_in(tmp_path) == {second.outcome.hash[:16]} and (tmp_path / "other.txt").exists()
 
@@ -204,6 +204,63 @@ def test_a_node_that_comes_back_to_an_earlier_round_knows_the_attempts_that_it_h
     assert ResultStore(tmp_path).load_accepted(older) is None
 
 
+def other_vote(parent: str, chunks: Sequence[bytes]) -> tuple[Proof, SavedBallot]:
+    proof = proof_of(chunks, 6, parent)
+    accepted = AcceptedOutcome(attempt=0, outcome=proof.outcome, hashes=proof.hashes, vote="ab")
+    return proof, SavedBallot(parent=parent, lowest_attempt=1, accepted=accepted)
+
+
+def test_a_node_that_comes_back_to_an_earlier_round_knows_its_vote(tmp_path: Path) -> None:
+    """The round may be committed by this vote, although this node has never heard of it."""
+    one, two = ballot_of([b"one"]), other_vote("cd" * 32, [b"two"])[1]
+    store = ResultStore(tmp_path)
+    store.save_ballot(one, [b"one"])
+    store.save_ballot(two, [b"two"])
+    for after_crash in (store, ResultStore(tmp_path)):
+        assert (after_crash.load_accepted(RUN), after_crash.load_accepted("cd" * 32)) == (one.accepted, two.accepted)
+        assert after_crash.has_vote(RUN) and not after_crash.has_vote("ef" * 32)
+        assert after_crash.find([chunk_hash(b"one"), chunk_hash(b"two")]).keys() == {
+            chunk_hash(b"one"),
+            chunk_hash(b"two"),
+        }
+    store.save_ballot(one.model_copy(update={"lowest_attempt": 7}))
+    again = ResultStore(tmp_path)
+    assert again.load_accepted(RUN) == one.accepted and again.lowest_attempt(RUN) == 7
+    store.save_ballot(SavedBallot(parent=RUN, lowest_attempt=9))
+    store.save_ballot(SavedBallot(parent="ef" * 32, lowest_attempt=1))
+    again = ResultStore(tmp_path)
+    assert again.load_accepted(RUN) == one.accepted, "a later promise of a node without a vote keeps the old vote"
+    assert (again.lowest_attempt(RUN), again.lowest_attempt("cd" * 32)) == (9, 1)
+
+
+def test_a_crash_between_two_ballots_loses_neither_vote_nor_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old ballot is put aside before the new one is written."""
+    store = ResultStore(tmp_path)
+    store.save_ballot(SavedBallot(parent="ef" * 32, lowest_attempt=4))
+    store.save_ballot(ballot_of([b"one"]), [b"one"])
+    monkeypatch.setattr(ResultStore, "_write", lambda *_: None)
+    store.save_ballot(SavedBallot(parent="cd" * 32, lowest_attempt=1))
+    again = ResultStore(tmp_path)
+    assert again.load_accepted(RUN) == ballot_of([b"one"]).accepted
+    assert (again.lowest_attempt(RUN), again.lowest_attempt("ef" * 32)) == (3, 4)
+
+
+def test_a_vote_for_a_committed_or_dropped_round_takes_no_place_on_the_disk(tmp_path: Path) -> None:
+    store, parent = ResultStore(tmp_path), "cd" * 32
+    proof, ballot = other_vote(parent, [b"two"])
+    store.save_ballot(ballot, [b"two"])
+    store.put(proof, [b"two"])
+    store.save_ballot(ballot_of([b"one"]), [b"one"])
+    assert list(tmp_path.glob("vote-*")) == [], "the round is committed"
+    store.save_ballot(SavedBallot(parent="ef" * 32, lowest_attempt=1))
+    assert len(list(tmp_path.glob("vote-*"))) == 1
+    for number in range(KEPT_ROUNDS + 1):
+        put(store, number)
+    assert list(tmp_path.glob("vote-*")) == [] and not store.has_vote(RUN)
+
+
 def test_ballots_that_are_saved_at_the_same_time_are_all_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +301,6 @@ def test_a_node_finds_the_chunks_of_its_vote_after_a_crash(tmp_path: Path) -> No
     chunks = [b"one", b"two"]
     ResultStore(tmp_path).save_ballot(ballot_of(chunks), chunks)
     store = ResultStore(tmp_path)
-    store.keep_only([])
     hashes = [chunk_hash(chunk) for chunk in (*chunks, b"three")]
     assert store.find(hashes) == dict(zip(hashes, chunks, strict=False))
     (path,) = tmp_path.glob("results-*")

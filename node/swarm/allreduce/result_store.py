@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +45,8 @@ class ResultStore:
     """The last committed rounds on disk. Any thread may call the methods; they access the disk.
 
     A round has two files: its chunks, one after the other, and its proof with the chunks' sizes as JSON. The chunks are
-    written before this node votes, the proof when the round is committed. A third file holds the newest vote.
+    written before this node votes, the proof when the round is committed. Another file holds the newest ballot. A vote
+    for an outcome that this node did not commit keeps a file of its own, because a lost fork may lead the node back.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class ResultStore:
         self._kept_rounds = KEPT_ROUNDS * fragments
         self._rounds: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
         """For each head, where each chunk is in the file of results: chunk hash to (offset, size)."""
-        self._voted_head = ""
-        """The outcome of the newest vote. Its chunks are kept until there is another vote."""
+        self._votes: dict[str, str] = {}
+        """Parent to the outcome that this node has voted for, oldest first. Its chunks are on the disk."""
+        self._newest_vote = ""
+        """The parent of the ballot in BALLOT_FILE, if that ballot has a vote."""
         self._stored: list[tuple[str, Proof]] = []
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
@@ -70,13 +73,17 @@ class ResultStore:
         kept = {self._path(head).name for head in self._rounds}
         self._lowest_attempts: dict[str, int] = {}
         """For the parent of each round in which this node has saved a ballot, its `lowest_attempt`, newest last."""
-        if (ballot := self._read_ballot()) is not None:
-            self._lowest_attempts = {**ballot.earlier, ballot.parent: ballot.lowest_attempt}
+        newest = folder / BALLOT_FILE
+        for path in [*sorted(folder.glob("vote-*.json"), key=lambda path: path.stat().st_mtime_ns), newest]:
+            if (ballot := self._read_ballot(path)) is None:
+                continue
+            self._lowest_attempts |= {**ballot.earlier, ballot.parent: ballot.lowest_attempt}
             if ballot.accepted is not None:
-                self._voted_head = ballot.accepted.outcome.hash
-                kept.add(self._path(self._voted_head).name)
+                self._newest_vote = ballot.parent if path == newest else ""
+                head = self._votes[ballot.parent] = ballot.accepted.outcome.hash
+                kept.add(self._path(head).name)
                 with suppress(ValueError):  # Then the vote's chunks are damaged, and `load_accepted` says so.
-                    self._rounds.setdefault(self._voted_head, _index(ballot.accepted.hashes, ballot.sizes))
+                    self._rounds.setdefault(head, _index(ballot.accepted.hashes, ballot.sizes))
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -98,19 +105,27 @@ class ResultStore:
         self._rounds[head] = index
         self._stored.append((parent, proof))
 
-    def _read_ballot(self) -> SavedBallot | None:
+    def _read_ballot(self, path: Path) -> SavedBallot | None:
         try:
-            return parse(SavedBallot, (self._folder / BALLOT_FILE).read_bytes())
+            return parse(SavedBallot, path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, SwarmError) as exc:
-            logger.warning("The stored vote %s is damaged and is not used: %s", BALLOT_FILE, exc)
+            logger.warning("The stored vote %s is damaged and is not used: %s", path.name, exc)
             return None
 
+    def _ballot_with_vote(self, parent: str) -> SavedBallot | None:
+        ballots = [self._read_ballot(path) for path in (self._folder / BALLOT_FILE, self._vote_path(parent))]
+        return next((one for one in ballots if one and one.parent == parent and one.accepted is not None), None)
+
+    def has_vote(self, parent: str) -> bool:
+        """Whether this node has voted in the round after `parent`. Does not access the disk."""
+        return parent in self._votes
+
     def load_accepted(self, parent: str) -> AcceptedOutcome | None:
-        """The outcome that an earlier process accepted in the round after `parent`, if all its chunks are intact."""
-        ballot = self._read_ballot()
-        if ballot is None or ballot.parent != parent or ballot.accepted is None:
+        """The outcome that this node has accepted in the round after `parent`, if all its chunks are intact."""
+        ballot = self._ballot_with_vote(parent)
+        if ballot is None or ballot.accepted is None:
             return None
         try:
             data = self._path(ballot.accepted.outcome.hash).read_bytes()
@@ -138,15 +153,25 @@ class ResultStore:
             self._lowest_attempts = {**earlier, ballot.parent: lowest}
             try:
                 if ballot.accepted is not None and chunks:
-                    self._voted_head = ballot.accepted.outcome.hash
+                    self._votes[ballot.parent] = ballot.accepted.outcome.hash
                     self._write_chunks(ballot.accepted.outcome.hash, ballot.accepted.hashes, chunks)
-                sizes = tuple(len(chunk) for chunk in chunks)
-                if not sizes and (before := self._read_ballot()) is not None and before.accepted == ballot.accepted:
-                    sizes = before.sizes
-                full = ballot.model_copy(update={"lowest_attempt": lowest, "sizes": sizes, "earlier": earlier})
+                accepted, sizes = ballot.accepted, tuple(len(chunk) for chunk in chunks)
+                if not chunks and (before := self._ballot_with_vote(ballot.parent)) is not None:
+                    accepted, sizes = before.accepted, before.sizes  # A promise does not replace the vote.
+                self._keep_vote(ballot.parent)
+                full = SavedBallot(
+                    parent=ballot.parent, lowest_attempt=lowest, accepted=accepted, sizes=sizes, earlier=earlier
+                )
                 self._write(self._folder / BALLOT_FILE, [full.model_dump_json().encode()])
+                self._newest_vote = ballot.parent if accepted is not None else ""
             except (OSError, QuotaError) as exc:
                 logger.warning("This node's vote could not be stored in %s: %s", self._folder, _reason(exc))
+
+    def _keep_vote(self, parent: str) -> None:
+        """Keep the vote in BALLOT_FILE before another round's ballot replaces it, unless its own round is committed."""
+        before = self._newest_vote
+        if before not in ("", parent) and (head := self._votes.get(before)) and not self._proof_path(head).exists():
+            (self._folder / BALLOT_FILE).replace(self._vote_path(before))
 
     def save_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
         """Write the chunks of an outcome before the vote for it. After a write error, `save_ballot` tries again."""
@@ -213,6 +238,9 @@ class ResultStore:
         self._rounds.pop(head, None)
         self._proof_path(head).unlink(missing_ok=True)
         self._path(head).unlink(missing_ok=True)
+        for parent in [parent for parent, voted in list(self._votes.items()) if voted == head]:
+            del self._votes[parent]
+            self._vote_path(parent).unlink(missing_ok=True)
 
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
         """Keep enough rounds for a peer to replay from round `oldest_needed`. Returns the number of rounds kept."""
@@ -228,11 +256,13 @@ class ResultStore:
         self._read_at_s = {h: at for h, at in dict(self._read_at_s).items() if at > since_s and h in self._rounds}
         return next((len(heads) - i for i, head in enumerate(heads) if head in self._read_at_s), 0)
 
-    def keep_only(self, heads: Collection[str]) -> None:
-        """Remove all rounds except those with these heads, and an uncommitted outcome with the newest vote."""
-        for head in [head for head in self._rounds if head not in heads]:
-            if head != self._voted_head or self._proof_path(head).exists():
-                self._remove(head)
+    def holds(self, head: str) -> bool:
+        """Whether this round, or its result, is in the store. Does not access the disk."""
+        return head in self._rounds
+
+    def remove(self, head: str) -> None:
+        """Remove a committed round that cannot be replayed."""
+        self._remove(head)
 
     def load(self, proof: Proof) -> list[bytes]:
         """Read all chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""
@@ -271,6 +301,9 @@ class ResultStore:
 
     def _proof_path(self, head: str) -> Path:
         return self._folder / f"proof-{head[:16]}.json"
+
+    def _vote_path(self, parent: str) -> Path:
+        return self._folder / f"vote-{parent[:16]}.json"
 
 
 def _index(hashes: str, sizes: Sequence[int]) -> dict[bytes, tuple[int, int]]:

@@ -17,7 +17,7 @@ from node.diloco.fragments import Ranges, step
 from node.diloco.outer import OuterState
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
-from node.swarm.chain.fork_choice import Link, append_link, heads_of, link_of
+from node.swarm.chain.fork_choice import Link, append_link, link_of
 from node.swarm.messages import Join, Proof, RoundOutcome
 
 
@@ -130,7 +130,7 @@ class Chain:
     """The tip, and the proofs that led to it."""
 
     def __init__(self, tip: Tip, store: ResultStore, oldest_needed_round: Callable[[], int | None] = lambda: None):
-        """Take over the store's rounds on this chain, and remove the others from the disk.
+        """Take over the rounds that are in the store.
 
         Args:
             tip: the tip at a checkpoint.
@@ -142,7 +142,10 @@ class Chain:
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
         """Parent to the proof of the round after it, up to the tip."""
         self._stored: dict[str, Proof] = {}
-        """Parent to proof for the rounds after the tip, which an earlier process of this node committed."""
+        """Parent to proof of the stored rounds that are not on this chain.
+
+        This node committed them in an earlier process, or before a lost fork.
+        """
         stored = store.take_stored()
         by_head = {proof.outcome.hash: (parent, proof) for parent, proof in stored}
         before, head = [], tip.head
@@ -150,38 +153,34 @@ class Chain:
             before.append(by_head[head])
             head = by_head[head][0]
         self._proofs.update(reversed(before))
-        by_parent, head = dict(stored), tip.head
-        while head in by_parent:
-            self._stored[head] = by_parent[head]
-            head = by_parent[head].outcome.hash
-        store.keep_only(self.heads())
+        self._stored.update((parent, proof) for parent, proof in stored if parent not in self._proofs)
 
     def next_stored(self) -> Proof | None:
-        """The proof of the round after the tip, if an earlier process of this node committed it."""
-        return self._stored.get(self.tip.head)
+        """The proof of the round after the tip, if this node has committed that round before and still stores it."""
+        proof = self._stored.get(self.tip.head)
+        return proof if proof is not None and self.store.holds(proof.outcome.hash) else None
 
-    def forget_stored(self) -> None:
-        """Drop the stored rounds after the tip, because they cannot be replayed."""
-        self._stored.clear()
-
-    def heads(self) -> set[str]:
-        """All known heads of this chain, including those of stored rounds after the tip."""
-        proofs = (*self._proofs.values(), *self._stored.values())
-        return {*heads_of(self.tip.links, self.tip.head), *(proof.outcome.hash for proof in proofs)}
+    def forget_next_stored(self) -> None:
+        """Drop the stored round after the tip, because it cannot be replayed."""
+        self._stored.pop(self.tip.head, None)
 
     def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
         assert parent == self.tip.head
         self._proofs[parent] = proof
-        self._stored.pop(parent, None)
+        self._stored = {p: one for p, one in self._stored.items() if p != parent and self.store.holds(one.outcome.hash)}
         kept_rounds = self.store.set_retention(tip.round, self._oldest_needed_round())
         while len(self._proofs) > kept_rounds:
             self._proofs.popitem(last=False)
         self.tip = tip
 
     def replace(self, tip: Tip) -> None:
-        """Continue from a downloaded state. Drops all proofs."""
+        """Continue from a downloaded state. The rounds of the chain so far stay in the store.
+
+        If a lost fork leads this node back to that chain, it replays them, and does not commit another result of one of
+        these rounds.
+        """
+        self._stored |= self._proofs
         self._proofs.clear()
-        self._stored.clear()
         self.tip = tip
 
     def set_anchor(self, at_s: float) -> None:

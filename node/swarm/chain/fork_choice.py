@@ -1,17 +1,20 @@
-"""The chain of committed rounds as light proofs, and the heaviest-chain rule. All functions are pure.
+"""The chain of committed rounds as light proofs, and the rule that chooses between two chains. All functions are pure.
 
-During a network split, both sides commit rounds after the same fork point. The chain with more tokens since the fork
-point wins; with equal tokens, the chain with the smaller head wins. Only tokens that members have signed count, so both
-sides reach the same verdict whatever a peer claims.
+During a network split, both sides commit rounds after the same fork point. The contributors to the last common round
+decide: the chain with more of their votes in its first round after the fork point wins. With equal votes, the chain
+with more tokens since the fork point wins; with equal tokens, the one with the smaller head. Only votes and tokens that
+members have signed count, so both sides reach the same verdict whatever a peer claims.
+
+Votes come first because one member could sign rounds with any number of tokens alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from node.errors import PeerError
-from node.swarm.messages import Bounds, Proof, RoundOutcome, check_light, included_joins, parse
+from node.swarm.messages import Bounds, Proof, RoundOutcome, check_light, included_joins, parse, voters
 
 MAX_LINKS = 256
 """Committed rounds that a node keeps as links. A longer split is judged by these links alone."""
@@ -88,8 +91,26 @@ def weight(links: Sequence[Link]) -> int:
     return sum(link.tokens for link in links)
 
 
-def is_heavier(theirs: Sequence[Link], mine: Sequence[Link]) -> bool:
-    """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point."""
+def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
+    """The contributors to the round of this head, who decide about the next round. Empty if the round is not known."""
+    return next((link.members for link in links if link.head == head), ())
+
+
+def votes(links: Sequence[Link], electorate: Collection[str]) -> int:
+    """How many of these peers voted for the first of these links."""
+    return len(voters(parse(Proof, links[0].text)).intersection(electorate)) if links and electorate else 0
+
+
+def is_heavier(theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = ()) -> bool:
+    """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point.
+
+    `electorate` are the contributors to the last common round. It is empty if the fork point is the start of the run or
+    is not known. Then the tokens decide.
+    """
     if not theirs or not mine:
         return bool(theirs)
-    return (-weight(theirs), theirs[-1].head) < (-weight(mine), mine[-1].head)
+
+    def rank(links: Sequence[Link]) -> tuple[int, int, str]:
+        return -votes(links, electorate), -weight(links), links[-1].head
+
+    return rank(theirs) < rank(mine)

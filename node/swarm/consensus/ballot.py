@@ -183,6 +183,14 @@ class Ballot:
     def add_false_claim(self, record: PeerRecord) -> None:
         self._false_claims[record.peer_id] = record.head
 
+    def is_overtaken(self) -> bool:
+        """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""
+        tip = self._chain.tip
+        return any(
+            r.round > tip.round and r.swarm_tokens > tip.state.tokens and not self.has_false_claim(r)
+            for r in self._peer_table.members()
+        )
+
     def attempt(self, number: int) -> Attempt:
         if number not in self._attempts:
             self._attempts[number] = Attempt(self._chain.tip.head, number)
@@ -280,6 +288,10 @@ class Ballot:
     def offers(self, parent: str) -> bool:
         """Whether this node has a contribution to the round after `parent`."""
         return self.mine is not None and self.mine.parent == parent
+
+    def is_mine(self, join: Join) -> bool:
+        """Whether a join of this node is for the contribution that it offers now."""
+        return self.mine is not None and (join.tokens, join.norm) == (self.mine.tokens, self.mine.norm)
 
     def clear(self) -> list[Attempt]:
         """Start the next round. Returns the attempts of the last round, which the caller must end."""

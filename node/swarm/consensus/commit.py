@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +19,17 @@ from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Tip, next_tip
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
 from node.swarm.consensus.context import Context
-from node.swarm.messages import Document, Join, Proof, RoundOutcome, check_proof, included_joins, split_hashes, voters
+from node.swarm.messages import (
+    Document,
+    Join,
+    Proof,
+    RoundOutcome,
+    check_proof,
+    included_joins,
+    joins_of,
+    split_hashes,
+    voters,
+)
 from node.swarm.transport.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -39,6 +49,8 @@ class Committed:
     tip: Tip
     outcome: RoundOutcome
     included: bool
+    """Whether the round includes the contribution that this node has offered. If it has offered none, whether the round
+    includes one that an earlier process offered."""
     offered: bool
     """Whether this node had offered a contribution to the round."""
     stage_s: dict[str, float]
@@ -61,6 +73,8 @@ class Committer:
         """The outcome of this round that each (signer, attempt) has signed. A second outcome evicts the signer."""
         self._mean: tuple[str, Tensor] | None = None
         """Root of the chunk hashes, and mean, of the newest result whose norm was found within its bound."""
+        self._preferred: frozenset[str] = frozenset()
+        """Heads of the chain that has won against this node's chain (`fork_choice.is_heavier`)."""
         self._present_since: int | None = None
         """The count of this process's suspensions at the last round that it took part in; None before the first."""
 
@@ -87,7 +101,7 @@ class Committer:
                     ctx.behind.set()
                 return False
             self.check_round(outcome, joins)
-            if not self._is_supported(proof):
+            if not self.is_supported(proof):
                 raise PeerError("too few contributors to the last round support a result", code="unsupported")
             self.check_equivocation(proof.outcome, outcome)
             hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
@@ -106,10 +120,10 @@ class Committer:
             return True
 
     async def replay_next(self) -> bool:
-        """Replay the round after the tip from the disk, if an earlier process of this node committed it.
+        """Replay the round after the tip from the disk, if this node has committed it before.
 
-        The checks are those of `adopt`, except for the support of other peers, which the earlier process has checked.
-        Returns False if the disk has no such round, or a damaged one.
+        That was in an earlier process, or before a lost fork. The checks are those of `adopt`, except for the support
+        of others, which this node has checked before. Returns False if the disk has no such round, or a damaged one.
         """
         ctx = self._ctx
         proof = ctx.chain.next_stored()
@@ -132,9 +146,9 @@ class Committer:
                 return True
         except (SwarmError, OSError, ValueError) as exc:
             logger.warning("Round %d is on the disk, but cannot be replayed: %s", ctx.next_round, exc)
-            ctx.chain.forget_stored()
+            ctx.chain.forget_next_stored()
             if not isinstance(exc, OSError):  # After an OSError, the next start may be able to read the round.
-                await asyncio.to_thread(ctx.chain.store.keep_only, ctx.chain.heads())
+                await asyncio.to_thread(ctx.chain.store.remove, proof.outcome.hash)
             return False
 
     async def _ask_commit_time(self, proof: Proof) -> float:
@@ -154,12 +168,6 @@ class Committer:
         age_s = ctx.stated_age_s(reply.header) if reply.header.get("head") == head else 0.0
         return ctx.clock() - min(age_s, ctx.age_s)
 
-    async def keep_own_line(self) -> None:
-        """Remove the stored rounds of other branches. No round can be committed while this runs."""
-        chain = self._ctx.chain
-        async with self._adopting:
-            await asyncio.to_thread(chain.store.keep_only, chain.heads())
-
     async def _next_tip(
         self, proof: Proof, outcome: RoundOutcome, included: Mapping[str, Join], mean: Tensor, committed_at_s: float
     ) -> Tip:
@@ -176,10 +184,18 @@ class Committer:
         for join in joins.values():
             self._ctx.check_join_fits(join)
 
-    def _is_supported(self, proof: Proof) -> bool:
-        """Whether this node may adopt the proof, by its own vote or by those of others (`Electorate.believes`)."""
+    def prefer(self, heads: Collection[str]) -> None:
+        """Follow the chain with these heads, because this node's chain has lost to it."""
+        self._preferred = frozenset(heads)
+
+    def is_supported(self, proof: Proof) -> bool:
+        """Whether this node may adopt a proof of the round after its tip.
+
+        It may if it has voted for the outcome, if the outcome is on the chain that has won a fork, or if it believes
+        the votes of others (`Electorate.believes`).
+        """
         accepted = self._ballot.accepted
-        if accepted is not None and accepted.outcome.hash == proof.outcome.hash:
+        if proof.outcome.hash in self._preferred or (accepted and accepted.outcome.hash == proof.outcome.hash):
             return True
         tip = self._ctx.chain.tip
         members = self._ctx.peer_table.members()
@@ -228,6 +244,8 @@ class Committer:
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
+        if offered and included:  # After a crash or a lost fork, it may include an earlier contribution instead.
+            included = self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.

@@ -102,7 +102,7 @@ class Leader:
             )
             verdict = judge(self._ctx.rules.closing, seen, now_s)
             attempt.waiting_reason, attempt.waiting_code = verdict.reason, verdict.code
-            overtaken = self._overtaken() and now_s - opened_at_s < AHEAD_GRACE_S
+            overtaken = self._ballot.is_overtaken() and now_s - opened_at_s < AHEAD_GRACE_S
             if overtaken:
                 self._ctx.behind.set()
                 attempt.waiting_reason = "Another member is ahead, so the leader is fetching its rounds."
@@ -131,14 +131,6 @@ class Leader:
         members = self._ctx.peer_table.members()
         here = [r.peer_id for r in members if r.head == tip.head or (r.round < tip.round and not settled)]
         return [peer for peer in here if peer not in self._ballot.omitted or peer not in attempt.joins]
-
-    def _overtaken(self) -> bool:
-        """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""
-        tip = self._ctx.chain.tip
-        return any(
-            r.round > tip.round and r.swarm_tokens > tip.state.tokens and not self._ballot.has_false_claim(r)
-            for r in self._ctx.peer_table.members()
-        )
 
     async def _claimed(self, attempt: Attempt, doubted: set[str]) -> AcceptedOutcome | None:
         """Return the newest outcome that a member has accepted. The outcome may be committed already.
@@ -195,6 +187,8 @@ class Leader:
                 len(self._ctx.layout.bounds), capacities([declared[peer].upload_bytes_s for peer in reducers])
             ),
         )
+        # After a crash, the next process of this node makes another plan. Members that know this one must not mix them.
+        await self._save_promise(attempt)
         attempt.plan, attempt.members = sign(self._ctx.peer_table.identity, plan), frozenset(declared)
         attempt.tell()
         return plan
@@ -266,12 +260,11 @@ class Leader:
         outcome = RoundOutcome(
             round=self._ctx.next_round, plan=plan, included=tuple(included), results=results_root(ordered)
         )
-        await self._save_promise(attempt)
         document = sign(self._ctx.peer_table.identity, outcome)
         return AcceptedOutcome(attempt=attempt.number, outcome=document, hashes=b"".join(ordered).hex())
 
     async def _save_promise(self, attempt: Attempt) -> None:
-        """Write to the disk that this node proposes an outcome in this attempt. After a crash, it leads a later one."""
+        """Write to the disk that this node plans or proposes in this attempt. After a crash, it leads a later one."""
         await self._ballot.save(attempt.parent, attempt.number + 1)
 
     async def _averages(self, attempt: Attempt, plan: Plan, included: list[str]) -> tuple[dict[int, bytes], list[str]]:

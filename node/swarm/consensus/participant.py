@@ -23,7 +23,7 @@ from node.swarm.consensus.context import Context, Rules
 from node.swarm.consensus.depositary import Depositary, Sender
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.handlers import Handlers
-from node.swarm.consensus.leader import Leader
+from node.swarm.consensus.leader import AHEAD_GRACE_S, LOOK_S, Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.faults import Faults
 from node.swarm.membership.peer_table import PeerTable
@@ -73,7 +73,6 @@ class Participant:
         self._attendance = Attendance(self.ctx, self.ballot, self.stages, self.committer, voter, self.sender)
         handlers = Handlers(self.ctx, self.ballot, voter, leader, self.depositary)
         self._deliver = deliver
-        self._has_restored = False
         self._offered = asyncio.Event()
         wire.serve(handlers.services())
 
@@ -132,14 +131,23 @@ class Participant:
                 await asyncio.sleep(min(3.0, BACK_OFF_S * failures))
 
     async def _restore(self) -> None:
-        """Continue with the vote of an earlier process, if that process voted in this round."""
-        if self._has_restored:
-            return
-        self._has_restored = True
-        parent = self.ctx.chain.tip.head
-        accepted = await asyncio.to_thread(self.ctx.chain.store.load_accepted, parent)
-        if parent == self.ctx.chain.tip.head:
-            self.ballot.accepted = self.ballot.accepted or accepted
+        """Continue where this node was in this round, in an earlier process or before a lost fork.
+
+        If it has committed the round, it replays its result. If members are ahead, it first gives them a chance to send
+        their rounds. If it has voted, it continues with its vote.
+        """
+        ctx, parent = self.ctx, self.ctx.chain.tip.head
+        until_s = ctx.clock() + AHEAD_GRACE_S
+        while ctx.chain.tip.head == parent and ctx.chain.next_stored() is not None:
+            if not self.ballot.is_overtaken() or ctx.clock() > until_s:
+                await self.committer.replay_next()
+            else:
+                ctx.behind.set()
+                await asyncio.sleep(LOOK_S)
+        if self.ballot.accepted is None and ctx.chain.store.has_vote(parent):
+            accepted = await asyncio.to_thread(ctx.chain.store.load_accepted, parent)
+            if parent == ctx.chain.tip.head:
+                self.ballot.accepted = self.ballot.accepted or accepted
 
     async def _attend(self, attempt: Attempt, mine: LocalContribution) -> None:
         """Sign a join, and attend the attempt. Raises RoundFailed or PeerError if the attempt fails."""

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from node.errors import PeerError, SwarmError
-from node.swarm.chain.fork_choice import Link, heads_of, is_heavier, links_after, overlapping, read_links, weight
+from node.swarm.chain.fork_choice import (
+    Link,
+    contributors_at,
+    heads_of,
+    is_heavier,
+    links_after,
+    overlapping,
+    read_links,
+    votes,
+    weight,
+)
 from node.swarm.consensus.participant import Participant
 from node.swarm.membership.peer_table import PeerRecord, while_live
 from node.swarm.messages import Proof, parse
@@ -47,7 +57,7 @@ class ResyncCause:
 
 
 class CatchUp:
-    """Replays missed rounds, and applies the heaviest-chain rule to peers on another chain."""
+    """Replays missed rounds, and applies the rule of `fork_choice` to peers on another chain."""
 
     def __init__(self, participant: Participant, on_lost: Callable[[ResyncCause], None]) -> None:
         """`on_lost` is called when this node's chain has lost, and then every second until a state is downloaded."""
@@ -69,8 +79,8 @@ class CatchUp:
             if is_outvoted(self._peer_table.live(), self._ctx.chain.tip):
                 self._lose("most other peers have another state after the same rounds", "outvoted")
                 await asyncio.sleep(look_s)
-            ahead = self._peers_ahead()
-            if ahead and not await self.replay(ahead):
+            elsewhere = self._peers_elsewhere()
+            if elsewhere and not await self.replay(elsewhere):
                 await asyncio.sleep(look_s)
 
     def _lose(
@@ -87,24 +97,29 @@ class CatchUp:
         serving = [r for r in self._peer_table.others() if r.phase in SERVING_PHASES and r.swarm_tokens >= tokens]
         await self.replay(sorted(serving, key=lambda r: r.swarm_tokens, reverse=True))
 
-    def _peers_ahead(self) -> list[PeerRecord]:
-        """Peers that claim a chain with more tokens, or with equal tokens and a smaller head; most tokens first."""
+    def _peers_elsewhere(self) -> list[PeerRecord]:
+        """Peers that may be on a better chain; most tokens first.
+
+        These are peers that claim more tokens, or equal tokens and a smaller head, and peers on a side branch that left
+        this chain within the rounds that this node knows.
+        """
         tip = self._ctx.chain.tip
-        ahead = [
-            r
-            for r in self._peer_table.others()
-            if (-r.swarm_tokens, r.head) < (-tip.state.tokens, tip.head)
-            and r.head != tip.head
-            and not self._ballot.has_false_claim(r)
-        ]
-        return sorted(ahead, key=lambda r: r.swarm_tokens, reverse=True)
+        known, oldest = set(heads_of(tip.links, tip.head)), tip.links[0].round if tip.links else tip.round
+
+        def may_be_better(record: PeerRecord) -> bool:
+            if record.head in known or self._ballot.has_false_claim(record):
+                return False
+            return record.round >= oldest or (-record.swarm_tokens, record.head) < (-tip.state.tokens, tip.head)
+
+        elsewhere = [record for record in self._peer_table.others() if may_be_better(record)]
+        return sorted(elsewhere, key=lambda r: r.swarm_tokens, reverse=True)
 
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
 
         Stops at a peer that has some, or that is not ahead of this node, and returns whether there was such a peer.
-        Peers that send light proofs may be on another chain. If no round was adopted, the heaviest-chain rule decides
-        between their chains and this node's.
+        Peers that send light proofs may be on another chain. If no round was adopted, `fork_choice` decides between
+        their chains and this node's.
         """
         has_led, is_unserved, unrelated = False, False, list[tuple[PeerRecord, Message]]()
         old_head = self._ctx.chain.tip.head
@@ -160,7 +175,7 @@ class CatchUp:
                 return reply
 
     async def _has_lost_to(self, record: PeerRecord, reply: Message) -> bool:
-        """Apply the heaviest-chain rule to a peer's light proofs. If this node's chain lost, report it to `on_lost`."""
+        """Compare a peer's light proofs with this node's chain. If this node's chain lost, report it to `on_lost`."""
         tip, peer_id = self._ctx.chain.tip, record.peer_id
         heads = heads_of(tip.links, tip.head)
         try:
@@ -174,14 +189,20 @@ class CatchUp:
             return False
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
+        if fork_point == tip.head and not self._committer.is_supported(parse(Proof, theirs[0].text)):
+            return False  # This node is not behind: it does not believe the round after its head.
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
             self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
             return True
+        electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
-        if is_heavier(theirs, mine):
-            reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
-            self._lose(reason, "fork", mine)
+        if is_heavier(theirs, mine, electorate):
+            self._committer.prefer([link.head for link in theirs])
+            self._lose(
+                f"the others' chain has {votes(theirs, electorate)} votes and {weight(theirs)} tokens since the fork, "
+                f"this node's chain {votes(mine, electorate)} and {weight(mine)}", "fork", mine,
+            )  # fmt: skip
             return True
         self._ballot.add_false_claim(record)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
