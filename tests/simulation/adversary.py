@@ -126,8 +126,8 @@ class FalseClaim(Adversary):
         number = message.header.get("attempt")
         if verb != "attend" or not number:
             return message
-        document, hashes = lone_outcome(self.node, Document.model_validate(message.header["join"]))
-        claim = [0, document.model_dump(), hashes, accept(self.node.identity, document.hash, 0)]
+        proof = lone_outcome(self.node, Document.model_validate(message.header["join"]))
+        claim = [0, proof.outcome.model_dump(), proof.hashes, proof.accepts[self.node.peer_id]]
         return replace(message, header=dict(message.header) | {"accepted": claim})
 
 
@@ -146,7 +146,34 @@ class ForgedCommit(Adversary):
         if parse(Join, join.text).parent != self.node.chain.tip.head:
             return message
         header = {"status": "ahead", "light": False, "head": self.node.chain.tip.head, "age_s": 0.0}
-        return Message(header, [forged_proof(self.node, join)])
+        return Message(header, [lone_outcome(self.node, join).model_dump_json().encode()])
+
+
+class HeavyFork(Adversary):
+    """Shows a chain that leaves the others' chain before the last round, with a heavy round that it signed alone."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        if (fork := self._fork()) is not None:
+            table, tip = self.node.peer_table, self.node.chain.tip
+            tokens = tip.state.tokens + self.node.rules.max_tokens
+            table.update_own(round=tip.round, head=fork.outcome.hash, swarm_tokens=tokens)
+        return message
+
+    def reply(self, receiver: str, verb: str, message: Message) -> Message:
+        if verb != "chain" or (fork := self._fork()) is None:
+            return message
+        header = {"status": "ahead", "light": True, "head": fork.outcome.hash, "age_s": 0.0}
+        return Message(header, [fork.model_copy(update={"hashes": ""}).model_dump_json().encode()])
+
+    def _fork(self) -> Proof | None:
+        links, rules = self.node.chain.tip.links, self.node.rules
+        if not links:
+            return None
+        join = Join(
+            run=rules.run, parent=links[-1].parent, state="0" * 64, tokens=rules.max_tokens, step_s=0.1, norm=1.0
+        )
+        chunks = [FALSE_CHUNK] * len(rules.layout_at(links[-1].round).bounds)
+        return lone_proof(self.node, sign(self.node.identity, join), links[-1].round, chunks)
 
 
 class FarAhead(Adversary):
@@ -201,6 +228,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         FalseNorm,
         FalseClaim,
         ForgedCommit,
+        HeavyFork,
         FarAhead,
         TwoProposals,
         Excluder,
@@ -208,31 +236,25 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
 }
 
 
-def lone_outcome(node: SimulatedNode, join: Document) -> tuple[Document, str]:
-    """An outcome with this node as the only member, and the hashes of its chunks, which it serves."""
-    mine, ctx = node.participant.ballot.mine, node.participant.ctx
-    chunks: Sequence[bytes] = mine.chunks if mine is not None else []
-    hashes = ctx.results.add(chunks)
-    content = parse(Join, join.text)
+def lone_proof(node: SimulatedNode, join: Document, round_: int, chunks: Sequence[bytes]) -> Proof:
+    """A commit certificate of a group of one. The node serves the chunks."""
+    hashes = node.participant.ctx.results.add(chunks)
     plan = Plan(
         run=node.rules.run,
-        parent=content.parent,
+        parent=parse(Join, join.text).parent,
         attempt=0,
         joins=(join,),
         reducers=(node.peer_id,),
         owners=(0,) * len(chunks),
     )
-    number = ctx.next_round
-    outcome = RoundOutcome(round=number, plan=plan, included=(node.peer_id,), results=results_root(hashes))
-    return sign(node.identity, outcome), b"".join(hashes).hex()
-
-
-def forged_proof(node: SimulatedNode, join: Document) -> bytes:
-    """A commit certificate of a group of one."""
-    document, hashes = lone_outcome(node, join)
+    outcome = RoundOutcome(round=round_, plan=plan, included=(node.peer_id,), results=results_root(hashes))
+    document = sign(node.identity, outcome)
     accepts = {node.peer_id: accept(node.identity, document.hash, 0)}
-    return (
-        Proof(outcome=document, attempt=0, group=(node.peer_id,), accepts=accepts, hashes=hashes)
-        .model_dump_json()
-        .encode()
-    )
+    joined = b"".join(hashes).hex()
+    return Proof(outcome=document, attempt=0, group=(node.peer_id,), accepts=accepts, hashes=joined)
+
+
+def lone_outcome(node: SimulatedNode, join: Document) -> Proof:
+    """A certificate of the next round with this node as the only member."""
+    mine = node.participant.ballot.mine
+    return lone_proof(node, join, node.participant.ctx.next_round, mine.chunks if mine is not None else [])

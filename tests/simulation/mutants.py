@@ -30,6 +30,7 @@ from node.swarm.consensus.quorum import Electorate
 from node.swarm.consensus.voter import Voter
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.messages import Document, Proof, SavedBallot
+from node.swarm.state_sync import catch_up
 from tests.simulation.run import quiet, report_of, start_process
 from tests.simulation.scenario import draw
 
@@ -147,6 +148,16 @@ def failed_call_means_death(patches: Patches) -> None:
 def unheard_means_dead(patches: Patches) -> None:
     """A node that has just started counts contributors as dead until it hears of them."""
     patches.replace(PeerTable, "present", lambda present: lambda self, expected=(): present(self))
+
+
+@mutant("no round in the last", "do not come together", TWO_OUTCOMES)
+def tokens_decide_forks(patches: Patches) -> None:
+    """Between two chains, the one with more tokens wins, although one member may have signed all of them alone."""
+    patches.replace(
+        catch_up,
+        "is_heavier",
+        lambda is_heavier: lambda theirs, mine, electorate=(), live=(): is_heavier(theirs, mine),
+    )
 
 
 # one outcome and one vote in an attempt

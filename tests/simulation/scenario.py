@@ -148,6 +148,8 @@ def draw(seed: int) -> Scenario:
     )
     if not scenario.hostile and rng.random() < 0.05:
         scenario = replace(scenario, hostile="ForgedCommit")
+    if not scenario.hostile and random.Random(f"heavy fork {seed}").random() < 0.04:
+        scenario = replace(scenario, hostile="HeavyFork")
     # Half of the crashes lose power.
     faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]
     fitting = [fault for fault in faults if _fits(fault, scenario.hostile)]

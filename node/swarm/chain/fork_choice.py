@@ -5,7 +5,8 @@ decide: the chain with more of their votes in its first round after the fork poi
 with more tokens since the fork point wins; with equal tokens, the one with the smaller head. Only votes and tokens that
 members have signed count, so both sides reach the same verdict whatever a peer claims.
 
-Votes come first because one member could sign rounds with any number of tokens alone.
+Votes come first because one member could sign rounds with any number of tokens alone. Without a known common round, the
+votes of the live members for the newest rounds count instead.
 """
 
 from __future__ import annotations
@@ -96,21 +97,26 @@ def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
     return next((link.members for link in links if link.head == head), ())
 
 
-def votes(links: Sequence[Link], electorate: Collection[str]) -> int:
-    """How many of these peers voted for the first of these links."""
-    return len(voters(parse(Proof, links[0].text)).intersection(electorate)) if links and electorate else 0
+def votes(link: Link, peers: Collection[str]) -> int:
+    """How many of these peers voted for the link."""
+    return len(voters(parse(Proof, link.text)).intersection(peers))
 
 
-def is_heavier(theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = ()) -> bool:
+def is_heavier(
+    theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = (), live: Collection[str] = ()
+) -> bool:
     """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point.
 
-    `electorate` are the contributors to the last common round. It is empty if the fork point is the start of the run or
-    is not known. Then the tokens decide.
+    Args:
+        electorate: the contributors to the last common round. Empty if the fork point is the start of the run or is not
+            known. Then the votes of the live members for the newest round of each chain decide.
+        live: the live members, as this node sees them.
     """
     if not theirs or not mine:
         return bool(theirs)
 
     def rank(links: Sequence[Link]) -> tuple[int, int, str]:
-        return -votes(links, electorate), -weight(links), links[-1].head
+        voted = votes(links[0], electorate) if electorate else votes(links[-1], live)
+        return -voted, -weight(links), links[-1].head
 
     return rank(theirs) < rank(mine)

@@ -197,12 +197,12 @@ class CatchUp:
         electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
-        if is_heavier(theirs, mine, electorate):
+        if is_heavier(theirs, mine, electorate, self._ctx.live_members()):
             self._committer.prefer([link.head for link in theirs])
-            self._lose(
-                f"the others' chain has {votes(theirs, electorate)} votes and {weight(theirs)} tokens since the fork, "
-                f"this node's chain {votes(mine, electorate)} and {weight(mine)}", "fork", mine,
-            )  # fmt: skip
+            reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
+            if electorate and votes(theirs[0], electorate) > votes(mine[0], electorate):
+                reason = "more of the members before the fork have voted for the others' chain"
+            self._lose(reason, "fork", mine)
             return True
         self._ballot.add_false_claim(record)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)
