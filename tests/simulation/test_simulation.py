@@ -40,6 +40,12 @@ def test_no_simulated_seed_violates_an_invariant(first: int) -> None:
         pytest.param(2002489, id="a member that was not in the plan ended the attempt"),
         pytest.param(10008263, id="a leader did not find the chunks of its own vote right after its start"),
         pytest.param(10062632, id="two nodes took each other for dead after a failed call"),
+        pytest.param(20019049, id="contributors that were too few for a round refused the rounds of the others"),
+        pytest.param(20027059, id="a member that was cut off had more tokens than the others, who could not follow"),
+        pytest.param(20038148, id="the others gave up their chain for that of one member, again and again"),
+        pytest.param(20063164, id="a leader made two plans in one attempt"),
+        pytest.param(20067418, id="a lone voter came back to a round and committed another result"),
+        pytest.param(20072170, id="a lone voter came back to a round and voted for another result"),
     ],
 )
 def test_a_seed_that_found_a_defect_violates_no_invariant(seed: int) -> None:
