@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from node.diloco.codec import (
     BLOCK,
     CODECS,
-    KEPT,
     MAX_CHUNK_ELEMENTS,
     MAX_CHUNKS,
     MAX_EXPONENT,
     MIN_EXPONENT,
     SCALE_BLOCK,
-    TOPK_BLOCK_BYTES,
+    TopK,
+    TopK64,
     chunk_bounds,
     chunk_elements,
     make_codec,
@@ -156,7 +156,7 @@ def test_encoded_data_of_the_wrong_size_is_refused(name: str, n: int) -> None:
                 read(bad, n)
 
 
-@pytest.mark.parametrize("name", ["fp32", *LOW_BIT, "topk"])
+@pytest.mark.parametrize("name", ["fp32", *LOW_BIT, "int2", "topk", "topk64"])
 @given(x=vectors, damage=st.binary(min_size=1, max_size=50))
 @settings(max_examples=60, deadline=None)
 def test_damaged_encoded_data_is_refused_or_decodes_to_finite_values(name: str, x: torch.Tensor, damage: bytes) -> None:
@@ -217,7 +217,17 @@ def test_encoding_increases_a_norm_by_at_most_the_codecs_stated_ratio(name: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("fp32", 32), ("fp16", 16), ("int8", 8), ("int4", 4), ("e3m0", 4), ("topk", 0.8828)]
+    ("name", "bits"),
+    [
+        ("fp32", 32),
+        ("fp16", 16),
+        ("int8", 8),
+        ("int4", 4),
+        ("e3m0", 4),
+        ("int2", 2.125),
+        ("topk", 0.8828),
+        ("topk64", 0.2266),
+    ],
 )
 def test_each_codec_needs_its_documented_number_of_bits_per_element(name: str, bits: float) -> None:
     n = 1_000_000 // BLOCK * BLOCK
@@ -319,7 +329,7 @@ def test_random_data_that_the_fp16_check_accepts_decodes_to_finite_numbers(data:
     assert torch.isfinite(codec.decode(data, n)).all()
 
 
-# int8, int4, e3m0 and topk
+# int8, int4, e3m0, int2 and topk
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
@@ -377,12 +387,41 @@ def test_low_bit_codecs_refuse_a_scale_that_no_encoder_writes(name: str, bits: i
         codec.decode(data, SCALE_BLOCK)
 
 
-def test_topk_codec_keeps_the_largest_elements_with_two_magnitudes() -> None:
-    x = torch.zeros(BLOCK)
-    x[10 : 10 + KEPT // 2] = 1.0
-    x[1000 : 1000 + KEPT // 2] = -3.0
+def test_int2_codec_sends_signs_and_two_magnitudes_of_each_block() -> None:
+    x = torch.tensor([1.0, -1.0, 1.0, -1.0] * 16 + [4.0, -4.0, 4.0, -4.0] * 48 + [0.25] * 5)
+    assert torch.equal(round_trip("int2", x)[:SCALE_BLOCK], x[:SCALE_BLOCK])
+    data = make_codec("int2").encode(x)
+    assert data[:4].hex() == "803f8040" and data[8] == 0b10_00_10_00 and data[8 + 16] == 0b11_01_11_01
+    assert round_trip("int2", x)[SCALE_BLOCK:].tolist() == [0.25] * 5
+
+
+def test_int2_codec_comes_close_to_the_best_two_magnitudes() -> None:
+    """Tries every threshold between two elements of a block."""
+    for seed in range(10):
+        x = torch.randn(SCALE_BLOCK, generator=torch.Generator().manual_seed(seed))
+        sizes = x.abs().double().sort().values.numpy()
+        best = min(((part - part.mean()) ** 2).sum() + ((rest - rest.mean()) ** 2).sum()
+                   for part, rest in ((sizes[:k], sizes[k:]) for k in range(1, SCALE_BLOCK)))  # fmt: skip
+        assert (round_trip("int2", x) - x).double().square().sum() <= 1.03 * best
+
+
+@pytest.mark.parametrize("bits", [0x0001, 0x007F, 0x7F80, 0x8080, 0xFFFF])
+def test_int2_codec_refuses_a_magnitude_out_of_range(bits: int) -> None:
+    codec = make_codec("int2")
+    data = bytearray(codec.encode(torch.ones(SCALE_BLOCK + 1)))
+    data[6:8] = bits.to_bytes(2, "little")
+    for read in (codec.decode, codec.check):
+        with pytest.raises(ValueError, match="magnitude out of range"):
+            read(bytes(data), SCALE_BLOCK + 1)
+
+
+@pytest.mark.parametrize("codec", [TopK(), TopK64()])
+def test_topk_codecs_keep_the_largest_elements_with_two_magnitudes(codec: TopK) -> None:
+    x, half = torch.zeros(BLOCK), codec.kept // 2
+    x[10 : 10 + half] = 1.0
+    x[1000 : 1000 + half] = -3.0
     x[4000] = 1e-3
-    decoded = round_trip("topk", x)
+    decoded = round_trip(codec.name, x)
     x[4000] = 0.0
     assert torch.equal(decoded, x)
 
@@ -391,7 +430,6 @@ def test_topk_codec_keeps_the_largest_elements_with_two_magnitudes() -> None:
 def test_topk_codec_refuses_element_positions_that_do_not_increase(places: bytes) -> None:
     codec = make_codec("topk")
     data = bytearray(codec.encode(torch.randn(BLOCK)))
-    assert len(data) == TOPK_BLOCK_BYTES
     data[4:7] = places
     with pytest.raises(ValueError, match="twice, or places out of order"):
         codec.check(bytes(data), BLOCK)
