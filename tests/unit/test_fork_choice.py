@@ -17,9 +17,9 @@ from node.swarm.chain.fork_choice import (
     links_after,
     overlapping,
     read_links,
-    votes,
+    support,
 )
-from node.swarm.messages import Bounds
+from node.swarm.messages import Bounds, Proof
 from tests.unit.swarm_data import RUN, A, B, committed
 
 BOUNDS = Bounds(RUN, (1,), 1, 1000)
@@ -66,21 +66,47 @@ def test_links_after_a_head_are_the_later_ones_or_all_if_the_head_is_unknown() -
     assert heads_of((), RUN) == [RUN]
 
 
-def test_the_chain_that_more_contributors_to_the_common_round_voted_for_wins_whatever_its_tokens() -> None:
+def links_of(*proofs: Proof) -> tuple[Link, ...]:
+    return read_links([proof.model_dump_json() for proof in proofs], BOUNDS)
+
+
+def test_the_chain_that_more_contributors_to_the_common_round_support_wins_whatever_its_tokens() -> None:
     """Otherwise one member could take the run over: it can sign rounds with any number of tokens alone."""
-    common = read_links([committed(RUN, 0).model_dump_json()], BOUNDS)
-    both = read_links([committed(common[0].head, 1, (A, B), tokens=1).model_dump_json()], BOUNDS)
+    common = links_of(committed(RUN, 0))
+    both = links_of(committed(common[0].head, 1, (A, B), tokens=1))
     first = committed(common[0].head, 1, (A,), tokens=1000)
-    alone = [first, committed(first.outcome.hash, 2, (A,), tokens=1000)]
-    long = read_links([proof.model_dump_json() for proof in alone], BOUNDS)
+    long = links_of(first, committed(first.outcome.hash, 2, (A,), tokens=1000))
     electorate = contributors_at(common, common[0].head)
     assert electorate == (A.peer_id, B.peer_id) and contributors_at(common, RUN) == ()
-    assert (votes(both[0], electorate), votes(long[0], electorate), votes(both[0], ())) == (2, 1, 0)
+    assert (support(both, electorate), support(long, electorate), support(both, ()), support((), electorate)) == (
+        2,
+        1,
+        0,
+        0,
+    )
     assert is_heavier(both, long, electorate) and not is_heavier(long, both, electorate)
-    live = electorate  # Without a known common round, the live members decide.
-    assert is_heavier(both, long, (), live) and not is_heavier(long, both, (), live)
-    for too_few in ((A.peer_id,), ()):  # Both chains have the same number of their votes, so the tokens decide.
+    for too_few in ((A.peer_id,), ()):  # Both chains have the same support, so the tokens decide.
         assert is_heavier(long, both, too_few) and not is_heavier(both, long, too_few)
+
+
+def test_contributors_to_later_rounds_support_a_chain_whose_first_certificate_leaves_out_their_votes() -> None:
+    """A hostile leader may show the others a certificate with its own vote only."""
+    parent = committed(RUN, 0).outcome.hash
+    first = committed(parent, 1, (A, B), tokens=1)
+    weak = first.model_copy(update={"group": (A.peer_id,), "accepts": {A.peer_id: first.accepts[A.peer_id]}})
+    honest = links_of(weak, committed(first.outcome.hash, 2, (A, B), tokens=1))
+    forged = links_of(committed(parent, 1, (A,), tokens=1000))
+    electorate = (A.peer_id, B.peer_id)
+    assert (support(honest[:1], electorate), support(honest, electorate), support(forged, electorate)) == (1, 2, 1)
+    assert is_heavier(honest, forged, electorate) and not is_heavier(forged, honest, electorate)
+
+
+def test_a_contribution_to_the_first_round_after_the_fork_point_is_no_support() -> None:
+    """Both chains share its parent, so anyone may include it."""
+    parent = committed(RUN, 0).outcome.hash
+    both = committed(parent, 1, (A, B))
+    stolen = both.model_copy(update={"group": (A.peer_id,), "accepts": {A.peer_id: both.accepts[A.peer_id]}})
+    assert B.peer_id in links_of(stolen)[0].members and support(links_of(stolen), (A.peer_id, B.peer_id)) == 1
 
 
 def test_the_chain_with_more_tokens_is_heavier_whatever_its_length() -> None:

@@ -247,6 +247,41 @@ def test_a_crash_between_two_ballots_loses_neither_vote_nor_promise(
     assert (again.lowest_attempt(RUN), again.lowest_attempt("ef" * 32)) == (3, 4)
 
 
+def test_a_failed_write_does_not_stop_the_store_from_saving_later_ballots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for a moment, after the vote of an earlier round was put aside."""
+    store = ResultStore(tmp_path)
+    store.save_ballot(ballot_of([b"one"]), [b"one"])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "node.swarm.allreduce.result_store.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full"))
+        )
+        store.save_ballot(SavedBallot(parent="cd" * 32, lowest_attempt=1))
+    store.save_ballot(SavedBallot(parent="cd" * 32, lowest_attempt=2))
+    again = ResultStore(tmp_path)
+    assert (again.lowest_attempt(RUN), again.lowest_attempt("cd" * 32)) == (3, 2)
+    assert again.load_accepted(RUN) == ballot_of([b"one"]).accepted
+
+
+def test_rounds_of_a_chain_that_the_node_has_left_are_set_aside_and_taken_back(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path)
+    one, two = put(store, 0), put(store, 1)
+    first, second = proof_of(one, 0), proof_of(two, 1)
+    store.set_aside([first.outcome.hash, second.outcome.hash, "cd" * 32])
+    again = ResultStore(tmp_path)
+    assert again.take_stored() == [] and again.take_aside() == [(RUN, first), (RUN, second)]
+    assert again.load(first) == one and again.holds(second.outcome.hash)
+    again.take_back(first.outcome.hash)
+    again.put(second, two)
+    assert ResultStore(tmp_path).take_aside() == []
+    assert ResultStore(tmp_path).take_stored() == [(RUN, first), (RUN, second)]
+    again.set_aside([first.outcome.hash])
+    for number in range(2, KEPT_ROUNDS + 2):
+        put(again, number)
+    assert list(tmp_path.glob("aside-*")) == [], "newer rounds have taken its place"
+
+
 def test_a_vote_for_a_committed_or_dropped_round_takes_no_place_on_the_disk(tmp_path: Path) -> None:
     store, parent = ResultStore(tmp_path), "cd" * 32
     proof, ballot = other_vote(parent, [b"two"])

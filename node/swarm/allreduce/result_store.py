@@ -45,8 +45,10 @@ class ResultStore:
     """The last committed rounds on disk. Any thread may call the methods; they access the disk.
 
     A round has two files: its chunks, one after the other, and its proof with the chunks' sizes as JSON. The chunks are
-    written before this node votes, the proof when the round is committed. Another file holds the newest ballot. A vote
-    for an outcome that this node did not commit keeps a file of its own, because a lost fork may lead the node back.
+    written before this node votes, the proof when the round is committed. Another file holds the newest ballot.
+
+    A lost fork may lead the node back to a round. So the rounds of a chain that it has left stay for a while, with
+    another name, and a vote for an outcome that it did not commit keeps a file of its own.
     """
 
     def __init__(
@@ -67,14 +69,17 @@ class ResultStore:
         self._newest_vote = ""
         """The parent of the ballot in BALLOT_FILE, if that ballot has a vote."""
         self._stored: list[tuple[str, Proof]] = []
+        self._aside: list[tuple[str, Proof]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("proof-*.json"), key=lambda path: path.stat().st_mtime_ns):
-            self._load_proof(path)
+        for path in _by_age(folder, "aside-*.json"):
+            self._load_proof(path, self._aside)
+        for path in _by_age(folder, "proof-*.json"):
+            self._load_proof(path, self._stored)
         kept = {self._path(head).name for head in self._rounds}
         self._lowest_attempts: dict[str, int] = {}
         """For the parent of each round in which this node has saved a ballot, its `lowest_attempt`, newest last."""
         newest = folder / BALLOT_FILE
-        for path in [*sorted(folder.glob("vote-*.json"), key=lambda path: path.stat().st_mtime_ns), newest]:
+        for path in [*_by_age(folder, "vote-*.json"), newest]:
             if (ballot := self._read_ballot(path)) is None:
                 continue
             self._lowest_attempts |= {**ballot.earlier, ballot.parent: ballot.lowest_attempt}
@@ -84,11 +89,12 @@ class ResultStore:
                 kept.add(self._path(head).name)
                 with suppress(ValueError):  # Then the vote's chunks are damaged, and `load_accepted` says so.
                     self._rounds.setdefault(head, _index(ballot.accepted.hashes, ballot.sizes))
+                    self._rounds.move_to_end(head, last=path == newest)
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
 
-    def _load_proof(self, path: Path) -> None:
+    def _load_proof(self, path: Path, stored: list[tuple[str, Proof]]) -> None:
         try:
             if path.stat().st_size > MAX_HEAD_BYTES:
                 raise ValueError("it is too long")
@@ -96,14 +102,15 @@ class ResultStore:
             proof, sizes = parse(Proof, json.dumps(content["proof"])), [int(size) for size in content["sizes"]]
             head, parent = proof.outcome.hash, parse(RoundOutcome, proof.outcome.text).plan.parent
             index = _index(proof.hashes, sizes)
-            if path != self._proof_path(head) or self._path(head).stat().st_size != sum(sizes):
+            names = (self._proof_path(head), self._aside_path(head))
+            if path not in names or self._path(head).stat().st_size != sum(sizes):
                 raise ValueError("its name or the size of its results is wrong")
         except (OSError, ValueError, KeyError, TypeError, SwarmError) as exc:
             logger.warning("The stored round %s is damaged and is removed: %s", path.name, exc)
             path.unlink(missing_ok=True)
             return
         self._rounds[head] = index
-        self._stored.append((parent, proof))
+        stored.append((parent, proof))
 
     def _read_ballot(self, path: Path) -> SavedBallot | None:
         try:
@@ -170,8 +177,9 @@ class ResultStore:
     def _keep_vote(self, parent: str) -> None:
         """Keep the vote in BALLOT_FILE before another round's ballot replaces it, unless its own round is committed."""
         before = self._newest_vote
-        if before not in ("", parent) and (head := self._votes.get(before)) and not self._proof_path(head).exists():
+        if before not in ("", parent) and (head := self._votes.get(before)) and not self._is_committed(head):
             (self._folder / BALLOT_FILE).replace(self._vote_path(before))
+            self._newest_vote = ""
 
     def save_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
         """Write the chunks of an outcome before the vote for it. After a write error, `save_ballot` tries again."""
@@ -180,7 +188,7 @@ class ResultStore:
 
     def discard(self, head: str) -> None:
         """Remove the chunks of an outcome that this node does not vote for, unless the round was committed with it."""
-        if not self._proof_path(head).exists():
+        if not self._is_committed(head):
             self._remove(head)
 
     def _write_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
@@ -213,6 +221,25 @@ class ResultStore:
         stored, self._stored = self._stored, []
         return stored
 
+    def take_aside(self) -> list[tuple[str, Proof]]:
+        """Return the (parent, proof) pairs that an earlier process has set aside. A second call returns none."""
+        aside, self._aside = self._aside, []
+        return aside
+
+    def set_aside(self, heads: Iterable[str]) -> None:
+        """Mark these rounds as those of a chain that this node has left, so that a restart does not replay them."""
+        for head in heads:
+            with suppress(FileNotFoundError):
+                self._proof_path(head).replace(self._aside_path(head))
+        sync_folder(self._folder)
+
+    def take_back(self, head: str) -> None:
+        """Mark a round that was set aside as one of this node's chain again. Raises OSError."""
+        self._aside_path(head).replace(self._proof_path(head))
+        os.utime(self._proof_path(head))
+        sync_folder(self._folder)
+        self._rounds.move_to_end(head)
+
     def put(self, proof: Proof, chunks: Sequence[bytes]) -> None:
         """Write a committed round and sync it to the disk.
 
@@ -223,6 +250,7 @@ class ResultStore:
         try:
             self._write_chunks(head, proof.hashes, chunks)
             self._write(self._proof_path(head), [text])
+            self._aside_path(head).unlink(missing_ok=True)
         except (OSError, QuotaError) as exc:
             self._remove(head)
             logger.warning(
@@ -236,10 +264,10 @@ class ResultStore:
 
     def _remove(self, head: str) -> None:
         self._rounds.pop(head, None)
-        self._proof_path(head).unlink(missing_ok=True)
-        self._path(head).unlink(missing_ok=True)
+        for path in (self._proof_path(head), self._aside_path(head), self._path(head)):
+            path.unlink(missing_ok=True)
         for parent in [parent for parent, voted in list(self._votes.items()) if voted == head]:
-            del self._votes[parent]
+            self._votes.pop(parent, None)
             self._vote_path(parent).unlink(missing_ok=True)
 
     def set_retention(self, newest: int, oldest_needed: int | None) -> int:
@@ -302,8 +330,19 @@ class ResultStore:
     def _proof_path(self, head: str) -> Path:
         return self._folder / f"proof-{head[:16]}.json"
 
+    def _aside_path(self, head: str) -> Path:
+        return self._folder / f"aside-{head[:16]}.json"
+
+    def _is_committed(self, head: str) -> bool:
+        return self._proof_path(head).exists() or self._aside_path(head).exists()
+
     def _vote_path(self, parent: str) -> Path:
         return self._folder / f"vote-{parent[:16]}.json"
+
+
+def _by_age(folder: Path, pattern: str) -> list[Path]:
+    """The files of this pattern, oldest first."""
+    return sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _index(hashes: str, sizes: Sequence[int]) -> dict[bytes, tuple[int, int]]:

@@ -142,10 +142,9 @@ class Chain:
         self._proofs: OrderedDict[str, Proof] = OrderedDict()
         """Parent to the proof of the round after it, up to the tip."""
         self._stored: dict[str, Proof] = {}
-        """Parent to proof of the stored rounds that are not on this chain.
-
-        This node committed them in an earlier process, or before a lost fork.
-        """
+        """Parent to proof for the rounds after the tip, which an earlier process of this node committed."""
+        self._aside: dict[str, Proof] = {}
+        """Parent to proof of the stored rounds that this node committed on chains that it has left since."""
         stored = store.take_stored()
         by_head = {proof.outcome.hash: (parent, proof) for parent, proof in stored}
         before, head = [], tip.head
@@ -154,32 +153,51 @@ class Chain:
             head = by_head[head][0]
         self._proofs.update(reversed(before))
         self._stored.update((parent, proof) for parent, proof in stored if parent not in self._proofs)
+        self._aside.update(store.take_aside())
 
     def next_stored(self) -> Proof | None:
-        """The proof of the round after the tip, if this node has committed that round before and still stores it."""
-        proof = self._stored.get(self.tip.head)
+        """The proof of the round after the tip, if an earlier process of this node committed it."""
+        return self._stored.get(self.tip.head)
+
+    def next_aside(self) -> Proof | None:
+        """The proof of the round after the tip, if this node committed it on a chain that it has left."""
+        proof = self._aside.get(self.tip.head)
         return proof if proof is not None and self.store.holds(proof.outcome.hash) else None
 
-    def forget_next_stored(self) -> None:
-        """Drop the stored round after the tip, because it cannot be replayed."""
+    def forget_next(self) -> None:
+        """Drop the stored rounds after the tip, because they cannot be replayed."""
         self._stored.pop(self.tip.head, None)
+        self._aside.pop(self.tip.head, None)
+
+    def keep_aside(self, parent: str, proof: Proof) -> None:
+        """Remember a committed round of a chain that this node has left."""
+        self._aside[parent] = proof
+
+    def heads_aside(self) -> list[str]:
+        """The heads of the rounds that this node committed on chains that it has left."""
+        return [proof.outcome.hash for proof in self._aside.values()]
 
     def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
         assert parent == self.tip.head
         self._proofs[parent] = proof
-        self._stored = {p: one for p, one in self._stored.items() if p != parent and self.store.holds(one.outcome.hash)}
+        self._stored.pop(parent, None)
+        self._aside = {
+            parent: aside
+            for parent, aside in self._aside.items()
+            if aside.outcome.hash != tip.head and self.store.holds(aside.outcome.hash)
+        }
         kept_rounds = self.store.set_retention(tip.round, self._oldest_needed_round())
         while len(self._proofs) > kept_rounds:
             self._proofs.popitem(last=False)
         self.tip = tip
 
     def replace(self, tip: Tip) -> None:
-        """Continue from a downloaded state. The rounds of the chain so far stay in the store.
+        """Continue from a downloaded state. The rounds of the chain so far are set aside.
 
-        If a lost fork leads this node back to that chain, it replays them, and does not commit another result of one of
-        these rounds.
+        If the node comes back to that chain, it replays them, and does not commit another result of one of them.
         """
-        self._stored |= self._proofs
+        self._aside |= self._stored | self._proofs
+        self._stored.clear()
         self._proofs.clear()
         self.tip = tip
 

@@ -1,12 +1,13 @@
 """The chain of committed rounds as light proofs, and the rule that chooses between two chains. All functions are pure.
 
 During a network split, both sides commit rounds after the same fork point. The contributors to the last common round
-decide: the chain with more of their votes in its first round after the fork point wins. With equal votes, the chain
-with more tokens since the fork point wins; with equal tokens, the one with the smaller head. Only votes and tokens that
-members have signed count, so both sides reach the same verdict whatever a peer claims.
+decide: the chain that more of them support wins. A peer supports a chain if it voted for the first round after the fork
+point, or contributed to a later one. With equal support, the chain with more tokens since the fork point wins; with
+equal tokens, the one with the smaller head. Only what members have signed counts, whatever a peer claims.
 
-Votes come first because one member could sign rounds with any number of tokens alone. Without a known common round, the
-votes of the live members for the newest rounds count instead.
+Support comes first because one member could sign rounds with any number of tokens alone. Without a known common round,
+the live members decide instead of the contributors. Contributions count beside votes because certificates of the same
+outcome may have different votes, and a hostile leader may leave votes out.
 """
 
 from __future__ import annotations
@@ -97,26 +98,26 @@ def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
     return next((link.members for link in links if link.head == head), ())
 
 
-def votes(link: Link, peers: Collection[str]) -> int:
-    """How many of these peers voted for the link."""
-    return len(voters(parse(Proof, link.text)).intersection(peers))
+def support(links: Sequence[Link], peers: Collection[str]) -> int:
+    """How many of these peers support the chain with these links. Slow: verifies signatures.
+
+    Contributors to the first link do not count: they stood on the fork point, which both chains share.
+    """
+    if not links:
+        return 0
+    later = {peer for link in links[1:] for peer in link.members}
+    return len((voters(parse(Proof, links[0].text)) | later).intersection(peers))
 
 
-def is_heavier(
-    theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = (), live: Collection[str] = ()
-) -> bool:
-    """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point.
+def is_heavier(theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = ()) -> bool:
+    """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point. Slow.
 
-    Args:
-        electorate: the contributors to the last common round. Empty if the fork point is the start of the run or is not
-            known. Then the votes of the live members for the newest round of each chain decide.
-        live: the live members, as this node sees them.
+    `electorate` are the contributors to the last common round, or the live members if that round is not known.
     """
     if not theirs or not mine:
         return bool(theirs)
 
     def rank(links: Sequence[Link]) -> tuple[int, int, str]:
-        voted = votes(links[0], electorate) if electorate else votes(links[-1], live)
-        return -voted, -weight(links), links[-1].head
+        return -support(links, electorate), -weight(links), links[-1].head
 
     return rank(theirs) < rank(mine)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -73,8 +73,10 @@ class Committer:
         """The outcome of this round that each (signer, attempt) has signed. A second outcome evicts the signer."""
         self._mean: tuple[str, Tensor] | None = None
         """Root of the chunk hashes, and mean, of the newest result whose norm was found within its bound."""
-        self._preferred: frozenset[str] = frozenset()
-        """Heads of the chain that has won against this node's chain (`fork_choice.is_heavier`)."""
+        self._preferred = ""
+        """The first head after the fork point of the chain that has won (`fork_choice.is_heavier`)."""
+        self._left_at = -1
+        """The last round that this process may have contributed to on a chain that it has left since."""
         self._present_since: int | None = None
         """The count of this process's suspensions at the last round that it took part in; None before the first."""
 
@@ -113,20 +115,28 @@ class Committer:
             tip = await self._next_tip(proof, outcome, included, mean, committed_at_s)
             # The round is on the disk before any peer or reader sees its head.
             await asyncio.to_thread(ctx.chain.store.put, proof, chunks)
-            if outcome.plan.parent != ctx.chain.tip.head:
-                return False  # This node has restarted from a downloaded state meanwhile.
+            if outcome.plan.parent != ctx.chain.tip.head:  # This node has restarted from a downloaded state meanwhile.
+                ctx.chain.keep_aside(outcome.plan.parent, proof)
+                await asyncio.to_thread(ctx.chain.store.set_aside, [proof.outcome.hash])
+                return False
             self._commit(tip, outcome, proof, committed_at_s)
             ctx.hooks.corrupt_anchor(tip.round)
             return True
 
     async def replay_next(self) -> bool:
-        """Replay the round after the tip from the disk, if this node has committed it before.
+        """Replay the round after the tip from the disk, if an earlier process of this node committed it.
 
-        That was in an earlier process, or before a lost fork. The checks are those of `adopt`, except for the support
-        of others, which this node has checked before. Returns False if the disk has no such round, or a damaged one.
+        The checks are those of `adopt`, except for the support of other peers, which the earlier process has checked.
+        Returns False if the disk has no such round, or a damaged one.
         """
+        return await self._replay(self._ctx.chain.next_stored())
+
+    async def replay_aside(self) -> bool:
+        """Replay the round after the tip, if this node committed it on a chain that it has left. As `replay_next`."""
+        return await self._replay(self._ctx.chain.next_aside(), is_aside=True)
+
+    async def _replay(self, proof: Proof | None, *, is_aside: bool = False) -> bool:
         ctx = self._ctx
-        proof = ctx.chain.next_stored()
         if proof is None:
             return False
         try:
@@ -141,15 +151,23 @@ class Committer:
                 _, mean = await self.mean_of(outcome, included, hashes)
                 now_s = ctx.clock()
                 tip = await self._next_tip(proof, outcome, included, mean, now_s)
+                if is_aside:
+                    await asyncio.to_thread(ctx.chain.store.take_back, proof.outcome.hash)
                 if outcome.plan.parent == ctx.chain.tip.head:
                     self._commit(tip, outcome, proof, now_s, is_replayed=True)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
             logger.warning("Round %d is on the disk, but cannot be replayed: %s", ctx.next_round, exc)
-            ctx.chain.forget_next_stored()
+            ctx.chain.forget_next()
             if not isinstance(exc, OSError):  # After an OSError, the next start may be able to read the round.
                 await asyncio.to_thread(ctx.chain.store.remove, proof.outcome.hash)
             return False
+
+    async def set_aside(self) -> None:
+        """After `restart_at`, mark the rounds of the chain that this node has left. No round is committed meanwhile."""
+        chain = self._ctx.chain
+        async with self._adopting:
+            await asyncio.to_thread(chain.store.set_aside, chain.heads_aside())
 
     async def _ask_commit_time(self, proof: Proof) -> float:
         """Ask the leader when the round was committed. Returns that time on this node's clock; now without an answer.
@@ -184,25 +202,28 @@ class Committer:
         for join in joins.values():
             self._ctx.check_join_fits(join)
 
-    def prefer(self, heads: Collection[str]) -> None:
-        """Follow the chain with these heads, because this node's chain has lost to it."""
-        self._preferred = frozenset(heads)
+    def prefer(self, head: str) -> None:
+        """Adopt the outcome with this head, because its chain has won against this node's chain."""
+        self._preferred = head
 
     def is_supported(self, proof: Proof) -> bool:
         """Whether this node may adopt a proof of the round after its tip.
 
-        It may if it has voted for the outcome, if the outcome is on the chain that has won a fork, or if it believes
-        the votes of others (`Electorate.believes`).
+        It may if the outcome is on the chain that has won a fork, if it has voted for the outcome and the votes are a
+        quorum, or if it believes the votes of others (`Electorate.believes`). Its own vote alone does not suffice: a
+        hostile leader could leave out the votes of the others, and the round would lose each fork.
         """
-        accepted = self._ballot.accepted
-        if proof.outcome.hash in self._preferred or (accepted and accepted.outcome.hash == proof.outcome.hash):
+        head, accepted, votes = proof.outcome.hash, self._ballot.accepted, voters(proof)
+        if head == self._preferred:
+            return True
+        if accepted is not None and accepted.outcome.hash == head and self._ctx.electorate().is_quorum(votes):
             return True
         tip = self._ctx.chain.tip
         members = self._ctx.peer_table.members()
         gone_on = {r.peer_id for r in members if r.head != tip.head and r.round >= tip.round}
         if self._was_away:
             gone_on.add(self._ctx.me)
-        return self._ctx.electorate().believes(voters(proof), gone_on)
+        return self._ctx.electorate().believes(votes, gone_on)
 
     @property
     def _was_away(self) -> bool:
@@ -244,7 +265,8 @@ class Committer:
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
-        if offered and included:  # After a crash or a lost fork, it may include an earlier contribution instead.
+        if offered and included and outcome.round <= self._left_at:
+            # It may include an earlier contribution, which this node discarded when it left its chain.
             included = self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
         self._say_tip(tip)
@@ -264,7 +286,9 @@ class Committer:
 
     def restart_at(self, tip: Tip) -> None:
         """Continue from a downloaded state."""
+        self._left_at = max(self._left_at, self._ctx.next_round)
         self._ctx.chain.replace(tip)
+        self._ctx.tasks.spawn(self.set_aside())
         self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))

@@ -23,7 +23,7 @@ from node.swarm.consensus.context import Context, Rules
 from node.swarm.consensus.depositary import Depositary, Sender
 from node.swarm.consensus.fault_hooks import FaultHooks
 from node.swarm.consensus.handlers import Handlers
-from node.swarm.consensus.leader import AHEAD_GRACE_S, LOOK_S, Leader
+from node.swarm.consensus.leader import LOOK_S, Leader
 from node.swarm.consensus.voter import Voter
 from node.swarm.faults import Faults
 from node.swarm.membership.peer_table import PeerTable
@@ -37,6 +37,9 @@ from node.swarm.messages import (
 from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
+
+CHAIN_GRACE_S = 30.0
+"""Time for members that are ahead to send their rounds, before a node that came back replays its own."""
 
 Deliver = Callable[[Committed | RoundFailed], None]
 
@@ -137,10 +140,10 @@ class Participant:
         their rounds. If it has voted, it continues with its vote.
         """
         ctx, parent = self.ctx, self.ctx.chain.tip.head
-        until_s = ctx.clock() + AHEAD_GRACE_S
-        while ctx.chain.tip.head == parent and ctx.chain.next_stored() is not None:
+        until_s = ctx.clock() + CHAIN_GRACE_S
+        while ctx.chain.tip.head == parent and ctx.chain.next_aside() is not None:
             if not self.ballot.is_overtaken() or ctx.clock() > until_s:
-                await self.committer.replay_next()
+                await self.committer.replay_aside()
             else:
                 ctx.behind.set()
                 await asyncio.sleep(LOOK_S)

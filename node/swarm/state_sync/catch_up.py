@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,6 @@ from node.swarm.chain.fork_choice import (
     links_after,
     overlapping,
     read_links,
-    votes,
     weight,
 )
 from node.swarm.consensus.participant import Participant
@@ -139,7 +138,7 @@ class CatchUp:
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
-            if has_led := has_moved or record.swarm_tokens <= tip.state.tokens:
+            if has_led := has_moved or reply.header.get("head") == tip.head:
                 break
             self._ballot.add_false_claim(record)
         for record, reply in unrelated:
@@ -189,19 +188,22 @@ class CatchUp:
             return False
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
-        if fork_point == tip.head and not self._committer.is_supported(parse(Proof, theirs[0].text)):
-            return False  # This node is not behind: it does not believe the round after its head.
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
+            if not self._committer.is_supported(parse(Proof, theirs[-1 if not is_fork_point_known else 0].text)):
+                return False  # This node is not behind: it does not believe these rounds.
             self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
             return True
-        electorate = contributors_at(tip.links, fork_point)
+        electorate: Collection[str] = contributors_at(tip.links, fork_point) or self._ctx.live_members()
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
-        if is_heavier(theirs, mine, electorate, self._ctx.live_members()):
-            self._committer.prefer([link.head for link in theirs])
+        has_lost = await asyncio.to_thread(is_heavier, theirs, mine, electorate)
+        if self._ctx.chain.tip is not tip:
+            return False
+        if has_lost:
+            self._committer.prefer(theirs[0].head)
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
-            if electorate and votes(theirs[0], electorate) > votes(mine[0], electorate):
-                reason = "more of the members before the fork have voted for the others' chain"
+            if weight(theirs) <= weight(mine):
+                reason = "more of the members before the fork support the others' chain"
             self._lose(reason, "fork", mine)
             return True
         self._ballot.add_false_claim(record)
