@@ -1,4 +1,4 @@
-"""After a network split both sides have committed rounds; when they meet, all nodes take the heavier chain."""
+"""After a network split both sides have committed rounds; when they meet, all nodes take one of the chains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from node.errors import TransferFailed
 from node.status import Phase
 from node.swarm.state_sync.providers import Target
+from node.swarm.transport.wire import Message
 from tests.contract.harness import Node, Swarm, offer_all, round_of, wait_until
+from tests.contract.test_malformed_replies import reply_with
 from tests.contract.test_state import Memory, new_download, restart_at, serve
 
 PARAMETERS = 20_000
@@ -129,6 +131,35 @@ def test_nodes_follow_the_smaller_head_between_chains_with_equal_tokens(swarm: S
     for node in loser:
         assert dropped_rounds(node) == [1]
     assert not any(node.lost.is_set() for node in winner)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_node_that_was_cut_off_gives_up_a_chain_that_it_made_alone(swarm: Swarm, hidden: bool) -> None:
+    """Its chain has more tokens, but the others would not believe its certificates.
+
+    A hostile member may answer first, with nothing, to hide that the others have another chain.
+    """
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=1))
+    round_of(nodes, 0)
+    alone, *others = nodes
+    cut(swarm, [alone], others)
+    round_of(others, 1)
+    for round_ in (1, 2):
+        offer_all([alone], round_, extra_tokens=5000)
+        alone.committed()
+    assert alone.tip.state.tokens > others[0].tip.state.tokens
+    if hidden:
+        bad = others.pop()
+        reply_with(bad, "chain", [Message({"head": "cd" * 32, "age_s": 0.0, "light": False})])
+        tokens = alone.tip.state.tokens
+
+        async def claim() -> None:
+            bad.peer_table.update_own(head="ef" * 32, swarm_tokens=tokens)
+
+        bad.host.do(claim())
+    cut(swarm, [alone], nodes[1:], is_cut=False)
+    assert dropped_rounds(alone) == [1, 2]
+    assert not any(node.lost.is_set() for node in others)
 
 
 def test_a_node_that_was_cut_off_follows_the_partner_that_continued_alone(swarm: Swarm) -> None:

@@ -26,6 +26,7 @@ from node.swarm.identity import Identity
 from node.swarm.messages import Document, Join, Plan, Proof, RoundOutcome, accept, parse, results_root, sign
 from node.swarm.transport.wire import Message, Service
 from tests.contract.harness import Node, Swarm, assert_same, in_leader_order, offer_all, round_of, wait_until
+from tests.contract.test_malformed_replies import reply_with
 
 PARAMETERS = 50_000
 SOON_S = 10.0
@@ -645,6 +646,45 @@ def test_one_member_cannot_commit_alone_if_min_peers_is_two(swarm: Swarm) -> Non
             peer.host.do(peer.participant.committer.adopt(proof))
     round_of(honest, 0)
     assert all(node.tip.head != outcome.hash for node in honest)
+
+
+def test_a_member_that_voted_does_not_adopt_a_certificate_with_the_leaders_vote_alone(swarm: Swarm) -> None:
+    """Otherwise a hostile leader could leave out the votes of the others, and the round would lose each fork."""
+    nodes = swarm.nodes(3, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    leader, victim, other = in_leader_order(nodes)
+    joined(leader, victim)
+    outcome, hashes = lone_outcome(leader, leader.tip.head, 1.0, round_=1)
+    votes = {victim.peer_id: propose(leader, victim, outcome, hashes.hex())}
+    votes |= {leader.peer_id: accept(leader.host.identity, outcome.hash, 0)}
+    weak, full = (
+        Proof(outcome=outcome, attempt=0, group=group, accepts=votes, hashes=hashes.hex())
+        for group in ((leader.peer_id,), (leader.peer_id, victim.peer_id))
+    )
+    with pytest.raises(PeerError) as caught:
+        victim.host.do(victim.participant.committer.adopt(weak))
+    assert caught.value.code == "unsupported" and victim.tip.round == 0
+    assert victim.host.do(victim.participant.committer.adopt(full))
+    assert other.tip.round == 0
+
+
+def test_rounds_that_one_member_has_invented_do_not_count_as_rounds_that_this_node_has_missed(swarm: Swarm) -> None:
+    """A node that believes them would give up its state and download another one."""
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp32", min_peers=1))
+    round_of(nodes, 0)
+    bad, *honest = nodes
+    outcome, _ = lone_outcome(bad, "cd" * 32, 1.0, round_=6)
+    vote = accept(bad.host.identity, outcome.hash, 0)
+    link = Proof(outcome=outcome, attempt=0, group=(bad.peer_id,), accepts={bad.peer_id: vote}, hashes="")
+    header = {"head": outcome.hash, "age_s": 0.0, "light": True}
+    given = reply_with(bad, "chain", [Message(header, [link.model_dump_json().encode()])])
+
+    async def claim() -> None:
+        bad.peer_table.update_own(round=6, swarm_tokens=10**9, head=outcome.hash)
+
+    bad.host.do(claim())
+    wait_until(lambda: len(given) >= 2 * len(honest))
+    assert not any(node.lost.is_set() for node in honest)
 
 
 def test_a_failed_attempt_of_a_round_frees_its_data(swarm: Swarm) -> None:
