@@ -156,7 +156,7 @@ def tokens_decide_forks(patches: Patches) -> None:
     patches.replace(
         catch_up,
         "is_heavier",
-        lambda is_heavier: lambda theirs, mine, electorate=(): is_heavier(theirs, mine),
+        lambda is_heavier: lambda theirs, mine, electorate=(), standing={}: is_heavier(theirs, mine),
     )
 
 

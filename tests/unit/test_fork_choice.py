@@ -17,8 +17,9 @@ from node.swarm.chain.fork_choice import (
     links_after,
     overlapping,
     read_links,
-    support,
+    supporters,
 )
+from node.swarm.identity import new_identity
 from node.swarm.messages import Bounds, Proof
 from tests.unit.swarm_data import RUN, A, B, committed
 
@@ -78,15 +79,21 @@ def test_the_chain_that_more_contributors_to_the_common_round_support_wins_whate
     long = links_of(first, committed(first.outcome.hash, 2, (A,), tokens=1000))
     electorate = contributors_at(common, common[0].head)
     assert electorate == (A.peer_id, B.peer_id) and contributors_at(common, RUN) == ()
-    assert (support(both, electorate), support(long, electorate), support(both, ()), support((), electorate)) == (
-        2,
-        1,
-        0,
-        0,
-    )
+    assert [supporters(links, {}) for links in (both, long, ())] == [{A.peer_id, B.peer_id}, {A.peer_id}, set()]
     assert is_heavier(both, long, electorate) and not is_heavier(long, both, electorate)
     for too_few in ((A.peer_id,), ()):  # Both chains have the same support, so the tokens decide.
         assert is_heavier(long, both, too_few) and not is_heavier(both, long, too_few)
+
+
+def test_live_members_decide_if_the_contributors_to_the_common_round_do_not() -> None:
+    """A founder that began alone has left. A hostile member shows another first round."""
+    founder, hostile, others = new_identity(), new_identity(), [new_identity().peer_id for _ in range(2)]
+    mine = links_of(committed(RUN, 0, (founder,), tokens=1))
+    forged = links_of(committed(RUN, 0, (hostile,), tokens=1000))
+    standing = dict.fromkeys(others, mine[0].head) | {hostile.peer_id: forged[0].head}
+    for electorate in ((), (founder.peer_id, hostile.peer_id), (new_identity().peer_id,)):
+        assert is_heavier(mine, forged, electorate, standing) and not is_heavier(forged, mine, electorate, standing)
+    assert is_heavier(forged, mine, (hostile.peer_id,), standing), "the contributors come first"
 
 
 def test_contributors_to_later_rounds_support_a_chain_whose_first_certificate_leaves_out_their_votes() -> None:
@@ -97,7 +104,7 @@ def test_contributors_to_later_rounds_support_a_chain_whose_first_certificate_le
     honest = links_of(weak, committed(first.outcome.hash, 2, (A, B), tokens=1))
     forged = links_of(committed(parent, 1, (A,), tokens=1000))
     electorate = (A.peer_id, B.peer_id)
-    assert (support(honest[:1], electorate), support(honest, electorate), support(forged, electorate)) == (1, 2, 1)
+    assert [len(supporters(links, {})) for links in (honest[:1], honest, forged)] == [1, 2, 1]
     assert is_heavier(honest, forged, electorate) and not is_heavier(forged, honest, electorate)
 
 
@@ -106,7 +113,7 @@ def test_a_contribution_to_the_first_round_after_the_fork_point_is_no_support() 
     parent = committed(RUN, 0).outcome.hash
     both = committed(parent, 1, (A, B))
     stolen = both.model_copy(update={"group": (A.peer_id,), "accepts": {A.peer_id: both.accepts[A.peer_id]}})
-    assert B.peer_id in links_of(stolen)[0].members and support(links_of(stolen), (A.peer_id, B.peer_id)) == 1
+    assert B.peer_id in links_of(stolen)[0].members and supporters(links_of(stolen), {}) == {A.peer_id}
 
 
 def test_the_chain_with_more_tokens_is_heavier_whatever_its_length() -> None:

@@ -1,19 +1,22 @@
 """The chain of committed rounds as light proofs, and the rule that chooses between two chains. All functions are pure.
 
-During a network split, both sides commit rounds after the same fork point. The contributors to the last common round
-decide: the chain that more of them support wins. A peer supports a chain if it voted for the first round after the fork
-point, or contributed to a later one. With equal support, the chain with more tokens since the fork point wins; with
-equal tokens, the one with the smaller head. Only what members have signed counts, whatever a peer claims.
+During a network split, both sides commit rounds after the same fork point. The winner is the chain with, in this order:
 
-Support comes first because one member could sign rounds with any number of tokens alone. Without a known common round,
-the live members decide instead of the contributors. Contributions count beside votes because certificates of the same
-outcome may have different votes, and a hostile leader may leave votes out.
+1. the support of more contributors to the last common round. A peer supports a chain if it voted for the first round
+   after the fork point, or contributed to a later one.
+2. the support of more live members. A member whose record names a head of the chain supports it, too.
+3. more tokens since the fork point.
+4. the smaller head.
+
+Support comes first because one member could sign rounds with any number of tokens alone. Contributions count beside
+votes because certificates of the same outcome may have different votes, and a hostile leader may leave votes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from node.errors import PeerError
 from node.swarm.messages import Bounds, Proof, RoundOutcome, check_light, included_joins, parse, voters
@@ -98,26 +101,38 @@ def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
     return next((link.members for link in links if link.head == head), ())
 
 
-def support(links: Sequence[Link], peers: Collection[str]) -> int:
-    """How many of these peers support the chain with these links. Slow: verifies signatures.
+def supporters(links: Sequence[Link], standing: Mapping[str, str]) -> set[str]:
+    """The peers that support the chain with these links. Slow: verifies signatures.
 
     Contributors to the first link do not count: they stood on the fork point, which both chains share.
+
+    Args:
+        standing: the head that each live member names in its record.
     """
     if not links:
-        return 0
-    later = {peer for link in links[1:] for peer in link.members}
-    return len((voters(parse(Proof, links[0].text)) | later).intersection(peers))
+        return set()
+    heads = {link.head for link in links}
+    here = {peer for peer, head in standing.items() if head in heads}
+    return voters(parse(Proof, links[0].text)) | {peer for link in links[1:] for peer in link.members} | here
 
 
-def is_heavier(theirs: Sequence[Link], mine: Sequence[Link], electorate: Collection[str] = ()) -> bool:
+def is_heavier(
+    theirs: Sequence[Link],
+    mine: Sequence[Link],
+    electorate: Collection[str] = (),
+    standing: Mapping[str, str] = MappingProxyType({}),
+) -> bool:
     """Whether the chain `theirs` wins over this node's chain `mine`. Both start at the fork point. Slow.
 
-    `electorate` are the contributors to the last common round, or the live members if that round is not known.
+    Args:
+        electorate: the contributors to the last common round; empty if that round is not known.
+        standing: the head that each live member names in its record.
     """
     if not theirs or not mine:
         return bool(theirs)
 
-    def rank(links: Sequence[Link]) -> tuple[int, int, str]:
-        return -support(links, electorate), -weight(links), links[-1].head
+    def rank(links: Sequence[Link]) -> tuple[int, int, int, str]:
+        signed, all_ = supporters(links, {}), supporters(links, standing)
+        return -len(signed & set(electorate)), -len(all_ & standing.keys()), -weight(links), links[-1].head
 
     return rank(theirs) < rank(mine)

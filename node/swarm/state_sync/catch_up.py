@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -193,17 +193,18 @@ class CatchUp:
                 return False  # This node is not behind: it does not believe these rounds.
             self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
             return True
-        electorate: Collection[str] = contributors_at(tip.links, fork_point) or self._ctx.live_members()
+        electorate = contributors_at(tip.links, fork_point)
+        standing = {record.peer_id: record.head for record in self._peer_table.members()}
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
-        has_lost = await asyncio.to_thread(is_heavier, theirs, mine, electorate)
+        has_lost = await asyncio.to_thread(is_heavier, theirs, mine, electorate, standing)
         if self._ctx.chain.tip is not tip:
             return False
         if has_lost:
             self._committer.prefer(theirs[0].head)
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             if weight(theirs) <= weight(mine):
-                reason = "more of the members before the fork support the others' chain"
+                reason = "more members support the others' chain"
             self._lose(reason, "fork", mine)
             return True
         self._ballot.add_false_claim(record)
