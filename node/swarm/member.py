@@ -287,6 +287,11 @@ class SwarmMember:
         assert self.participant is not None
         return await self.participant.committer.replay_next()
 
+    async def set_aside(self) -> None:
+        """After `restart_at`, mark the stored rounds of the chain that this node has left."""
+        assert self.participant is not None
+        await self.participant.committer.set_aside()
+
     async def align(self) -> Tip:
         """Search for other members, and catch up with the head and the round's age of those that are reachable."""
         assert self.participant is not None and self._catch_up is not None

@@ -150,11 +150,24 @@ class SwarmThread:
         async def restart(member: SwarmMember) -> None:
             assert member.participant is not None
             member.participant.restart_at(tip)
-            with suppress(queue.Empty):  # Drop the mail so far: it is about the branch that this node has left.
-                while True:
-                    self.mailbox.get_nowait()
+            self._drop_mail()  # It is about the chain that this node has left.
 
         self.start_call(restart).result(START_S)
+
+    def restart_here(self) -> Tip:
+        """Continue from the present tip, with an empty mailbox. Returns the tip."""
+
+        async def restart(member: SwarmMember) -> Tip:
+            assert member.participant is not None
+            self._drop_mail()  # It is in the tip already, or says that this node must download a state.
+            return member.participant.ctx.chain.tip
+
+        return self.start_call(restart).result(START_S)
+
+    def _drop_mail(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self.mailbox.get_nowait()
 
     def say(self, phase: Phase, tokens_per_second: float, utilization_ratio: float | None) -> None:
         async def tell(member: SwarmMember) -> None:

@@ -246,9 +246,15 @@ class Worker:
             record = make_dropped_record(cause)
             logger.warning("%s", record.reason)
             self._reporter.tell_round(record)
-        tip = self._entry.download(session.swarm, session.manifest, session.rules, cause)
-        session.store.put_aside()  # A restart must not resume from the old chain.
+        tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
+        if tip is None:
+            logger.warning("No peer serves another state, so this node goes on with its own.")
+            return replace(session, tip=session.swarm.restart_here(), checkpoint=None)
         session.swarm.restart_at(tip)
+        try:
+            self._waiter.wait(session.swarm.start_call(lambda member: member.set_aside()))
+        finally:
+            session.store.put_aside()  # A restart must not resume from the old chain.
         return replace(session, tip=tip, checkpoint=None)
 
     def _round_over(self, session: Session) -> None:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from node import __version__
@@ -46,6 +46,8 @@ from node.worker_protocol import Start
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+GIVE_UP_S = 20.0
+"""A node that has lost its chain goes on with it if no peer serves another state for so long."""
 SERVE_S = 5.0
 
 
@@ -248,12 +250,24 @@ class RunEntry:
         self._faults.meet("load", -1)
         return self._store.newest(repair=True)
 
-    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause | None = None) -> Tip:
-        """Download the state, retrying until a peer serves it. `cause` says why a node gives up the state it has."""
-        target = Target(manifest.parameters, manifest.initial_digest)
-        if cause is not None:
-            target = replace(target, avoid=cause.avoid, own_tokens=cause.own_tokens)
-        progress_ratio, logged = 0.0, ""
+    def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
+        """Download the state, retrying until a peer serves it."""
+        tip = self._download(swarm, rules, Target(manifest.parameters, manifest.initial_digest), math.inf)
+        assert tip is not None
+        return tip
+
+    def download_again(
+        self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause, give_up_s: float = GIVE_UP_S
+    ) -> Tip | None:
+        """Download another state in place of this node's. Returns None if no peer serves one for `give_up_s`.
+
+        The members with the other state may have left, or may have lost their chain to this node's at the same time.
+        """
+        target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
+        return self._download(swarm, rules, target, give_up_s)
+
+    def _download(self, swarm: SwarmThread, rules: Rules, target: Target, give_up_s: float) -> Tip | None:
+        progress_ratio, logged, failed = 0.0, "", (time.monotonic(), 0.0)
 
         def set_progress(ratio: float) -> None:
             nonlocal progress_ratio
@@ -273,4 +287,9 @@ class RunEntry:
                     logger.info("The state could not be downloaded yet: %s", exc)
                 logged = str(exc)
                 self._reporter.enter(Phase.CONNECTING, f"{exc} This node retries and keeps verified parts.", "no_state")
+                since_s, ratio_then = failed
+                if progress_ratio > ratio_then:
+                    failed = time.monotonic(), progress_ratio
+                elif time.monotonic() - since_s > give_up_s:
+                    return None
                 self._waiter.sleep(RETRY_S)

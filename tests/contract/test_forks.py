@@ -12,7 +12,7 @@ from node.errors import TransferFailed
 from node.status import Phase
 from node.swarm.state_sync.providers import Target
 from node.swarm.transport.wire import Message
-from tests.contract.harness import Node, Swarm, offer_all, round_of, wait_until
+from tests.contract.harness import Node, Swarm, offer_all, round_of, start_tip, wait_until
 from tests.contract.test_malformed_replies import reply_with
 from tests.contract.test_state import Memory, new_download, restart_at, serve
 
@@ -133,8 +133,8 @@ def test_nodes_follow_the_smaller_head_between_chains_with_equal_tokens(swarm: S
     assert not any(node.lost.is_set() for node in winner)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_node_that_was_cut_off_gives_up_a_chain_that_it_made_alone(swarm: Swarm, hidden: bool) -> None:
+@pytest.mark.parametrize("hidden", ["", "an unknown head", "the caller's head"])
+def test_a_node_that_was_cut_off_gives_up_a_chain_that_it_made_alone(swarm: Swarm, hidden: str) -> None:
     """Its chain has more tokens, but the others would not believe its certificates.
 
     A hostile member may answer first, with nothing, to hide that the others have another chain.
@@ -150,7 +150,8 @@ def test_a_node_that_was_cut_off_gives_up_a_chain_that_it_made_alone(swarm: Swar
     assert alone.tip.state.tokens > others[0].tip.state.tokens
     if hidden:
         bad = others.pop()
-        reply_with(bad, "chain", [Message({"head": "cd" * 32, "age_s": 0.0, "light": False})])
+        head = "cd" * 32 if hidden == "an unknown head" else alone.tip.head
+        reply_with(bad, "chain", [Message({"head": head, "age_s": 0.0, "light": False})])
         tokens = alone.tip.state.tokens
 
         async def claim() -> None:
@@ -160,6 +161,21 @@ def test_a_node_that_was_cut_off_gives_up_a_chain_that_it_made_alone(swarm: Swar
     cut(swarm, [alone], nodes[1:], is_cut=False)
     assert dropped_rounds(alone) == [1, 2]
     assert not any(node.lost.is_set() for node in others)
+
+
+def test_a_node_that_lost_a_fork_does_not_take_its_chain_again_from_another_loser(swarm: Swarm, sides: Sides) -> None:
+    """Both give up the same chain. The slower one still offers it."""
+    (loser, friend), winners = sides
+    commit_rounds([loser, friend], 1, 0)
+    lost = loser.tip.proof
+    commit_rounds(winners, 1, 5000)
+    won = winners[0].tip.proof
+    assert lost is not None and won is not None
+    cut(swarm, *sides, is_cut=False)
+    assert dropped_rounds(loser) == [1]
+    restart_at(loser, start_tip(loser.rules))
+    committer = loser.participant.committer
+    assert not committer.is_supported(lost) and committer.is_supported(won)
 
 
 def test_a_node_that_was_cut_off_follows_the_partner_that_continued_alone(swarm: Swarm) -> None:

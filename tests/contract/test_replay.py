@@ -6,7 +6,7 @@ import pytest
 
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.messages import Proof
-from tests.contract.harness import Node, Swarm, round_of, start_tip, wait_until
+from tests.contract.harness import Node, Swarm, offer_all, round_of, start_tip, wait_until
 
 PARAMETERS, ROUNDS = 30_000, 4
 
@@ -97,16 +97,22 @@ def go_back_to_the_start(node: Node) -> None:
     """Continue from the initial state, as after a lost fork if peers serve no newer state."""
     node.host.loop.call_soon_threadsafe(node.participant.restart_at, start_tip(node.rules))
     wait_until(lambda: node.tip.round == -1)
+    node.host.do(node.participant.committer.set_aside())
 
 
-def test_a_node_that_comes_back_to_a_round_does_not_commit_another_result_of_it(swarm: Swarm) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_node_that_comes_back_to_a_round_does_not_commit_another_result_of_it(swarm: Swarm, restarts: bool) -> None:
     node = one_node(swarm)
     heads = [link.head for link in node.tip.links]
     go_back_to_the_start(node)
-    for round_ in range(ROUNDS):
-        done = round_of([node], round_, extra_tokens=1)[0]
-        assert done.tip.head == heads[round_]
-        assert done.offered and not done.included, "the round includes an earlier contribution of this node"
+    if restarts:
+        node = crash(swarm, node)
+        assert replay(node) == [], "the rounds are set aside"
+    offer_all([node], 0, extra_tokens=1)
+    done = [node.committed() for _ in range(ROUNDS)]
+    assert [one.tip.head for one in done] == heads
+    assert [one.offered for one in done] == [True] + [False] * (ROUNDS - 1)
+    assert not done[0].included, "the round includes an earlier contribution of this node"
     assert round_of([node], ROUNDS)[0].tip.head not in heads
 
 

@@ -41,6 +41,8 @@ from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
 DIAL_EVERY_S = 4.0
+RETRY_S, GIVE_UP_S = 1.0, 20.0
+"""As in `worker.run_entry`."""
 
 
 @dataclass
@@ -309,19 +311,23 @@ class SimulatedNode:
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.SYNCING)
         target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
-        try:
-            tip = await self._downloader.run(target, lambda _share: None)
-        except (TransferFailed, SwarmError):
-            await asyncio.sleep(1.0)
+        loop, tip = asyncio.get_running_loop(), None
+        until_s = loop.time() + GIVE_UP_S
+        while tip is None and loop.time() < until_s:
+            try:
+                tip = await self._downloader.run(target, lambda _share: None)
+            except (TransferFailed, SwarmError):
+                await asyncio.sleep(RETRY_S)
+        self._lost = None
+        self.peer_table.update_own(phase=Phase.TRAINING)
+        if tip is None:
             return
-        finally:
-            self._lost = None
-            self.peer_table.update_own(phase=Phase.TRAINING)
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)
         self.participant.restart_at(replace(tip, anchor_at_s=asyncio.get_running_loop().time()))
+        await self.participant.committer.set_aside()
         self.disk.checkpoints = []
-        self.disk.save(self.chain.tip)
+        self.disk.save(tip)
         self.on_downloaded(self, self.chain.tip.round)
         self._mail.clear()
         await self.catch_up.align()

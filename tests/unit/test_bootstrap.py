@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from node.config.schema import Config
+from node.errors import TransferFailed
 from node.status import RunInfo
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
@@ -21,7 +26,8 @@ from node.worker_protocol import Start, Stop
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.member import MemberSnapshot
-    from node.worker import orders
+    from node.swarm.state_sync.catch_up import ResyncCause
+    from node.worker import orders, run_entry
     from node.worker.bootstrap import Worker
     from node.worker.reporter import Reporter
 
@@ -65,6 +71,39 @@ def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: W
     worker._orders.round_over()
     with pytest.raises(StopAsked):
         worker._orders.check()
+
+
+class Peers:
+    """A swarm whose peers serve no state. Each try downloads a further part of one."""
+
+    def __init__(self, progress: list[float]) -> None:
+        self.progress = progress
+
+    def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        call: Future[Any] = Future()
+        try:
+            asyncio.run(work(self))
+        except TransferFailed as exc:
+            call.set_exception(exc)
+        return call
+
+    async def download(self, _rules: object, _target: object, on_progress: Callable[[float], None]) -> None:
+        if self.progress:
+            on_progress(self.progress.pop(0))
+        raise TransferFailed("No peer serves a state yet.")
+
+
+@pytest.mark.parametrize("progress", [[], [0.1, 0.2, 0.3]])
+def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_state(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, progress: list[float]
+) -> None:
+    """It tries longer if it makes progress. Otherwise both sides of a fork could wait for each other for ever."""
+    monkeypatch.setattr(run_entry, "RETRY_S", 0.05)
+    cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}))
+    peers, manifest = Peers(list(progress)), SimpleNamespace(parameters=10, initial_digest=None)
+    began_at = time.monotonic()
+    assert worker._entry.download_again(peers, manifest, None, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
+    assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ import pytest
 from node.host.disk_quota import Quota
 from node.swarm.allreduce.reducer import chunk_hash
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, MAX_KEPT_ROUNDS, ResultStore
+from node.swarm.chain.chain import Chain
 from node.swarm.messages import AcceptedOutcome, Proof, SavedBallot
 from tests.unit.swarm_data import RUN, A, committed
+from tests.unit.test_chain import first_tip
 
 
 def proof_of(chunks: Sequence[bytes], round_: int, parent: str = RUN) -> Proof:
@@ -280,6 +282,45 @@ def test_rounds_of_a_chain_that_the_node_has_left_are_set_aside_and_taken_back(t
     for number in range(2, KEPT_ROUNDS + 2):
         put(again, number)
     assert list(tmp_path.glob("aside-*")) == [], "newer rounds have taken its place"
+
+
+def test_a_crash_while_rounds_are_set_aside_leaves_no_gap_before_stored_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round after the gap would not be found at the next start, and the node would commit another one."""
+    chunks, proofs = [b"chunk"], [proof_of([b"chunk"], 0)]
+    for number in (1, 2):
+        proofs.append(proof_of(chunks, number, proofs[-1].outcome.hash))
+    store = ResultStore(tmp_path)
+    for proof in proofs:
+        store.put(proof, chunks)
+    rename, renamed = Path.replace, list[Path]()
+
+    def crash(self: Path, target: Path) -> Path:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(target)
+        return rename(self, target)
+
+    chain = Chain(first_tip(), ResultStore(tmp_path))
+    chain.replace(first_tip())
+    monkeypatch.setattr(Path, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        store.set_aside(chain.heads_aside())
+    assert ResultStore(tmp_path).take_stored() == [(RUN, proofs[0]), (proofs[0].outcome.hash, proofs[1])]
+
+
+def test_a_committed_round_with_an_old_vote_stays_after_a_restart(tmp_path: Path) -> None:
+    store, parent = ResultStore(tmp_path), "cd" * 32
+    proof, ballot = other_vote(parent, [b"two"])
+    store.save_ballot(ballot, [b"two"])
+    store.save_ballot(SavedBallot(parent="ef" * 32, lowest_attempt=1))
+    for number in range(KEPT_ROUNDS - 1):
+        put(store, number)
+    store.put(proof, [b"two"])
+    again = ResultStore(tmp_path)
+    put(again, KEPT_ROUNDS)
+    assert again.holds(proof.outcome.hash) and not again.holds(proof_of([], 0).outcome.hash)
 
 
 def test_a_vote_for_a_committed_or_dropped_round_takes_no_place_on_the_disk(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -330,17 +329,6 @@ def test_a_certificate_is_believed_unless_most_contributors_contradict_it(
     votes: str, last: str, here: str, moved: str, expected: bool
 ) -> None:
     assert electorate(last, here + moved).believes(votes, moved) is expected
-
-
-@pytest.mark.parametrize(
-    ("gone_on", "is_overdue", "expected"), [("defg", True, True), ("def", True, False), ("defg", False, False)]
-)
-def test_contributors_that_commit_no_round_in_time_follow_the_majority_of_the_members(
-    gone_on: str, is_overdue: bool, expected: bool
-) -> None:
-    """After a split, two of three contributors are too few for `min_peers`, and the third has gone on with others."""
-    group = replace(electorate("abd", "abcdefg"), is_overdue=is_overdue)
-    assert group.believes("d", gone_on) is expected
 
 
 def test_quorum_before_the_first_record_is_more_than_half_of_the_members() -> None:

@@ -89,7 +89,7 @@ class ResultStore:
                 kept.add(self._path(head).name)
                 with suppress(ValueError):  # Then the vote's chunks are damaged, and `load_accepted` says so.
                     self._rounds.setdefault(head, _index(ballot.accepted.hashes, ballot.sizes))
-                    self._rounds.move_to_end(head, last=path == newest)
+                    self._rounds.move_to_end(head, last=path == newest or self._is_committed(head))
         for path in [*folder.glob("results-*"), *folder.glob("*.new")]:
             if path.name not in kept:
                 path.unlink(missing_ok=True)
@@ -227,7 +227,10 @@ class ResultStore:
         return aside
 
     def set_aside(self, heads: Iterable[str]) -> None:
-        """Mark these rounds as those of a chain that this node has left, so that a restart does not replay them."""
+        """Mark these rounds as those of a chain that this node has left, so that a restart does not replay them.
+
+        The newest round comes first. So after a crash, those that are not marked yet can still be replayed in a row.
+        """
         for head in heads:
             with suppress(FileNotFoundError):
                 self._proof_path(head).replace(self._aside_path(head))

@@ -174,8 +174,8 @@ class Chain:
         self._aside[parent] = proof
 
     def heads_aside(self) -> list[str]:
-        """The heads of the rounds that this node committed on chains that it has left."""
-        return [proof.outcome.hash for proof in self._aside.values()]
+        """The heads of the rounds that this node committed on chains that it has left, the newest first."""
+        return [proof.outcome.hash for proof in reversed(self._aside.values())]
 
     def advance(self, tip: Tip, parent: str, proof: Proof) -> None:
         assert parent == self.tip.head

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -75,6 +75,8 @@ class Committer:
         """Root of the chunk hashes, and mean, of the newest result whose norm was found within its bound."""
         self._preferred = ""
         """The first head after the fork point of the chain that has won (`fork_choice.is_heavier`)."""
+        self._dropped: frozenset[str] = frozenset()
+        """Heads of this node's chain that has lost. Others that have lost, too, may still offer them."""
         self._left_at = -1
         """The last round that this process may have contributed to on a chain that it has left since."""
         self._present_since: int | None = None
@@ -154,6 +156,7 @@ class Committer:
                 if is_aside:
                     await asyncio.to_thread(ctx.chain.store.take_back, proof.outcome.hash)
                 if outcome.plan.parent == ctx.chain.tip.head:
+                    self._dropped = frozenset()
                     self._commit(tip, outcome, proof, now_s, is_replayed=True)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
@@ -202,9 +205,9 @@ class Committer:
         for join in joins.values():
             self._ctx.check_join_fits(join)
 
-    def prefer(self, head: str) -> None:
-        """Adopt the outcome with this head, because its chain has won against this node's chain."""
-        self._preferred = head
+    def prefer(self, head: str, dropped: Collection[str]) -> None:
+        """Adopt the outcome with this head, because its chain has won, and none of those that this node has dropped."""
+        self._preferred, self._dropped = head, frozenset(dropped)
 
     def is_supported(self, proof: Proof) -> bool:
         """Whether this node may adopt a proof of the round after its tip.
@@ -212,14 +215,20 @@ class Committer:
         It may if the outcome is on the chain that has won a fork, if it has voted for the outcome and the votes are a
         quorum, or if it believes the votes of others (`Electorate.believes`). Its own vote alone does not suffice: a
         hostile leader could leave out the votes of the others, and the round would lose each fork.
+
+        If the round is overdue, and fewer than `min_peers` members are at this node's head, no other round can follow
+        here. Then any certificate will do.
         """
         head, accepted, votes = proof.outcome.hash, self._ballot.accepted, voters(proof)
-        if head == self._preferred:
-            return True
+        if head == self._preferred or head in self._dropped:
+            return head == self._preferred
         if accepted is not None and accepted.outcome.hash == head and self._ctx.electorate().is_quorum(votes):
             return True
         tip = self._ctx.chain.tip
         members = self._ctx.peer_table.members()
+        here = sum(record.head == tip.head for record in members)
+        if self._ctx.is_overdue and here < self._ctx.rules.closing.min_peers:
+            return True
         gone_on = {r.peer_id for r in members if r.head != tip.head and r.round >= tip.round}
         if self._was_away:
             gone_on.add(self._ctx.me)
@@ -265,7 +274,7 @@ class Committer:
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
-        if offered and included and outcome.round <= self._left_at:
+        if offered and included and (is_replayed or outcome.round <= self._left_at):
             # It may include an earlier contribution, which this node discarded when it left its chain.
             included = self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
@@ -288,7 +297,6 @@ class Committer:
         """Continue from a downloaded state."""
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._ctx.chain.replace(tip)
-        self._ctx.tasks.spawn(self.set_aside())
         self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))

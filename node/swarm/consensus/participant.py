@@ -141,12 +141,11 @@ class Participant:
         """
         ctx, parent = self.ctx, self.ctx.chain.tip.head
         until_s = ctx.clock() + CHAIN_GRACE_S
-        while ctx.chain.tip.head == parent and ctx.chain.next_aside() is not None:
-            if not self.ballot.is_overtaken() or ctx.clock() > until_s:
-                await self.committer.replay_aside()
-            else:
-                ctx.behind.set()
-                await asyncio.sleep(LOOK_S)
+        while ctx.chain.next_aside() is not None and self.ballot.is_overtaken() and ctx.clock() < until_s:
+            ctx.behind.set()
+            await asyncio.sleep(LOOK_S)
+        while ctx.chain.next_aside() is not None:
+            await self.committer.replay_aside()
         if self.ballot.accepted is None and ctx.chain.store.has_vote(parent):
             accepted = await asyncio.to_thread(ctx.chain.store.load_accepted, parent)
             if parent == ctx.chain.tip.head:

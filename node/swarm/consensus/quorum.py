@@ -50,15 +50,10 @@ class Electorate:
         is believed with the votes of more than half of all contributors, or of the living ones, or if half of the
         living contributors have gone on. Without living contributors, any votes are enough.
 
-        If the round is overdue, it is enough that more than half of the members have gone on. Otherwise contributors
-        that are too few for a round of their own would never follow the others.
-
         Args:
             gone_on: living peers that are no longer at this node's head. A node that was away counts itself.
         """
         if 2 * len(self.contributors.intersection(votes)) > len(self.contributors):
-            return True
-        if self.is_overdue and 2 * len(self.members.intersection(gone_on)) > len(self.members):
             return True
         living = self.contributors & self.present
         return 2 * len(living.intersection(votes)) > len(living) or 2 * len(living.intersection(gone_on)) >= len(living)

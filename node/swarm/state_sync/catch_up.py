@@ -138,7 +138,7 @@ class CatchUp:
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
-            if has_led := has_moved or reply.header.get("head") == tip.head:
+            if has_led := has_moved or record.head == tip.head == reply.header.get("head"):
                 break
             self._ballot.add_false_claim(record)
         for record, reply in unrelated:
@@ -201,7 +201,7 @@ class CatchUp:
         if self._ctx.chain.tip is not tip:
             return False
         if has_lost:
-            self._committer.prefer(theirs[0].head)
+            self._committer.prefer(theirs[0].head, [link.head for link in mine])
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             if weight(theirs) <= weight(mine):
                 reason = "more members support the others' chain"
