@@ -87,6 +87,8 @@ class Habits:
     `worker.trainer` sees in the peer table. None means that this node makes all of its own steps."""
     founders: int = 1
     """In its first life, a node begins to train when it sees this number of members."""
+    download_s: float = 0.0
+    """The seconds before a download can succeed, as if the state were large."""
 
 
 class SimulatedNode:
@@ -311,6 +313,8 @@ class SimulatedNode:
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.SYNCING)
         target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
+        if self.habits.download_s:
+            await asyncio.sleep(self.habits.download_s)
         loop, tip = asyncio.get_running_loop(), None
         until_s = loop.time() + GIVE_UP_S
         while tip is None and loop.time() < until_s:

@@ -1,0 +1,186 @@
+"""Forks on virtual time: all nodes end on one chain, and one hostile member does not prevent it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from node.status import Channel, Phase
+from node.swarm.chain import fork_choice
+from node.swarm.membership.peer_table import PeerRecord, sign_record
+from node.swarm.state_sync import server
+from node.swarm.transport.wire import Message, Service
+from tests.simulation.adversary import Adversary
+from tests.simulation.keys import simulated_identity
+from tests.simulation.network import Line
+from tests.simulation.node import SimulatedNode
+from tests.simulation.run import World, quiet, simulate
+from tests.simulation.scenario import Fault, Scenario
+
+SPLIT_AT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    quiet()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def scenario(
+    nodes: int, side: tuple[int, ...], split_s: float, length_s: float, founders: int, min_peers: int = 1
+) -> Scenario:
+    """Nodes with equal speeds and lines. A split separates `side` from the others."""
+    return Scenario(
+        seed=1,
+        step_s=(0.2,) * nodes,
+        lines=(Line(),) * nodes,
+        faults=(Fault(SPLIT_AT_S, "split", side[0], split_s, side=side),),
+        length_s=length_s,
+        min_peers=min_peers,
+        quorum_ratio=0.5,
+        policy="time",
+        disk_s=0.001,
+        join_at_s=(0.0,) * nodes,
+        founders=founders,
+    )
+
+
+def run(one: Scenario, prepare: Callable[[World], None]) -> World:
+    """Let `prepare` start the nodes, and run to the end."""
+
+    async def whole(world: World) -> None:
+        prepare(world)
+        world.loop.call_at(SPLIT_AT_S, world._cause, one.faults[0])
+        await asyncio.sleep(one.length_s)
+
+    report, world = simulate(one, run=whole)
+    assert report.violations == []
+    return world
+
+
+def heads(nodes: list[SimulatedNode]) -> set[str]:
+    return {node.chain.tip.head for node in nodes}
+
+
+@pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])
+def test_two_members_that_lose_a_fork_do_not_lead_each_other_back(download_s: tuple[float, float]) -> None:
+    """Their chain has more tokens, and each offers it to the other while that one catches up with the winners."""
+    one = scenario(5, (0, 1), 20.0, 120.0, founders=5)
+
+    def prepare(world: World) -> None:
+        for node in world.nodes:
+            extra_s = download_s[node.number] if node.number < 2 else 0.0
+            tokens = 300 if node.number < 2 else 10
+            node.habits = replace(node.habits, tokens_per_step=tokens, checkpoint_rounds=40, download_s=extra_s)
+            world._start(node)
+
+    world = run(one, prepare)
+    assert [node.downloads for node in world.nodes] == [1, 1, 0, 0, 0]
+    assert len(heads(world.nodes)) == 1 and world.nodes[0].chain.tip.round > 15
+
+
+class FarAway(Adversary):
+    """Claims many tokens at an unknown head."""
+
+    def request(self, receiver: str, verb: str, message: Message) -> Message:
+        self.node.peer_table.update_own(head="f" * 64, round=10**6, swarm_tokens=2**60)
+        return message
+
+
+def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_rounds() -> None:
+    """It claims the most tokens, so it is asked first. It answers that it is at the caller's head."""
+    one = scenario(5, (0,), 20.0, 120.0, founders=3)
+
+    async def echo(_caller: str, message: Message) -> Message:
+        return Message({"head": message.header["heads"][0], "age_s": 0.0, "light": False})
+
+    def prepare(world: World) -> None:
+        for node in world.nodes[:3]:
+            world._start(node)
+        hostile = world.nodes[4]
+        hostile.hostility = "Silence"
+        world._start(hostile)
+
+        def attack() -> None:
+            hostile.wire.adversary = FarAway(hostile, random.Random(0))
+            hostile.wire.serve({"chain": Service(echo, Channel.STATE)})
+
+        world.loop.call_at(5.0, attack)
+        world.loop.call_at(70.0, world._start, world.nodes[3])
+
+    world = run(one, prepare)
+    assert len(heads(world.nodes[:4])) == 1 and world.nodes[3].chain.tip.round > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vanish", [False, True])
+def test_two_sides_that_both_give_up_their_chains_go_on(vanish: bool) -> None:
+    """A hostile live member tells each side that it stands on the other side's chain, and so breaks the tie for both.
+
+    The members of one side may also lose power while the others download its state.
+    """
+    one = scenario(4, (0, 1), 40.0, 240.0, founders=4)
+    hostile = simulated_identity(9)
+
+    async def lie(world: World) -> None:
+        await asyncio.sleep(59.0)
+        for number in range(40):
+            tips = [world.nodes[2].chain.tip, world.nodes[0].chain.tip]
+            for node in world.nodes:
+                tip = tips[node.number // 2]
+                claim = PeerRecord(
+                    peer_id=hostile.peer_id,
+                    number=10**9 + number,
+                    run=world.rules.run,
+                    head=tip.head,
+                    round=tip.round,
+                    state_digest=tip.digest,
+                    phase=Phase.TRAINING,
+                    inbound=False,
+                )
+                node.peer_table.merge([sign_record(hostile, claim)])
+            await asyncio.sleep(0.1)
+        if vanish:
+            for node in world.nodes[:2]:
+                node.crash()
+
+    def prepare(world: World) -> None:
+        world.network.lines[hostile.peer_id] = Line()
+        for node in world.nodes:
+            tokens = 20 if node.number < 2 else 10
+            node.habits = replace(node.habits, tokens_per_step=tokens, download_s=5.0 + node.number)
+            world._start(node)
+        world.lying = asyncio.ensure_future(lie(world))  # type: ignore[attr-defined]
+
+    world = run(one, prepare)
+    live = [node for node in world.nodes if node.is_alive]
+    assert len(live) == (2 if vanish else 4)
+    assert len(heads(live)) == 1 and live[0].chain.tip.round > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [4, 16])
+def test_a_member_that_is_too_few_for_a_round_follows_the_only_other_member(
+    links: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off. The other contributor went on with a new member, and left."""
+    monkeypatch.setattr(fork_choice, "MAX_LINKS", links)
+    monkeypatch.setattr(server, "MAX_LINKS", links)
+    one = scenario(3, (0,), 120.0, 300.0, founders=2, min_peers=2)
+
+    def prepare(world: World) -> None:
+        for node in world.nodes[:2]:
+            world._start(node)
+        world.loop.call_at(31.0, world._start, world.nodes[2])
+        world.loop.call_at(130.0, world.nodes[1].crash)
+
+    world = run(one, prepare)
+    alone, _, other = world.nodes
+    assert alone.chain.tip.head == other.chain.tip.head
+    assert set(alone.chain.tip.last_weights) == {alone.peer_id, other.peer_id}
