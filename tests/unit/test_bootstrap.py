@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from node.worker import orders, run_entry
     from node.worker.bootstrap import Worker
     from node.worker.reporter import Reporter
+    from node.worker.session import Session
 
 
 @pytest.fixture
@@ -104,6 +105,50 @@ def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_st
     began_at = time.monotonic()
     assert worker._entry.download_again(peers, manifest, None, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
     assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
+
+
+class Steps:
+    """A swarm and a store that note what a resync does with them."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def restart_at(self, _tip: object) -> None:
+        self.steps.append("restart")
+
+    def restart_here(self) -> str:
+        self.steps.append("go on")
+        return "the present tip"
+
+    def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        asyncio.run(work(self))
+        call: Future[Any] = Future()
+        call.set_result(None)
+        return call
+
+    async def set_aside(self) -> None:
+        self.steps.append("set rounds aside")
+
+    def put_aside(self) -> None:
+        self.steps.append("put checkpoints aside")
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_is_another_state(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_served: bool
+) -> None:
+    """The rounds come first: a restart in between would replay them from the old checkpoint."""
+    noted: Any = Steps()
+    served: Any = "the other tip" if is_served else None
+    monkeypatch.setattr(worker._entry, "download_again", lambda *_: served)
+    nothing: Any = None
+    session = Session(
+        manifest=nothing, rules=nothing, swarm=noted, store=noted, tip=nothing, source=nothing, checkpoint=nothing
+    )
+    after = worker._resync(session, ResyncCause("a test", "fork"))
+    assert (after.tip, after.checkpoint) == (served or "the present tip", None)
+    marks = ["restart", "set rounds aside", "put checkpoints aside"]
+    assert noted.steps == (marks if is_served else ["go on"])
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
