@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.swarm.allreduce.reducer import chunk_hash
+from node.swarm.allreduce.result_store import KEPT_ROUNDS
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import (
     Document,
@@ -63,8 +64,9 @@ class Invariants:
         """Maps an outcome to the time of the first vote for it, which may be that of a hostile node."""
         self._joined: dict[tuple[int, str], int] = {}
         """Maps (node, parent) to the highest attempt that the node joined."""
-        self._voted: dict[tuple[int, str], int] = {}
-        """Maps (node, parent) to the last attempt in which the node voted."""
+        self._voted: dict[tuple[int, str], tuple[int, int]] = {}
+        """Maps (node, parent) to the last attempt in which the node voted, and to the number of its adoptions then."""
+        self._adoptions: Counter[int] = Counter()
         self._numbers = {node.peer_id: node.number for node in nodes}
         self._faults: list[Fault] = []
         self._commits: list[float] = []
@@ -86,6 +88,7 @@ class Invariants:
         if node.hostility:
             return
         self._newest[node.number] = tip.round
+        self._adoptions[node.number] += 1
         if self._digests.setdefault(tip.head, tip.digest) != tip.digest:
             self._violate(f"n{node.number} has another state than the others at head {tip.head[:8]}")
         assert tip.proof is not None
@@ -158,13 +161,14 @@ class Invariants:
             parent, attempt = self._parents[head], int(number)
             if self._votes.setdefault((node.number, parent, attempt), head) != head:
                 self._violate(f"n{node.number} votes for two outcomes in attempt {attempt}")
-            self._voted[node.number, parent] = attempt
+            self._voted[node.number, parent] = attempt, self._adoptions[node.number]
             self._check_promise(node, parent, attempt, "votes in")
 
     def requested(self, sender: str, message: Message) -> None:
         """Check the promises in a node's request to another one, even after a crash.
 
-        With a join, a node promises to take part in no lower attempt, and names the outcome that it has accepted.
+        With a join, a node promises to take part in no lower attempt, and names the outcome that it has accepted. It
+        may forget the outcome after as many rounds as it stores.
         """
         join, attempt = message.header.get("join"), message.header.get("attempt")
         if join is None or attempt is None:
@@ -173,8 +177,9 @@ class Invariants:
         if not node.hostility and node.chain.tip.head == parent:  # A late join for an old round is refused.
             self._check_promise(node, parent, attempt, "joins")
             self._joined[node.number, parent] = attempt
-            voted, claim = self._voted.get((node.number, parent), attempt), message.header.get("accepted")
-            if voted < attempt and (not claim or claim[0] < voted):
+            voted, adoptions = self._voted.get((node.number, parent), (attempt, 0))
+            claim, is_stored = message.header.get("accepted"), self._adoptions[node.number] - adoptions < KEPT_ROUNDS
+            if voted < attempt and is_stored and (not claim or claim[0] < voted):
                 self._violate(f"n{node.number} joins attempt {attempt} without its vote in attempt {voted}")
 
     def _check_promise(self, node: SimulatedNode, parent: str, attempt: int, what: str) -> None:
