@@ -160,7 +160,7 @@ class SwarmThread:
         async def restart(member: SwarmMember) -> Tip:
             assert member.participant is not None
             self._drop_mail()  # It is in the tip already, or says that this node must download a state.
-            return member.participant.ctx.chain.tip
+            return member.participant.committer.restart_here()
 
         return self.start_call(restart).result(START_S)
 

@@ -195,7 +195,7 @@ class Worker:
 
     def _train_and_resync(self, session: Session, inner: InnerTrainer) -> None:
         """Train until the run is complete. If this node loses its chain, continue from the other members' state."""
-        exclusion = ExclusionNotice(session.manifest.run.sync)
+        exclusion, is_downloaded = ExclusionNotice(session.manifest.run.sync), True
         while True:
             trainer = self._trainer = Trainer(
                 session,
@@ -209,7 +209,7 @@ class Worker:
             )
             try:
                 self._align(session, trainer)
-                if session.checkpoint is None:
+                if session.checkpoint is None and is_downloaded:
                     trainer.save()  # Serve the downloaded state, and do not download it again after a restart.
                 train(trainer)
                 trainer.save()
@@ -218,7 +218,7 @@ class Worker:
             except Lost as exc:
                 trainer.abandon()
                 inner.reset_history()
-                session = self._resync(session, exc.cause)
+                session, is_downloaded = self._resync(session, exc.cause)
             except (StopAsked, SwarmError):
                 trainer.save()
                 raise
@@ -238,24 +238,27 @@ class Worker:
         trainer.apply_committed_rounds()
         trainer.align_to(tip, is_new=session.checkpoint is None)
 
-    def _resync(self, session: Session, cause: ResyncCause) -> Session:
-        """Abandon this node's chain and download the state of the other members."""
+    def _resync(self, session: Session, cause: ResyncCause) -> tuple[Session, bool]:
+        """Abandon this node's chain and download the state of the other members.
+
+        Returns the session at the state from which to continue, and whether that state was downloaded.
+        """
         logger.warning("This node gives up its chain, because %s. It downloads the state again.", cause.reason)
+        tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
+        if tip is None:
+            logger.warning("No peer serves another state, so this node goes on with its own.")
+            return replace(session, tip=session.swarm.restart_here(), checkpoint=None), False
         self._counters.totals.digest_mismatches += cause.code != "far_behind"
         if cause.dropped:
             record = make_dropped_record(cause)
             logger.warning("%s", record.reason)
             self._reporter.tell_round(record)
-        tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
-        if tip is None:
-            logger.warning("No peer serves another state, so this node goes on with its own.")
-            return replace(session, tip=session.swarm.restart_here(), checkpoint=None)
         session.swarm.restart_at(tip)
         try:
             self._waiter.wait(session.swarm.start_call(lambda member: member.set_aside()))
         finally:
             session.store.put_aside()  # A restart must not resume from the old chain.
-        return replace(session, tip=tip, checkpoint=None)
+        return replace(session, tip=tip, checkpoint=None), True
 
     def _round_over(self, session: Session) -> None:
         """Called when the round of this node's contribution is committed, even if it excludes the contribution."""

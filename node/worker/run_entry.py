@@ -259,15 +259,17 @@ class RunEntry:
     def download_again(
         self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause, give_up_s: float = GIVE_UP_S
     ) -> Tip | None:
-        """Download another state in place of this node's. Returns None if no peer serves one for `give_up_s`.
+        """Download another state in place of this node's.
 
-        The members with the other state may have left, or may have lost their chain to this node's at the same time.
+        After a lost fork, it returns None if the download makes no progress for `give_up_s`: the members with the other
+        state may have left, or may have lost their chain to this node's at the same time.
         """
         target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
-        return self._download(swarm, rules, target, give_up_s)
+        return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
 
     def _download(self, swarm: SwarmThread, rules: Rules, target: Target, give_up_s: float) -> Tip | None:
-        progress_ratio, logged, failed = 0.0, "", (time.monotonic(), 0.0)
+        progress_ratio, logged = 0.0, ""
+        stuck_at_ratio, stuck_at_s = -1.0, 0.0
 
         def set_progress(ratio: float) -> None:
             nonlocal progress_ratio
@@ -287,9 +289,8 @@ class RunEntry:
                     logger.info("The state could not be downloaded yet: %s", exc)
                 logged = str(exc)
                 self._reporter.enter(Phase.CONNECTING, f"{exc} This node retries and keeps verified parts.", "no_state")
-                since_s, ratio_then = failed
-                if progress_ratio > ratio_then:
-                    failed = time.monotonic(), progress_ratio
-                elif time.monotonic() - since_s > give_up_s:
+                if progress_ratio != stuck_at_ratio:
+                    stuck_at_ratio, stuck_at_s = progress_ratio, time.monotonic()
+                elif time.monotonic() - stuck_at_s > give_up_s:
                     return None
                 self._waiter.sleep(RETRY_S)

@@ -173,9 +173,11 @@ def test_a_node_that_lost_a_fork_does_not_take_its_chain_again_from_another_lose
     assert lost is not None and won is not None
     cut(swarm, *sides, is_cut=False)
     assert dropped_rounds(loser) == [1]
-    restart_at(loser, start_tip(loser.rules))
+    restart_at(loser, replace(start_tip(loser.rules), anchor_at_s=loser.participant.ctx.clock()))
     committer = loser.participant.committer
     assert not committer.is_supported(lost) and committer.is_supported(won)
+    loser.chain.set_anchor(-1e6)
+    assert committer.is_supported(lost), "the round is overdue, so the winners may have left"
 
 
 def test_a_node_that_was_cut_off_follows_the_partner_that_continued_alone(swarm: Swarm) -> None:

@@ -317,7 +317,7 @@ class SimulatedNode:
             await asyncio.sleep(self.habits.download_s)
         loop, tip = asyncio.get_running_loop(), None
         until_s = loop.time() + GIVE_UP_S
-        while tip is None and loop.time() < until_s:
+        while tip is None and (loop.time() < until_s or cause.code != "fork"):
             try:
                 tip = await self._downloader.run(target, lambda _share: None)
             except (TransferFailed, SwarmError):
@@ -325,6 +325,7 @@ class SimulatedNode:
         self._lost = None
         self.peer_table.update_own(phase=Phase.TRAINING)
         if tip is None:
+            self.participant.committer.restart_here()
             return
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)

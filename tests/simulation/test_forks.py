@@ -184,3 +184,25 @@ def test_a_member_that_is_too_few_for_a_round_follows_the_only_other_member(
     alone, _, other = world.nodes
     assert alone.chain.tip.head == other.chain.tip.head
     assert set(alone.chain.tip.last_weights) == {alone.peer_id, other.peer_id}
+
+
+@pytest.mark.parametrize("min_peers", [1, 2])
+def test_members_that_are_far_behind_and_go_on_alone_follow_the_others(
+    min_peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They start before the network is there, commit a round alone, and share no known round with the others."""
+    monkeypatch.setattr(fork_choice, "MAX_LINKS", 8)
+    monkeypatch.setattr(server, "MAX_LINKS", 8)
+    home = tuple(range(min_peers))
+    one = scenario(2 * min_peers + 1, home, 0.1, 150.0, founders=2 * min_peers + 1, min_peers=min_peers)
+
+    def prepare(world: World) -> None:
+        for node in world.nodes:
+            world._start(node)
+        for number in home:
+            world.loop.call_at(15.0, world._cause, Fault(15.0, "crash", number, 64.0))
+        world.loop.call_at(78.0, world._cause, Fault(78.0, "split", home[0], 22.0, side=home))
+
+    world = run(one, prepare)
+    assert len(heads(world.nodes)) == 1
+    assert all(world.nodes[number].peer_id in world.nodes[-1].chain.tip.last_weights for number in home)

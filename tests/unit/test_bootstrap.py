@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,17 +95,25 @@ class Peers:
         raise TransferFailed("No peer serves a state yet.")
 
 
-@pytest.mark.parametrize("progress", [[], [0.1, 0.2, 0.3]])
+@pytest.mark.parametrize("progress", [[], [0.8, 0.1, 0.2, 0.3]])
 def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_state(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, progress: list[float]
 ) -> None:
-    """It tries longer if it makes progress. Otherwise both sides of a fork could wait for each other for ever."""
+    """It tries longer if it makes progress, or if it is only behind. Both sides of a fork could wait for each other."""
     monkeypatch.setattr(run_entry, "RETRY_S", 0.05)
     cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}))
     peers, manifest = Peers(list(progress)), SimpleNamespace(parameters=10, initial_digest=None)
     began_at = time.monotonic()
     assert worker._entry.download_again(peers, manifest, None, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
     assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
+
+    def stop(_seconds: float) -> None:
+        raise StopAsked
+
+    monkeypatch.setattr(worker._waiter, "sleep", stop)
+    for code in ("far_behind", "outvoted"):
+        with pytest.raises(StopAsked):
+            worker._entry.download_again(peers, manifest, None, replace(cause, code=code), give_up_s=-1.0)  # type: ignore[arg-type]
 
 
 class Steps:
@@ -145,8 +154,8 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     session = Session(
         manifest=nothing, rules=nothing, swarm=noted, store=noted, tip=nothing, source=nothing, checkpoint=nothing
     )
-    after = worker._resync(session, ResyncCause("a test", "fork"))
-    assert (after.tip, after.checkpoint) == (served or "the present tip", None)
+    after, is_downloaded = worker._resync(session, ResyncCause("a test", "fork"))
+    assert (after.tip, after.checkpoint, is_downloaded) == (served or "the present tip", None, is_served)
     marks = ["restart", "set rounds aside", "put checkpoints aside"]
     assert noted.steps == (marks if is_served else ["go on"])
 

@@ -231,10 +231,13 @@ class ResultStore:
 
         The newest round comes first. So after a crash, those that are not marked yet can still be replayed in a row.
         """
-        for head in heads:
-            with suppress(FileNotFoundError):
-                self._proof_path(head).replace(self._aside_path(head))
-        sync_folder(self._folder)
+        try:
+            for head in heads:
+                with suppress(FileNotFoundError):
+                    self._proof_path(head).replace(self._aside_path(head))
+            sync_folder(self._folder)
+        except OSError as exc:
+            logger.warning("Rounds of another chain could not be set aside in %s: %s", self._folder, exc.strerror)
 
     def take_back(self, head: str) -> None:
         """Mark a round that was set aside as one of this node's chain again. Raises OSError."""

@@ -157,7 +157,7 @@ class Committer:
                     await asyncio.to_thread(ctx.chain.store.take_back, proof.outcome.hash)
                 if outcome.plan.parent == ctx.chain.tip.head:
                     self._dropped = frozenset()
-                    self._commit(tip, outcome, proof, now_s, is_replayed=True)
+                    self._commit(tip, outcome, proof, now_s, is_replayed=True, was_left=is_aside)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
             logger.warning("Round %d is on the disk, but cannot be replayed: %s", ctx.next_round, exc)
@@ -220,14 +220,16 @@ class Committer:
         here. Then any certificate will do.
         """
         head, accepted, votes = proof.outcome.hash, self._ballot.accepted, voters(proof)
+        if self._ctx.is_overdue:
+            self._dropped = frozenset()  # The winners may have left.
         if head == self._preferred or head in self._dropped:
             return head == self._preferred
         if accepted is not None and accepted.outcome.hash == head and self._ctx.electorate().is_quorum(votes):
             return True
         tip = self._ctx.chain.tip
         members = self._ctx.peer_table.members()
-        here = sum(record.head == tip.head for record in members)
-        if self._ctx.is_overdue and here < self._ctx.rules.closing.min_peers:
+        here = {record.peer_id for record in members if record.head == tip.head} | {self._ctx.me}
+        if self._ctx.is_overdue and len(here) < self._ctx.rules.closing.min_peers:
             return True
         gone_on = {r.peer_id for r in members if r.head != tip.head and r.round >= tip.round}
         if self._was_away:
@@ -270,13 +272,20 @@ class Committer:
         return False
 
     def _commit(
-        self, tip: Tip, outcome: RoundOutcome, proof: Proof, committed_at_s: float, *, is_replayed: bool = False
+        self,
+        tip: Tip,
+        outcome: RoundOutcome,
+        proof: Proof,
+        committed_at_s: float,
+        *,
+        is_replayed: bool = False,
+        was_left: bool = False,
     ) -> None:
         ctx, parent = self._ctx, outcome.plan.parent
         offered, included = self._ballot.offers(parent), ctx.me in outcome.included
-        if offered and included and (is_replayed or outcome.round <= self._left_at):
+        if included and (was_left or outcome.round <= self._left_at):
             # It may include an earlier contribution, which this node discarded when it left its chain.
-            included = self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
+            included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.
@@ -292,6 +301,12 @@ class Committer:
         for attempt in attempts:
             attempt.finish()
             attempt.stop()
+
+    def restart_here(self) -> Tip:
+        """Continue from the present tip, because no peer serves another state. Drops this node's offer."""
+        self._left_at = max(self._left_at, self._ctx.next_round)
+        self._dropped, self._ballot.mine = frozenset(), None
+        return self._ctx.chain.tip
 
     def restart_at(self, tip: Tip) -> None:
         """Continue from a downloaded state."""

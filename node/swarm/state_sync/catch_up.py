@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -173,6 +173,17 @@ class CatchUp:
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
+    def _is_far_behind(self, theirs: Sequence[Link], standing: Mapping[str, str]) -> bool:
+        """Whether to believe a chain that is ahead and shares no known round with this node's chain.
+
+        It is believed if at least as many live members are on it as on this node's chain, or by its newest votes. One
+        member could invent it.
+        """
+        tip, their_heads = self._ctx.chain.tip, {link.head for link in theirs}
+        own_heads = set(heads_of(tip.links, tip.head))
+        there, here = (sum(head in heads for head in standing.values()) for heads in (their_heads, own_heads))
+        return there >= here or self._committer.is_supported(parse(Proof, theirs[-1].text))
+
     async def _has_lost_to(self, record: PeerRecord, reply: Message) -> bool:
         """Compare a peer's light proofs with this node's chain. If this node's chain lost, report it to `on_lost`."""
         tip, peer_id = self._ctx.chain.tip, record.peer_id
@@ -188,13 +199,19 @@ class CatchUp:
             return False
         fork_point = theirs[0].parent
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
+        standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
-            if not self._committer.is_supported(parse(Proof, theirs[-1 if not is_fork_point_known else 0].text)):
-                return False  # This node is not behind: it does not believe these rounds.
+            if fork_point == tip.head:
+                is_behind = self._committer.is_supported(parse(Proof, theirs[0].text))
+            else:
+                is_behind = self._is_far_behind(theirs, standing)
+            if not is_behind:
+                if fork_point != tip.head:
+                    self._ballot.add_false_claim(record)
+                return False
             self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
             return True
         electorate = contributors_at(tip.links, fork_point)
-        standing = {record.peer_id: record.head for record in self._peer_table.members()}
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
         has_lost = await asyncio.to_thread(is_heavier, theirs, mine, electorate, standing)
