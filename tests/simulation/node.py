@@ -311,7 +311,7 @@ class SimulatedNode:
         self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
 
     async def _download(self, cause: ResyncCause) -> None:
-        self.peer_table.update_own(phase=Phase.SYNCING)
+        self.peer_table.update_own(phase=Phase.DOWNLOADING)
         target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
         if self.habits.download_s:
             await asyncio.sleep(self.habits.download_s)

@@ -12,6 +12,7 @@ import pytest
 
 from node.status import Channel, Phase
 from node.swarm.chain import fork_choice
+from node.swarm.chain.fork_choice import heads_of
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.state_sync import server
 from node.swarm.transport.wire import Message, Service
@@ -64,8 +65,11 @@ def run(one: Scenario, prepare: Callable[[World], None]) -> World:
     return world
 
 
-def heads(nodes: list[SimulatedNode]) -> set[str]:
-    return {node.chain.tip.head for node in nodes}
+def are_on_one_chain(nodes: list[SimulatedNode]) -> bool:
+    """Whether the nodes have one head, or some are one round behind the others."""
+    tips = [node.chain.tip for node in nodes]
+    newest = max(tips, key=lambda tip: tip.round)
+    return all(tip.head in heads_of(newest.links, newest.head)[:2] for tip in tips)
 
 
 @pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])
@@ -82,7 +86,7 @@ def test_two_members_that_lose_a_fork_do_not_lead_each_other_back(download_s: tu
 
     world = run(one, prepare)
     assert [node.downloads for node in world.nodes] == [1, 1, 0, 0, 0]
-    assert len(heads(world.nodes)) == 1 and world.nodes[0].chain.tip.round > 15
+    assert are_on_one_chain(world.nodes) and world.nodes[0].chain.tip.round > 15
 
 
 class FarAway(Adversary):
@@ -115,7 +119,7 @@ def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_roun
         world.loop.call_at(70.0, world._start, world.nodes[3])
 
     world = run(one, prepare)
-    assert len(heads(world.nodes[:4])) == 1 and world.nodes[3].chain.tip.round > 15
+    assert are_on_one_chain(world.nodes[:4]) and world.nodes[3].chain.tip.round > 15
 
 
 @pytest.mark.slow
@@ -126,7 +130,7 @@ def test_two_sides_that_both_give_up_their_chains_go_on(vanish: bool) -> None:
     The members of one side may also lose power while the others download its state.
     """
     one = scenario(4, (0, 1), 40.0, 240.0, founders=4)
-    hostile = simulated_identity(9)
+    hostile, lying = simulated_identity(9), list[asyncio.Future[None]]()
 
     async def lie(world: World) -> None:
         await asyncio.sleep(59.0)
@@ -156,12 +160,12 @@ def test_two_sides_that_both_give_up_their_chains_go_on(vanish: bool) -> None:
             tokens = 20 if node.number < 2 else 10
             node.habits = replace(node.habits, tokens_per_step=tokens, download_s=5.0 + node.number)
             world._start(node)
-        world.lying = asyncio.ensure_future(lie(world))  # type: ignore[attr-defined]
+        lying.append(asyncio.ensure_future(lie(world)))
 
     world = run(one, prepare)
     live = [node for node in world.nodes if node.is_alive]
     assert len(live) == (2 if vanish else 4)
-    assert len(heads(live)) == 1 and live[0].chain.tip.round > 20
+    assert are_on_one_chain(live) and live[0].chain.tip.round > 20
 
 
 @pytest.mark.slow
@@ -182,7 +186,7 @@ def test_a_member_that_is_too_few_for_a_round_follows_the_only_other_member(
 
     world = run(one, prepare)
     alone, _, other = world.nodes
-    assert alone.chain.tip.head == other.chain.tip.head
+    assert are_on_one_chain([alone, other])
     assert set(alone.chain.tip.last_weights) == {alone.peer_id, other.peer_id}
 
 
@@ -204,5 +208,5 @@ def test_members_that_are_far_behind_and_go_on_alone_follow_the_others(
         world.loop.call_at(78.0, world._cause, Fault(78.0, "split", home[0], 22.0, side=home))
 
     world = run(one, prepare)
-    assert len(heads(world.nodes)) == 1
+    assert are_on_one_chain(world.nodes)
     assert all(world.nodes[number].peer_id in world.nodes[-1].chain.tip.last_weights for number in home)

@@ -79,7 +79,7 @@ def test_the_chain_that_more_contributors_to_the_common_round_support_wins_whate
     long = links_of(first, committed(first.outcome.hash, 2, (A,), tokens=1000))
     electorate = contributors_at(common, common[0].head)
     assert electorate == (A.peer_id, B.peer_id) and contributors_at(common, RUN) == ()
-    assert [supporters(links, {}) for links in (both, long, ())] == [{A.peer_id, B.peer_id}, {A.peer_id}, set()]
+    assert [supporters(links) for links in (both, long, ())] == [{A.peer_id, B.peer_id}, {A.peer_id}, set()]
     assert is_heavier(both, long, electorate) and not is_heavier(long, both, electorate)
     for too_few in ((A.peer_id,), ()):  # Both chains have the same support, so the tokens decide.
         assert is_heavier(long, both, too_few) and not is_heavier(both, long, too_few)
@@ -104,7 +104,7 @@ def test_contributors_to_later_rounds_support_a_chain_whose_first_certificate_le
     honest = links_of(weak, committed(first.outcome.hash, 2, (A, B), tokens=1))
     forged = links_of(committed(parent, 1, (A,), tokens=1000))
     electorate = (A.peer_id, B.peer_id)
-    assert [len(supporters(links, {})) for links in (honest[:1], honest, forged)] == [1, 2, 1]
+    assert [len(supporters(links)) for links in (honest[:1], honest, forged)] == [1, 2, 1]
     assert is_heavier(honest, forged, electorate) and not is_heavier(forged, honest, electorate)
 
 
@@ -113,7 +113,7 @@ def test_a_contribution_to_the_first_round_after_the_fork_point_is_no_support() 
     parent = committed(RUN, 0).outcome.hash
     both = committed(parent, 1, (A, B))
     stolen = both.model_copy(update={"group": (A.peer_id,), "accepts": {A.peer_id: both.accepts[A.peer_id]}})
-    assert B.peer_id in links_of(stolen)[0].members and supporters(links_of(stolen), {}) == {A.peer_id}
+    assert B.peer_id in links_of(stolen)[0].members and supporters(links_of(stolen)) == {A.peer_id}
 
 
 def test_the_chain_with_more_tokens_is_heavier_whatever_its_length() -> None:

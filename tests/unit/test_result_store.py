@@ -284,6 +284,26 @@ def test_rounds_of_a_chain_that_the_node_has_left_are_set_aside_and_taken_back(t
     assert list(tmp_path.glob("aside-*")) == [], "newer rounds have taken its place"
 
 
+def test_a_round_that_could_not_be_set_aside_can_be_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, chunks = ResultStore(tmp_path), [b"chunk"]
+    proof = proof_of(chunks, 0)
+    store.put(proof, chunks)
+
+    def fail(_self: Path, _target: Path) -> Path:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, "replace", fail)
+        store.set_aside([proof.outcome.hash])
+    assert "could not be set aside" in caplog.text
+    store.take_back(proof.outcome.hash)
+    assert ResultStore(tmp_path).take_stored() == [(RUN, proof)]
+    with pytest.raises(FileNotFoundError):
+        store.take_back("cd" * 32)
+
+
 def test_a_crash_while_rounds_are_set_aside_leaves_no_gap_before_stored_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,6 +331,11 @@ def test_a_certificate_is_believed_unless_most_contributors_contradict_it(
     assert electorate(last, here + moved).believes(votes, moved) is expected
 
 
+def test_an_attempt_has_no_leader_without_members() -> None:
+    """All members may be downloading a state at the same time."""
+    assert leader_of("ab", [], 3) == "" and leader_of("ab", ["a"], 3) == "a"
+
+
 def test_quorum_before_the_first_record_is_more_than_half_of_the_members() -> None:
     assert electorate("", "abc").is_quorum("ab") and not electorate("", "abc").is_quorum("a")
 

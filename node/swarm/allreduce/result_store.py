@@ -189,7 +189,7 @@ class ResultStore:
     def discard(self, head: str) -> None:
         """Remove the chunks of an outcome that this node does not vote for, unless the round was committed with it."""
         if not self._is_committed(head):
-            self._remove(head)
+            self.remove(head)
 
     def _write_chunks(self, head: str, hashes: str, chunks: Sequence[bytes]) -> None:
         """Write the chunks of an outcome, unless they are on the disk already."""
@@ -241,7 +241,8 @@ class ResultStore:
 
     def take_back(self, head: str) -> None:
         """Mark a round that was set aside as one of this node's chain again. Raises OSError."""
-        self._aside_path(head).replace(self._proof_path(head))
+        with suppress(FileNotFoundError):  # It could not be set aside on the disk, so it has its old name.
+            self._aside_path(head).replace(self._proof_path(head))
         os.utime(self._proof_path(head))
         sync_folder(self._folder)
         self._rounds.move_to_end(head)
@@ -258,7 +259,7 @@ class ResultStore:
             self._write(self._proof_path(head), [text])
             self._aside_path(head).unlink(missing_ok=True)
         except (OSError, QuotaError) as exc:
-            self._remove(head)
+            self.remove(head)
             logger.warning(
                 "The round counts, but its result could not be stored in %s: %s. Late peers cannot fetch it from this "
                 "node. If the node crashes before the next checkpoint, it loses the round.", self._folder, _reason(exc),
@@ -266,9 +267,10 @@ class ResultStore:
             return
         self._rounds.move_to_end(head)
         while len(self._rounds) > self._kept_rounds:
-            self._remove(next(iter(self._rounds)))
+            self.remove(next(iter(self._rounds)))
 
-    def _remove(self, head: str) -> None:
+    def remove(self, head: str) -> None:
+        """Remove a round, its result and the vote for it."""
         self._rounds.pop(head, None)
         for path in (self._proof_path(head), self._aside_path(head), self._path(head)):
             path.unlink(missing_ok=True)
@@ -293,10 +295,6 @@ class ResultStore:
     def holds(self, head: str) -> bool:
         """Whether this round, or its result, is in the store. Does not access the disk."""
         return head in self._rounds
-
-    def remove(self, head: str) -> None:
-        """Remove a committed round that cannot be replayed."""
-        self._remove(head)
 
     def load(self, proof: Proof) -> list[bytes]:
         """Read all chunks of a round, in order. Raises OSError, or ValueError if a chunk does not match its hash."""

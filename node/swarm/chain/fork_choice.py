@@ -101,19 +101,13 @@ def contributors_at(links: Sequence[Link], head: str) -> tuple[str, ...]:
     return next((link.members for link in links if link.head == head), ())
 
 
-def supporters(links: Sequence[Link], standing: Mapping[str, str]) -> set[str]:
-    """The peers that support the chain with these links. Slow: verifies signatures.
+def supporters(links: Sequence[Link]) -> set[str]:
+    """The peers that have signed that they support the chain with these links. Slow: verifies signatures.
 
     Contributors to the first link do not count: they stood on the fork point, which both chains share.
-
-    Args:
-        standing: the head that each live member names in its record.
     """
-    if not links:
-        return set()
-    heads = {link.head for link in links}
-    here = {peer for peer, head in standing.items() if head in heads}
-    return voters(parse(Proof, links[0].text)) | {peer for link in links[1:] for peer in link.members} | here
+    later = {peer for link in links[1:] for peer in link.members}
+    return voters(parse(Proof, links[0].text)) | later if links else set()
 
 
 def is_heavier(
@@ -132,7 +126,8 @@ def is_heavier(
         return bool(theirs)
 
     def rank(links: Sequence[Link]) -> tuple[int, int, int, str]:
-        signed, all_ = supporters(links, {}), supporters(links, standing)
-        return -len(signed & set(electorate)), -len(all_ & standing.keys()), -weight(links), links[-1].head
+        heads, signed = {link.head for link in links}, supporters(links)
+        live = sum(peer in signed or head in heads for peer, head in standing.items())
+        return -len(signed.intersection(electorate)), -live, -weight(links), links[-1].head
 
     return rank(theirs) < rank(mine)

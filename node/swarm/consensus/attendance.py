@@ -54,6 +54,9 @@ class Attendance:
                 if ctx.clock() > patient_until_s and self._enough_members():
                     raise RoundFailed("the leader did not close its group in time", code="leader_lost")
             target = attempt.holder or ctx.leader_at(attempt.number)
+            if not target:  # This node is downloading a state, and so is every other one.
+                await first((attempt.ended,), BACK_OFF_S)
+                continue
             if ctx.peer_table.is_evicted(target):
                 raise RoundFailed("the leader has signed two outcomes", code="leader_lost")
             attempt.asked.add(target)

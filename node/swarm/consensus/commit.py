@@ -156,7 +156,6 @@ class Committer:
                 if is_aside:
                     await asyncio.to_thread(ctx.chain.store.take_back, proof.outcome.hash)
                 if outcome.plan.parent == ctx.chain.tip.head:
-                    self._dropped = frozenset()
                     self._commit(tip, outcome, proof, now_s, is_replayed=True, was_left=is_aside)
                 return True
         except (SwarmError, OSError, ValueError) as exc:
@@ -220,10 +219,10 @@ class Committer:
         here. Then any certificate will do.
         """
         head, accepted, votes = proof.outcome.hash, self._ballot.accepted, voters(proof)
-        if self._ctx.is_overdue:
-            self._dropped = frozenset()  # The winners may have left.
-        if head == self._preferred or head in self._dropped:
-            return head == self._preferred
+        if head == self._preferred:
+            return True
+        if head in self._dropped and not self._ctx.is_overdue:  # Later, the winners may have left.
+            return False
         if accepted is not None and accepted.outcome.hash == head and self._ctx.electorate().is_quorum(votes):
             return True
         tip = self._ctx.chain.tip
@@ -291,6 +290,8 @@ class Committer:
         if offered:  # The others may have gone on since this node's vote.
             at_vote = self._ballot.suspensions_at_vote
             self._present_since = ctx.peer_table.suspensions if at_vote is None else at_vote
+        if tip.head in self._dropped:
+            self._dropped = frozenset()  # This node is back on the chain that had lost.
         attempts = self._start_next_round()
         stage_s = self._stages.finish()
         # In overlapped runs, `committed_at_s` is when the leader offered its contribution.

@@ -148,7 +148,10 @@ class Context:
         )
 
     def leader_at(self, number: int) -> str:
-        """The leader of this attempt at the next round. Members with the same tip and the same peers agree on it."""
+        """The leader of this attempt at the next round; empty without members.
+
+        Members with the same tip and the same peers agree on it.
+        """
         tip = self.chain.tip
         joins = joins_of(tip.proof.outcome) if tip.proof is not None else {}
         slow = slow_uplinks({peer: join.upload_bytes_s for peer, join in joins.items()})

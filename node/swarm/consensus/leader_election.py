@@ -19,9 +19,12 @@ def leader_order(parent: str, peer_ids: Sequence[str]) -> list[str]:
 
 
 def leader_of(parent: str, peer_ids: Sequence[str], attempt: int, slow: Collection[str] = ()) -> str:
-    """The leader of an attempt. Members in `slow` lead last, because all members wait for the leader's messages."""
+    """The leader of an attempt; empty without members.
+
+    Members in `slow` lead last, because all members wait for the leader's messages.
+    """
     order = sorted(leader_order(parent, peer_ids), key=lambda peer: peer in slow)
-    return order[attempt % len(order)]
+    return order[attempt % len(order)] if order else ""
 
 
 def slow_uplinks(uplinks_bytes_s: Mapping[str, float]) -> frozenset[str]:

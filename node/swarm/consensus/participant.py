@@ -38,7 +38,7 @@ from node.swarm.transport.wire import Wire
 
 logger = logging.getLogger(__name__)
 
-CHAIN_GRACE_S = 30.0
+RETURN_GRACE_S = 30.0
 """Time for members that are ahead to send their rounds, before a node that came back replays its own."""
 
 Deliver = Callable[[Committed | RoundFailed], None]
@@ -140,7 +140,7 @@ class Participant:
         their rounds. If it has voted, it continues with its vote.
         """
         ctx, parent = self.ctx, self.ctx.chain.tip.head
-        until_s = ctx.clock() + CHAIN_GRACE_S
+        until_s = ctx.clock() + RETURN_GRACE_S
         while ctx.chain.next_aside() is not None and self.ballot.is_overtaken() and ctx.clock() < until_s:
             ctx.behind.set()
             await asyncio.sleep(LOOK_S)

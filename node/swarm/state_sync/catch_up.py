@@ -116,7 +116,7 @@ class CatchUp:
     async def replay(self, peers: Sequence[PeerRecord]) -> bool:
         """Ask these peers in turn for rounds after this node's head, and adopt the rounds of the first that has some.
 
-        Stops at a peer that has some, or that is not ahead of this node, and returns whether there was such a peer.
+        Stops at a peer that has some, or that is at this node's head, and returns whether there was such a peer.
         Peers that send light proofs may be on another chain. If no round was adopted, `fork_choice` decides between
         their chains and this node's.
         """
@@ -173,14 +173,16 @@ class CatchUp:
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
-    def _is_far_behind(self, theirs: Sequence[Link], standing: Mapping[str, str]) -> bool:
-        """Whether to believe a chain that is ahead and shares no known round with this node's chain.
+    def _is_behind(self, theirs: Sequence[Link], standing: Mapping[str, str]) -> bool:
+        """Whether to believe rounds that follow this node's head, or that are ahead of it without a known common round.
 
-        It is believed if at least as many live members are on it as on this node's chain, or by its newest votes. One
-        member could invent it.
+        Without one, they are believed if at least as many live members are on their chain as on this node's, or by the
+        newest votes. One member could invent them.
         """
-        tip, their_heads = self._ctx.chain.tip, {link.head for link in theirs}
-        own_heads = set(heads_of(tip.links, tip.head))
+        tip = self._ctx.chain.tip
+        if theirs[0].parent == tip.head:
+            return self._committer.is_supported(parse(Proof, theirs[0].text))
+        their_heads, own_heads = {link.head for link in theirs}, set(heads_of(tip.links, tip.head))
         there, here = (sum(head in heads for head in standing.values()) for heads in (their_heads, own_heads))
         return there >= here or self._committer.is_supported(parse(Proof, theirs[-1].text))
 
@@ -201,16 +203,12 @@ class CatchUp:
         is_fork_point_known, mine = fork_point in heads, links_after(tip.links, fork_point)
         standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
-            if fork_point == tip.head:
-                is_behind = self._committer.is_supported(parse(Proof, theirs[0].text))
-            else:
-                is_behind = self._is_far_behind(theirs, standing)
-            if not is_behind:
-                if fork_point != tip.head:
-                    self._ballot.add_false_claim(record)
-                return False
-            self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
-            return True
+            if self._is_behind(theirs, standing):
+                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
+                return True
+            if fork_point != tip.head:
+                self._ballot.add_false_claim(record)
+            return False
         electorate = contributors_at(tip.links, fork_point)
         if not is_fork_point_known:  # The split was longer than MAX_LINKS, or a chain came from a download.
             theirs, mine = overlapping(theirs, tip.links)
