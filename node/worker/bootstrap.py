@@ -243,7 +243,9 @@ class Worker:
 
         Returns the session at the state from which to continue, and whether that state was downloaded.
         """
-        logger.warning("This node's chain has lost, because %s. It downloads another state.", cause.reason)
+        logger.warning(
+            "This node replaces its state, because %s. It downloads the state of the other members.", cause.reason
+        )
         tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
         if tip is None:
             logger.warning("No peer serves another state, so this node goes on with its own.")

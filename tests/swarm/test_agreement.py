@@ -28,7 +28,7 @@ def test_node_with_silently_corrupted_state_is_detected_repaired_and_counted(tmp
         wait_for(agree, START_S, "they did not agree again")
         assert [mismatches(node) for node in nodes] == [0, 0, 1]
         assert found_at <= CORRUPTED_ROUND + 2, "it took more than one round to find it"
-        assert "It downloads the state again" in third.said()
+        assert "It downloads the state of the other members" in third.said()
 
 
 def mismatches(node: Node) -> int:
