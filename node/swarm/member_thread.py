@@ -164,6 +164,15 @@ class SwarmThread:
 
         return self.start_call(restart).result(START_S)
 
+    def tokens(self) -> int:
+        """Tokens of the present tip."""
+
+        async def read(member: SwarmMember) -> int:
+            assert member.participant is not None
+            return member.participant.ctx.chain.tip.state.tokens
+
+        return self.start_call(read).result(START_S)
+
     def _drop_mail(self) -> None:
         with suppress(queue.Empty):
             while True:

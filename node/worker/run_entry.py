@@ -259,15 +259,25 @@ class RunEntry:
     def download_again(
         self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause, give_up_s: float = GIVE_UP_S
     ) -> Tip | None:
-        """Download another state in place of this node's.
+        """Download another state in place of this node's. Returns None to go on with this node's own state.
 
         After a lost fork, it returns None if the download makes no progress for `give_up_s`: the members with the other
-        state may have left, or may have lost their chain to this node's at the same time.
+        state may have left, or may have lost their chain to this node's at the same time. A node that was only behind
+        stops as soon as it has replayed a round, because the others may wait for it and have no newer state.
         """
         target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
-        return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
+        if cause.code != "far_behind":
+            return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
+        return self._download(swarm, rules, target, math.inf, lambda: swarm.tokens() > cause.own_tokens)
 
-    def _download(self, swarm: SwarmThread, rules: Rules, target: Target, give_up_s: float) -> Tip | None:
+    def _download(
+        self,
+        swarm: SwarmThread,
+        rules: Rules,
+        target: Target,
+        give_up_s: float,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Tip | None:
         progress_ratio, logged = 0.0, ""
         stuck_at_ratio, stuck_at_s = -1.0, 0.0
 
@@ -292,5 +302,7 @@ class RunEntry:
                 if progress_ratio != stuck_at_ratio:
                     stuck_at_ratio, stuck_at_s = progress_ratio, time.monotonic()
                 elif time.monotonic() - stuck_at_s > give_up_s:
+                    return None
+                if is_over():
                     return None
                 self._waiter.sleep(RETRY_S)

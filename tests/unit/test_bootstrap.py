@@ -78,6 +78,8 @@ def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: W
 class Peers:
     """A swarm whose peers serve no state. Each try downloads a further part of one."""
 
+    own_tokens = 100
+
     def __init__(self, progress: list[float]) -> None:
         self.progress = progress
 
@@ -88,6 +90,9 @@ class Peers:
         except TransferFailed as exc:
             call.set_exception(exc)
         return call
+
+    def tokens(self) -> int:
+        return self.own_tokens
 
     async def download(self, _rules: object, _target: object, on_progress: Callable[[float], None]) -> None:
         if self.progress:
@@ -113,7 +118,15 @@ def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_st
     monkeypatch.setattr(worker._waiter, "sleep", stop)
     for code in ("far_behind", "outvoted"):
         with pytest.raises(StopAsked):
-            worker._entry.download_again(peers, manifest, None, replace(cause, code=code), give_up_s=-1.0)  # type: ignore[arg-type]
+            again = replace(cause, code=code, own_tokens=peers.own_tokens)
+            worker._entry.download_again(peers, manifest, None, again, give_up_s=-1.0)  # type: ignore[arg-type]
+
+
+def test_a_node_that_is_behind_stops_its_download_when_it_has_replayed_a_round(worker: Worker) -> None:
+    """The others may wait for it, and then they have no newer state."""
+    peers, manifest = Peers([]), SimpleNamespace(parameters=10, initial_digest=None)
+    cause = ResyncCause("a test", "far_behind", own_tokens=peers.own_tokens - 1)
+    assert worker._entry.download_again(peers, manifest, None, cause) is None  # type: ignore[arg-type]
 
 
 class Steps:
