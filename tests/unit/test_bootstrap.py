@@ -117,8 +117,8 @@ def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_st
 
     monkeypatch.setattr(worker._waiter, "sleep", stop)
     for code in ("far_behind", "outvoted"):
+        again = replace(cause, code=code, own_tokens=peers.own_tokens)
         with pytest.raises(StopAsked):
-            again = replace(cause, code=code, own_tokens=peers.own_tokens)
             worker._entry.download_again(peers, manifest, None, again, give_up_s=-1.0)  # type: ignore[arg-type]
 
 
