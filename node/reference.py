@@ -31,10 +31,11 @@ from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
-from node.diloco.feedback import ErrorFeedback, FeedbackRule
+from node.diloco.feedback import FEEDBACK_RATIO, ErrorFeedback
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
+from node.training.algorithm import feedback_of, optimizer_of
 from node.training.corpus import Corpus, Stream, load_corpus
 from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, flatten, load_flat_, unit_elements
@@ -66,11 +67,18 @@ class ReferenceMember:
         precision: str,
     ) -> None:
         """`anchor` has the initial parameters, fp32 [P] on the cpu."""
-        self.state: OuterState = genesis(anchor)
+        self.state: OuterState = genesis(anchor, optimizer_of(run.outer).moments)
         self._run, self._corpus, self._run_id, self._stream_id = run, corpus, run_id, stream_id
         self._codec = make_codec(run.sync.codec)
-        rule = FeedbackRule(err_beta=1 - run.sync.feedback_beta)
-        self._feedback = ErrorFeedback(anchor.numel(), rule) if run.sync.has_feedback else None
+        self._result_codec = make_codec(run.sync.encoding_of_results)
+        self._outer = optimizer_of(run.outer)
+        rule = feedback_of(run.sync)
+        self._feedback = ErrorFeedback(anchor.numel(), rule) if rule is not None else None
+        self._result_feedback: dict[int, ErrorFeedback] = {}
+        """By the start of the chunk, if the run has error feedback."""
+        if rule is not None:
+            bounds = chunk_bounds(anchor.numel())
+            self._result_feedback = {start: ErrorFeedback(end - start, rule) for start, end in bounds}
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
         # The moments are kept across rounds; only the parameters are reset to the anchor.
@@ -106,12 +114,23 @@ class ReferenceMember:
         scales = clip_scales([self._norm(c) for c in members], weights)
         mean = torch.empty_like(self.state.anchor)
         for (start, end), *parts in zip(chunk_bounds(mean.numel()), *map(self._chunks, members), strict=True):
-            encoded = self._codec.encode(weighted_mean(parts, weights, scales))
-            mean[start:end] = self._codec.decode(encoded, end - start)
+            mean[start:end] = self._deliver(start, weighted_mean(parts, weights, scales))
         outer = self._run.outer
-        self.state = outer_step(self.state, mean, lr=outer.lr, momentum=outer.momentum, tokens=sum(weights))
+        self.state = outer_step(self.state, mean, self._outer, lr=outer.lr, tokens=sum(weights))
         self._last_round_tokens = sum(weights)
         load_flat_(self._model, self.state.anchor)
+
+    def _deliver(self, start: int, mean: Tensor) -> Tensor:
+        """The mean of the chunk that starts there, fp32 [n], as all members decode it."""
+        codec, n = self._result_codec, mean.numel()
+        feedback = self._result_feedback.get(start)
+        if feedback is None:
+            return codec.decode(codec.encode(mean), n)
+        wanted = feedback.add(mean, FEEDBACK_RATIO)
+        decoded = codec.decode(codec.encode(wanted), n)
+        feedback.record_error(wanted, decoded)
+        feedback.advance(self.state.round + 1)
+        return decoded
 
     def _chunks(self, contribution: WeightedUpdate) -> Iterator[Tensor]:
         """The decoded chunks, fp32 [n] each on the cpu."""

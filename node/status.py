@@ -207,6 +207,8 @@ class RoundRecord(Value):
     swarm_tokens: int = 0
     evaluation_loss: float | None = None
     """Loss of the anchor before this round on the held-out text, nats per token: the median of the members' values."""
+    contribution_cosine: float | None = None
+    """Mean cosine similarity of the contributions over the chunks that this node has reduced; None if there is none."""
     dropped: int = Field(0, ge=0)
     """Number of rounds, ending with `round`, that this node discarded when it left its side of a split."""
     reason: str = ""

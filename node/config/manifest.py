@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from node.errors import InviteError, ManifestError, ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"
@@ -28,6 +28,9 @@ WEIGHT_RATIO_MAX = 64
 """A contribution counts at most this many times the tokens of a typical node's round."""
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
+SPARSE_CODECS = ("topk", "topk64")
+LOSSY_CODECS = (*SPARSE_CODECS, "int2")
+"""Codecs that lose so much that they need error feedback."""
 
 
 class Section(BaseModel):
@@ -198,12 +201,19 @@ class InnerConfig(Section):
 
 
 class OuterConfig(Section):
-    """The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient."""
+    """The outer optimizer, which applies the averaged pseudo-gradient to the anchor."""
 
+    optimizer: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    """`nesterov` is SGD with Nesterov momentum, `momentum` with classical momentum, and `sgd` without momentum. `adam`
+    keeps a second moment, so the outer state is half as large again."""
     lr: float = Field(0.7, gt=0)
     """Outer learning rate."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Nesterov momentum."""
+    """Momentum of `nesterov` and `momentum`, and decay of `adam`'s first moment."""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """Decay of `adam`'s second moment."""
+    eps: float = Field(0.1, gt=0)
+    """Added to the root of `adam`'s second moment (DiLoCo, arXiv 2311.08105, section 3.1, raises it to 0.1)."""
 
 
 class RoundConfig(Section):
@@ -236,13 +246,21 @@ class SyncConfig(Section):
     `streaming` is like `overlapped`, but each round averages only one fragment of the parameters."""
     fragments: int = Field(4, ge=1, le=64)
     """Number of strided fragments of layers with `streaming`. Each is averaged once per `round.inner_steps`."""
-    codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "topk"] = "fp16"
-    """Encoding of pseudo-gradients on the wire. `fp16`, `int8`, `int4` and `e3m0` have a scale per block, which keeps
-    tiny values. `topk` is experimental."""
-    feedback: Literal["auto", "on", "off"] = "auto"
-    """Error feedback adds the encoding error to the next contribution. `auto` means only for codecs below 4 bits."""
-    feedback_beta: float = Field(1.0, gt=0, le=1)
-    """Weight of the newest error in the moving average of the error feedback; 1 means only the newest."""
+    codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "int2", "topk", "topk64"] = "fp16"
+    """Encoding of pseudo-gradients on the wire. All but `fp32` have a scale per block, which keeps tiny values. `topk`
+    and `topk64` send only the largest elements, 1 of 16 and 64 of 4,096. They and `int2` need error feedback."""
+    result_codec: Literal["auto", "fp32", "fp16", "int8", "int4", "e3m0", "int2"] = "auto"
+    """Encoding of the mean that the reducers send. `auto` is `int8` for codecs below 4 bits, else `codec`."""
+    feedback: Literal["none", "classic", "loco"] = "none"
+    """Error feedback adds the encoding error to the next contribution, and at the reducers to the next mean. `classic`
+    adds all of the newest error. `loco` adds a moving average of the errors, stored in 8 bits (LoCo, arXiv 2407.04480);
+    it suits codecs that send every element."""
+    feedback_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the error when it is added; below 1 forgets old errors (SparseLoCo, arXiv 2508.15706: 0.95)."""
+    err_beta: float = Field(0.8, ge=0, lt=1)
+    """Weight of the old average in the moving average of `loco`."""
+    feedback_reset_rounds: int = Field(128, ge=0)
+    """Rounds after which `loco` forgets all errors; 0 means never."""
     merge: Literal["mix", "correction"] = "mix"
     """What a node keeps, with `overlapped`, of the steps that it made during the averaging. `mix` keeps a
     share of the local parameters; `correction` keeps all of these steps."""
@@ -257,8 +275,24 @@ class SyncConfig(Section):
         return self.fragments if self.mode == "streaming" else 1
 
     @property
-    def has_feedback(self) -> bool:
-        return self.feedback == "on" or (self.feedback == "auto" and self.codec == "topk")
+    def encoding_of_results(self) -> str:
+        """The name of the codec of the mean."""
+        if self.result_codec != "auto":
+            return self.result_codec
+        return "int8" if self.codec in LOSSY_CODECS else self.codec
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> SyncConfig:
+        if self.codec in LOSSY_CODECS and self.feedback == "none":
+            raise ValueError(f"codec {self.codec} loses too much without error feedback: set feedback to classic")
+        if self.codec in SPARSE_CODECS and self.feedback == "loco":
+            raise ValueError(
+                f"feedback loco would repay only {1 - self.err_beta:.0%} of what codec {self.codec} leaves out: "
+                "set feedback to classic"
+            )
+        if self.result_codec == "int2" and self.feedback == "none":
+            raise ValueError("result_codec int2 loses too much without error feedback: set feedback to loco")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -305,6 +339,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"sync.fragments {self.sync.fragments} is more than the {self.model.num_hidden_layers} layers of "
                 "model.num_hidden_layers plus 2"
+            )
+        if self.outer.optimizer != "nesterov" and self.sync.auto:
+            raise ValueError(
+                f"sync.auto chooses the learning rate of outer.optimizer nesterov, not of {self.outer.optimizer}: "
+                "turn sync.auto off"
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 258:
             raise ValueError("data.tokenizer = bytes needs model.vocab_size of at least 258")

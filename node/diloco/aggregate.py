@@ -56,6 +56,24 @@ def norm_bound(weights: Sequence[int], norms: Sequence[float]) -> float:
     return sum(s * c * n for s, c, n in zip(shares(weights), scales, norms, strict=True))
 
 
+def mean_cosine(
+    squares: Sequence[float], weights: Sequence[int], scales: Sequence[float], square_of_mean: float
+) -> float | None:
+    """The mean cosine similarity of all pairs of contributions, from the norms that a reducer knows anyway.
+
+    With a_i = share_i scale_i |part_i|, it is (|mean|^2 - sum a_i^2) / ((sum a_i)^2 - sum a_i^2): pairs count by the
+    product of their lengths in the mean. None for fewer than two contributions that are not zero.
+
+    Args:
+        squares: the squared L2 norm of each part, before clipping.
+        square_of_mean: the squared norm of their `weighted_mean`.
+    """
+    lengths = [s * c * math.sqrt(q) for s, c, q in zip(shares(weights), scales, squares, strict=True)]
+    own = sum(length**2 for length in lengths)
+    pairs = sum(lengths) ** 2 - own
+    return max(-1.0, min(1.0, (square_of_mean - own) / pairs)) if 0 < pairs < math.inf else None
+
+
 def square_norm(x: Tensor) -> float:
     """Sum of squares of fp32 [n], with a relative error below 1e-12; infinite where it exceeds the range of fp32.
 

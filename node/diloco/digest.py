@@ -33,24 +33,31 @@ def leaf_hash(data: bytes | memoryview) -> bytes:
     return blake3(data, derive_key_context=LEAF_CONTEXT).digest()
 
 
-def leaf_bounds(parameters: int) -> list[tuple[int, int]]:
-    """Element ranges of the slices of one vector. The tree has these for the anchor, then again for the momentum."""
-    return [(start, min(start + LEAF_ELEMENTS, parameters)) for start in range(0, parameters, LEAF_ELEMENTS)]
+def leaf_bounds(elements: int) -> list[tuple[int, int]]:
+    """Element ranges of the slices of one vector."""
+    return [(start, min(start + LEAF_ELEMENTS, elements)) for start in range(0, elements, LEAF_ELEMENTS)]
+
+
+def tree_slices(parameters: int, moments: int = 1) -> list[tuple[int, int, int]]:
+    """Vector (0 the anchor, 1 the momentum), first element and end of each leaf of a state with so many moments."""
+    sizes = (parameters, moments * parameters)
+    return [(vector, start, end) for vector, size in enumerate(sizes) for start, end in leaf_bounds(size)]
 
 
 def leaf_hashes(state: OuterState) -> list[bytes]:
     """All leaves, those of the anchor first. Copies nothing on a little-endian machine."""
-    bounds = leaf_bounds(state.anchor.numel())
-    slices = [_little_endian(vector[a:b]) for vector in (state.anchor, state.momentum) for a, b in bounds]
+    vectors = state.anchor, state.momentum
+    places = tree_slices(state.anchor.numel(), state.moments)
+    slices = [_little_endian(vectors[vector][start:end]) for vector, start, end in places]
     if len(slices) < 2 * THREADS:
         return [leaf_hash(data) for data in slices]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
         return list(pool.map(leaf_hash, slices))
 
 
-def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -> str:
+def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes], moments: int = 1) -> str:
     """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
-    if len(leaves) != 2 * len(leaf_bounds(parameters)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
+    if len(leaves) != len(tree_slices(parameters, moments)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
     root = blake3(derive_key_context=ROOT_CONTEXT)
     try:
@@ -64,7 +71,7 @@ def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes]) -
 
 def state_digest(state: OuterState) -> str:
     """The digest that identifies this outer state, 64 hex characters."""
-    return root_digest(state.round, state.tokens, state.anchor.numel(), leaf_hashes(state))
+    return root_digest(state.round, state.tokens, state.anchor.numel(), leaf_hashes(state), state.moments)
 
 
 def _little_endian(values: Tensor) -> memoryview:

@@ -1,6 +1,7 @@
-"""Error feedback: what encoding lost of one contribution is added to the next one of the same node.
+"""Error feedback: what encoding lost of one vector is added to the next one of the same sender.
 
-With the pseudo-gradient g, the residual e (zero at first), and Q(h) for what arrives of an encoded vector h:
+A member feeds back the error of its contributions, a reducer that of its means. With the pseudo-gradient or the mean g,
+the residual e (zero at first), and Q(h) for what arrives of an encoded vector h:
 
     h = d e + g                        d: decay
     e' = b e + (1 - b) (h - Q(h))      b: err_beta
@@ -18,13 +19,19 @@ The sign is that of the pseudo-gradient: what was decoded too short is added. Ve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from node.diloco.aggregate import square_norm
 from node.diloco.codec import Int8
+
+FEEDBACK_RATIO = 0.5
+"""A reducer adds at most this share of a mean's norm. So the norm of what it sends has a bound that all nodes know."""
+SAMPLE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,11 @@ class FeedbackRule:
     """Whether the residual is stored with the codec int8, about one byte an element, instead of fp32."""
     reset_rounds: int = 0
     """T; 0 means that the residual is never reset."""
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Size of a stored residual."""
+        return Int8().encoded_bytes(SAMPLE) / SAMPLE if self.is_8bit else 4.0
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1 or not 0 <= self.err_beta < 1 or self.reset_rounds < 0:
@@ -57,7 +69,7 @@ class ErrorFeedback:
 
     def __init__(self, parameters: int, rule: FeedbackRule, stored: Tensor | None = None) -> None:
         """`stored` is an earlier `stored` of the same rule. Raises ValueError if it does not fit."""
-        self._rule, self._parameters, self._codec = rule, parameters, Int8()
+        self._rule, self.parameters, self._codec = rule, parameters, Int8()
         self.stored = self._pack(torch.zeros(parameters)) if stored is None else stored
         """The residual: fp32 [P], or as the bytes of int8, uint8 [B]."""
         self._check()
@@ -68,11 +80,19 @@ class ErrorFeedback:
         """e, fp32 [P] on the cpu; a copy only if it is stored in 8 bits."""
         if not self._rule.is_8bit:
             return self.stored
-        return self._codec.decode(self.stored.numpy().data, self._parameters)
+        return self._codec.decode(self.stored.numpy().data, self.parameters)
 
-    def add(self, gradient: Tensor) -> Tensor:
-        """h: the vector to encode in place of the pseudo-gradient g. A new fp32 [P] on the cpu."""
-        return torch.add(gradient, self.residual, alpha=self._rule.decay)
+    def add(self, gradient: Tensor, most_ratio: float = math.inf) -> Tensor:
+        """h: the vector to encode in place of g. A new fp32 [P] on the cpu.
+
+        If the residual is longer than `most_ratio` times g, only a part of this length is added; the rest is lost.
+        """
+        scale, residual = self._rule.decay, self.residual
+        if most_ratio < math.inf:
+            longest = most_ratio * math.sqrt(square_norm(gradient))
+            length = scale * math.sqrt(square_norm(residual))
+            scale *= min(1.0, longest / length) if length else 1.0
+        return torch.add(gradient, residual, alpha=scale)
 
     def record_error(self, wanted: Tensor, decoded: Tensor) -> None:
         """Store the next residual. `wanted` is the result of `add` and is overwritten; `decoded` is Q(h)."""
@@ -86,7 +106,7 @@ class ErrorFeedback:
         if self._next is not None:
             self.stored, self._next = self._next, None
         if self._rule.reset_rounds and (number + 1) % self._rule.reset_rounds == 0:
-            self.stored = self._pack(torch.zeros(self._parameters))
+            self.stored = self._pack(torch.zeros(self.parameters))
 
     def discard(self) -> None:
         """Discard the new residual. The local parameters still hold all of the contribution, which was excluded."""
@@ -99,9 +119,9 @@ class ErrorFeedback:
 
     def _check(self) -> None:
         if not self._rule.is_8bit:
-            fits = self.stored.shape == (self._parameters,) and self.stored.dtype == torch.float32
+            fits = self.stored.shape == (self.parameters,) and self.stored.dtype == torch.float32
         else:
-            fits = self.stored.shape == (self._codec.encoded_bytes(self._parameters),)
+            fits = self.stored.shape == (self._codec.encoded_bytes(self.parameters),)
             fits = fits and self.stored.dtype == torch.uint8
         if not fits:
-            raise ValueError(f"The residual does not fit {self._parameters} parameters with {self._rule}.")
+            raise ValueError(f"The residual does not fit {self.parameters} parameters with {self._rule}.")

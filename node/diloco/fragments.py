@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from node.diloco.outer import OuterState, outer_step
+from node.diloco.outer import OuterOptimizer, OuterState, outer_step
 
 Ranges = tuple[tuple[int, int], ...]
 """First element and end of each range, in rising order; no range touches the next."""
@@ -54,13 +54,25 @@ def put_(vector: Tensor, ranges: Ranges, fragment: Tensor) -> None:
         at += end - start
 
 
-def step(state: OuterState, ranges: Ranges, mean: Tensor, *, lr: float, momentum: float, tokens: int) -> OuterState:
+def step(
+    state: OuterState,
+    ranges: Ranges,
+    mean: Tensor,
+    optimizer: OuterOptimizer,
+    *,
+    lr: float,
+    tokens: int,
+    number: int | None = None,
+) -> OuterState:
     """Apply `outer_step` to one fragment and leave all other elements as they are. `mean` is fp32 [P_f] on the cpu."""
-    if ranges == ((0, state.anchor.numel()),):
-        return outer_step(state, mean, lr=lr, momentum=momentum, tokens=tokens)
-    part = OuterState(take(state.anchor, ranges), take(state.momentum, ranges), state.round, state.tokens)
-    stepped = outer_step(part, mean, lr=lr, momentum=momentum, tokens=tokens)
+    parameters = state.anchor.numel()
+    if ranges == ((0, parameters),):
+        return outer_step(state, mean, optimizer, lr=lr, tokens=tokens, number=number)
+    shifts = [moment * parameters for moment in range(state.moments)]
+    moments = tuple((shift + start, shift + end) for shift in shifts for start, end in ranges)
+    part = OuterState(take(state.anchor, ranges), take(state.momentum, moments), state.round, state.tokens)
+    stepped = outer_step(part, mean, optimizer, lr=lr, tokens=tokens, number=number)
     anchor, buffer = state.anchor.clone(), state.momentum.clone()
     put_(anchor, ranges, stepped.anchor)
-    put_(buffer, ranges, stepped.momentum)
+    put_(buffer, moments, stepped.momentum)
     return OuterState(anchor, buffer, stepped.round, stepped.tokens)

@@ -1,17 +1,20 @@
-"""The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient, and the rules that move a node's
-local parameters to a new anchor.
+"""The outer optimizers, which apply the averaged pseudo-gradient to the anchor, and the rules that move a node's local
+parameters to a new anchor.
 
 DiLoCo, arXiv 2311.08105, algorithm 1: theta is the anchor, Delta the mean pseudo-gradient, H the inner steps. Every
 tensor here is fp32, either the flat vector [P] of all parameters or a fragment [P_f] of it. All nodes must compute the
 same bits on every machine, so `outer_step` uses only elementwise, exactly rounded operations: multiply and add stay
-separate (no `alpha=`, `addcmul` or `lerp`, which may become a fused multiply-add), the two hyper-parameters are rounded
-to fp32 first, and denormal numbers must not be flushed to zero.
+separate (no `alpha=`, `addcmul` or `lerp`, which may become a fused multiply-add), all hyper-parameters are rounded to
+fp32 first, and denormal numbers must not be flushed to zero.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,34 @@ SMALLEST_NORMAL = 2.0**-126
 """Smallest normal number of fp32; half of it is denormal."""
 STEP_ELEMENTS = 2**18
 """Elements that `outer_step` processes at a time, so that its six passes stay in the cache."""
+TINY = 2.0**-60
+"""A decay factor below this one changes nothing in fp32, when it is subtracted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOptimizer:
+    """How a mean pseudo-gradient g changes the anchor. All start with moments of zero.
+
+    sgd        anchor' = anchor - lr g
+    momentum   m' = mu m + g                   anchor' = anchor - lr m'
+    nesterov   m' = mu m + g                   anchor' = anchor - lr (g + mu m')
+    adam       m' = mu m + (1 - mu) g          anchor' = anchor - lr c m' / (sqrt(v') + eps sqrt(1 - beta2^t))
+               v' = beta2 v + (1 - beta2) g^2  c = sqrt(1 - beta2^t) / (1 - mu^t), with t counted from 1
+
+    The first three are `torch.optim.SGD`, the last one `torch.optim.Adam` (arXiv 1412.6980, algorithm 1).
+    """
+
+    name: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    momentum: float = 0.9
+    """mu, from 0 to below 1. `sgd` does not use it."""
+    beta2: float = 0.99
+    """Only `adam` uses it and `eps`."""
+    eps: float = 0.1
+
+    @property
+    def moments(self) -> int:
+        """Moments that the outer state holds for each parameter."""
+        return 2 if self.name == "adam" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +59,7 @@ class OuterState:
     anchor: Tensor
     """Outer parameters, fp32 [P], cpu."""
     momentum: Tensor
-    """Outer momentum buffer, fp32 [P], cpu."""
+    """The momentum buffer, fp32 [P], cpu. With `adam` the first moments and then the second ones, fp32 [2 P]."""
     round: int
     """Last committed round; -1 at genesis."""
     tokens: int
@@ -38,14 +69,21 @@ class OuterState:
         for name, x in (("anchor", self.anchor), ("momentum", self.momentum)):
             if x.dtype != torch.float32 or x.device.type != "cpu" or x.dim() != 1 or not x.is_contiguous():
                 raise ValueError(f"The {name} must be one contiguous fp32 vector on the cpu.")
-        _require_one_shape(self.anchor, self.momentum)
+        count, moments = self.anchor.numel(), self.momentum.numel()
+        if moments not in (count, 2 * count):
+            raise ValueError(f"The momentum must be one or two values a parameter, not {moments} for {count}.")
         if self.round < -1 or self.tokens < 0:
             raise ValueError(f"Round {self.round} and tokens {self.tokens} must be at least -1 and 0.")
 
+    @property
+    def moments(self) -> int:
+        """Moments for each parameter: 1, or 2 with `adam`."""
+        return max(1, self.momentum.numel() // max(1, self.anchor.numel()))
 
-def genesis(anchor: Tensor) -> OuterState:
-    """The state before round 0: the initial parameters, fp32 [P] on the cpu, and zero momentum."""
-    return OuterState(anchor=anchor, momentum=torch.zeros_like(anchor), round=-1, tokens=0)
+
+def genesis(anchor: Tensor, moments: int = 1) -> OuterState:
+    """The state before round 0: the initial parameters, fp32 [P] on the cpu, and moments of zero."""
+    return OuterState(anchor=anchor, momentum=torch.zeros(moments * anchor.numel()), round=-1, tokens=0)
 
 
 def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
@@ -54,31 +92,79 @@ def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
     return anchor - local
 
 
-def outer_step(state: OuterState, mean: Tensor, *, lr: float, momentum: float, tokens: int) -> OuterState:
+def outer_step(
+    state: OuterState, mean: Tensor, optimizer: OuterOptimizer, *, lr: float, tokens: int, number: int | None = None
+) -> OuterState:
     """One outer step on the mean pseudo-gradient, fp32 [P] on the cpu. Returns a new state; `state` stays as it is.
 
-    As `torch.optim.SGD(nesterov=True)` with a zero initial buffer: m' = mu m + g, anchor' = anchor - lr (g + mu m').
-    `tokens` are those of this round. Allocates only the new state. Raises ValueError for a mean that does not fit, and
+    `tokens` are those of this round. `number` counts the earlier outer steps of these parameters; by default it is that
+    of all rounds. Allocates only the new state. Raises ValueError for a mean or moments that do not fit, and
     ArithmeticError on a thread that flushes denormal numbers.
     """
     _require_denormals()
     if mean.shape != state.anchor.shape or mean.dtype != torch.float32 or mean.device.type != "cpu":
         raise ValueError(f"The mean must be fp32 {tuple(state.anchor.shape)} on the cpu.")
+    if state.moments != optimizer.moments:
+        raise ValueError(f"The optimizer {optimizer.name} needs {optimizer.moments} moments, not {state.moments}.")
     if tokens < 0:
         raise ValueError(f"A round cannot have {tokens} tokens.")
-    lr_scalar = torch.tensor(lr, dtype=torch.float32)
-    mu_scalar = torch.tensor(momentum, dtype=torch.float32)
-    buffer, anchor = torch.empty_like(state.momentum), torch.empty_like(state.anchor)
+    momentum, anchor = torch.empty_like(state.momentum), torch.empty_like(state.anchor)
+    buffers = momentum.view(optimizer.moments, -1)
+    old_buffers = state.momentum.view(optimizer.moments, -1)
+    number = state.round + 1 if number is None else number
     for start in range(0, mean.numel(), STEP_ELEMENTS):
         part = slice(start, start + STEP_ELEMENTS)
-        g, m, new = mean[part], buffer[part], anchor[part]
-        torch.mul(state.momentum[part], mu_scalar, out=m)
-        m.add_(g)
-        torch.mul(m, mu_scalar, out=new)
-        new.add_(g)
-        new.mul_(lr_scalar)
+        new = anchor[part]
+        if optimizer.name == "adam":
+            _adam(optimizer, lr, number + 1, mean[part], old_buffers[:, part], buffers[:, part], new)
+        else:
+            _sgd(optimizer, lr, mean[part], old_buffers[0, part], buffers[0, part], new)
         torch.sub(state.anchor[part], new, out=new)
-    return OuterState(anchor=anchor, momentum=buffer, round=state.round + 1, tokens=state.tokens + tokens)
+    return OuterState(anchor=anchor, momentum=momentum, round=state.round + 1, tokens=state.tokens + tokens)
+
+
+def _sgd(optimizer: OuterOptimizer, lr: float, g: Tensor, old: Tensor, m: Tensor, change: Tensor) -> None:
+    """Write the new momentum to `m`, and to `change` what is subtracted from the anchor."""
+    mu = _fp32(0.0 if optimizer.name == "sgd" else optimizer.momentum)
+    torch.mul(old, mu, out=m)
+    m.add_(g)
+    if optimizer.name == "nesterov":
+        torch.mul(m, mu, out=change)
+        change.add_(g)
+    else:
+        change.copy_(m)
+    change.mul_(_fp32(lr))
+
+
+def _adam(optimizer: OuterOptimizer, lr: float, t: int, g: Tensor, old: Tensor, new: Tensor, change: Tensor) -> None:
+    """Write the new moments to `new`, fp32 [2, n], and to `change` what is subtracted from the anchor."""
+    mu, beta2 = optimizer.momentum, optimizer.beta2
+    root = math.sqrt(1 - _power(beta2, t))
+    torch.mul(old[0], _fp32(mu), out=new[0])
+    torch.mul(g, _fp32(1 - mu), out=change)
+    new[0].add_(change)
+    torch.mul(old[1], _fp32(beta2), out=new[1])
+    torch.mul(g, g, out=change)
+    change.mul_(_fp32(1 - beta2))
+    new[1].add_(change)
+    np.sqrt(new[1].numpy(), out=change.numpy())  # It rounds exactly; `torch.sqrt` does not in MKL.
+    change.add_(_fp32(optimizer.eps * root))
+    torch.div(new[0], change, out=change)
+    change.mul_(_fp32(lr * root / (1 - _power(mu, t))))
+
+
+def _power(base: float, exponent: int) -> float:
+    """base to the power of exponent, with the same rounding on every machine; 0 where it is negligible against 1."""
+    result = 1.0
+    for _ in range(exponent):
+        result *= base
+        if result < TINY:
+            return 0.0
+    return result
+
+
+def _fp32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def carry(local: Tensor, old_anchor: Tensor, new_anchor: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 On the device, a parameter takes 4 bytes of weights, 4 of gradients, 8 of AdamW's moments (4 of Muon's), 4 of the copy
 that is sent, and in half precision 2 of the weights' copy. On the host, it takes 4 bytes each of anchor and momentum
 before and after an outer step, 4 of the pseudo-gradient, up to 4 of the encoded data, and 12 of a checkpoint's weights
-and moments. Error feedback adds 8 bytes of its residual before and after a round. All host memory is pageable.
+and moments. Error feedback adds its residuals before and after a round: that of the contribution and, if this node
+reduces all chunks, that of the mean, each of 4 bytes, or 1 with LoCo. The outer optimizer `adam` adds 4 bytes of second
+moments before and after an outer step. All host memory is pageable.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from node.config.schema import Config, DevicesConfig
 from node.diloco.codec import make_codec
 from node.errors import MachineError
 from node.host.disk_quota import LEAST_BYTES, META_BYTES, quota_bytes
+from node.training.algorithm import feedback_of, optimizer_of
 from node.training.device import ComputeDevice, available_memory_bytes, free_gpu_memory_bytes
 from node.training.inner import Execution, InnerLoop
 from node.training.model import LOSS_TOKENS, unit_elements
@@ -31,8 +34,8 @@ GB = 1e9
 DEVICE_BYTES = 20
 HALF_BYTES = 2
 HOST_BYTES = 36
-FEEDBACK_BYTES = 8
-"""Bytes a parameter that error feedback adds on the host. Each checkpoint has half of them."""
+RESIDUALS = 4
+"""Residuals of error feedback in memory: of the contribution and of the mean, before and after a round."""
 BASE_BYTES = 0.7 * GB
 """Memory of Python, torch, libp2p's daemon and the supervisor."""
 CHECKPOINT_BYTES = 20
@@ -67,16 +70,18 @@ class Requirements:
 def estimate_requirements(run: RunConfig, config: Config, precision: str) -> Requirements:
     """Compute the requirements by formula. `precision` is `fp32`, `bf16` or `fp16`."""
     parameters = sum(unit_elements(run.model))
-    payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
+    result_bytes = make_codec(run.sync.encoding_of_results).encoded_bytes(parameters)
     half = 0 if precision == "fp32" else HALF_BYTES
-    feedback = FEEDBACK_BYTES if run.sync.has_feedback else 0
-    saved = CHECKPOINT_BYTES + feedback // 2
+    rule = feedback_of(run.sync)
+    residual = 0.0 if rule is None else rule.bytes_per_parameter
+    more_moments = 4 * (optimizer_of(run.outer).moments - 1)
+    saved = CHECKPOINT_BYTES + residual + more_moments
     return Requirements(
         device_bytes=(DEVICE_BYTES + half) * parameters,
         row_bytes=row_bytes(run, config.devices, precision),
-        host_bytes=(HOST_BYTES + feedback) * parameters + BASE_BYTES,
-        disk_bytes=(config.checkpoint.keep + 1) * saved * parameters + KEPT_RESULTS * payload_bytes,
-        least_disk_bytes=2 * (saved * parameters + META_BYTES) + payload_bytes,
+        host_bytes=(HOST_BYTES + RESIDUALS * residual + 2 * more_moments) * parameters + BASE_BYTES,
+        disk_bytes=((config.checkpoint.keep + 1) * saved + residual) * parameters + KEPT_RESULTS * result_bytes,
+        least_disk_bytes=2 * (saved * parameters + META_BYTES) + residual * parameters + result_bytes,
     )
 
 

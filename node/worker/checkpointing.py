@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from node.config.manifest import Manifest
-from node.diloco.digest import leaf_bounds
+from node.diloco.digest import tree_slices
 from node.diloco.outer import OuterState
 from node.errors import QuotaError
 from node.swarm.chain.chain import Tip
@@ -69,8 +69,9 @@ def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
 class CheckpointSource:
     """Serves checkpoints to joiners. Hash trees come from memory, tensors from the disk."""
 
-    def __init__(self, store: CheckpointStore, parameters: int, cache: Path) -> None:
-        self._store, self._parameters, self._cache = store, parameters, cache
+    def __init__(self, store: CheckpointStore, parameters: int, cache: Path, moments: int = 1) -> None:
+        self._store, self._cache = store, cache
+        self._slices = tree_slices(parameters, moments)
         self._snapshots: tuple[Snapshot, ...] = ()
         """Newest first."""
 
@@ -99,9 +100,7 @@ class CheckpointSource:
         path = self._store.outer_file(snapshot.round) if snapshot is not None else None
         if path is None:
             raise LookupError("this node does not have that state")
-        bounds = leaf_bounds(self._parameters)
-        vector, leaf = divmod(index, len(bounds))
-        start, end = bounds[leaf]
+        vector, start, end = self._slices[index]
         return read_slice(path, ("anchor", "momentum")[vector], 4 * start, 4 * (end - start))
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from node.config.manifest import SyncConfig
-from node.diloco.feedback import ErrorFeedback, FeedbackRule
+from node.diloco.feedback import ErrorFeedback
 from node.diloco.fragments import elements, take
 from node.diloco.outer import pseudo_gradient
 from node.swarm.allreduce.reducer import ChunkLayout
+from node.training.algorithm import feedback_of
 
 RESIDUAL = "feedback_residual"
 """Prefix of a residual's name in a checkpoint. The number of the fragment follows."""
@@ -39,8 +40,7 @@ class Encoder:
         self._running: Future[None] | None = None
         self.last_encoding_s = 0.0
         self._feedback: list[ErrorFeedback] = []
-        if sync.has_feedback:
-            rule = FeedbackRule(err_beta=1 - sync.feedback_beta)
+        if (rule := feedback_of(sync)) is not None:
             self._feedback = [
                 ErrorFeedback(elements(layout.ranges), rule, saved.get(f"{RESIDUAL}.{fragment}"))
                 for fragment, layout in enumerate(layouts)

@@ -159,6 +159,7 @@ def make_record(
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
         evaluation_loss=statistics.median(losses) if losses else None,
+        contribution_cosine=done.cosine,
         reason=reason,
     )
 

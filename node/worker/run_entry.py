@@ -32,6 +32,7 @@ from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import verified_tip
 from node.swarm.transport.p2pd import DaemonOptions
+from node.training.algorithm import optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.hub import pinned
 from node.training.model import build_model, flatten
@@ -111,8 +112,9 @@ class RunEntry:
             member.serve_manifest(text)
 
         swarm.start_call(serve_manifest).result(SERVE_S)
-        source = CheckpointSource(self._store, manifest.parameters, self._folder / "cache")
         rules = rules_of(manifest)
+        moments = rules.outer.optimizer.moments
+        source = CheckpointSource(self._store, manifest.parameters, self._folder / "cache", moments)
         checkpoint, tip = saved if saved is not None else (None, None)
         if tip is not None:
             source.publish(tip)
@@ -189,7 +191,7 @@ class RunEntry:
         # Load after the model, as two threads cannot import one library, and before the run exists, as it may fail.
         if (loading := self._start_loading(run)) is not None:
             self._waiter.wait(loading)
-        state = genesis(parameters)
+        state = genesis(parameters, optimizer_of(run.outer).moments)
         draft = Manifest(
             run_id=secrets.token_hex(16), initial_digest="0" * 64, parameters=state.anchor.numel(), run=run
         )
@@ -252,7 +254,8 @@ class RunEntry:
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
         """Download the state, retrying until a peer serves it."""
-        tip = self._download(swarm, rules, Target(manifest.parameters, manifest.initial_digest), math.inf)
+        target = Target(manifest.parameters, manifest.initial_digest, moments=rules.outer.optimizer.moments)
+        tip = self._download(swarm, rules, target, math.inf)
         assert tip is not None
         return tip
 
@@ -265,7 +268,8 @@ class RunEntry:
         state may have left, or may have lost their chain to this node's at the same time. A node that was only behind
         stops as soon as it has replayed a round, because the others may wait for it and have no newer state.
         """
-        target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
+        moments = rules.outer.optimizer.moments
+        target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens, moments)
         if cause.code != "far_behind":
             return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
         return self._download(swarm, rules, target, math.inf, lambda: swarm.tokens() > cause.own_tokens)

@@ -12,6 +12,7 @@ from node.swarm.chain.chain import OuterRule, Tip
 from node.swarm.consensus.context import Rules
 from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.member_thread import SwarmThread
+from node.training.algorithm import feedback_of, optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
 from node.training.model import unit_elements
 from node.worker.checkpointing import CheckpointSource
@@ -39,7 +40,7 @@ def rules_of(manifest: Manifest) -> Rules:
     max_steps = run.round.most_inner_steps or 4 * min_steps
     outer = OuterRule(
         lr=run.outer.lr,
-        momentum=run.outer.momentum,
+        optimizer=optimizer_of(run.outer),
         # Each fragment has its own rounds, so a round has 1/F of the inner steps.
         inner_steps=max(1, min_steps // fragments),
         fragments=fragments,
@@ -53,6 +54,8 @@ def rules_of(manifest: Manifest) -> Rules:
         outer=outer,
         max_tokens=run.max_contribution_tokens,
         overlapped=run.sync.mode != "blocking",
+        result_codec=make_codec(run.sync.encoding_of_results),
+        feedback=feedback_of(run.sync),
     )
 
 

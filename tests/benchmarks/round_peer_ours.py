@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from node.diloco.codec import make_codec
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.reducer import chunk_layouts
@@ -55,7 +55,9 @@ class Peer:
         self.rank, self.peers, n = arguments.rank, arguments.peers, arguments.parameters
         (self.layout,) = layouts = chunk_layouts(make_codec("fp16"), [((0, n),)])
         # With outer lr 1 and no momentum, the anchor is minus the sum of all means, so the means can be checked.
-        rules = Rules(RUN, layouts, ClosingRule("time", self.peers, 0.5), OuterRule(1.0, 0.0, 100), 2**40)
+        rules = Rules(
+            RUN, layouts, ClosingRule("time", self.peers, 0.5), OuterRule(1.0, OuterOptimizer("sgd"), 100), 2**40
+        )
         self.vector = contribution(self.rank, n)
         self.norm = self.layout.norm(
             [self.layout.codec.encode(self.vector[start:end]) for start, end in self.layout.bounds]

@@ -26,7 +26,7 @@ import torch
 
 from node.diloco.codec import make_codec
 from node.diloco.fragments import elements, strided
-from node.diloco.outer import OuterState, genesis
+from node.diloco.outer import OuterOptimizer, OuterState, genesis
 from node.errors import RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.reducer import chunk_layouts
@@ -59,7 +59,7 @@ Transport = Literal["local", "p2p"]
 WAIT_S = 30.0
 DHT_RUN = "ab" * 32
 """The run of the records in the DHT. It is fixed, because hosts outlive the run of a test."""
-OUTER = OuterRule(lr=0.7, momentum=0.9, inner_steps=10)
+OUTER = OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=10)
 QUICK = MemberTimings(gossip_s=0.25, look_ahead_s=0.25, hold_s=1.0)
 """These times are shorter than in production, except the time after which a peer counts as dead."""
 GRACE_S = 0.5

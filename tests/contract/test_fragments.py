@@ -28,8 +28,8 @@ def test_each_round_changes_one_fragment_only(swarm: Swarm) -> None:
         state, layout = done[0].tip.state, nodes[0].rules.layout_at(round_)
         ordered = [given[peer] for peer in sorted(given)]
         mean = weighted_mean([x for x, _ in ordered], [tokens for _, tokens in ordered])
-        buffer = OUTER.momentum * take(momentum, layout.ranges) + mean
-        step = OUTER.lr * (mean + OUTER.momentum * buffer)
+        buffer = OUTER.optimizer.momentum * take(momentum, layout.ranges) + mean
+        step = OUTER.lr * (mean + OUTER.optimizer.momentum * buffer)
         torch.testing.assert_close(take(state.anchor, layout.ranges), take(before.anchor, layout.ranges) - step)
         changed = (state.anchor != before.anchor).nonzero().flatten()
         inside = torch.cat([torch.arange(start, end) for start, end in layout.ranges])

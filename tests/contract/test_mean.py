@@ -29,7 +29,7 @@ def test_mean_of_a_round_is_exact_up_to_codec_rounding(swarm: Swarm, count: int,
     scales = clip_scales([layout.norm(chunks) for chunks in sent], weights)
     exact = weighted_mean([layout.decode(chunks) for chunks in sent], weights, scales)
     mean = layout.decode([layout.codec.encode(exact[start:end]) for start, end in layout.bounds])
-    state = outer_step(start_state(parameters), mean, lr=OUTER.lr, momentum=OUTER.momentum, tokens=sum(weights))
+    state = outer_step(start_state(parameters), mean, OUTER.optimizer, lr=OUTER.lr, tokens=sum(weights))
     for d in done:
         assert d.included and d.offered
         assert torch.equal(d.tip.state.anchor, state.anchor)

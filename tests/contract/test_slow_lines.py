@@ -113,7 +113,7 @@ def test_a_deposit_counts_as_the_members_contribution(open_lines: Swarm) -> None
     weights = slow.tip.last_weights
     given = {nodes[0].peer_id: 0, nodes[1].peer_id: 1, slow.peer_id: 7}
     mean = sum(weights[peer] * gradient(place, 1, PARAMETERS) for peer, place in given.items()) / sum(weights.values())
-    assert torch.allclose(slow.tip.state.momentum, OUTER.momentum * before + mean, atol=1e-5)
+    assert torch.allclose(slow.tip.state.momentum, OUTER.optimizer.momentum * before + mean, atol=1e-5)
 
 
 @pytest.mark.parametrize("fault", ["forward@*=garbage", "forward@*=shape"])

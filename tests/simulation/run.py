@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterOptimizer, genesis
 from node.swarm.allreduce.reducer import ChunkLayout
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.consensus.commit import Committed
@@ -71,7 +71,7 @@ class World:
             run="ab" * 32,
             layouts=(ChunkLayout(PaddedFp32(scenario.chunk_bytes), bounds, ((0, parameters),)),),
             closing=ClosingRule(scenario.policy, scenario.min_peers, scenario.quorum_ratio),  # type: ignore[arg-type]
-            outer=OuterRule(lr=0.7, momentum=0.9, inner_steps=scenario.inner_steps),
+            outer=OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=scenario.inner_steps),
             max_tokens=10**6,
         )
         start = genesis(torch.linspace(-1, 1, parameters))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.diloco.digest import state_digest
-from node.diloco.outer import genesis, outer_step
+from node.diloco.outer import OuterOptimizer, genesis, outer_step
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, ResultStore
 from node.swarm.chain.chain import Chain, OuterRule, Tip, make_tip, next_tip
 from node.swarm.identity import new_identity
@@ -17,7 +17,7 @@ from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S, Join, Proof, RoundOut
 from tests.unit.swarm_data import RUN, A, B, committed, new_join
 
 P = 100
-OUTER = OuterRule(lr=0.7, momentum=0.9, inner_steps=50)
+OUTER = OuterRule(lr=0.7, optimizer=OuterOptimizer(), inner_steps=50)
 
 
 def first_tip() -> Tip:
@@ -53,7 +53,7 @@ def test_initial_tip_of_a_chain_has_no_proof_and_no_previous_round() -> None:
 
 
 def test_automatic_settings_fit_inner_steps_to_transfers_and_outer_lr_to_contributors() -> None:
-    outer = OuterRule(lr=0.1, momentum=0.0, inner_steps=50, most_inner_steps=100, follows_peers=True)
+    outer = OuterRule(lr=0.1, optimizer=OuterOptimizer("sgd"), inner_steps=50, most_inner_steps=100, follows_peers=True)
     tip = make_tip(genesis(torch.zeros(P)), RUN, None, outer, {}, 5.0)
     assert (tip.inner_steps, tip.round_s) == (50, None)
     four = {new_identity().peer_id: new_join().model_copy(update={"transfer_s": 6.0}) for _ in range(4)}
@@ -69,7 +69,7 @@ def test_next_tip_is_computed_from_the_mean_and_the_signed_joins() -> None:
     joins = {A.peer_id: new_join(100, 0.1), B.peer_id: new_join(300, 0.2)}
     mean = torch.randn(P, generator=torch.Generator().manual_seed(0))
     new = step(tip, joins, mean, proof)
-    expected = outer_step(tip.state, mean, lr=0.7, momentum=0.9, tokens=400)
+    expected = outer_step(tip.state, mean, OuterOptimizer(), lr=0.7, tokens=400)
     assert torch.equal(new.state.anchor, expected.anchor) and torch.equal(new.state.momentum, expected.momentum)
     assert (new.head, new.proof, new.round, new.anchor_at_s) == (proof.outcome.hash, proof, 0, 7.0)
     assert new.digest == state_digest(expected) != tip.digest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import MachineError
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.faults import Faults
@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from node.worker.checkpointing import SETTLE_S, Checkpointer, CheckpointSchedule, CheckpointSource
 
 P = 100
-TIP = make_tip(genesis(torch.ones(P)), "ab" * 32, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
+TIP = make_tip(genesis(torch.ones(P)), "ab" * 32, None, OuterRule(0.7, OuterOptimizer(), 10), {}, 0.0)
 CHECKPOINT = Checkpoint(
     manifest_hash="ab" * 32, head=TIP.head, round=-1, tokens=0, state_digest=TIP.digest,
     leaves=tuple(leaf.hex() for leaf in TIP.leaves), anchor=TIP.state.anchor, momentum=TIP.state.momentum,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from node.diloco.aggregate import weighted_mean
 from node.diloco.codec import make_codec
-from node.diloco.outer import OuterState, carry, genesis, outer_step, pseudo_gradient
+from node.diloco.outer import OuterOptimizer, OuterState, carry, genesis, outer_step, pseudo_gradient
 
 INPUTS, HIDDEN = 8, 16
 PARAMETERS = HIDDEN * INPUTS + HIDDEN + HIDDEN
@@ -50,7 +50,7 @@ def round_of(
         parts.append(coder.decode(coder.encode(delta), PARAMETERS))
         weights.append(sum(len(b) for b in batches))
     mean = coder.decode(coder.encode(weighted_mean(parts, weights)), PARAMETERS)
-    return outer_step(state, mean, lr=lr, momentum=momentum, tokens=sum(weights))
+    return outer_step(state, mean, OuterOptimizer(momentum=momentum), lr=lr, tokens=sum(weights))
 
 
 @pytest.mark.parametrize("inner_steps", [1, 5])
@@ -96,9 +96,9 @@ def test_carried_work_of_a_member_that_missed_a_round_counts_in_full() -> None:
     """The outer lr is 1. Peer b misses round 0 and contributes its carried work in round 1."""
     start = initial()
     work_a = [sgd(start, [batch(0, i) for i in range(3)])]
-    state_1 = outer_step(genesis(start), pseudo_gradient(start, work_a[0]), lr=1.0, momentum=0.0, tokens=1)
+    state_1 = outer_step(genesis(start), pseudo_gradient(start, work_a[0]), OuterOptimizer("sgd"), lr=1.0, tokens=1)
     late = sgd(start, [batch(1, i) for i in range(3)])
     carried = carry(late, start, state_1.anchor)
-    state_2 = outer_step(state_1, pseudo_gradient(state_1.anchor, carried), lr=1.0, momentum=0.0, tokens=1)
+    state_2 = outer_step(state_1, pseudo_gradient(state_1.anchor, carried), OuterOptimizer("sgd"), lr=1.0, tokens=1)
     expected = start + (work_a[0] - start) + (late - start)
     torch.testing.assert_close(state_2.anchor, expected, rtol=1e-5, atol=1e-6)

@@ -17,7 +17,7 @@ import torch
 
 from node.diloco.codec import make_codec
 from node.diloco.digest import LEAF_ELEMENTS, leaf_hash, leaf_hashes, root_digest
-from node.diloco.outer import OuterState, genesis
+from node.diloco.outer import OuterOptimizer, OuterState, genesis
 from node.errors import PeerError, TransferFailed
 from node.status import Channel, Phase
 from node.swarm.allreduce.reducer import chunk_layouts
@@ -37,7 +37,7 @@ from tests.unit.swarm_data import RUN, A, B, committed, leaf_of
 
 P, PARENT = 1000, "cd" * 32
 LAYOUTS = chunk_layouts(make_codec("fp32"), [((0, P),)])
-RULES = Rules(RUN, LAYOUTS, ClosingRule("time", 2, 0.5), OuterRule(0.7, 0.9, 10), 2**40)
+RULES = Rules(RUN, LAYOUTS, ClosingRule("time", 2, 0.5), OuterRule(0.7, OuterOptimizer(), 10), 2**40)
 
 
 def random_state(round_: int = 4, parameters: int = P) -> OuterState:

@@ -17,15 +17,16 @@ from torch import nn
 from node.config.manifest import RunConfig
 from node.config.schema import Config, DevicesConfig, NodeConfig
 from node.diloco.codec import make_codec
-from node.diloco.outer import genesis, outer_step, pseudo_gradient
+from node.diloco.outer import OuterOptimizer, genesis, outer_step, pseudo_gradient
 from node.errors import MachineError
 from node.training import fit
+from node.training.algorithm import feedback_of
 from node.training.device import ComputeDevice
 from node.training.fit import (
     DEVICE_BYTES,
-    FEEDBACK_BYTES,
     GB,
     HOST_BYTES,
+    RESIDUALS,
     check_fit,
     choose_execution,
     estimate_requirements,
@@ -111,7 +112,7 @@ def test_stated_bytes_per_parameter_match_the_memory_in_use_on_device_and_host()
     before = live_bytes()
     state = genesis(torch.zeros(parameters))
     gradient = pseudo_gradient(state.anchor, sent)
-    stepped = outer_step(state, gradient, lr=0.7, momentum=0.9, tokens=1)
+    stepped = outer_step(state, gradient, OuterOptimizer(), lr=0.7, tokens=1)
     snapshot, moments = replica.parameters, replica.optimizer_state()
     host = (live_bytes() - before) / parameters
     assert host <= HOST_BYTES
@@ -120,15 +121,19 @@ def test_stated_bytes_per_parameter_match_the_memory_in_use_on_device_and_host()
     assert stepped.anchor.shape == snapshot.shape
 
 
-@pytest.mark.parametrize("codec", ["int4", "topk"])
-def test_stated_bytes_per_parameter_match_the_memory_in_use_by_error_feedback(codec: str) -> None:
+@pytest.mark.parametrize(
+    ("sync", "size"),
+    [({"codec": "int4", "feedback": "loco"}, 1.01), ({"codec": "topk", "feedback": "classic"}, 4.0)],
+    ids=["loco", "classic"],
+)
+def test_stated_bytes_per_parameter_match_the_memory_of_error_feedback(sync: dict[str, str], size: float) -> None:
     """The memory is measured while the pseudo-gradient is encoded, and between two rounds."""
-    run = RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": "on"}))
+    run = RunConfig.model_validate(tiny(sync=sync))
     parameters = 2_000_000
     anchor = torch.zeros(parameters)
     sent = torch.randn(parameters, generator=torch.Generator().manual_seed(0)) * 1e-3
     before, while_encoding = live_bytes(), []
-    outgoing = Encoder(chunk_layouts(make_codec(codec), [((0, parameters),)]), run.sync, {})
+    outgoing = Encoder(chunk_layouts(make_codec(run.sync.codec), [((0, parameters),)]), run.sync, {})
 
     def then(chunks: Sequence[bytes], norm: float) -> None:
         while_encoding.append((live_bytes() - before + sum(map(len, chunks))) / parameters)
@@ -136,19 +141,31 @@ def test_stated_bytes_per_parameter_match_the_memory_in_use_by_error_feedback(co
     outgoing.begin(0, anchor, sent, then)
     outgoing.wait()
     outgoing.check()
+    rule = feedback_of(run.sync)
+    assert rule is not None
+    residual = rule.bytes_per_parameter
+    assert residual == pytest.approx(size, rel=0.005)
     between = (live_bytes() - before) / parameters
-    assert between == pytest.approx(FEEDBACK_BYTES, rel=0.02), "the residual before the round, and after it"
+    assert between == pytest.approx(2 * residual, rel=0.02), "the residual before the round, and after it"
     # There is no new anchor and no new momentum yet, and their memory suffices for the decoded contribution.
-    assert while_encoding[0] <= FEEDBACK_BYTES + HOST_BYTES - 8 - 12
+    assert while_encoding[0] <= 2 * residual + HOST_BYTES - 8 - 12
     outgoing.round_over(0, 0, included=True)
-    assert (live_bytes() - before) / parameters == pytest.approx(FEEDBACK_BYTES / 2, rel=0.02)
-    with_feedback, without = (
-        estimate_requirements(RunConfig.model_validate(tiny(sync={"codec": codec, "feedback": how})), Config(), "fp32")
-        for how in ("on", "off")
-    )
+    assert (live_bytes() - before) / parameters == pytest.approx(residual, rel=0.02)
+    fp16 = RunConfig.model_validate(tiny(sync={"codec": "fp16"}))
+    with_feedback, without = (estimate_requirements(one, Config(), "fp32") for one in (run, fp16))
     count = sum(unit_elements(run.model))
-    assert with_feedback.host_bytes - without.host_bytes == FEEDBACK_BYTES * count
-    assert with_feedback.disk_bytes > without.disk_bytes
+    assert with_feedback.host_bytes - without.host_bytes == pytest.approx(RESIDUALS * residual * count)
+    assert with_feedback.least_disk_bytes > without.least_disk_bytes
+
+
+def test_second_moments_of_adam_are_part_of_the_requirements() -> None:
+    adam, nesterov = (
+        estimate_requirements(RunConfig.model_validate(tiny(outer={"optimizer": name})), Config(), "fp32")
+        for name in ("adam", "nesterov")
+    )
+    count = sum(unit_elements(RunConfig.model_validate(tiny()).model))
+    assert adam.host_bytes - nesterov.host_bytes == 8 * count
+    assert adam.disk_bytes - nesterov.disk_bytes == 4 * (Config().checkpoint.keep + 1) * count
 
 
 def test_refusal_of_a_run_names_the_needed_and_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from node.diloco.fragments import elements, put_, strided, take
+from node.diloco.fragments import elements, put_, step, strided, take
+from node.diloco.outer import OuterOptimizer, genesis
 
 UNITS = [5, 3, 3, 3, 3, 2]
 
@@ -32,6 +35,20 @@ def test_fragments_that_are_taken_and_put_back_restore_the_vector() -> None:
         put_(y, ranges, take(x, ranges))
     assert torch.equal(x, y)
     assert take(x, ((2, 5),)).data_ptr() == x[2:].data_ptr(), "one range is a view"
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adam"])
+def test_a_step_of_each_fragment_equals_a_step_of_the_whole(name: Any) -> None:
+    """The number of a fragment's earlier steps decides about the bias of Adam's moments, not the number of rounds."""
+    optimizer, mean = OuterOptimizer(name), torch.randn(19, generator=torch.Generator().manual_seed(0))
+    whole = by_fragment = genesis(torch.linspace(-1, 1, 19), optimizer.moments)
+    for number in range(3):
+        whole = step(whole, ((0, 19),), mean, optimizer, lr=0.7, tokens=6, number=number)
+        for ranges in strided(UNITS, 3):
+            part = take(mean, ranges)
+            by_fragment = step(by_fragment, ranges, part, optimizer, lr=0.7, tokens=2, number=number)
+    assert torch.equal(whole.anchor, by_fragment.anchor) and torch.equal(whole.momentum, by_fragment.momentum)
+    assert (by_fragment.tokens, by_fragment.round) == (whole.tokens, 8)
 
 
 @pytest.mark.parametrize("fragments", [0, 7])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import node.training.model as model_module
 from node.config.manifest import InnerConfig, ModelConfig, RunConfig
 from node.config.schema import DevicesConfig
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import MachineError, TrainingError
 from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop, evaluate
 from node.training.model import build_model, flatten, load_flat_, next_token_loss, prepare_layers
@@ -300,7 +300,7 @@ def test_stopped_evaluation_gives_no_loss_and_restores_the_parameters() -> None:
     data = [torch.randint(0, 258, (2, 9)) for _ in range(5)]
     replica = Replica(model, run.inner, CPU, Execution("fp32", 0))
     local = InnerTrainer(run, replica, lambda _: pytest.fail("no text is read"), data, WorkCounters(time.monotonic))
-    tip = make_tip(genesis(flatten(model) + 1.0), "ab" * 32, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
+    tip = make_tip(genesis(flatten(model) + 1.0), "ab" * 32, None, OuterRule(0.7, OuterOptimizer(), 10), {}, 0.0)
     own, calls = flatten(model), 0
 
     def obey() -> None:

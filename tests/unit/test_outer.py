@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD, Adam, Optimizer
 
-from node.diloco.outer import OuterState, carry, correct, genesis, mix, outer_step, pseudo_gradient
+from node.diloco.outer import OuterOptimizer, OuterState, carry, correct, genesis, mix, outer_step, pseudo_gradient
 
 LR, MOMENTUM = 0.7, 0.9
 SIZES = (1, 7, 64, 1003, 100_001)
@@ -28,7 +33,7 @@ def state_of(n: int) -> OuterState:
 
 
 def step(state: OuterState, mean: torch.Tensor, tokens: int = 1) -> OuterState:
-    return outer_step(state, mean, lr=LR, momentum=MOMENTUM, tokens=tokens)
+    return outer_step(state, mean, OuterOptimizer(momentum=MOMENTUM), lr=LR, tokens=tokens)
 
 
 def bits(x: torch.Tensor) -> list[int]:
@@ -102,20 +107,62 @@ def test_number_of_threads_does_not_change_the_bits_of_the_outer_step() -> None:
     assert len({tuple(bits(r.momentum)) for r in results}) == 1
 
 
-def test_outer_step_follows_torch_sgd_with_nesterov_momentum() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "theirs", "moments"),
+    [
+        (OuterOptimizer("nesterov"), partial(SGD, momentum=0.9, nesterov=True), ("momentum_buffer",)),
+        (OuterOptimizer("momentum"), partial(SGD, momentum=0.9), ("momentum_buffer",)),
+        (OuterOptimizer("sgd"), SGD, ()),
+        (OuterOptimizer("adam", 0.8, 0.95, 0.1), partial(Adam, betas=(0.8, 0.95), eps=0.1), ("exp_avg", "exp_avg_sq")),
+    ],
+    ids=["nesterov", "momentum", "sgd", "adam"],
+)
+def test_outer_step_follows_the_optimizer_of_torch(
+    optimizer: OuterOptimizer, theirs: Callable[..., Optimizer], moments: tuple[str, ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(500, generator=generator)
     parameter = torch.nn.Parameter(start.clone())
-    sgd = torch.optim.SGD([parameter], lr=LR, momentum=MOMENTUM, nesterov=True)
-    state = genesis(start)
+    torch_optimizer = theirs([parameter], lr=LR)
+    state = genesis(start, optimizer.moments)
     for _ in range(20):
         g = torch.randn(500, generator=generator)
         parameter.grad = g.clone()
-        sgd.step()
-        state = step(state, g)
+        torch_optimizer.step()
+        state = outer_step(state, g, optimizer, lr=LR, tokens=1)
     torch.testing.assert_close(state.anchor, parameter.detach(), rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(state.momentum, sgd.state[parameter]["momentum_buffer"], rtol=1e-5, atol=1e-5)
+    if moments:
+        expected = torch.cat([torch_optimizer.state[parameter][name] for name in moments])
+        torch.testing.assert_close(state.momentum, expected, rtol=1e-5, atol=1e-5)
     assert state.round == 19
+
+
+def test_adam_has_the_same_bits_as_separate_numpy_operations() -> None:
+    n, optimizer = 100_001, OuterOptimizer("adam", 0.9, 0.99, 0.1)
+    g, old = vector(n, 3).clamp(-1e15, 1e15), torch.cat([vector(n, 2), vector(n, 5).abs()])
+    state = OuterState(anchor=vector(n, 1), momentum=old, round=4, tokens=0)
+    after = outer_step(state, g, optimizer, lr=LR, tokens=1, number=1)
+    f = np.float32
+    first = old[:n].numpy() * f(0.9) + g.numpy() * f(1 - 0.9)
+    second = old[n:].numpy() * f(0.99) + g.numpy() * g.numpy() * f(1 - 0.99)
+    root = math.sqrt(1 - 0.99 * 0.99)
+    change = first / (np.sqrt(second) + f(0.1 * root)) * f(LR * root / (1 - 0.9 * 0.9))
+    assert after.momentum.numpy().tobytes() == np.concatenate([first, second]).tobytes()
+    assert after.anchor.numpy().tobytes() == (state.anchor.numpy() - change).tobytes()
+
+
+@pytest.mark.parametrize("name", ["nesterov", "momentum", "sgd", "adam"])
+def test_every_outer_optimizer_subtracts_the_pseudo_gradient(name: Any) -> None:
+    optimizer = OuterOptimizer(name)
+    after = outer_step(
+        genesis(torch.zeros(2), optimizer.moments), torch.tensor([1.0, -1.0]), optimizer, lr=LR, tokens=1
+    )
+    assert after.anchor[0] < 0 < after.anchor[1]
+
+
+def test_outer_step_refuses_moments_of_another_optimizer() -> None:
+    with pytest.raises(ValueError, match="adam needs 2 moments, not 1"):
+        outer_step(genesis(torch.zeros(3)), torch.zeros(3), OuterOptimizer("adam"), lr=LR, tokens=1)
 
 
 def test_pseudo_gradient_points_from_the_local_parameters_to_the_anchor() -> None:
@@ -183,7 +230,7 @@ def test_correction_applies_the_steps_since_sending_to_the_new_anchor() -> None:
 
 def test_every_inner_step_counts_once_with_the_correction() -> None:
     """For one peer with outer lr 1 and no momentum, the anchor gets the sent steps, and the rest is sent next."""
-    state = outer_step(genesis(OLD), pseudo_gradient(OLD, SENT), lr=1.0, momentum=0.0, tokens=1)
+    state = outer_step(genesis(OLD), pseudo_gradient(OLD, SENT), OuterOptimizer("sgd"), lr=1.0, tokens=1)
     local = correct(NOW, SENT, state.anchor)
     assert torch.equal(local, NOW)
     assert torch.equal(pseudo_gradient(state.anchor, local), SENT - NOW)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.diloco.outer import genesis
+from node.diloco.outer import OuterOptimizer, genesis
 from node.status import Phase
 from node.swarm.chain.chain import OuterRule, make_tip
 from node.swarm.membership.peer_table import PeerRecord
@@ -15,7 +15,7 @@ from node.swarm.state_sync.providers import AvailableState, is_outvoted, vote_we
 from node.swarm.state_sync.server import Snapshot
 
 RUN, HEAD, TRUE, FALSE, ELSEWHERE = "ab" * 32, "aa" * 32, "bb" * 32, "cc" * 32, "cd" * 32
-TIP = make_tip(genesis(torch.zeros(10)), RUN, None, OuterRule(0.7, 0.9, 10), {}, 0.0)
+TIP = make_tip(genesis(torch.zeros(10)), RUN, None, OuterRule(0.7, OuterOptimizer(), 10), {}, 0.0)
 SMALL, LARGE = "0" * 64, "f" * 64
 """These digests are below and above any real digest."""
 

@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
+from node.diloco.aggregate import clip_scales, mean_cosine, square_norm, weighted_mean
 from node.diloco.codec import Codec, chunk_bounds
 from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
@@ -79,15 +79,31 @@ def chunk_layouts(codec: Codec, fragments: Sequence[Ranges]) -> tuple[ChunkLayou
     return tuple(ChunkLayout(codec, chunk_bounds(elements(ranges)), ranges) for ranges in fragments)
 
 
+EncodeMean = Callable[[int, Tensor], bytes]
+
+
 class Reducer:
     """One reducer in one attempt. Lives on the swarm's loop; `check` and `average` may run in a thread."""
 
     def __init__(
-        self, layout: ChunkLayout, chunks: Sequence[int], weights: Mapping[str, int], norms: Mapping[str, float]
+        self,
+        layout: ChunkLayout,
+        chunks: Sequence[int],
+        weights: Mapping[str, int],
+        norms: Mapping[str, float],
+        encode: EncodeMean | None = None,
     ) -> None:
-        """`weights` and `norms` are the tokens and the L2 norm of each member's whole contribution, from its join."""
+        """Collect contributions to these chunks.
+
+        Args:
+            weights, norms: the tokens and the L2 norm of each member's whole contribution, from its join.
+            encode: encodes the mean, fp32 [n], of a chunk; None uses the codec of the contributions.
+        """
         self.chunks = tuple(chunks)
+        self.cosine: float | None = None
+        """The mean cosine similarity of the contributions over these chunks, as of the last `average`."""
         self._layout = layout
+        self._encode = encode or (lambda _chunk, mean: layout.codec.encode(mean))
         self._weights, self._norms = dict(weights), dict(norms)
         self._parts: dict[str, Mapping[int, bytes]] = {}
         self._refused: set[str] = set()
@@ -137,13 +153,16 @@ class Reducer:
             raise PeerError(f"the leader includes {len(missing)} contributions that have not arrived")
         weights = [self._weights[peer] for peer in included]
         scales = clip_scales([self._norms[peer] for peer in included], weights)
-        means, squares = {}, dict.fromkeys(included, 0.0)
+        means, squares, square_of_mean = {}, dict.fromkeys(included, 0.0), 0.0
         for chunk in self.chunks:
             n = self._layout.elements(chunk)
             parts = [self._layout.codec.decode(self._parts[peer][chunk], n) for peer in included]
             for peer, part in zip(included, parts, strict=True):
                 squares[peer] += square_norm(part)
-            means[chunk] = self._layout.codec.encode(weighted_mean(parts, weights, scales))
+            mean = weighted_mean(parts, weights, scales)
+            square_of_mean += square_norm(mean)
+            means[chunk] = self._encode(chunk, mean)
+        self.cosine = mean_cosine([squares[peer] for peer in included], weights, scales, square_of_mean)
         return means, squares
 
 

@@ -216,6 +216,20 @@ class ResultStore:
                 temporary.unlink()
             raise
 
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write another file of this node's rounds. A write error is only logged."""
+        try:
+            self._write(self._folder / name, [data])
+        except (OSError, QuotaError) as exc:
+            logger.warning("%s could not be stored in %s: %s", name, self._folder, _reason(exc))
+
+    def read_file(self, name: str) -> bytes | None:
+        """Read a file of `write_file`; None if there is none."""
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError:
+            return None
+
     def take_stored(self) -> list[tuple[str, Proof]]:
         """Return the (parent, proof) pairs of an earlier process, oldest first. A second call returns none."""
         stored, self._stored = self._stored, []
@@ -374,7 +388,7 @@ class ResultCache:
         timeout_s: float,
         others: Callable[[], Iterable[str]],
     ) -> None:
-        """`layout_at` gives the chunk layout of a round, `others` the peers to ask after the members of the group."""
+        """`layout_at` gives the layout of a round's mean, `others` the peers to ask after the members of the group."""
         self._wire, self._peer_table, self._layout_at = wire, peer_table, layout_at
         self._store, self._timeout_s, self._others = store, timeout_s, others
         self._chunks: dict[bytes, bytes] = {}

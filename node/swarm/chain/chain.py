@@ -14,7 +14,7 @@ from torch import Tensor
 
 from node.diloco.digest import leaf_hashes, root_digest
 from node.diloco.fragments import Ranges, step
-from node.diloco.outer import OuterState
+from node.diloco.outer import OuterOptimizer, OuterState
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.fork_choice import Link, append_link, link_of
@@ -26,7 +26,7 @@ class OuterRule:
     """How a mean pseudo-gradient becomes the next outer state."""
 
     lr: float
-    momentum: float
+    optimizer: OuterOptimizer
     inner_steps: int
     """Inner steps of a typical node between two rounds."""
     fragments: int = 1
@@ -96,7 +96,7 @@ def make_tip(
     return Tip(
         head=head,
         state=state,
-        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves),
+        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves, state.moments),
         last_weights={peer: join.tokens for peer, join in included.items()},
         round_s=round_s,
         inner_steps=inner_steps,
@@ -121,7 +121,8 @@ def next_tip(
     """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
     tokens = sum(join.tokens for join in included.values())
     lr = outer.lr_for([len(tip.last_weights or included), len(included)])
-    state = step(tip.state, ranges, mean, lr=lr, momentum=outer.momentum, tokens=tokens // outer.fragments)
+    share, number = tokens // outer.fragments, outcome.round // outer.fragments
+    state = step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=share, number=number)
     links = append_link(tip.links, link_of(proof, outcome, tokens))
     return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links)
 

@@ -10,6 +10,8 @@ import asyncio
 import logging
 from typing import Any, Literal
 
+from torch import Tensor
+
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first
@@ -164,7 +166,12 @@ class Attendance:
         if ctx.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}
             norms = {peer: join.norm for peer, join in joins.items()}
-            attempt.reducer = Reducer(ctx.layout, plan.chunks_of(ctx.me), weights, norms)
+            round_, codec = ctx.next_round, ctx.rules.result_layout_at(ctx.next_round).codec
+
+            def encode(chunk: int, mean: Tensor) -> bytes:
+                return ctx.feedback.encode(round_, chunk, mean, codec)
+
+            attempt.reducer = Reducer(ctx.layout, plan.chunks_of(ctx.me), weights, norms, encode)
         attempt.planned.set()
         self._stages.enter("reduce")
         attempt.sending = ctx.tasks.spawn(self._sender.send(attempt, plan, mine))

@@ -58,6 +58,8 @@ class Committed:
     """Seconds from the commit until this node had adopted it."""
     is_replayed: bool = False
     """Whether an earlier process of this node committed the round, and this process read it from the disk."""
+    cosine: float | None = None
+    """The mean cosine similarity of the contributions over the chunks that this node has reduced (`mean_cosine`)."""
 
 
 class Committer:
@@ -123,6 +125,7 @@ class Committer:
                 return False
             self._commit(tip, outcome, proof, committed_at_s)
             ctx.hooks.corrupt_anchor(tip.round)
+            await asyncio.to_thread(ctx.feedback.save)
             return True
 
     async def replay_next(self) -> bool:
@@ -148,7 +151,7 @@ class Committer:
                     return True  # A peer delivered the round first.
                 self.check_round(outcome, joins)
                 hashes, included = split_hashes(proof.hashes), included_joins(outcome, joins)
-                layout = ctx.rules.layout_at(outcome.round)
+                layout = ctx.rules.result_layout_at(outcome.round)
                 ctx.results.hold(hashes, await asyncio.to_thread(_load, ctx.chain.store, proof, layout))
                 _, mean = await self.mean_of(outcome, included, hashes)
                 now_s = ctx.clock()
@@ -246,14 +249,15 @@ class Committer:
         """Fetch and decode a result. Returns its chunks and its mean, fp32 [P_f]. Raises PeerError, RoundFailed."""
         chunks = await self._ctx.results.complete(outcome, hashes)
         if self._mean is None or self._mean[0] != outcome.results:
-            layout = self._ctx.rules.layout_at(outcome.round)
+            layout = self._ctx.rules.result_layout_at(outcome.round)
             try:
                 mean, norm = await asyncio.to_thread(layout.decode_and_measure, chunks)
             except ValueError as exc:
                 raise PeerError(f"a result cannot be decoded: {exc}", code="bad_size") from exc
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            if exceeds_norm_bound(norm, bound, layout.codec.stretch_ratio):
+            longer = (1 + layout.codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio) - 1
+            if exceeds_norm_bound(norm, bound, longer):
                 raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
             self._mean = (outcome.results, mean)
         return chunks, self._mean[1]
@@ -286,6 +290,7 @@ class Committer:
             # It may include an earlier contribution, which this node discarded when it left its chain.
             included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
+        ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes))
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.
             at_vote = self._ballot.suspensions_at_vote
@@ -298,7 +303,9 @@ class Committer:
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
         if offered and included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed))
+        reducers = (attempt.reducer for attempt in attempts if attempt.number == outcome.plan.attempt)
+        cosine = next((reducer.cosine for reducer in reducers if reducer is not None), None)
+        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed, cosine))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()
@@ -313,6 +320,7 @@ class Committer:
         """Continue from a downloaded state."""
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._ctx.chain.replace(tip)
+        self._ctx.feedback.clear()
         self._present_since = None
         for attempt in self._start_next_round():
             attempt.fail(RoundFailed("this node starts again from a downloaded state"))

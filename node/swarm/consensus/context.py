@@ -6,11 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from node.diloco.codec import Codec
+from node.diloco.feedback import FeedbackRule
 from node.errors import NodeError, PeerError
 from node.swarm.allreduce.reducer import ChunkLayout
+from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.allreduce.uplink_estimator import UplinkEstimator
 from node.swarm.chain.chain import Chain, OuterRule
@@ -45,6 +48,10 @@ class Rules:
     """Upper limit on the tokens of one contribution, which are its weight."""
     overlapped: bool = False
     """Whether training continues while a round is averaged."""
+    result_codec: Codec | None = None
+    """The encoding of means; None means that of contributions."""
+    feedback: FeedbackRule | None = None
+    """The error feedback of members and reducers; None without one."""
 
     @property
     def bounds(self) -> Bounds:
@@ -54,10 +61,16 @@ class Rules:
     def layout_at(self, round_: int) -> ChunkLayout:
         return self.layouts[round_ % len(self.layouts)]
 
+    def result_layout_at(self, round_: int) -> ChunkLayout:
+        """The layout of the mean of a round: the same chunks, with `result_codec`."""
+        layout = self.layout_at(round_)
+        return layout if self.result_codec is None else replace(layout, codec=self.result_codec)
+
     @property
     def round_bytes(self) -> int:
-        """Encoded size of the largest fragment."""
-        return max(layout.encoded_bytes() for layout in self.layouts)
+        """Encoded size of the largest contribution or mean."""
+        rounds = range(len(self.layouts))
+        return max(at(i).encoded_bytes() for i in rounds for at in (self.layout_at, self.result_layout_at))
 
     @property
     def bulk_s(self) -> float:
@@ -100,6 +113,7 @@ class Context:
     chain: Chain
     hooks: FaultHooks
     results: ResultCache
+    feedback: ResultFeedback
     clock: Callable[[], float]
     """Returns monotonic seconds."""
     uplink: UplinkEstimator = field(default_factory=UplinkEstimator)

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 
 from node.errors import PeerError, RoundFailed
+from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import ResultCache
 from node.swarm.chain.chain import Chain, Tip
 from node.swarm.consensus.attendance import BACK_OFF_S, Attendance
@@ -63,7 +64,8 @@ class Participant:
             rules=rules,
             chain=chain,
             hooks=FaultHooks(faults, chain, peer_table),
-            results=ResultCache(wire, peer_table, rules.layout_at, chain.store, rules.bulk_s, others),
+            results=ResultCache(wire, peer_table, rules.result_layout_at, chain.store, rules.bulk_s, others),
+            feedback=ResultFeedback(rules.feedback, chain.store, len(rules.layouts)),
             clock=clock,
         )
         self.ballot = Ballot(chain, peer_table)

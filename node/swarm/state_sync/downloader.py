@@ -80,7 +80,7 @@ class Downloader:
 
     async def _download(self, state: AvailableState, target: Target, on_progress: Callable[[float], None]) -> Tip:
         snapshot, clock = state.snapshot, asyncio.get_running_loop().time
-        partial = PartialState(self._folder, snapshot.digest, target.parameters, self._room)
+        partial = PartialState(self._folder, snapshot.digest, target.parameters, self._room, target.moments)
         try:
             missing = await asyncio.to_thread(partial.open, snapshot.leaves)
             total, servers = len(snapshot.leaves), len(state.servers)

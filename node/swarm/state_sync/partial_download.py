@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.diloco.digest import leaf_bounds, leaf_hash
+from node.diloco.digest import leaf_hash, tree_slices
 from node.errors import MachineError
 from node.host.disk_quota import Room, any_room
 
@@ -28,13 +28,14 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class PartialState:
-    """The file of one state. It holds anchor and momentum, in fp32 little-endian: 8 bytes per parameter in all."""
+    """The file of one state. It holds anchor and momentum, in fp32 little-endian: 8 bytes per parameter in all, or 12
+    with two moments."""
 
-    def __init__(self, folder: Path, digest: str, parameters: int, room: Room = any_room) -> None:
+    def __init__(self, folder: Path, digest: str, parameters: int, room: Room = any_room, moments: int = 1) -> None:
         self.path = folder / f"{_PREFIX}{digest[:NAME_CHARACTERS]}{_SUFFIX}"
         self._folder, self._room = folder, room
-        self._parameters, self._bounds = parameters, leaf_bounds(parameters)
-        self._size_bytes = 2 * _VALUE_BYTES * parameters
+        self._parameters, self._moments, self._slices = parameters, moments, tree_slices(parameters, moments)
+        self._size_bytes = (1 + moments) * _VALUE_BYTES * parameters
         self._handle = -1
 
     def open(self, leaves: Sequence[bytes]) -> list[int]:
@@ -66,14 +67,11 @@ class PartialState:
             raise self._disk_error(exc) from exc
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Read anchor and momentum, each fp32 cpu [P], into memory. Raises MachineError."""
-        vectors = torch.empty(self._parameters), torch.empty(self._parameters)
+        """Read anchor and momentum, fp32 cpu [P] and [moments P], into memory. Raises MachineError."""
+        vectors = torch.empty(self._parameters), torch.empty(self._moments * self._parameters)
         try:
-            for which, vector in enumerate(vectors):
-                values = vector.numpy()
-                for place, (start, end) in enumerate(self._bounds):
-                    data = self._read(which * len(self._bounds) + place)
-                    values[start:end] = np.frombuffer(data, dtype="<f4")
+            for index, (vector, start, end) in enumerate(self._slices):
+                vectors[vector].numpy()[start:end] = np.frombuffer(self._read(index), dtype="<f4")
         except (OSError, ValueError) as exc:
             raise MachineError(f"{self.path} cannot be read ({exc}): remove it, and start again.", code="disk") from exc
         return vectors
@@ -94,9 +92,8 @@ class PartialState:
 
     def _place(self, index: int) -> tuple[int, int]:
         """Offset and size of a leaf in bytes."""
-        which, place = divmod(index, len(self._bounds))
-        start, end = self._bounds[place]
-        return _VALUE_BYTES * (which * self._parameters + start), _VALUE_BYTES * (end - start)
+        vector, start, end = self._slices[index]
+        return _VALUE_BYTES * (vector * self._parameters + start), _VALUE_BYTES * (end - start)
 
     def _read(self, index: int) -> bytes:
         offset, size_bytes = self._place(index)

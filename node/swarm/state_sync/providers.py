@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from node.diloco.digest import HASH_BYTES, leaf_bounds, root_digest
+from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.context import Rules
@@ -80,6 +80,13 @@ class Target:
     """Heads and digests of states on a chain that lost."""
     own_tokens: int = -1
     """Tokens of the state that this node has; -1 if it has none. A state with fewer tokens is of no use."""
+    moments: int = 1
+    """Moments for each parameter (`OuterOptimizer.moments`)."""
+
+    @property
+    def slices(self) -> list[tuple[int, int, int]]:
+        """The leaves of the state (`digest.tree_slices`)."""
+        return tree_slices(self.parameters, self.moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,7 @@ class ProviderSearch:
     async def _ask_state(self, peer: str, name: str, target: Target) -> AvailableState | None:
         """Ask for the newest state that a peer serves, or for the state whose digest starts with `name`."""
         request = Message({"digest": name} if name else {})
-        max_bytes = 2 * HASH_BYTES * len(leaf_bounds(target.parameters)) + MAX_REPLY_BYTES
+        max_bytes = HASH_BYTES * len(target.slices) + MAX_REPLY_BYTES
         try:
             reply = await self._wire.call(peer, "state", request, timeout_s=CALL_S, max_reply_bytes=max_bytes)
         except PeerError as exc:
@@ -221,9 +228,9 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         proof=parse(Proof, proof) if proof else None,
         next_proof=parse(Proof, next_proof) if next_proof else None,
     )
-    if len(leaves) != 2 * len(leaf_bounds(target.parameters)):
+    if len(leaves) != len(target.slices):
         raise PeerError("a state has the wrong number of leaves", code="bad_size")
-    if root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves) != snapshot.digest:
+    if root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, target.moments) != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
     if snapshot.round == -1 and target.initial_digest not in (None, snapshot.digest):
         raise PeerError("a state is not the initial state of the run")

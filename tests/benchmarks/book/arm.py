@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 WORKERS = 8
 INNER_STEPS = 30
@@ -30,8 +31,8 @@ class Arm:
     hidden_size: int = 64
     layers: int = 2
 
-    optimizer: str = "nesterov"
-    """The outer optimizer: `sgd`, `momentum`, `nesterov` or `adam`."""
+    optimizer: Literal["nesterov", "momentum", "sgd", "adam"] = "nesterov"
+    """The outer optimizer."""
     outer_lr: float = 0.7
     momentum: float = 0.6
     inner: str = "adamw"

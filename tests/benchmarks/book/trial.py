@@ -22,7 +22,7 @@ from node.diloco.codec import Codec, make_codec
 from node.diloco.feedback import CLASSIC, LOCO, ErrorFeedback, FeedbackRule
 from node.diloco.fragments import Ranges, put_, strided, take
 from node.diloco.fragments import step as fragment_step
-from node.diloco.outer import OuterState, carry, correct, genesis, mix, pseudo_gradient
+from node.diloco.outer import OuterOptimizer, OuterState, carry, correct, genesis, mix, pseudo_gradient
 from node.diloco.schedule import learning_rate
 from node.errors import TrainingError
 from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
@@ -116,8 +116,10 @@ class Trial:
     def __init__(self, arm: Arm, seed: int) -> None:
         self.arm, self._run = arm, config(arm)
         start = flatten(build_model(self._run.model, seed=seed))
-        self.state: OuterState = genesis(start)
-        self._second = torch.zeros_like(start)
+        self._optimizer = OuterOptimizer(arm.optimizer, arm.momentum)
+        if arm.optimizer == "adam":
+            self._optimizer = OuterOptimizer("adam", ADAM_BETA1, ADAM_BETA2, ADAM_EPS)
+        self.state: OuterState = genesis(start, self._optimizer.moments)
         """The second moment of the outer Adam."""
         count = 1 if arm.kind == "plain" else arm.workers
         texts = _shards(count) if arm.shards == "clusters" else (_corpus(),) * count
@@ -279,31 +281,8 @@ class Trial:
 
     def stepped(self, ranges: Ranges, mean: Tensor) -> OuterState:
         """The state after one outer step on the mean of these ranges, fp32 [P_f]."""
-        arm = self.arm
-        if arm.optimizer in ("nesterov", "sgd"):
-            mu = arm.momentum if arm.optimizer == "nesterov" else 0.0
-            return fragment_step(self.state, ranges, mean, lr=arm.outer_lr, momentum=mu, tokens=0)
-        old = take(self.state.momentum, ranges)
-        if arm.optimizer == "momentum":
-            buffer = change = old * arm.momentum + mean
-        else:
-            buffer, change = self._adam_change(old, ranges, mean)
-        anchor, momentum = self.state.anchor.clone(), self.state.momentum.clone()
-        put_(anchor, ranges, take(anchor, ranges) - arm.outer_lr * change)
-        put_(momentum, ranges, buffer)
-        return OuterState(anchor, momentum, self.state.round + 1, 0)
-
-    def _adam_change(self, old: Tensor, ranges: Ranges, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """The new first moment, and m' / (sqrt v' + eps), with m' = m / (1 - b1^t) and v' = v / (1 - b2^t) unbiased.
-
-        m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, where t counts the outer steps from 1.
-        """
-        count = self.state.round + 2
-        first = old * ADAM_BETA1 + mean * (1 - ADAM_BETA1)
-        second = take(self._second, ranges) * ADAM_BETA2 + mean.square() * (1 - ADAM_BETA2)
-        put_(self._second, ranges, second)
-        root = (second / (1 - ADAM_BETA2**count)).sqrt()
-        return first, first / (1 - ADAM_BETA1**count) / (root + ADAM_EPS)
+        number = (self.state.round + 1) // len(self._fragments)
+        return fragment_step(self.state, ranges, mean, self._optimizer, lr=self.arm.outer_lr, tokens=0, number=number)
 
     def _merged(self, local: Tensor, sent: Tensor, new: Tensor) -> Tensor:
         if not self.arm.tau:
