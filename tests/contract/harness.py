@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from node.diloco.codec import make_codec
+from node.diloco.feedback import FeedbackRule
 from node.diloco.fragments import elements, strided
 from node.diloco.outer import OuterOptimizer, OuterState, genesis
 from node.errors import RoundFailed
@@ -383,6 +384,8 @@ class Swarm:
         fragments: int = 1,
         least_grace_s: float = GRACE_S,
         patience_s: float = 30.0,
+        result_codec: str = "",
+        feedback: FeedbackRule | None = None,
     ) -> Rules:
         """Rules with two units in each fragment."""
         size = -(-parameters // (2 * fragments))
@@ -390,7 +393,8 @@ class Swarm:
         layouts = chunk_layouts(make_codec(codec), strided(units, fragments))
         outer = replace(OUTER, fragments=fragments)
         closing = ClosingRule(policy, min_peers, quorum_ratio, least_grace_s, patience_s)
-        return Rules(self.run, layouts, closing, outer, max_tokens=2**40)
+        results = make_codec(result_codec) if result_codec else None
+        return Rules(self.run, layouts, closing, outer, max_tokens=2**40, result_codec=results, feedback=feedback)
 
     def hosts(self, count: int) -> list[Host]:
         made = self._host_pool.take(count)

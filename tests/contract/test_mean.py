@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from node.diloco.aggregate import clip_scales, weighted_mean
+from node.diloco.feedback import CLASSIC, LOCO
 from node.diloco.outer import outer_step
 from node.status import Channel
+from node.swarm.allreduce.result_feedback import ResultFeedback
+from node.swarm.allreduce.result_store import ResultStore
 from node.worker.round_log import make_record
 from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_state
 
@@ -37,6 +40,36 @@ def test_mean_of_a_round_is_exact_up_to_codec_rounding(swarm: Swarm, count: int,
         assert d.tip.state.tokens == sum(weights) and d.tip.round == 0
         assert d.tip.last_weights == {peer_id: tokens for peer_id, (_, tokens) in given.items()}
         assert d.outcome.included == tuple(sorted(given))
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2"])
+def test_reducers_add_the_error_of_their_last_means(swarm: Swarm, codec: str) -> None:
+    """All members get the same bits, and over the rounds the means add up to the true ones."""
+    rounds, sums = 8, {}
+    for rule in (None, CLASSIC):
+        rules = swarm.rules(10_000, "fp32", min_peers=3, result_codec=codec, feedback=rule)
+        nodes = swarm.nodes(3, rules)
+        delivered, exact = torch.zeros(10_000), torch.zeros(10_000)
+        for _ in range(rounds):
+            before = nodes[0].tip.state.momentum
+            given = offer_all(nodes, 0)
+            done = [node.committed() for node in nodes]
+            assert len({d.tip.digest for d in done}) == 1
+            delivered += done[0].tip.state.momentum - OUTER.optimizer.momentum * before
+            vectors, weights = zip(*(given[peer] for peer in sorted(given)), strict=True)
+            scales = clip_scales([float(vector.norm()) for vector in vectors], weights)
+            exact += weighted_mean(list(vectors), list(weights), scales)
+        sums[rule] = float((delivered - exact).norm() / exact.norm())
+    assert sums[CLASSIC] < 0.35 * sums[None]
+
+
+def test_residuals_of_means_survive_a_restart(swarm: Swarm) -> None:
+    rules = swarm.rules(10_000, "fp32", min_peers=1, result_codec="int4", feedback=LOCO)
+    node = swarm.node(rules)
+    round_of([node], 0)
+    host, kept = node.host, node.participant.ctx.feedback
+    again = ResultFeedback(LOCO, ResultStore(host.cache), 1)
+    assert again.residual_bytes == kept.residual_bytes == pytest.approx(1.01 * 10_000, rel=0.01)
 
 
 def test_heads_and_digests_of_all_members_agree_over_five_rounds(swarm: Swarm) -> None:

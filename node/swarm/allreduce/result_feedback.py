@@ -48,6 +48,12 @@ class ResultFeedback:
         """By how much feedback may lengthen a mean, relative to the norm of its contributions."""
         return 0.0 if self._rule is None else FEEDBACK_RATIO
 
+    @property
+    def residual_bytes(self) -> int:
+        """Size of all residuals that this node keeps."""
+        with self._lock:
+            return sum(one.stored.numel() * one.stored.element_size() for one in self._kept.values())
+
     def encode(self, round_: int, chunk: int, mean: Tensor, codec: Codec) -> bytes:
         """Encode a chunk's mean, fp32 [n] on the cpu, with the residual of the rounds before. Slow."""
         if self._rule is None:
