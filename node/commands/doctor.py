@@ -29,6 +29,7 @@ from node.diloco.outer import pseudo_gradient
 from node.errors import MachineError, UsageError
 from node.host.ports import API_PORT_FILE, LISTEN_PORT_FILE, PortFile, choose
 from node.multiaddress import parse
+from node.training.algorithm import payload_bytes
 from node.training.device import ComputeDevice, choose_device
 from node.training.fit import GB, choose_execution, compare_resources, estimate_requirements
 from node.training.inner import InnerLoop
@@ -278,8 +279,10 @@ def _measure(run: RunConfig, device: ComputeDevice, devices: DevicesConfig) -> t
     stall_s = _median_s(lambda: take_flat(model, ranges))
     stall_s += _median_s(lambda: change_flat_(model, ranges, lambda part, at, _: sent[at].to(part.device)))
     if run.sync.mode == "blocking":
-        codec = make_codec(run.sync.codec)
-        stall_s += _median_s(lambda: codec.decode(codec.encode(pseudo_gradient(sent, sent)), sent.numel()))
+        codec, results = make_codec(run.sync.codec), make_codec(run.sync.encoding_of_results)
+        mean = results.encode(sent)
+        stall_s += _median_s(lambda: codec.encode(pseudo_gradient(sent, sent)))
+        stall_s += _median_s(lambda: results.decode(mean, sent.numel()))
     return step_s, stall_s * parameters / ranges[0][1]
 
 
@@ -296,8 +299,8 @@ def _median_s(work: Callable[[], object]) -> float:
 def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -> Iterator[Finding]:
     """Yield how busy the device will be on a link with the set limits, or, without limits, on LINKS_MBIT_S."""
     run, limits = setup.run, setup.config.limits
-    payload_bytes = make_codec(run.sync.codec).encoded_bytes(parameters)
-    size_bytes, inner_s = round_bytes(payload_bytes, setup.members), run.round.inner_steps * step_s
+    payload = payload_bytes(run.sync, parameters)
+    size_bytes, inner_s = round_bytes(payload, setup.members), run.round.inner_steps * step_s
     yield Finding(
         "ok",
         "rounds",
@@ -305,7 +308,7 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
         f"{run.round.inner_steps} inner steps of {inner_s:.0f} s in all.",
     )
     set_limits = [rate for rate in (limits.upload_mbit_s, limits.download_mbit_s) if rate > 0]
-    yield _check_link(run, payload_bytes, step_s, stall_s, min(set_limits, default=math.inf))
+    yield _check_link(run, payload, step_s, stall_s, min(set_limits, default=math.inf))
     for mbit_s in (min(set_limits),) if set_limits else LINKS_MBIT_S:
         transfer_s = transfer_seconds(size_bytes, mbit_s)
         busy = utilization(inner_s, transfer_s, overlapped=run.sync.mode != "blocking", stall_s=stall_s)
@@ -313,11 +316,11 @@ def forecast(setup: NodeSetup, parameters: int, step_s: float, stall_s: float) -
         yield Finding("ok", "forecast", text)
 
 
-def _check_link(run: RunConfig, payload_bytes: int, step_s: float, stall_s: float, limit_mbit_s: float) -> Finding:
+def _check_link(run: RunConfig, payload: float, step_s: float, stall_s: float, limit_mbit_s: float) -> Finding:
     """Compare the limits with the link that a member as fast as this device needs."""
     overlapped, steps = run.sync.mode != "blocking", run.round.inner_steps
     needed_mbit_s = required_link_mbit_s(
-        payload_bytes, inner_steps=steps, step_s=step_s, overlapped=overlapped, stall_s=stall_s
+        payload, inner_steps=steps, step_s=step_s, overlapped=overlapped, stall_s=stall_s
     )
     if math.isinf(needed_mbit_s):
         return Finding("warn", "link", "A round of one inner step leaves no time for a transfer: raise inner_steps.")

@@ -28,7 +28,9 @@ def expected_utilization(session: Session, tip: Tip, step_s: float | None, recor
     inner_s = tip.inner_steps * step_s
     if run.round.policy == "time" and tip.round_s is not None:
         inner_s = tip.round_s
-    size_bytes = round_bytes(session.rules.layout_at(tip.round).encoded_bytes(), members)
+    rules = session.rules
+    payloads = [at(tip.round).encoded_bytes() for at in (rules.layout_at, rules.result_layout_at)]
+    size_bytes = round_bytes(sum(payloads) / 2, members)
     transfer_s = transfer_seconds(size_bytes, upload_bytes_s * 8e-6) if members > 1 else 0.0
     overlapped = run.sync.mode != "blocking"
     return utilization(inner_s, transfer_s, overlapped=overlapped, stall_s=record.seconds.apply) if inner_s else None

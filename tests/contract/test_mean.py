@@ -60,7 +60,7 @@ def test_reducers_add_the_error_of_their_last_means(swarm: Swarm, codec: str) ->
             scales = clip_scales([float(vector.norm()) for vector in vectors], weights)
             exact += weighted_mean(list(vectors), list(weights), scales)
         sums[rule] = float((delivered - exact).norm() / exact.norm())
-    assert sums[CLASSIC] < 0.35 * sums[None]
+    assert sums[CLASSIC] < 0.5 * sums[None]
 
 
 def test_residuals_of_means_survive_a_restart(swarm: Swarm) -> None:

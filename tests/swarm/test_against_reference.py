@@ -31,7 +31,7 @@ ROUNDS = 3
 def test_swarm_reaches_bit_for_bit_the_state_of_the_reference_implementation(
     size: int, sync: dict[str, str], optimizer: str, tmp_path: Path
 ) -> None:
-    """With limited uplinks all shares are equal, so every chunk keeps its reducer, which has the residual of its mean."""
+    """With limited uplinks all shares are equal, so every chunk keeps its reducer and the residual of its mean."""
     run = tiny(
         total_tokens=ROUNDS * size * INNER_STEPS * 4 * 64,
         inner={"warmup_tokens": 2 * INNER_STEPS * 4 * 64},

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,9 @@ from node.config.manifest import (
     Invite,
     Manifest,
     ModelConfig,
+    OuterConfig,
     RunConfig,
+    SyncConfig,
     parse_invite,
     parse_manifest,
 )
@@ -100,6 +103,11 @@ def test_run_configuration_with_fields_that_contradict_each_other_is_refused() -
         (lambda: RunConfig(inner=InnerConfig(sequence_length=2048)), "longer than"),
         (lambda: ModelConfig(num_attention_heads=3), "multiple"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=257)), "258"),
+        (lambda: SyncConfig(codec="topk"), "set feedback to classic"),
+        (lambda: SyncConfig(codec="int2"), "set feedback to classic"),
+        (lambda: SyncConfig(codec="topk64", feedback="loco"), "repay only 20% of what codec topk64 leaves out"),
+        (lambda: SyncConfig(result_codec="int2"), "set feedback to loco"),
+        (lambda: RunConfig(outer=OuterConfig(optimizer="adam"), sync=SyncConfig(auto=True)), "turn sync.auto off"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -161,3 +169,13 @@ def test_an_invalid_invite_is_refused(text: str) -> None:
 def test_an_invite_that_is_a_decompression_bomb_is_refused() -> None:
     with pytest.raises(InviteError):
         parse_invite(pack(b"x" * 32 + b"/p2p/" * 20_000_000))
+
+
+@pytest.mark.parametrize(
+    ("codec", "results", "encoding"),
+    [("fp16", "auto", "fp16"), ("int4", "auto", "int4"), ("topk64", "auto", "int8"), ("int2", "int4", "int4")],
+)
+def test_encoding_of_the_mean_has_at_least_four_bits_unless_the_manifest_names_another(
+    codec: Any, results: Any, encoding: str
+) -> None:
+    assert SyncConfig(codec=codec, result_codec=results, feedback="classic").encoding_of_results == encoding

@@ -34,7 +34,7 @@ def session(mode: str, policy: str, upload_bytes_s: float) -> Any:
     layout = SimpleNamespace(encoded_bytes=lambda: 10_000_000)
     return SimpleNamespace(
         manifest=SimpleNamespace(run=run),
-        rules=SimpleNamespace(layout_at=lambda _: layout),
+        rules=SimpleNamespace(layout_at=lambda _: layout, result_layout_at=lambda _: layout),
         swarm=SimpleNamespace(view=SimpleNamespace(upload_bytes_s=upload_bytes_s)),
     )
 
