@@ -269,6 +269,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--fault-every", type=float, default=15.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=1, help="draws the same faults again")
+    parser.add_argument("--codec", default="fp16", help="run.sync.codec")
+    parser.add_argument("--feedback", default="none", help="run.sync.feedback")
     parser.add_argument("--data-dir", type=Path, default=Path(".data/storm"), help="emptied before the storm")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="only judge what an earlier storm has seen")
     given = parser.parse_args(words)
@@ -366,8 +368,10 @@ def storm(given: argparse.Namespace) -> StormObservations:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     settings = {"nodes": given.nodes, "minutes": given.minutes, "fault_every_s": given.fault_every, "seed": given.seed}
+    settings |= {"codec": given.codec, "feedback": given.feedback}
     observed = StormObservations(settings | {"cores": psutil.cpu_count(), "load_before": psutil.getloadavg()[0]})
-    with Swarm(folder, RUN) as swarm:
+    sync = {"codec": given.codec, "feedback": given.feedback}
+    with Swarm(folder, {**RUN, "sync": {**RUN.get("sync", {}), **sync}}) as swarm:
         injector: FaultInjector
         watch = Watch(observed, lambda: list(injector.here))
         injector = FaultInjector(swarm, watch, observed, random.Random(given.seed), given.nodes)
