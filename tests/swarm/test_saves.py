@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.daemon.worker_watchdog import SupervisorTimings
-from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_round, tiny, wait_for
+from tests.swarm.harness import PATIENCE, START_S, Node, Swarm, checkpoint_meta, checkpoint_round, tiny, wait_for
 
 BUDGET_S = 120.0
 """Length of an evaluation. It is longer than a test waits for the end of a node."""
@@ -89,6 +89,25 @@ def test_stopping_node_abandons_an_unfinished_checkpoint_and_saves_the_newest_st
         assert node.wait_end(PATIENCE * 10) == 0
         newest, *older = map(checkpoint_round, node.checkpoints())
         assert newest >= 4 and older == [-1]
+
+
+@pytest.mark.timeout(240)
+def test_node_killed_in_a_long_round_keeps_the_inner_steps_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    """`checkpoint.every_s` limits what a crash costs, even if a round takes an hour."""
+    with Swarm(tmp_path / "swarm", tiny(round={"inner_steps": 1_000_000})) as swarm:
+        node = swarm.node("founder")
+        node.start("--checkpoint.every_s=1")
+        wait_for(lambda: saved_steps(node) > 20, PATIENCE * START_S, "no checkpoint within the round")
+        node.end_by_force()
+        saved = saved_steps(node)
+        node.start("--checkpoint.every_s=3600")
+        first = node.until(lambda s: s["phase"] == "training" and s["training"]["inner_step"], PATIENCE * START_S)
+        assert first["training"]["inner_step"] >= saved, "it begins the round anew"
+
+
+def saved_steps(node: Node) -> int:
+    """Inner steps of the round in the newest checkpoint."""
+    return int(checkpoint_meta(node.checkpoints()[0])["inner_step"]) if node.checkpoints() else 0
 
 
 @pytest.mark.timeout(400)
