@@ -143,6 +143,9 @@ class DataConfig(Section):
     default is `text`."""
     weights: tuple[float, ...] = ()
     """Relative share of each source; empty means equal shares."""
+    sources_per_member: int = Field(0, ge=0)
+    """Number of sources that each member reads, drawn by its peer id; 0 means all. With fewer than all, members train on
+    different text on purpose (DiLoCo, arXiv 2311.08105, calls this non-i.i.d.). All members need all sources."""
     tokenizer: str = "bytes"
     """Tokenizer. With `bytes`, each UTF-8 byte is a token; 256 begins and 257 ends a document. Any other value is the
     folder of a fast tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
@@ -164,6 +167,10 @@ class DataConfig(Section):
             raise ValueError("sources must name at least one source")
         if any(source.kind == "builtin" for source in parsed) and (len(parsed) > 1 or self.tokenizer != "bytes"):
             raise ValueError(f"{BUILTIN_TEXT} in sources must be the only source, with tokenizer = bytes")
+        if self.sources_per_member > len(self.sources):
+            raise ValueError(
+                f"sources_per_member {self.sources_per_member} is more than the sources: name more sources"
+            )
         if self.weights and (len(self.weights) != len(self.sources) or min(self.weights) <= 0):
             raise ValueError("weights must be as many numbers above 0 as there are sources")
         return self

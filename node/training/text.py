@@ -6,6 +6,7 @@ continues across rounds.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ class PackedDataset:
         return Documents(parse_source(source), self._text_dir, self._cache)
 
     def reader(self, run_id: str, peer_id: str, state: dict[str, Any] | None = None) -> Prefetcher:
-        weights = self._run.data.weights or [1.0] * len(self._sources)
+        all_weights = self._run.data.weights or [1.0] * len(self._sources)
         seed = f"{run_id}\0{peer_id}"
+        chosen = drawn_sources(seed, len(self._sources), self._run.data.sources_per_member)
+        sources, weights = [self._sources[i] for i in chosen], [all_weights[i] for i in chosen]
 
         def make(state: dict[str, Any] | None) -> RowPacker:
-            return RowPacker(
-                self._sources, weights, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state
-            )
+            return RowPacker(sources, weights, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
 
         return Prefetcher(make, self._run.inner.batch_size, self._run.inner.sequence_length, state)
 
@@ -105,6 +106,12 @@ class PackedDataset:
                 code="no_data",
             ) from exc
         return list(torch.split(torch.from_numpy(found), run.inner.batch_size))
+
+
+def drawn_sources(seed: str, count: int, wanted: int) -> list[int]:
+    """The sources, of so many, that the member reads whose run and peer `seed` names, in order. 0 means all."""
+    order = sorted(range(count), key=lambda i: hashlib.sha256(f"{seed}\0source {i}".encode()).digest())
+    return sorted(order[: wanted or count])
 
 
 Reader = BuiltinReader | Prefetcher

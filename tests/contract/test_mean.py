@@ -99,16 +99,22 @@ def test_record_of_a_round_states_when_the_rendezvous_began(swarm: Swarm) -> Non
     assert abs(difference_s) < 0.5
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_members_transfer_as_many_bytes_as_a_butterfly_all_reduce_needs(swarm: Swarm, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "codec", "results"), [(2, "fp16", ""), (4, "fp16", ""), (3, "topk64", "int8"), (3, "int2", "int4")]
+)
+def test_members_transfer_as_many_bytes_as_a_butterfly_all_reduce_needs(
+    swarm: Swarm, count: int, codec: str, results: str
+) -> None:
+    """Each member sends (n - 1) / n of a contribution and of a mean. Headers may add 5 %."""
     parameters = 1_600_000
-    rules = swarm.rules(parameters, "fp16", min_peers=count)
+    rules = swarm.rules(parameters, codec, min_peers=count, result_codec=results)
     nodes = swarm.nodes(count, rules)
     before = [node.host.wire.traffic.sent_bytes[Channel.REDUCE] for node in nodes]
     round_of(nodes, 0)
     sent = [n.host.wire.traffic.sent_bytes[Channel.REDUCE] - b for n, b in zip(nodes, before, strict=True)]
     received = [n.host.wire.traffic.received_bytes[Channel.REDUCE] for n in nodes]
-    expected = 2 * (count - 1) / count * rules.layouts[0].encoded_bytes()
+    payload = rules.layout_at(0).encoded_bytes() + rules.result_layout_at(0).encoded_bytes()
+    expected = (count - 1) / count * payload
     assert sum(sent) / count == pytest.approx(expected, rel=0.05)
     assert sum(received) / count == pytest.approx(expected, rel=0.03)
     for node_bytes in sent:

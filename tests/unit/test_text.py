@@ -19,7 +19,7 @@ import torch
 from node.config.manifest import RunConfig
 from node.errors import ConfigError, MachineError
 from node.training.packing import ShardOrder
-from node.training.text import Reader, open_text
+from node.training.text import Reader, drawn_sources, open_text
 from node.training.tokenizer import BEGIN, END
 from tests.swarm.harness import tiny
 
@@ -128,6 +128,27 @@ def test_number_of_rows_from_each_text_source_follows_its_weight(tmp_path: Path)
     rows = take(reader(tmp_path, "text:a.txt", "text:b.txt", weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT), 40)
     share = (rows == ord("a")).any(dim=1).double().mean().item()
     assert share == pytest.approx(0.75, abs=0.01)
+
+
+def test_members_read_different_sources_if_the_manifest_wants_it(tmp_path: Path) -> None:
+    """Each member reads one of three sources, the same one after a restart, and together they read all."""
+    texts = "abc"
+    for letter in texts:
+        write_text(tmp_path / letter, [letter * 5000])
+    names = [f"text:{letter}.txt" for letter in texts]
+    read = {}
+    for peer in ("one", "two", "three", "four", "five", "six"):
+        rows = [
+            take(reader(tmp_path, *names, peer=peer, sources_per_member=1, held_out_one_in=NONE_HELD_OUT), 2)
+            for _ in range(2)
+        ]
+        assert torch.equal(*rows)
+        letters = {chr(token) for token in rows[0].flatten().tolist() if token < 256}
+        assert len(letters) == 1
+        read[peer] = letters.pop()
+    assert set(read.values()) == set(texts)
+    assert drawn_sources("run\0one", 3, 0) == [0, 1, 2]
+    assert len(set(drawn_sources("run\0one", 3, 2))) == 2
 
 
 def test_held_out_documents_are_the_same_for_all_peers_and_never_trained_on(tmp_path: Path) -> None:
@@ -270,3 +291,5 @@ def test_built_in_text_must_be_the_only_source_and_each_source_needs_a_weight() 
         run_of("builtin:python-stdlib", "text:a.txt")
     with pytest.raises(ValueError, match="as there are sources"):
         run_of("text:a.txt", weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="name more sources"):
+        run_of("text:a.txt", sources_per_member=2)
