@@ -144,8 +144,8 @@ class DataConfig(Section):
     weights: tuple[float, ...] = ()
     """Relative share of each source; empty means equal shares."""
     sources_per_member: int = Field(0, ge=0)
-    """Number of sources that each member reads, drawn by its peer id; 0 means all. With fewer, members train on different
-    text on purpose (non-i.i.d. in DiLoCo, arXiv 2311.08105). All members need all sources."""
+    """Number of sources that each member reads, drawn by its peer id; 0 means all. With fewer, members train on
+    different text on purpose (non-i.i.d. in DiLoCo, arXiv 2311.08105). All members need all sources."""
     tokenizer: str = "bytes"
     """Tokenizer. With `bytes`, each UTF-8 byte is a token; 256 begins and 257 ends a document. Any other value is the
     folder of a fast tokenizer, relative to `node.text_dir`, or `hub:OWNER/NAME@REVISION`."""
