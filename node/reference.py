@@ -31,7 +31,7 @@ from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
-from node.diloco.feedback import FEEDBACK_RATIO, ErrorFeedback
+from node.diloco.feedback import MOST_RESIDUAL_RATIO, ErrorFeedback
 from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
@@ -74,11 +74,9 @@ class ReferenceMember:
         self._outer = optimizer_of(run.outer)
         rule = feedback_of(run.sync)
         self._feedback = ErrorFeedback(anchor.numel(), rule) if rule is not None else None
-        self._result_feedback: dict[int, ErrorFeedback] = {}
-        """By the start of the chunk, if the run has error feedback."""
-        if rule is not None:
-            bounds = chunk_bounds(anchor.numel())
-            self._result_feedback = {start: ErrorFeedback(end - start, rule) for start, end in bounds}
+        self._rule = rule
+        self._residuals: dict[int, Tensor] = {}
+        """What encoding lost of the last mean of each chunk, by the chunk's start, if the run has error feedback."""
         self._model = build_model(run.model, seed=0)
         load_flat_(self._model, anchor)
         # The moments are kept across rounds; only the parameters are reset to the anchor.
@@ -104,7 +102,7 @@ class ReferenceMember:
         contribution = WeightedUpdate(self._stream_id, tokens, encoded)
         if self._feedback is not None:
             self._feedback.record_error(wanted, torch.cat(list(self._chunks(contribution))))
-            self._feedback.advance(self.state.round + 1)
+            self._feedback.round_over(self.state.round + 1, included=True)
         return contribution, loss
 
     def apply(self, contributions: Sequence[WeightedUpdate]) -> None:
@@ -122,14 +120,15 @@ class ReferenceMember:
 
     def _deliver(self, start: int, mean: Tensor) -> Tensor:
         """The mean of the chunk that starts there, fp32 [n], as all members decode it."""
-        codec, n = self._result_codec, mean.numel()
-        feedback = self._result_feedback.get(start)
-        if feedback is None:
+        codec, rule, n = self._result_codec, self._rule, mean.numel()
+        if rule is None:
             return codec.decode(codec.encode(mean), n)
-        wanted = feedback.add(mean, FEEDBACK_RATIO)
+        stored = self._residuals.get(start)
+        wanted = rule.add(mean, stored, MOST_RESIDUAL_RATIO[codec.name])
         decoded = codec.decode(codec.encode(wanted), n)
-        feedback.record_error(wanted, decoded)
-        feedback.advance(self.state.round + 1)
+        self._residuals[start] = rule.residual_after(wanted, decoded, stored)
+        if rule.is_reset_after(self.state.round + 1):
+            del self._residuals[start]
         return decoded
 
     def _chunks(self, contribution: WeightedUpdate) -> Iterator[Tensor]:

@@ -219,7 +219,7 @@ class OuterConfig(Section):
     """Momentum of `nesterov` and `momentum`, and decay of `adam`'s first moment."""
     beta2: float = Field(0.99, ge=0, lt=1)
     """Decay of `adam`'s second moment."""
-    eps: float = Field(0.1, gt=0)
+    eps: float = Field(0.1, ge=1e-30)
     """Added to the root of `adam`'s second moment (DiLoCo, arXiv 2311.08105, section 3.1, raises it to 0.1)."""
 
 
@@ -256,7 +256,7 @@ class SyncConfig(Section):
     codec: Literal["fp32", "fp16", "int8", "int4", "e3m0", "int2", "topk", "topk64"] = "fp16"
     """Encoding of pseudo-gradients on the wire. All but `fp32` have a scale per block, which keeps tiny values. `topk`
     and `topk64` send only the largest elements, 1 of 16 and 64 of 4,096. They and `int2` need error feedback."""
-    result_codec: Literal["auto", "fp32", "fp16", "int8", "int4", "e3m0", "int2"] = "auto"
+    result_codec: Literal["auto", "fp32", "fp16", "int8", "int4", "e3m0"] = "auto"
     """Encoding of the mean that the reducers send. `auto` is `int8` for codecs below 4 bits, else `codec`."""
     feedback: Literal["none", "classic", "loco"] = "none"
     """Error feedback adds the encoding error to the next contribution, and at the reducers to the next mean. `classic`
@@ -266,7 +266,7 @@ class SyncConfig(Section):
     """Factor on the error when it is added; below 1 forgets old errors (SparseLoCo, arXiv 2508.15706: 0.95)."""
     err_beta: float = Field(0.8, ge=0, lt=1)
     """Weight of the old average in the moving average of `loco`."""
-    feedback_reset_rounds: int = Field(128, ge=0)
+    feedback_reset_rounds: int = Field(512, ge=0)
     """Rounds after which `loco` forgets all errors; 0 means never."""
     merge: Literal["mix", "correction"] = "mix"
     """What a node keeps, with `overlapped`, of the steps that it made during the averaging. `mix` keeps a
@@ -290,15 +290,12 @@ class SyncConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> SyncConfig:
+        if self.codec == self.encoding_of_results == "fp32" and self.feedback != "none":
+            raise ValueError("codec fp32 loses nothing that could be fed back: set feedback to none")
         if self.codec in LOSSY_CODECS and self.feedback == "none":
             raise ValueError(f"codec {self.codec} loses too much without error feedback: set feedback to classic")
         if self.codec in SPARSE_CODECS and self.feedback == "loco":
-            raise ValueError(
-                f"feedback loco would repay only {1 - self.err_beta:.0%} of what codec {self.codec} leaves out: "
-                "set feedback to classic"
-            )
-        if self.result_codec == "int2" and self.feedback == "none":
-            raise ValueError("result_codec int2 loses too much without error feedback: set feedback to loco")
+            raise ValueError(f"feedback loco repays too slowly what {self.codec} leaves out: set feedback to classic")
         return self
 
 

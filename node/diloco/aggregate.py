@@ -56,7 +56,7 @@ def norm_bound(weights: Sequence[int], norms: Sequence[float]) -> float:
     return sum(s * c * n for s, c, n in zip(shares(weights), scales, norms, strict=True))
 
 
-def mean_cosine(
+def contribution_cosine(
     squares: Sequence[float], weights: Sequence[int], scales: Sequence[float], square_of_mean: float
 ) -> float | None:
     """The mean cosine similarity of all pairs of contributions, from the norms that a reducer knows anyway.

@@ -111,12 +111,13 @@ def outer_step(
     momentum, anchor = torch.empty_like(state.momentum), torch.empty_like(state.anchor)
     buffers = momentum.view(optimizer.moments, -1)
     old_buffers = state.momentum.view(optimizer.moments, -1)
-    number = state.round + 1 if number is None else number
+    steps = (state.round + 1 if number is None else number) + 1
+    biases = (1 - _power(optimizer.momentum, steps), 1 - _power(optimizer.beta2, steps))
     for start in range(0, mean.numel(), STEP_ELEMENTS):
         part = slice(start, start + STEP_ELEMENTS)
         new = anchor[part]
         if optimizer.name == "adam":
-            _adam(optimizer, lr, number + 1, mean[part], old_buffers[:, part], buffers[:, part], new)
+            _adam(optimizer, lr, biases, mean[part], old_buffers[:, part], buffers[:, part], new)
         else:
             _sgd(optimizer, lr, mean[part], old_buffers[0, part], buffers[0, part], new)
         torch.sub(state.anchor[part], new, out=new)
@@ -136,10 +137,20 @@ def _sgd(optimizer: OuterOptimizer, lr: float, g: Tensor, old: Tensor, m: Tensor
     change.mul_(_fp32(lr))
 
 
-def _adam(optimizer: OuterOptimizer, lr: float, t: int, g: Tensor, old: Tensor, new: Tensor, change: Tensor) -> None:
-    """Write the new moments to `new`, fp32 [2, n], and to `change` what is subtracted from the anchor."""
-    mu, beta2 = optimizer.momentum, optimizer.beta2
-    root = math.sqrt(1 - _power(beta2, t))
+def _adam(
+    optimizer: OuterOptimizer,
+    lr: float,
+    biases: tuple[float, float],
+    g: Tensor,
+    old: Tensor,
+    new: Tensor,
+    change: Tensor,
+) -> None:
+    """Write the new moments to `new`, fp32 [2, n], and to `change` what is subtracted from the anchor.
+
+    `biases` are 1 - mu^t and 1 - beta2^t.
+    """
+    mu, beta2, root = optimizer.momentum, optimizer.beta2, math.sqrt(biases[1])
     torch.mul(old[0], _fp32(mu), out=new[0])
     torch.mul(g, _fp32(1 - mu), out=change)
     new[0].add_(change)
@@ -150,7 +161,7 @@ def _adam(optimizer: OuterOptimizer, lr: float, t: int, g: Tensor, old: Tensor, 
     np.sqrt(new[1].numpy(), out=change.numpy())  # It rounds exactly; `torch.sqrt` does not in MKL.
     change.add_(_fp32(optimizer.eps * root))
     torch.div(new[0], change, out=change)
-    change.mul_(_fp32(lr * root / (1 - _power(mu, t))))
+    change.mul_(_fp32(lr * root / biases[0]))
 
 
 def _power(base: float, exponent: int) -> float:

@@ -88,12 +88,13 @@ class Encoder:
     def round_over(self, fragment: int, round: int, included: bool) -> None:
         """Keep the new residual if the committed round `included` this node's contribution, else discard it."""
         self.wait()  # The others may commit the round without this node while this node still encodes.
-        if not self._feedback:
-            return
-        if included:
-            self._feedback[fragment].advance(round // len(self._feedback))
-        else:
-            self._feedback[fragment].discard()
+        if self._feedback:
+            self._feedback[fragment].round_over(round // len(self._feedback), included=included)
+
+    def forget(self, fragment: int) -> None:
+        """Forget the residual: an earlier process has sent it, and the newest one was lost with that process."""
+        if self._feedback:
+            self._feedback[fragment].forget()
 
     def tensors(self) -> dict[str, Tensor]:
         """The residuals by name, for a checkpoint."""

@@ -347,6 +347,8 @@ class Trainer:
                 committed, worked=worked, round_s=old.round_s, step_s=self._inner.step_s
             )
         self._encoder.round_over(fragment, self.tip.round, committed.included and contributed)
+        if committed.is_replayed and committed.included:
+            self._encoder.forget(fragment)
         self._faults.before_merge()
         self._update_parameters(update, ranges, old)
         self._reporter.tell()

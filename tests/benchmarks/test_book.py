@@ -24,7 +24,7 @@ from tests.benchmarks.book.chapters import CHAPTERS
 from tests.benchmarks.book.claims import Claim, Rule, Verdict, gap_gained, judge, perplexity
 from tests.benchmarks.book.schedule import active_workers
 from tests.benchmarks.book.shards import cluster, shard
-from tests.benchmarks.book.trial import Result, Trial, mean_cosine, sign_pruned
+from tests.benchmarks.book.trial import Result, Trial, pairwise_cosine, sign_pruned
 from tests.benchmarks.processes import ROOT
 
 SHORT = Arm(workers=2, steps=20, inner_steps=10)
@@ -102,9 +102,9 @@ def test_sign_pruning_first_drops_small_elements_against_the_sign_of_the_row() -
     assert pruned.tolist() == [3.0, 0.0, 0.5, 0.0, 0.0, 0.0, -5.0, -1.0]
 
 
-def test_mean_cosine_is_that_of_all_pairs() -> None:
+def test_pairwise_cosine_is_that_of_all_pairs() -> None:
     x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])
-    assert mean_cosine([x, 3 * x, y]) == pytest.approx(1 / 3, abs=1e-6)
+    assert pairwise_cosine([x, 3 * x, y]) == pytest.approx(1 / 3, abs=1e-6)
 
 
 def test_one_worker_whose_outer_step_copies_it_equals_a_worker_without_outer_step() -> None:

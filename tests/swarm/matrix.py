@@ -70,7 +70,7 @@ class Team:
         rules = {"policy": "time", "inner_steps": 200, "min_peers": 1 if peers == 2 else 2}
         sync = {"mode": mode, "fragments": 2}
         if mode != "blocking":
-            sync |= {"codec": "int4", "feedback": "on"}
+            sync |= {"codec": "int4", "feedback": "loco"}
         self.swarm = Swarm(folder / "swarm", tiny(round=rules, sync=sync))
         self._env = {"DILOCO_FAULTS": f"file:{self.plan}"}
         self._peers = peers

@@ -22,7 +22,7 @@ def run_of(mode: str) -> dict[str, Any]:
     steps = {"overlapped": 400, "streaming": 800}[mode]
     return tiny(
         round={"policy": "time", "inner_steps": steps, "min_peers": 2},
-        sync={"mode": mode, "fragments": 2, "codec": "int4", "feedback": "on"},
+        sync={"mode": mode, "fragments": 2, "codec": "int4", "feedback": "loco"},
     )
 
 

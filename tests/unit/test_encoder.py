@@ -68,7 +68,7 @@ def test_encoder_reports_the_norm_of_the_decoded_contribution() -> None:
 
 def test_encoding_error_is_added_to_the_next_contribution_if_this_one_was_included() -> None:
     (layout,) = layouts = layouts_for("int4")
-    encoder = Encoder(layouts, SyncConfig(codec="int4", feedback="on"), {})
+    encoder = Encoder(layouts, SyncConfig(codec="int4", feedback="classic"), {})
     exact = ANCHOR - LOCAL
     first, _ = encode(encoder, layout, LOCAL)
     encoder.round_over(0, 0, included=False)
@@ -88,7 +88,7 @@ def test_encoding_error_is_added_to_the_next_contribution_if_this_one_was_includ
 def test_encoder_continues_with_a_saved_residual() -> None:
     (layout,) = layouts = layouts_for("int4")
     saved = {f"{RESIDUAL}.0": torch.full((P,), 0.5)}
-    decoded, _ = encode(Encoder(layouts, SyncConfig(codec="int4", feedback="on"), saved), layout, ANCHOR)
+    decoded, _ = encode(Encoder(layouts, SyncConfig(codec="int4", feedback="classic"), saved), layout, ANCHOR)
     torch.testing.assert_close(decoded, saved[f"{RESIDUAL}.0"], rtol=0.1, atol=0.0)
 
 

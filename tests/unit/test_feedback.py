@@ -27,7 +27,7 @@ def send(feedback: ErrorFeedback, name: str, gradient: Tensor, number: int = 0) 
     wanted = feedback.add(gradient)
     arrived = through(name, wanted)
     feedback.record_error(wanted, arrived)
-    feedback.advance(number)
+    feedback.round_over(number, included=True)
     return arrived
 
 
@@ -102,11 +102,11 @@ def test_residual_changes_only_if_the_contribution_was_included(rule: FeedbackRu
     wanted = feedback.add(g)
     assert torch.equal(wanted, g)
     feedback.record_error(wanted, torch.zeros(512))
-    feedback.discard()
-    feedback.advance(0)
+    feedback.round_over(0, included=False)
+    feedback.round_over(1, included=True)
     assert not feedback.residual.any()
     feedback.record_error(feedback.add(g), torch.zeros(512))
-    feedback.advance(1)
+    feedback.round_over(1, included=True)
     share = 1.0 if rule is CLASSIC else 0.2
     torch.testing.assert_close(feedback.residual, share * g, rtol=0.0, atol=0.02 * float(g.abs().max()))
 
@@ -114,7 +114,7 @@ def test_residual_changes_only_if_the_contribution_was_included(rule: FeedbackRu
 def test_decay_forgets_a_part_of_the_old_error() -> None:
     feedback, g = ErrorFeedback(3, FeedbackRule(decay=0.75)), torch.tensor([1.0, 2.0, 4.0])
     feedback.record_error(feedback.add(g), torch.zeros(3))
-    feedback.advance(0)
+    feedback.round_over(0, included=True)
     assert torch.equal(feedback.add(g), 1.75 * g)
 
 

@@ -28,7 +28,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "8b4a6bb4f41120c1e463e2182f7009e87f4a16c218947df85b286c33cdd04d03"
+GOLDEN_HASH = "ab5ee88da3dbd6b53bf7d7a9c7cf193999646f7b6f6c7433b9b61cd6c6fbd084"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
@@ -105,8 +105,9 @@ def test_run_configuration_with_fields_that_contradict_each_other_is_refused() -
         (lambda: RunConfig(model=ModelConfig(vocab_size=257)), "258"),
         (lambda: SyncConfig(codec="topk"), "set feedback to classic"),
         (lambda: SyncConfig(codec="int2"), "set feedback to classic"),
-        (lambda: SyncConfig(codec="topk64", feedback="loco"), "repay only 20% of what codec topk64 leaves out"),
-        (lambda: SyncConfig(result_codec="int2"), "set feedback to loco"),
+        (lambda: SyncConfig(codec="topk64", feedback="loco"), "too slowly what topk64 leaves out"),
+        (lambda: SyncConfig(result_codec="int2"), "fp32"),
+        (lambda: SyncConfig(codec="fp32", feedback="loco"), "set feedback to none"),
         (lambda: RunConfig(outer=OuterConfig(optimizer="adam"), sync=SyncConfig(auto=True)), "turn sync.auto off"),
     ):
         with pytest.raises(ValueError, match=message):

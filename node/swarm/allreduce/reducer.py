@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.diloco.aggregate import clip_scales, mean_cosine, square_norm, weighted_mean
+from node.diloco.aggregate import clip_scales, contribution_cosine, square_norm, weighted_mean
 from node.diloco.codec import Codec, chunk_bounds
 from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
@@ -162,7 +162,7 @@ class Reducer:
             mean = weighted_mean(parts, weights, scales)
             square_of_mean += square_norm(mean)
             means[chunk] = self._encode(chunk, mean)
-        self.cosine = mean_cosine([squares[peer] for peer in included], weights, scales, square_of_mean)
+        self.cosine = contribution_cosine([squares[peer] for peer in included], weights, scales, square_of_mean)
         return means, squares
 
 

@@ -1,104 +1,135 @@
 """The reducers' error feedback: what encoding lost of a chunk's mean is added to the next mean of this chunk.
 
-Without it, the second encoding of a round loses what the members' own feedback has just repaid. A residual belongs to
-the member that reduces the chunk. It is lost if the chunk gets another reducer, which costs one round's error.
+Without it, the second encoding of a round loses again what the members' own feedback repays. A residual belongs to the
+member that reduces the chunk, and is lost if the chunk gets another reducer. Handing it over would cost bytes.
 
-A residual counts only if the round is committed with the bytes that this node has encoded: a failed attempt, or a round
-with other members, leaves it as it was.
+A new residual counts only if the round is committed with the bytes from which it results. A failed attempt changes
+none.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
-import msgpack
 import numpy as np
 import torch
 from torch import Tensor
 
-from node.diloco.codec import Codec
-from node.diloco.feedback import FEEDBACK_RATIO, ErrorFeedback, FeedbackRule
-from node.swarm.allreduce.reducer import chunk_hash
+from node.diloco.feedback import MOST_RESIDUAL_RATIO, FeedbackRule
+from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.transport.wire import MALFORMED_ERRORS
 
 logger = logging.getLogger(__name__)
 
-FILE = "feedback.bin"
+MOST_ENCODINGS = 4
+"""Residuals of one chunk that are kept until the commit: one for each attempt, but only the newest ones."""
+
+Place = tuple[int, int]
+"""Fragment and chunk."""
 
 
 class ResultFeedback:
-    """This node's residuals as a reducer. `encode` may run in any thread."""
+    """This node's residuals as a reducer. `encode` may run in any thread, the other methods run on the event loop."""
 
-    def __init__(self, rule: FeedbackRule | None, store: ResultStore, fragments: int) -> None:
-        """Read the residuals of an earlier process."""
-        self._rule, self._store, self._fragments = rule, store, fragments
+    def __init__(
+        self,
+        rule: FeedbackRule | None,
+        layout_at: Callable[[int], ChunkLayout],
+        fragments: int,
+        store: ResultStore,
+        head: str,
+    ) -> None:
+        """Continue with the residuals of an earlier process, as soon as this node is at their head.
+
+        `layout_at` gives the layout of a round's mean. `head` is this node's head.
+        """
+        self._rule, self._layout_at, self._fragments, self._store = rule, layout_at, fragments, store
+        self._kept: dict[Place, Tensor] = {}
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, int], ErrorFeedback] = {}
-        """The residual of each (fragment, chunk)."""
-        self._sent: dict[tuple[int, int], bytes] = {}
-        """The hash of what this node has encoded of each chunk since the last round of its fragment."""
-        if rule is not None:
-            self._load(rule)
-
-    @property
-    def stretch_ratio(self) -> float:
-        """By how much feedback may lengthen a mean, relative to the norm of its contributions."""
-        return 0.0 if self._rule is None else FEEDBACK_RATIO
+        self._encoded: dict[Place, OrderedDict[bytes, Tensor]] = {}
+        """For each chunk, the residual that follows from each encoding since the last round, by the chunk's hash."""
+        self._saved: tuple[str, dict[Place, Tensor]] = ("", {})
+        if rule is not None and store.feedback is not None:
+            self._saved, store.feedback = self._parse(rule, store.feedback), None
+        self._continue_at(head)
 
     @property
     def residual_bytes(self) -> int:
-        """Size of all residuals that this node keeps."""
-        with self._lock:
-            return sum(one.stored.numel() * one.stored.element_size() for one in self._kept.values())
+        """Size of all residuals."""
+        return sum(stored.numel() * stored.element_size() for stored in self._kept.values())
 
-    def encode(self, round_: int, chunk: int, mean: Tensor, codec: Codec) -> bytes:
+    def stretch_ratio(self, codec_name: str) -> float:
+        """By how much feedback may lengthen a mean, relative to the norm of its contributions."""
+        return 0.0 if self._rule is None else MOST_RESIDUAL_RATIO[codec_name]
+
+    def encode(self, round_: int, chunk: int, mean: Tensor) -> bytes:
         """Encode a chunk's mean, fp32 [n] on the cpu, with the residual of the rounds before. Slow."""
-        if self._rule is None:
+        codec, rule, place = self._layout_at(round_).codec, self._rule, (round_ % self._fragments, chunk)
+        if rule is None or not MOST_RESIDUAL_RATIO[codec.name]:
             return codec.encode(mean)
-        key, n = (round_ % self._fragments, chunk), mean.numel()
+        stored = self._kept.get(place)
+        wanted = rule.add(mean, stored, MOST_RESIDUAL_RATIO[codec.name])
+        data = codec.encode(wanted)
+        after = rule.residual_after(wanted, codec.decode(data, mean.numel()), stored)
         with self._lock:
-            feedback = self._kept.setdefault(key, ErrorFeedback(n, self._rule))
-            wanted = feedback.add(mean, FEEDBACK_RATIO)
-            data = codec.encode(wanted)
-            feedback.record_error(wanted, codec.decode(data, n))
-            self._sent[key] = chunk_hash(data)
-            return data
+            encoded = self._encoded.setdefault(place, OrderedDict())
+            encoded[chunk_hash(data)] = after
+            while len(encoded) > MOST_ENCODINGS:
+                encoded.popitem(last=False)
+        return data
 
-    def round_over(self, round_: int, hashes: Sequence[bytes]) -> None:
-        """Keep the new residuals of the chunks that were committed as this node has encoded them, and no others."""
-        fragment, number = round_ % self._fragments, round_ // self._fragments
+    def round_over(self, round_: int, hashes: Sequence[bytes], head: str) -> None:
+        """Keep the residuals that follow from the committed chunks, and no others. `head` is that of the round."""
+        if self._rule is None:
+            return
+        fragment, is_reset = round_ % self._fragments, self._rule.is_reset_after(round_ // self._fragments)
         with self._lock:
-            for key in [key for key in self._kept if key[0] == fragment]:
-                if self._sent.pop(key, None) == hashes[key[1]]:
-                    self._kept[key].advance(number)
-                else:
-                    del self._kept[key]
+            encoded = {place: self._encoded.pop(place) for place in list(self._encoded) if place[0] == fragment}
+        after = {place: by_hash.get(hashes[place[1]]) for place, by_hash in encoded.items()}
+        lost = {place for place in self._kept if place[0] == fragment and after.get(place) is None}
+        others = {place: stored for place, stored in self._kept.items() if place[0] != fragment}
+        kept = {} if is_reset else {place: stored for place, stored in after.items() if stored is not None}
+        self._kept = others | kept
+        self._continue_at(head)
+        if lost:
+            logger.debug("The errors of %d means are lost, because other members have reduced these chunks.", len(lost))
 
     def clear(self) -> None:
         """Forget all residuals, because this node has left their chain."""
         with self._lock:
-            self._kept, self._sent = {}, {}
+            self._kept, self._encoded = {}, {}
 
-    def save(self) -> None:
-        """Write the residuals to the disk. After a write error, a restart begins without them. Slow."""
-        if self._rule is None:
+    def save(self, head: str) -> None:
+        """Write the residuals at this head to the disk. Slow: call it in a thread."""
+        kept = self._kept  # It is replaced, and never changed.
+        if self._rule is None or not kept:
             return
-        with self._lock:
-            kept = [(*key, one.parameters, one.stored.numpy().tobytes()) for key, one in self._kept.items()]
-        self._store.write_file(FILE, msgpack.packb(kept))
+        index = [[*place, stored.numel()] for place, stored in kept.items()]
+        parts = [stored.numpy().view(np.uint8).data for stored in kept.values()]
+        self._store.save_feedback([json.dumps({"head": head, "index": index}).encode() + b"\n", *parts])
 
-    def _load(self, rule: FeedbackRule) -> None:
-        data = self._store.read_file(FILE)
-        if data is None:
-            return
+    def _continue_at(self, head: str) -> None:
+        if self._saved[0] == head:
+            self._kept, self._saved = self._saved[1], ("", {})
+
+    def _parse(self, rule: FeedbackRule, data: bytearray) -> tuple[str, dict[Place, Tensor]]:
         dtype: type[np.generic] = np.uint8 if rule.is_8bit else np.float32
         try:
-            for fragment, chunk, elements, stored in msgpack.unpackb(data):
-                tensor = torch.from_numpy(np.frombuffer(bytearray(stored), dtype))
-                self._kept[fragment, chunk] = ErrorFeedback(elements, rule, tensor)
+            at = data.index(b"\n") + 1
+            header, saved = json.loads(data[:at]), {}
+            for fragment, chunk, size in header["index"]:
+                values = np.frombuffer(data, dtype, size, at)
+                stored, at = torch.from_numpy(values), at + values.nbytes
+                layout = self._layout_at(fragment)
+                if not 0 <= chunk < len(layout.bounds) or not rule.fits(stored, layout.elements(chunk)):
+                    raise ValueError(f"chunk {chunk} of fragment {fragment} has another size")
+                saved[fragment, chunk] = stored
+            return str(header["head"]), saved
         except MALFORMED_ERRORS as exc:
-            logger.warning("The stored residuals of means are damaged and are not used: %s", exc)
-            self._kept = {}
+            logger.warning("The stored errors of means are damaged and are not used: %s", exc)
+            return "", {}

@@ -34,7 +34,7 @@ KEPT_ATTEMPTS = 256
 """Limit on the rounds whose lowest attempts are kept. It is as long as the branch that a node knows (`MAX_LINKS`)."""
 IN_USE_S = 60.0  # A round counts as in use for this time after a chunk of it was read
 MAX_HEAD_BYTES = 32 * 2**20  # A stored proof is always smaller
-BALLOT_FILE = "ballot.json"
+BALLOT_FILE, FEEDBACK_FILE = "ballot.json", "feedback.bin"
 REPLY_BYTES = 32 * 2**20
 """Most bytes of chunks that one reply holds from the disk, unless its first chunk is larger."""
 SERVED_BYTES = 4 * REPLY_BYTES
@@ -70,7 +70,11 @@ class ResultStore:
         """The parent of the ballot in BALLOT_FILE, if that ballot has a vote."""
         self._stored: list[tuple[str, Proof]] = []
         self._aside: list[tuple[str, Proof]] = []
+        self.feedback: bytearray | None = None
+        """What an earlier process has written with `save_feedback`."""
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            self.feedback = bytearray((folder / FEEDBACK_FILE).read_bytes())
         for path in _by_age(folder, "aside-*.json"):
             self._load_proof(path, self._aside)
         for path in _by_age(folder, "proof-*.json"):
@@ -200,7 +204,7 @@ class ResultStore:
                 self._write(path, chunks)
         self._rounds[head] = _index(hashes, sizes)
 
-    def _write(self, path: Path, parts: Sequence[bytes]) -> None:
+    def _write(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
         """Replace a file atomically and sync it to the disk. Raises OSError, QuotaError."""
         temporary = path.with_suffix(".new")
         try:
@@ -216,19 +220,12 @@ class ResultStore:
                 temporary.unlink()
             raise
 
-    def write_file(self, name: str, data: bytes) -> None:
-        """Write another file of this node's rounds. A write error is only logged."""
+    def save_feedback(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Write this node's residuals as a reducer. A write error is only logged: then they are lost in a restart."""
         try:
-            self._write(self._folder / name, [data])
+            self._write(self._folder / FEEDBACK_FILE, parts)
         except (OSError, QuotaError) as exc:
-            logger.warning("%s could not be stored in %s: %s", name, self._folder, _reason(exc))
-
-    def read_file(self, name: str) -> bytes | None:
-        """Read a file of `write_file`; None if there is none."""
-        try:
-            return (self._folder / name).read_bytes()
-        except OSError:
-            return None
+            logger.warning("The errors of means could not be stored in %s: %s", self._folder, _reason(exc))
 
     def take_stored(self) -> list[tuple[str, Proof]]:
         """Return the (parent, proof) pairs of an earlier process, oldest first. A second call returns none."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any, Literal
-
-from torch import Tensor
 
 from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.reducer import Reducer
@@ -166,11 +165,7 @@ class Attendance:
         if ctx.me in plan.reducers:
             weights = {peer: join.tokens for peer, join in joins.items()}
             norms = {peer: join.norm for peer, join in joins.items()}
-            round_, codec = ctx.next_round, ctx.rules.result_layout_at(ctx.next_round).codec
-
-            def encode(chunk: int, mean: Tensor) -> bytes:
-                return ctx.feedback.encode(round_, chunk, mean, codec)
-
+            encode = partial(ctx.feedback.encode, ctx.next_round)
             attempt.reducer = Reducer(ctx.layout, plan.chunks_of(ctx.me), weights, norms, encode)
         attempt.planned.set()
         self._stages.enter("reduce")

@@ -59,7 +59,7 @@ class Committed:
     is_replayed: bool = False
     """Whether an earlier process of this node committed the round, and this process read it from the disk."""
     cosine: float | None = None
-    """The mean cosine similarity of the contributions over the chunks that this node has reduced (`mean_cosine`)."""
+    """`contribution_cosine` over the chunks that this node has reduced."""
 
 
 class Committer:
@@ -125,7 +125,8 @@ class Committer:
                 return False
             self._commit(tip, outcome, proof, committed_at_s)
             ctx.hooks.corrupt_anchor(tip.round)
-            await asyncio.to_thread(ctx.feedback.save)
+            if ctx.rules.feedback is not None:
+                ctx.tasks.spawn(asyncio.to_thread(ctx.feedback.save, tip.head))
             return True
 
     async def replay_next(self) -> bool:
@@ -256,7 +257,8 @@ class Committer:
                 raise PeerError(f"a result cannot be decoded: {exc}", code="bad_size") from exc
             joins = list(included.values())
             bound = norm_bound([join.tokens for join in joins], [join.norm for join in joins])
-            longer = (1 + layout.codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio) - 1
+            codec = layout.codec
+            longer = (1 + codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio(codec.name)) - 1
             if exceeds_norm_bound(norm, bound, longer):
                 raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
             self._mean = (outcome.results, mean)
@@ -290,7 +292,7 @@ class Committer:
             # It may include an earlier contribution, which this node discarded when it left its chain.
             included = offered and self._ballot.is_mine(joins_of(proof.outcome)[ctx.me])
         ctx.chain.advance(tip, parent, proof)
-        ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes))
+        ctx.feedback.round_over(outcome.round, split_hashes(proof.hashes), tip.head)
         self._say_tip(tip)
         if offered:  # The others may have gone on since this node's vote.
             at_vote = self._ballot.suspensions_at_vote

@@ -67,6 +67,11 @@ class Rules:
         return layout if self.result_codec is None else replace(layout, codec=self.result_codec)
 
     @property
+    def contribution_bytes(self) -> int:
+        """Encoded size of the largest contribution."""
+        return max(layout.encoded_bytes() for layout in self.layouts)
+
+    @property
     def round_bytes(self) -> int:
         """Encoded size of the largest contribution or mean."""
         rounds = range(len(self.layouts))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from node.errors import PeerError
-from node.swarm.allreduce.reducer import chunk_hash
+from node.swarm.allreduce.reducer import ChunkLayout, chunk_hash
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution
 from node.swarm.consensus.context import CALL_S, Context
 from node.swarm.consensus.leader_election import FASTER, leader_order
@@ -102,10 +102,21 @@ class Sender:
     @property
     def lead_s(self) -> float:
         """Seconds before the end of a round at which to deposit the contribution; 0 if no deposit is needed."""
-        ctx = self._ctx
-        rate, size_bytes = ctx.upload_bytes_s, ctx.layout.encoded_bytes()
-        is_slow = rate > 0 and size_bytes / rate > ctx.rules.closing.grace_s(ctx.chain.tip.round_s) / 2
+        is_slow = self._takes_long(self._ctx.layout)
         return (1 + MARGIN_RATIO) * self.upload_s + FIXED_S if is_slow and self._candidates() else 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether all would wait for this node's uplink if it reduced."""
+        ctx = self._ctx
+        return bool(self._candidates()) and any(
+            self._takes_long(layout) for layout in (ctx.layout, ctx.rules.result_layout_at(ctx.next_round))
+        )
+
+    def _takes_long(self, layout: ChunkLayout) -> bool:
+        ctx = self._ctx
+        rate, grace_s = ctx.upload_bytes_s, ctx.rules.closing.grace_s(ctx.chain.tip.round_s)
+        return rate > 0 and layout.encoded_bytes() / rate > grace_s / 2
 
     def _candidates(self) -> list[str]:
         """Depositaries to try, in order. Overlapped runs have none, because there no member waits for transfers."""
@@ -223,7 +234,7 @@ class Depositary:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._places = places_for(ctx.rules.round_bytes)
+        self._places = places_for(ctx.rules.contribution_bytes)
         self._held: dict[str, Held] = {}
         self._coming: set[str] = set()
         self._doors: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(SIDE_BY_SIDE))

@@ -45,7 +45,7 @@ class Handlers:
     depositary: Depositary
 
     def services(self) -> dict[str, Service]:
-        bulk = self.ctx.rules.round_bytes + MAX_HEADER_BYTES
+        bulk = self.ctx.rules.contribution_bytes + MAX_HEADER_BYTES
         small = partial(Service, channel=Channel.REDUCE)
         large = partial(small, admits=self.ctx.peer_table.knows, per_caller=MAX_AT_ONCE)
         return {

@@ -65,7 +65,9 @@ class Participant:
             chain=chain,
             hooks=FaultHooks(faults, chain, peer_table),
             results=ResultCache(wire, peer_table, rules.result_layout_at, chain.store, rules.bulk_s, others),
-            feedback=ResultFeedback(rules.feedback, chain.store, len(rules.layouts)),
+            feedback=ResultFeedback(
+                rules.feedback, rules.result_layout_at, len(rules.layouts), chain.store, chain.tip.head
+            ),
             clock=clock,
         )
         self.ballot = Ballot(chain, peer_table)
@@ -166,7 +168,7 @@ class Participant:
             round_s=ctx.chain.tip.round_s,
             norm=mine.norm,
             # A member on a slow uplink does not reduce, because all members would wait for it.
-            reduces=ctx.me in ctx.peer_table.callable_members() and not self.sender.lead_s,
+            reduces=ctx.me in ctx.peer_table.callable_members() and not self.sender.is_slow,
             upload_bytes_s=ctx.upload_bytes_s,
             transfer_s=self.committer.transfer_s,
             settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),

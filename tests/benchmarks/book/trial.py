@@ -19,7 +19,7 @@ from torch import Tensor
 from node.config.manifest import RunConfig
 from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import Codec, make_codec
-from node.diloco.feedback import CLASSIC, LOCO, ErrorFeedback, FeedbackRule
+from node.diloco.feedback import CLASSIC, LOCO, MOST_RESIDUAL_RATIO, FeedbackRule
 from node.diloco.fragments import Ranges, put_, strided, take
 from node.diloco.fragments import step as fragment_step
 from node.diloco.outer import OuterOptimizer, OuterState, carry, correct, genesis, mix, pseudo_gradient
@@ -93,7 +93,7 @@ class Worker:
         """Inner steps since the last contribution that counted."""
         self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}
         """For each fragment in flight: the parameters that were sent, and the contribution as it arrives."""
-        self.feedback: dict[int, ErrorFeedback] = {}
+        self.residuals: dict[int, Tensor] = {}
 
     def batch(self) -> Tensor:
         return self._stream.next_batch(BATCH, LENGTH)
@@ -120,14 +120,13 @@ class Trial:
         if arm.optimizer == "adam":
             self._optimizer = OuterOptimizer("adam", ADAM_BETA1, ADAM_BETA2, ADAM_EPS)
         self.state: OuterState = genesis(start, self._optimizer.moments)
-        """The second moment of the outer Adam."""
         count = 1 if arm.kind == "plain" else arm.workers
         texts = _shards(count) if arm.shards == "clusters" else (_corpus(),) * count
         self.workers = [Worker(self._run, texts[i], start, seed, i) for i in range(count)]
         self._held_out = held_out_batches(_corpus(), HELD_OUT_BATCHES, BATCH, LENGTH)
         self._codec: Codec = make_codec(arm.codec)
         self._result_codec: Codec = make_codec(arm.result_codec or arm.codec)
-        self._mean_feedback: dict[int, ErrorFeedback] = {}
+        self._mean_residuals: dict[int, Tensor] = {}
         self._fragments = strided(unit_elements(self._run.model), arm.fragments)
         self._lost = random.Random(f"lost {seed}")
         self._probe = build_model(self._run.model, seed=0)
@@ -226,25 +225,32 @@ class Trial:
             deltas.append(pseudo_gradient(anchor, sent))
             worker.in_flight[fragment] = sent, self._encoded(worker, fragment, deltas[-1] * self.arm.sign)
         if len(self._fragments) == 1 and len(deltas) > 1:
-            self.result.cosines.append(round(mean_cosine(deltas[:COMPARED]), DIGITS))
+            self.result.cosines.append(round(pairwise_cosine(deltas[:COMPARED]), DIGITS))
 
     def _encoded(self, worker: Worker, fragment: int, delta: Tensor) -> Tensor:
         """The contribution as the reducers decode it."""
         if self.arm.prune:
             delta = sign_pruned(delta, self._rows(), self.arm.prune)
-        return self._fed_back(worker.feedback, fragment, self.arm.feedback, self._codec, delta)
+        return self._fed_back(worker.residuals, fragment, self.arm.feedback, self._codec, delta)
 
     def _fed_back(
-        self, kept: dict[int, ErrorFeedback], fragment: int, kind: str, codec: Codec, vector: Tensor
+        self,
+        residuals: dict[int, Tensor],
+        fragment: int,
+        kind: str,
+        codec: Codec,
+        vector: Tensor,
+        most_ratio: float = math.inf,
     ) -> Tensor:
         """The vector as it arrives, with the error feedback of this sender."""
         if kind == "none":
             return through(codec, vector)
-        feedback = kept.setdefault(fragment, ErrorFeedback(vector.numel(), FEEDBACK[kind]))
-        wanted = feedback.add(vector)
+        rule, stored = FEEDBACK[kind], residuals.get(fragment)
+        wanted = rule.add(vector, stored, most_ratio)
         arrived = through(codec, wanted)
-        feedback.record_error(wanted, arrived)
-        feedback.advance(self.state.round + 1)
+        residuals[fragment] = rule.residual_after(wanted, arrived, stored)
+        if rule.is_reset_after((self.state.round + 1) // len(self._fragments)):
+            del residuals[fragment]
         return arrived
 
     def _apply(self, fragment: int, training: Sequence[Worker]) -> None:
@@ -258,7 +264,9 @@ class Trial:
         weights = [self._weight(worker) for worker in included]
         scales = clip_scales([math.sqrt(square_norm(part)) for part in parts], weights)
         mean = weighted_mean(parts, weights, scales)
-        mean = self._fed_back(self._mean_feedback, fragment, self.arm.result_feedback, self._result_codec, mean)
+        most = MOST_RESIDUAL_RATIO.get(self._result_codec.name, math.inf)  # The node refuses the other codecs.
+        kind = self.arm.result_feedback
+        mean = self._fed_back(self._mean_residuals, fragment, kind, self._result_codec, mean, most)
         old = take(self.state.anchor, ranges).clone()
         self.state = self.stepped(ranges, mean)
         new = take(self.state.anchor, ranges)
@@ -305,7 +313,7 @@ def through(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.numel())
 
 
-def mean_cosine(vectors: Sequence[Tensor]) -> float:
+def pairwise_cosine(vectors: Sequence[Tensor]) -> float:
     """The mean cosine similarity of all pairs of these vectors, fp32 [P] each."""
     unit = torch.stack([vector / vector.norm().clamp(min=1e-30) for vector in vectors])
     similar = unit @ unit.T
