@@ -315,13 +315,13 @@ class Node:
         await self.participant.close()
 
 
-def start_state(parameters: int) -> OuterState:
-    return genesis(torch.linspace(-1, 1, parameters))
+def start_state(parameters: int, moments: int = 1) -> OuterState:
+    return genesis(torch.linspace(-1, 1, parameters), moments)
 
 
 def start_tip(rules: Rules) -> Tip:
     parameters = sum(elements(layout.ranges) for layout in rules.layouts)
-    return make_tip(start_state(parameters), rules.run, None, rules.outer, {}, 0.0)
+    return make_tip(start_state(parameters, rules.outer.optimizer.moments), rules.run, None, rules.outer, {}, 0.0)
 
 
 def gradient(node: int, round_: int, parameters: int) -> torch.Tensor:
@@ -386,12 +386,13 @@ class Swarm:
         patience_s: float = 30.0,
         result_codec: str = "",
         feedback: FeedbackRule | None = None,
+        optimizer: OuterOptimizer = OUTER.optimizer,
     ) -> Rules:
         """Rules with two units in each fragment."""
         size = -(-parameters // (2 * fragments))
         units = [min(size, parameters - start) for start in range(0, parameters, size)]
         layouts = chunk_layouts(make_codec(codec), strided(units, fragments))
-        outer = replace(OUTER, fragments=fragments)
+        outer = replace(OUTER, fragments=fragments, optimizer=optimizer)
         closing = ClosingRule(policy, min_peers, quorum_ratio, least_grace_s, patience_s)
         results = make_codec(result_codec) if result_codec else None
         return Rules(self.run, layouts, closing, outer, max_tokens=2**40, result_codec=results, feedback=feedback)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from node.diloco.digest import LEAF_ELEMENTS
-from node.diloco.outer import OuterState
+from node.diloco.outer import OuterOptimizer, OuterState
 from node.errors import TransferFailed
 from node.status import Channel, Phase
 from node.swarm.allreduce.result_store import KEPT_ROUNDS
@@ -134,6 +134,24 @@ def test_a_state_is_downloaded_from_two_servers_at_once(swarm: Swarm, pair: list
     assert (tip.round_s, tip.last_round_tokens) == (expected.round_s, expected.last_round_tokens)
     assert sorted(sources[0].served + sources[1].served) == [0, 1, 2, 3]
     assert sources[0].served and sources[1].served
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_joiner_gets_both_moments_of_adam_and_takes_part(swarm: Swarm, fragments: int) -> None:
+    rules = swarm.rules(PARAMETERS, min_peers=2, fragments=fragments, optimizer=OuterOptimizer("adam"))
+    nodes = swarm.nodes(2, rules)
+    for round_ in range(3):
+        round_of(nodes, round_)
+    serve(nodes[0], Memory(nodes[0].tip))
+    late = joiner(swarm, nodes)
+    target = Target(PARAMETERS, moments=2)
+    tip = late.host.do(new_download(late).run(target, lambda ratio: None))
+    assert_same_state(tip.state, nodes[0].tip.state)
+    assert tip.state.momentum.numel() == 2 * PARAMETERS and bool(tip.state.momentum[PARAMETERS:].all())
+    restart_at(late, tip)
+    late.peer_table.update_own(phase=Phase.TRAINING)
+    round_of([*nodes, late], 3)
+    assert_same_tip(late, nodes[0])
 
 
 def test_a_peer_answers_many_concurrent_questions_about_states(swarm: Swarm, pair: list[Node]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from node.diloco.digest import leaf_bounds
+from node.diloco.digest import tree_slices
 from node.errors import PeerError, RoundFailed, SwarmError, TransferFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
@@ -62,10 +62,8 @@ class Disk:
     def leaf(self, digest: str, index: int) -> bytes:
         for tip in self.checkpoints:
             if tip.digest == digest:
-                bounds = leaf_bounds(tip.state.anchor.numel())
-                vector = tip.state.anchor if index < len(bounds) else tip.state.momentum
-                start, end = bounds[index % len(bounds)]
-                return vector[start:end].numpy().tobytes()
+                vector, start, end = tree_slices(tip.state.anchor.numel())[index]
+                return (tip.state.anchor, tip.state.momentum)[vector][start:end].numpy().tobytes()
         raise LookupError(digest)
 
     def oldest_needed_round(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from node.diloco.digest import leaf_bounds
+from node.diloco.digest import tree_slices
 from node.diloco.outer import OuterState
 from node.swarm.identity import Identity, new_identity
 from node.swarm.messages import Join, Plan, Proof, RoundOutcome, accept, results_root, sign
@@ -37,8 +37,6 @@ def committed(
 
 
 def leaf_of(state: OuterState, index: int) -> bytes:
-    bounds = leaf_bounds(state.anchor.numel())
-    which, place = divmod(index, len(bounds))
-    start, end = bounds[place]
-    data: bytes = (state.anchor, state.momentum)[which][start:end].numpy().tobytes()
+    vector, start, end = tree_slices(state.anchor.numel(), state.moments)[index]
+    data: bytes = (state.anchor, state.momentum)[vector][start:end].numpy().tobytes()
     return data

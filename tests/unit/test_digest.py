@@ -82,6 +82,17 @@ def test_leaf_hashes_of_a_state_cover_anchor_and_momentum_separately() -> None:
     assert root_digest(7, 123_456, parameters, leaves) == state_digest(state) != state_digest(changed)
 
 
+def test_digest_covers_both_moments_of_adam() -> None:
+    parameters = LEAF_ELEMENTS + 3
+    state = OuterState(torch.zeros(parameters), torch.zeros(2 * parameters), round=7, tokens=1)
+    changed = replace(state, momentum=flipped(state.momentum, 2 * parameters - 1, 0))
+    leaves = leaf_hashes(state)
+    assert len(leaves) == 2 + 3
+    assert root_digest(7, 1, parameters, leaves, moments=2) == state_digest(state) != state_digest(changed)
+    with pytest.raises(ValueError, match="do not make the tree"):
+        root_digest(7, 1, parameters, leaves)
+
+
 def test_root_digest_refuses_missing_additional_or_short_leaf_hashes() -> None:
     leaves = leaf_hashes(state_of(10))
     for wrong in ([], leaves[:1], [*leaves, leaves[0]], [leaves[0], b"short"]):

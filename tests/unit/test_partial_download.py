@@ -25,16 +25,19 @@ def state() -> OuterState:
     return OuterState(torch.randn(P), torch.randn(P), 3, 5000)
 
 
-def test_finished_leaves_of_a_download_survive_a_restart(tmp_path: Path, state: OuterState) -> None:
+@pytest.mark.parametrize("moments", [1, 2])
+def test_finished_leaves_of_a_download_survive_a_restart(tmp_path: Path, moments: int) -> None:
+    state = OuterState(torch.randn(P), torch.randn(moments * P), 3, 5000)
     leaves, cache = leaf_hashes(state), tmp_path / "cache"
-    first = PartialState(cache, DIGEST, P)
-    assert first.open(leaves) == [0, 1, 2, 3]
-    for index in (2, 1):
+    everything = list(range(len(leaves)))
+    first = PartialState(cache, DIGEST, P, moments=moments)
+    assert first.open(leaves) == everything
+    for index in everything[1:-1]:
         first.put(index, leaf_of(state, index))
-    again = PartialState(cache, DIGEST, P)  # The first object was not closed.
-    assert again.open(leaves) == [0, 3]
+    again = PartialState(cache, DIGEST, P, moments=moments)  # The first object was not closed.
+    assert again.open(leaves) == [0, everything[-1]]
     assert partial_downloads(cache) == [DIGEST[:16]]
-    for index in (0, 3):
+    for index in (0, everything[-1]):
         again.put(index, leaf_of(state, index))
     anchor, momentum = again.load()
     assert torch.equal(anchor, state.anchor) and torch.equal(momentum, state.momentum)
