@@ -32,7 +32,7 @@ from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
 from node.diloco.feedback import MOST_RESIDUAL_RATIO, ErrorFeedback
-from node.diloco.outer import OuterState, genesis, outer_step, pseudo_gradient
+from node.diloco.outer import OuterState, credited, genesis, outer_step, pseudo_gradient
 from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
 from node.training.algorithm import feedback_of, optimizer_of
@@ -114,7 +114,8 @@ class ReferenceMember:
         for (start, end), *parts in zip(chunk_bounds(mean.numel()), *map(self._chunks, members), strict=True):
             mean[start:end] = self._deliver(start, weighted_mean(parts, weights, scales))
         outer = self._run.outer
-        self.state = outer_step(self.state, mean, self._outer, lr=outer.lr, tokens=sum(weights))
+        stepped = outer_step(self.state, mean, self._outer, lr=outer.lr, tokens=sum(weights))
+        self.state = credited(stepped, {c.stream_id: c.weight for c in members})
         self._last_round_tokens = sum(weights)
         load_flat_(self._model, self.state.anchor)
 

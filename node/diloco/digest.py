@@ -1,20 +1,23 @@
 """The digest of the outer state is the root of a hash tree, so that a downloaded slice can be checked alone.
 
 Leaves are the BLAKE3 hashes of 4 MiB slices, first of the anchor, then of the momentum (fp32, little-endian); no slice
-covers parts of both. The root is the hash of round, tokens, parameter count and all leaves. Leaves and root are hashed
-with different key contexts. BLAKE3 is used because all members hash the whole state in every round: one Xeon core
-hashes 5.7 GB/s with BLAKE3, 1.0 with BLAKE2b, and with SHA-256 1.4 (0.4 without the SHA instructions).
+covers parts of both. The root is the hash of round, tokens, parameter count, the hash of all leaves, and the credit's
+root. So a member's credit can be proved without the leaves. Leaves and root are hashed with different key contexts.
+BLAKE3 is used because all members hash the whole state in every round: one Xeon core hashes 5.7 GB/s with BLAKE3, 1.0
+with BLAKE2b, and with SHA-256 1.4 (0.4 without the SHA instructions).
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from blake3 import blake3
 from torch import Tensor
 
+from node.diloco.credit import EMPTY
 from node.diloco.outer import OuterState
 
 LEAF_BYTES = 4 * 2**20
@@ -25,7 +28,8 @@ THREADS = 4
 ROOT_HEADER = struct.Struct("<qQQ")
 """Round, tokens, parameters."""
 LEAF_CONTEXT = "diloco-node outer state leaf v1"
-ROOT_CONTEXT = "diloco-node outer state root v1"
+LEAVES_CONTEXT = "diloco-node outer state leaves v1"
+ROOT_CONTEXT = "diloco-node outer state root v2"
 
 
 def leaf_hash(data: bytes | memoryview) -> bytes:
@@ -55,7 +59,9 @@ def leaf_hashes(state: OuterState) -> list[bytes]:
         return list(pool.map(leaf_hash, slices))
 
 
-def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes], moments: int = 1) -> str:
+def root_digest(
+    round: int, tokens: int, parameters: int, leaves: Sequence[bytes], credit_root: bytes = EMPTY.root, moments: int = 1
+) -> str:
     """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
     if len(leaves) != len(tree_slices(parameters, moments)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
@@ -64,14 +70,25 @@ def root_digest(round: int, tokens: int, parameters: int, leaves: list[bytes], m
         root.update(ROOT_HEADER.pack(round, tokens, parameters))
     except struct.error as exc:
         raise ValueError(f"Round {round} and tokens {tokens} do not fit into 64 bits.") from exc
-    for leaf in leaves:
-        root.update(leaf)
+    root.update(leaves_hash(leaves))
+    root.update(credit_root)
     return root.hexdigest()
+
+
+def leaves_hash(leaves: Sequence[bytes]) -> bytes:
+    """The hash of all leaves, 32 bytes."""
+    return blake3(b"".join(leaves), derive_key_context=LEAVES_CONTEXT).digest()
 
 
 def state_digest(state: OuterState) -> str:
     """The digest that identifies this outer state, 64 hex characters."""
-    return root_digest(state.round, state.tokens, state.anchor.numel(), leaf_hashes(state), state.moments)
+    return digest_of(state, leaf_hashes(state))
+
+
+def digest_of(state: OuterState, leaves: Sequence[bytes]) -> str:
+    """The digest of a state whose leaves are known."""
+    parameters, moments = state.anchor.numel(), state.moments
+    return root_digest(state.round, state.tokens, parameters, leaves, state.credit.root, moments)
 
 
 def _little_endian(values: Tensor) -> memoryview:

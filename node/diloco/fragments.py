@@ -8,6 +8,7 @@ before or after the layers. [P] is the whole vector. [P_f] is a fragment, with i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -70,9 +71,9 @@ def step(
         return outer_step(state, mean, optimizer, lr=lr, tokens=tokens, number=number)
     shifts = [moment * parameters for moment in range(state.moments)]
     moments = tuple((shift + start, shift + end) for shift in shifts for start, end in ranges)
-    part = OuterState(take(state.anchor, ranges), take(state.momentum, moments), state.round, state.tokens)
+    part = replace(state, anchor=take(state.anchor, ranges), momentum=take(state.momentum, moments))
     stepped = outer_step(part, mean, optimizer, lr=lr, tokens=tokens, number=number)
     anchor, buffer = state.anchor.clone(), state.momentum.clone()
     put_(anchor, ranges, stepped.anchor)
     put_(buffer, moments, stepped.momentum)
-    return OuterState(anchor, buffer, stepped.round, stepped.tokens)
+    return replace(stepped, anchor=anchor, momentum=buffer)

@@ -11,12 +11,15 @@ fp32 first, and denormal numbers must not be flushed to zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from node.diloco.credit import EMPTY, CreditTable
 
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal number of fp32; half of it is denormal."""
@@ -64,6 +67,8 @@ class OuterState:
     """Last committed round; -1 at genesis."""
     tokens: int
     """Tokens that the whole swarm trained on up to this anchor."""
+    credit: CreditTable = EMPTY
+    """Who contributed these tokens."""
 
     def __post_init__(self) -> None:
         for name, x in (("anchor", self.anchor), ("momentum", self.momentum)):
@@ -97,9 +102,9 @@ def outer_step(
 ) -> OuterState:
     """One outer step on the mean pseudo-gradient, fp32 [P] on the cpu. Returns a new state; `state` stays as it is.
 
-    `tokens` are those of this round. `number` counts the earlier outer steps of these parameters; by default it is that
-    of all rounds. Allocates only the new state. Raises ValueError for a mean or moments that do not fit, and
-    ArithmeticError on a thread that flushes denormal numbers.
+    `tokens` are those of this round; `credited` adds to whom they belong. `number` counts the earlier outer steps of
+    these parameters; by default it is that of all rounds. Allocates only the new state. Raises ValueError for a mean or
+    moments that do not fit, and ArithmeticError on a thread that flushes denormal numbers.
     """
     _require_denormals()
     if mean.shape != state.anchor.shape or mean.dtype != torch.float32 or mean.device.type != "cpu":
@@ -121,7 +126,12 @@ def outer_step(
         else:
             _sgd(optimizer, lr, mean[part], old_buffers[0, part], buffers[0, part], new)
         torch.sub(state.anchor[part], new, out=new)
-    return OuterState(anchor=anchor, momentum=momentum, round=state.round + 1, tokens=state.tokens + tokens)
+    return replace(state, anchor=anchor, momentum=momentum, round=state.round + 1, tokens=state.tokens + tokens)
+
+
+def credited(state: OuterState, tokens: Mapping[str, int]) -> OuterState:
+    """The state after an outer step, with the tokens of this round's contributors, by peer id, in the credit."""
+    return replace(state, credit=state.credit.after(state.round, tokens))
 
 
 def _sgd(optimizer: OuterOptimizer, lr: float, g: Tensor, old: Tensor, m: Tensor, change: Tensor) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from node.errors import MachineError, ProtocolError
@@ -32,7 +33,7 @@ from node.host.disk_quota import META_BYTES, Room, any_room
 from node.host.files import sync_folder
 from node.training.tensorfile import read_tensors, write_tensors
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 OUTER = "outer.safetensors"
 LOCAL = "local.safetensors"
 META = "meta.json"
@@ -70,6 +71,8 @@ class Checkpoint:
     """The digest tree's leaves, hex."""
     anchor: Tensor
     momentum: Tensor
+    credit: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
+    """The encoded `CreditTable`, uint8 [B]."""
     local: Tensor | None = None
     """This node's parameters; None if they equal the anchor."""
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class Checkpoint:
     """Anything else, as JSON."""
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        return {"anchor": self.anchor, "momentum": self.momentum}
+        return {"anchor": self.anchor, "momentum": self.momentum, "credit": self.credit}
 
     def local_tensors(self) -> dict[str, Tensor]:
         tensors = {} if self.local is None else {"local": self.local}
@@ -100,7 +103,7 @@ class Checkpoint:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-_TENSOR_FIELDS = frozenset({"anchor", "momentum", "local", "optimizer", "other"})
+_TENSOR_FIELDS = frozenset({"anchor", "momentum", "credit", "local", "optimizer", "other"})
 _META_FIELDS = tuple(f.name for f in fields(Checkpoint) if f.name not in _TENSOR_FIELDS)
 
 
@@ -337,6 +340,7 @@ def _read(folder: Path) -> Checkpoint:
         **values,
         anchor=outer["anchor"],
         momentum=outer["momentum"],
+        credit=outer["credit"],
         local=local.get("local"),
         optimizer=_with_prefix(local, "optimizer."),
         other=_with_prefix(local, "other."),

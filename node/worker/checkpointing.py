@@ -11,10 +11,13 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from node.config.manifest import Manifest
+from node.diloco.credit import decode as decode_credit
 from node.diloco.digest import tree_slices
 from node.diloco.outer import OuterState
-from node.errors import QuotaError
+from node.errors import PeerError, QuotaError
 from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import Link
 from node.swarm.consensus.context import Rules
@@ -46,6 +49,7 @@ def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
         leaves=tuple(leaf.hex() for leaf in tip.leaves),
         anchor=tip.state.anchor,
         momentum=tip.state.momentum,
+        credit=torch.tensor(list(tip.state.credit.encode()), dtype=torch.uint8),
         records=[dataclasses.asdict(link) for link in tip.links],
         extra={"proof": tip.proof.model_dump(mode="json") if tip.proof else None},
     )
@@ -58,7 +62,11 @@ def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
 
 def tip_of_checkpoint(checkpoint: Checkpoint, rules: Rules) -> Tip:
     """Hash a checkpoint's state, and return its tip. Raises PeerError if the proof does not lead to the head."""
-    state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens)
+    try:
+        credit = decode_credit(checkpoint.credit.numpy().tobytes())
+    except ValueError as exc:
+        raise PeerError(str(exc)) from exc
+    state = OuterState(checkpoint.anchor, checkpoint.momentum, checkpoint.round, checkpoint.tokens, credit)
     proof = checkpoint.extra.get("proof")
     links = tuple(Link(**{**record, "members": tuple(record["members"])}) for record in checkpoint.records)
     return verified_tip(
@@ -77,7 +85,8 @@ class CheckpointSource:
 
     def publish(self, tip: Tip) -> None:
         """Serve the checkpoint of this tip, which is on the disk. Removes partial downloads, as none is needed now."""
-        new = Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+        state = tip.state
+        new = Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit)
         on_disk = set(self._store.rounds())
         self._snapshots = (new, *(old for old in self._snapshots if old.round != new.round and old.round in on_disk))
         remove_partial_downloads(self._cache)

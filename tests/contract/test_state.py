@@ -55,7 +55,7 @@ class Memory:
             leaves[0] = bytes(32)
         if self.damage == "fewer":
             leaves.pop()
-        return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof)
+        return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof, t.state.credit)
 
     def oldest_needed_round(self) -> int | None:
         return None

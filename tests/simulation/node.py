@@ -56,7 +56,8 @@ class Disk:
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         for tip in reversed(self.checkpoints):
             if not name or tip.head.startswith(name) or tip.digest.startswith(name):
-                return Snapshot(tip.round, tip.head, tip.state.tokens, tip.digest, tip.leaves, tip.proof)
+                state = tip.state
+                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit)
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from node.diloco.credit import Credit
 from node.diloco.digest import state_digest
-from node.diloco.outer import OuterOptimizer, genesis, outer_step
+from node.diloco.outer import OuterOptimizer, credited, genesis, outer_step
 from node.swarm.allreduce.result_store import KEPT_ROUNDS, ResultStore
 from node.swarm.chain.chain import Chain, OuterRule, Tip, make_tip, next_tip
 from node.swarm.identity import new_identity
@@ -69,14 +71,26 @@ def test_next_tip_is_computed_from_the_mean_and_the_signed_joins() -> None:
     joins = {A.peer_id: new_join(100, 0.1), B.peer_id: new_join(300, 0.2)}
     mean = torch.randn(P, generator=torch.Generator().manual_seed(0))
     new = step(tip, joins, mean, proof)
-    expected = outer_step(tip.state, mean, OuterOptimizer(), lr=0.7, tokens=400)
+    stepped = outer_step(tip.state, mean, OuterOptimizer(), lr=0.7, tokens=400)
+    expected = credited(stepped, {A.peer_id: 100, B.peer_id: 300})
     assert torch.equal(new.state.anchor, expected.anchor) and torch.equal(new.state.momentum, expected.momentum)
     assert (new.head, new.proof, new.round, new.anchor_at_s) == (proof.outcome.hash, proof, 0, 7.0)
     assert new.digest == state_digest(expected) != tip.digest
+    assert dict(new.state.credit) == {A.peer_id: Credit(100, 1, 0, 0), B.peer_id: Credit(300, 1, 0, 0)}
     assert new.last_weights == {A.peer_id: 100, B.peer_id: 300} and new.last_round_tokens == 400
     assert [(link.parent, link.head, link.round, link.tokens) for link in new.links] == [(RUN, new.head, 0, 400)]
     assert new.round_s == pytest.approx(50 * 0.1), "inner steps times the lower median of the step times"
     assert torch.equal(tip.state.anchor, torch.linspace(-1, 1, P)), "the old state is unchanged"
+
+
+def test_credit_adds_up_to_the_tokens_of_the_state_with_fragments() -> None:
+    """A contribution to one of three fragments counts a third of its tokens, rounded down for each member."""
+    outer, tip = replace(OUTER, fragments=3), first_tip()
+    for _ in range(4):
+        tip = step(tip, {A.peer_id: new_join(100, 0.1, tip.head), B.peer_id: new_join(200, 0.1, tip.head)}, outer=outer)
+        assert tip.last_round_tokens == 33 + 66
+    assert tip.state.credit[A.peer_id] == Credit(4 * 33, 4, 0, 3)
+    assert tip.state.tokens == tip.state.credit.tokens == 4 * (33 + 66)
 
 
 @pytest.mark.parametrize("step_s", [LEAST_STEP_S, MOST_STEP_S])

@@ -9,10 +9,11 @@ import pytest
 import torch
 from blake3 import blake3
 
+from node.diloco.credit import EMPTY
 from node.diloco.digest import LEAF_BYTES, LEAF_ELEMENTS, leaf_bounds, leaf_hash, leaf_hashes, root_digest, state_digest
 from node.diloco.outer import OuterState
 
-GOLDEN = "b67514a7b35a5cdc32e2578aa134614648a2fe28c0a468345ab8a4f1c248ada0"
+GOLDEN = "03fea30f48037bba7433f1da137f41fdbf6c9f30a50975fa899698bd769f44b5"
 
 
 def state_of(n: int) -> OuterState:
@@ -33,8 +34,10 @@ def test_state_digest_is_the_documented_hash() -> None:
         blake3(x.numpy().astype("<f4").tobytes(), derive_key_context="diloco-node outer state leaf v1").digest()
         for x in (state.anchor, state.momentum)
     ]
+    joined = blake3(b"".join(leaves), derive_key_context="diloco-node outer state leaves v1").digest()
     header = struct.pack("<qQQ", 7, 123_456, 3)
-    root = blake3(header + b"".join(leaves), derive_key_context="diloco-node outer state root v1").hexdigest()
+    credit = bytes(32)
+    root = blake3(header + joined + credit, derive_key_context="diloco-node outer state root v2").hexdigest()
     assert leaf_hashes(state) == leaves
     assert state_digest(state) == root
     assert len(root) == 64
@@ -63,8 +66,9 @@ def test_state_digest_depends_on_round_tokens_length_and_order() -> None:
         replace(state, anchor=state.momentum, momentum=state.anchor),
         replace(state, anchor=state.anchor[:-1], momentum=state.momentum[:-1]),
         replace(state, anchor=state.anchor.roll(1)),
+        replace(state, credit=EMPTY.after(0, {"12D3KooWBYQzsJpfV1iHgfYN18QvNLLRkVxsGh37WyrMmkjmM4UD": 5})),
     ]
-    assert len({state_digest(s) for s in [state, *others]}) == 6
+    assert len({state_digest(s) for s in [state, *others]}) == 7
 
 
 def test_leaf_hashes_of_a_state_cover_anchor_and_momentum_separately() -> None:

@@ -12,9 +12,9 @@ from statistics import fmean
 
 from torch import Tensor
 
-from node.diloco.digest import leaf_hashes, root_digest
+from node.diloco.digest import digest_of, leaf_hashes
 from node.diloco.fragments import Ranges, step
-from node.diloco.outer import OuterOptimizer, OuterState
+from node.diloco.outer import OuterOptimizer, OuterState, credited
 from node.diloco.schedule import fitting_steps, published_outer_lr, round_seconds
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.fork_choice import Link, append_link, link_of
@@ -96,11 +96,11 @@ def make_tip(
     return Tip(
         head=head,
         state=state,
-        digest=root_digest(state.round, state.tokens, state.anchor.numel(), leaves, state.moments),
+        digest=digest_of(state, leaves),
         last_weights={peer: join.tokens for peer, join in included.items()},
         round_s=round_s,
         inner_steps=inner_steps,
-        last_round_tokens=sum(join.tokens for join in joins) // outer.fragments if joins else None,
+        last_round_tokens=sum(join.tokens // outer.fragments for join in joins) if joins else None,
         anchor_at_s=now_s,
         leaves=leaves,
         proof=proof,
@@ -119,11 +119,11 @@ def next_tip(
     ranges: Ranges,
 ) -> Tip:
     """Compute the tip after a proven outcome. Pure and slow. `mean`: fp32 [P_f], for the parameters in `ranges`."""
-    tokens = sum(join.tokens for join in included.values())
+    shares = {peer: join.tokens // outer.fragments for peer, join in included.items()}
     lr = outer.lr_for([len(tip.last_weights or included), len(included)])
-    share, number = tokens // outer.fragments, outcome.round // outer.fragments
-    state = step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=share, number=number)
-    links = append_link(tip.links, link_of(proof, outcome, tokens))
+    tokens, number = sum(shares.values()), outcome.round // outer.fragments
+    state = credited(step(tip.state, ranges, mean, outer.optimizer, lr=lr, tokens=tokens, number=number), shares)
+    links = append_link(tip.links, link_of(proof, outcome, sum(join.tokens for join in included.values())))
     return make_tip(state, proof.outcome.hash, proof, outer, included, now_s, links)
 
 

@@ -115,7 +115,7 @@ class Downloader:
 
     def _read(self, partial: PartialState, snapshot: Snapshot, now_s: float) -> Tip:
         anchor, momentum = partial.load()
-        state = OuterState(anchor=anchor, momentum=momentum, round=snapshot.round, tokens=snapshot.tokens)
+        state = OuterState(anchor, momentum, snapshot.round, snapshot.tokens, snapshot.credit)
         return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
 
     async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from node.diloco.credit import EMPTY, CreditTable
 from node.diloco.outer import OuterState
 from node.errors import PeerError
 from node.status import Channel, Phase
@@ -43,6 +44,7 @@ class Snapshot:
     """Leaf hashes of the Merkle tree whose root is `digest`."""
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
+    credit: CreditTable = EMPTY
     next_proof: Proof | None = None
     """The certificate of the round after `head`, whose joins name `digest`; None if the server has none."""
 
@@ -124,10 +126,8 @@ class StateServer:
         if message.header.get("brief") is True:
             return Message(header)
         proofs = (snapshot.proof, self._proof_after(snapshot.head))
-        return Message(
-            header,
-            [b"".join(snapshot.leaves), *(proof.model_dump_json().encode() if proof else b"" for proof in proofs)],
-        )
+        encoded = (proof.model_dump_json().encode() if proof else b"" for proof in proofs)
+        return Message(header, [b"".join(snapshot.leaves), *encoded, snapshot.credit.encode()])
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")
