@@ -181,6 +181,11 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    command = add("certificate", _certificate, "write a signed statement of what this node has given to its run")
+    command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="new file to write; default: print it")
+    command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
+    command = add("verify", _verify, "check a certificate, without network")
+    command.add_argument("file", metavar="FILE", type=Path, help="file that `certificate` has written")
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
     command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
@@ -330,6 +335,37 @@ def _doctor(call: Call) -> int:
         findings.append(finding)
         print(finding, flush=True)
     return 0 if doctor.is_healthy(findings) else MachineError.exit_code
+
+
+def _certificate(call: Call) -> int:
+    from node.commands import credit
+
+    certificate, finding = credit.certificate_of(call.data_dir)
+    if call.args.badge is not None:
+        _write_new(call.args.badge, credit.badge(finding))
+    if call.args.file is None:
+        print(certificate.model_dump_json())
+        return 0
+    _write_new(call.args.file, certificate.model_dump_json() + "\n")
+    print(credit.describe(finding))
+    return 0
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as exc:
+        raise UsageError(f"{path} exists already: name a new file.") from exc
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be written ({exc.strerror}): name a file in a folder of yours.") from exc
+
+
+def _verify(call: Call) -> int:
+    from node.commands import credit
+
+    print(credit.describe(credit.verify_file(call.args.file)))
+    return 0
 
 
 def _export(call: Call) -> int:

@@ -155,6 +155,11 @@ def node_hash(left: bytes, right: bytes) -> bytes:
     return blake3(left + right, derive_key_context=NODE_CONTEXT).digest()
 
 
+def encode_entry(peer: str, credit: Credit) -> bytes:
+    """The encoded entry of a member. Raises ValueError for an id that is not base58."""
+    return _encode(base58.b58decode(peer), credit)
+
+
 def _encode(raw: bytes, credit: Credit) -> bytes:
     if len(raw) > 255:
         raise ValueError("A member's id is longer than 255 bytes.")

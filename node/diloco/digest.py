@@ -65,14 +65,16 @@ def root_digest(
     """Return the digest of a state with these leaves, 64 hex characters. Raises ValueError for wrong leaves."""
     if len(leaves) != len(tree_slices(parameters, moments)) or any(len(leaf) != HASH_BYTES for leaf in leaves):
         raise ValueError(f"{len(leaves)} leaves do not make the tree of {parameters} parameters.")
-    root = blake3(derive_key_context=ROOT_CONTEXT)
+    return root_digest_of(round, tokens, parameters, leaves_hash(leaves), credit_root)
+
+
+def root_digest_of(round: int, tokens: int, parameters: int, leaves: bytes, credit_root: bytes) -> str:
+    """As `root_digest`, from the hash of all leaves. Raises ValueError for numbers that do not fit."""
     try:
-        root.update(ROOT_HEADER.pack(round, tokens, parameters))
+        header = ROOT_HEADER.pack(round, tokens, parameters)
     except struct.error as exc:
         raise ValueError(f"Round {round} and tokens {tokens} do not fit into 64 bits.") from exc
-    root.update(leaves_hash(leaves))
-    root.update(credit_root)
-    return root.hexdigest()
+    return blake3(header + leaves + credit_root, derive_key_context=ROOT_CONTEXT).hexdigest()
 
 
 def leaves_hash(leaves: Sequence[bytes]) -> bytes:

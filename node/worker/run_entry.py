@@ -120,7 +120,7 @@ class RunEntry:
             source.publish(tip)
         elif self._start.mode == "train":
             tip = self.download(swarm, manifest, rules)
-        return Session(manifest, rules, swarm, self._store, source, tip, checkpoint)
+        return Session(manifest, rules, swarm, self._store, source, tip, checkpoint, self._folder)
 
     def _member_options(self, manifest: Manifest | None) -> MemberOptions:
         config, invite = self._config, self._invite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from node.config.manifest import Invite, Manifest
 from node.diloco.codec import make_codec
@@ -31,6 +32,8 @@ class Session:
     """None for a node without a state, which is a relay or was paused before it had one."""
     checkpoint: Checkpoint | None
     """The checkpoint that training resumes from; None if it starts from a downloaded state."""
+    folder: Path
+    """The data folder."""
 
 
 def rules_of(manifest: Manifest) -> Rules:

@@ -25,6 +25,7 @@ from node.swarm.consensus.commit import Committed
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
+from node.worker.credit_file import CreditFile
 from node.worker.encoder import Encoder, is_encodable
 from node.worker.evaluation import Evaluation
 from node.worker.inner_trainer import InnerTrainer
@@ -88,6 +89,7 @@ class Trainer:
         self._round_log = RoundLog(session, reporter, counters, exclusion)
         self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
+        self._credit_file = CreditFile(session.folder, session.manifest)
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
         if saved is None:
             inner.start(self.tip.state.anchor)
@@ -337,6 +339,8 @@ class Trainer:
         began_at = time.monotonic()
         fragment, ranges = self._next_fragment, self._next_ranges
         old, self.tip = self.tip, committed.tip
+        if not committed.is_replayed:
+            self._credit_file.round_over(old, self.tip)
         is_newest = self._has_caught_up
         update = self._contributions.round_over(fragment, committed.included, self._progress.steps, is_newest=is_newest)
         contributed = update.contribution is not None

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from node.config.schema import Config
+from node.diloco.outer import OuterOptimizer
 from node.errors import TransferFailed
 from node.status import RunInfo
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
@@ -75,6 +76,9 @@ def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: W
         worker._orders.check()
 
 
+RULES = SimpleNamespace(outer=SimpleNamespace(optimizer=OuterOptimizer()))
+
+
 class Peers:
     """A swarm whose peers serve no state. Each try downloads a further part of one."""
 
@@ -109,7 +113,7 @@ def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_st
     cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}))
     peers, manifest = Peers(list(progress)), SimpleNamespace(parameters=10, initial_digest=None)
     began_at = time.monotonic()
-    assert worker._entry.download_again(peers, manifest, None, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
+    assert worker._entry.download_again(peers, manifest, RULES, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
     assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
 
     def stop(_seconds: float) -> None:
@@ -119,14 +123,14 @@ def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_st
     for code in ("far_behind", "outvoted"):
         again = replace(cause, code=code, own_tokens=peers.own_tokens)
         with pytest.raises(StopAsked):
-            worker._entry.download_again(peers, manifest, None, again, give_up_s=-1.0)  # type: ignore[arg-type]
+            worker._entry.download_again(peers, manifest, RULES, again, give_up_s=-1.0)  # type: ignore[arg-type]
 
 
 def test_a_node_that_is_behind_stops_its_download_when_it_has_replayed_a_round(worker: Worker) -> None:
     """The others may wait for it, and then they have no newer state."""
     peers, manifest = Peers([]), SimpleNamespace(parameters=10, initial_digest=None)
     cause = ResyncCause("a test", "far_behind", own_tokens=peers.own_tokens - 1)
-    assert worker._entry.download_again(peers, manifest, None, cause) is None  # type: ignore[arg-type]
+    assert worker._entry.download_again(peers, manifest, RULES, cause) is None  # type: ignore[arg-type]
 
 
 class Steps:
@@ -165,7 +169,14 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     monkeypatch.setattr(worker._entry, "download_again", lambda *_: served)
     nothing: Any = None
     session = Session(
-        manifest=nothing, rules=nothing, swarm=noted, store=noted, tip=nothing, source=nothing, checkpoint=nothing
+        manifest=nothing,
+        rules=nothing,
+        swarm=noted,
+        store=noted,
+        source=nothing,
+        tip=nothing,
+        checkpoint=nothing,
+        folder=nothing,
     )
     after, is_downloaded = worker._resync(session, ResyncCause("a test", "fork"))
     assert (after.tip, after.checkpoint, is_downloaded) == (served or "the present tip", None, is_served)
