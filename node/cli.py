@@ -274,7 +274,10 @@ def _act(call: Call) -> int:
     if order.get("after_round") == 0:
         order["after_round"] = client.status()["run"]["round"] + 1
     answer = client.act(call.args.command, order)
-    print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
+    if (number := order.get("after_round")) is not None:
+        print(f"pause: accepted; the node pauses when round {number} has ended.")
+    else:
+        print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
     return 0
 
 

@@ -46,10 +46,12 @@ def make_page(static: Path = STATIC) -> APIRouter:
     files = sorted((static / "assets").glob("*"))
     assets = {path.name: _read(path) for path in files if path.is_file() and path.suffix != ".gz"}
 
+    @router.head("/")
     @router.get("/")
     async def show_page(request: Request) -> Response:
         return page.response(request, "no-cache")
 
+    @router.head("/assets/{name}")
     @router.get("/assets/{name}")
     async def show_asset(request: Request, name: str) -> Response:
         # A lookup by name: no request can reach a path outside the folder.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from node.commands.client import read_address
 from node.status import Phase, RunInfo, Status
@@ -84,20 +85,19 @@ def dashboard_link(data_dir: Path, *, pid: int) -> str:
 
 def render(status: Status) -> Table:
     """Return one line: phase, round, progress, loss, speed and peers while training, else phase and reason."""
-    cells: list[str | ProgressBar] = [f"[{COLORS.get(status.phase, 'white')}]{status.phase.value}[/]"]
+    cells: list[Text | ProgressBar] = [Text(status.phase.value, COLORS.get(status.phase, "white"))]
     if status.phase in (Phase.TRAINING, Phase.SYNCING):
-        cells.append(f"round {status.run.round + 1}")
+        cells.append(Text(f"round {status.run.round + 1}"))
         cells.append(ProgressBar(total=1.0, completed=min(1.0, status.sync.progress_ratio), width=20))
         if status.phase is Phase.SYNCING:
-            cells.append(status.sync.stage)
+            cells.append(Text(status.sync.stage))
         elif status.sync.eta_s is not None:
-            cells.append(f"sync in {short_duration(status.sync.eta_s)}")
+            cells.append(Text(f"sync in {short_duration(status.sync.eta_s)}"))
         if status.training.loss is not None:
-            cells.append(f"loss {status.training.loss:.3f}")
-        cells.append(_speed(status))
-        cells.append(f"{status.peers.training} training")
+            cells.append(Text(f"loss {status.training.loss:.3f}"))
+        cells += [Text(_speed(status)), Text(f"{status.peers.training} training")]
     else:
-        cells.append(status.reason.replace("[", r"\["))
+        cells.append(Text(status.reason))
     line = Table.grid(padding=(0, 1))
     for _ in cells:
         line.add_column(no_wrap=True, overflow="ellipsis")

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from node.config.manifest import RunConfig, Section
 from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
 from node.host.disk_quota import LEAST_BYTES, quota_bytes
+from node.host.printable import printable
 from node.multiaddress import parse, parse_plain
 
 MBIT_S_MIN = 2.0
@@ -23,13 +24,19 @@ def _check_mbit_s(mbit_s: float) -> float:
     return mbit_s
 
 
-MbitPerSecond = Annotated[float, Field(ge=0), AfterValidator(_check_mbit_s)]
+MbitPerSecond = Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_mbit_s)]
+
+
+def _check_name(name: str) -> str:
+    if name != printable(name, len(name)):
+        raise ValueError("a name has no control characters: use letters, digits and spaces")
+    return name
 
 
 class NodeConfig(Section):
     """This node."""
 
-    name: str = Field("", max_length=64)
+    name: Annotated[str, Field(max_length=64), AfterValidator(_check_name)] = ""
     """Name shown to the other members; empty means a short form of the peer id."""
     data_dir: Path = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. Only one node at a time can use it."""
@@ -57,7 +64,7 @@ class DevicesConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the inner step's matrix products. `auto` means bf16 on GPUs that support it, fp16 on other GPUs, and
     fp32 on a CPU."""
-    micro_batch: int = Field(0, ge=0)
+    micro_batch: int = Field(0, ge=0, le=65_536)
     """Sequences per forward pass; 0 means as many as fit, found by trial. Gradients accumulate to the run's batch
     size."""
     ranks: int = Field(1, ge=1, le=64)
@@ -174,14 +181,14 @@ def _check_disk_gb(disk_gb: float) -> float:
 class LimitsConfig(Section):
     """How much of the machine the node may use."""
 
-    cpu_threads: int = Field(0, ge=0)
+    cpu_threads: int = Field(0, ge=0, le=4096)
     """Number of compute threads; 0 means one per core."""
     gpu_memory_ratio: float = Field(0, ge=0, le=1)
     """Largest share of the GPU's memory for the node's tensors; 0 means no limit."""
-    gpu_power_watts: float = Field(0, ge=0)
+    gpu_power_watts: float = Field(0, ge=0, le=10_000)
     """Power limit of the GPU, if the driver lets this user set it; 0 leaves it unchanged. The node restores the
     previous limit when its worker ends."""
-    disk_gb: Annotated[float, Field(ge=0), AfterValidator(_check_disk_gb)] = 0
+    disk_gb: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_disk_gb)] = 0
     """Largest size of the data folder without your own text, in 10^9 bytes; 0 means no limit. The oldest files are
     removed first."""
     upload_mbit_s: MbitPerSecond = 0
@@ -209,7 +216,7 @@ class ScheduleConfig(Section):
     """What the node does on battery power."""
     user_active: Literal["run", "pause"] = "run"
     """What the node does while somebody uses this machine, as far as it can detect that."""
-    user_idle_s: float = Field(300.0, ge=1)
+    user_idle_s: float = Field(300.0, ge=1, le=604_800)
     """Seconds without input after which the user counts as absent."""
 
     @property
@@ -220,9 +227,9 @@ class ScheduleConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints on disk."""
 
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=1000)
     """Number of newest checkpoints to keep."""
-    every_s: float = Field(300.0, gt=0)
+    every_s: float = Field(300.0, gt=0, le=604_800)
     """Time between two checkpoints, also within a round. It is at least 20 times as long as writing a checkpoint takes.
     A crash loses the inner steps since the newest checkpoint, but no round."""
 

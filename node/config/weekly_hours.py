@@ -148,9 +148,9 @@ def check_zone(name: str) -> str:
         if name:
             ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
-        near = get_close_matches(name, sorted(available_timezones()), 1, 0.0)
-        hint = f": the nearest known one is {near[0]}" if near else ""
-        raise ValueError(f"there is no time zone {name!r}{hint}") from exc
+        near = get_close_matches(name, sorted(available_timezones()), 1)
+        hint = f"the nearest known one is {near[0]}" if near else "write it as Europe/Berlin or UTC"
+        raise ValueError(f"there is no time zone {name!r}: {hint}") from exc
     return name
 
 

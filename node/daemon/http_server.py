@@ -34,6 +34,9 @@ GRACE_S = 2
 BACKLOG = 128
 CONNECTIONS_MAX = 512
 """Four times the number of event streams. Further connections are closed at once."""
+PER_ADDRESS_RATIO = 0.25
+"""Share of the connections that one address may hold, so that one program elsewhere does not lock the owner out.
+Loopback has no limit of its own, because all tunnels and proxies on this machine are one address."""
 HEAD_S = 10.0
 """Time limit for a TLS handshake, and for the head of a request."""
 FILES = 8192
@@ -117,22 +120,29 @@ class _LimitedListener(socket.socket):
     def __init__(self, family: int, kind: int, protocol: int, connections_max: int) -> None:
         super().__init__(family, kind, protocol)
         self._connections_max = connections_max
-        self._open: list[socket.socket] = []
-        """Accepted connections. Closed ones are removed only when the limit is reached."""
+        self._open: list[tuple[socket.socket, str]] = []
+        """Accepted connections and their addresses. Closed ones are removed only when a limit is reached."""
         self._has_warned = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ConnectionAbortedError at the limit, as if the client had aborted."""
         connection, address = super().accept()
-        if len(self._open) >= self._connections_max:
-            self._open = [one for one in self._open if one.fileno() >= 0]
-        if len(self._open) >= self._connections_max:
+        host = address[0] if isinstance(address, tuple) else ""
+        if self._is_full(host):
+            self._open = [(one, its_host) for one, its_host in self._open if one.fileno() >= 0]
+        if self._is_full(host):
             connection.close()
             self._warn()
             raise ConnectionAbortedError(errno.ECONNABORTED, "too many connections")
         self._has_warned = self._has_warned and len(self._open) > self._connections_max // 2
-        self._open.append(connection)
+        self._open.append((connection, host))
         return connection, address
+
+    def _is_full(self, host: str) -> bool:
+        """Whether there are too many connections, in all or of this address."""
+        if len(self._open) >= self._connections_max or _is_loopback(host):
+            return len(self._open) >= self._connections_max
+        return sum(its_host == host for _, its_host in self._open) >= PER_ADDRESS_RATIO * self._connections_max
 
     def _warn(self) -> None:
         """Warn, but not again until half of the connections are closed, so that a flood does not fill the log."""

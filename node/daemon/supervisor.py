@@ -149,6 +149,9 @@ class Supervisor:
 
     def _act_pause(self, order: PauseOrder) -> Phase:
         after, round_now = order.after_round, self._state.status.run.round
+        if after == 0:
+            after = round_now + 1
+            order = PauseOrder(after_round=after)
         if after is not None and (after <= round_now or self._desired != "run"):
             order = PauseOrder()
         self._pause_policy.pause(order)

@@ -15,9 +15,8 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.text import Text
 
-CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Characters that no log line may contain, for a set in a regular expression: control characters except tab and line
-feed, line separators, marks that change the direction of writing, and surrogates."""
+from node.host.printable import CONTROLS
+
 _CONTROL = re.compile(f"[{CONTROLS}]")
 HANDLER_NAME = "node.host.logs"
 STYLES = {"WARNING": "yellow", "ERROR": "bold red", "CRITICAL": "bold red"}

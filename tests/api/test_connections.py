@@ -21,8 +21,9 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
+from node.daemon import http_server
 from node.daemon.http_server import CONNECTIONS_MAX, FILES, GRACE_S, HEAD_S, Tls, bind, load_tls, make_server, url_of
-from tests.api.conftest import TOKEN, FakeNode
+from tests.api.conftest import TOKEN, FakeNode, make_app
 from tests.api.daemon import PATIENCE_S, ROOT, Daemon, wait_for
 from tests.api.test_tls import make_certificate
 
@@ -186,6 +187,31 @@ def test_connections_beyond_the_maximum_are_closed_at_once(
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert len([text for text in caplog.messages if "8 open connections" in text]) == 1
+
+
+def test_one_address_cannot_use_up_the_connections_of_the_others(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_is_loopback", lambda host: host == "127.0.0.1")
+
+    async def main() -> None:
+        async with serving(make_app(fake_node), None, most=16) as served:
+            silent = [await connect_from(served, "127.0.0.2") for _ in range(12)]
+            await asyncio.sleep(0.1)
+            closed = [one for one in silent if one[0].at_eof()]
+            assert len(closed) == 8, "a quarter of 16 connections stays open"
+            for source in ("127.0.0.3", "127.0.0.1"):
+                reader, writer = await connect_from(served, source)
+                writer.write(asking("/api/v1/status"))
+                assert await answer((reader, writer)) == 200
+
+    asyncio.run(main())
+
+
+async def connect_from(served: Served, address: str) -> Pair:
+    pair = await asyncio.open_connection(*served.address, local_addr=(address, 0))
+    served.opened.append(pair[1])
+    return pair
 
 
 def test_node_answers_its_owner_and_closes_silent_connections_when_too_many_are_open(

@@ -45,6 +45,15 @@ def test_browsers_revalidate_the_index_page_and_cache_the_assets(static: Path) -
     assert get(static, "/assets/icon-1a2b3c.svg").headers["content-type"] == "image/svg+xml"
 
 
+@pytest.mark.parametrize("path", ["/", "/assets/index-1a2b3c.js"])
+def test_head_request_of_the_page_has_the_headers_of_the_get_request(static: Path, path: str) -> None:
+    app = FastAPI()
+    app.include_router(make_page(static))
+    client = HttpClient(app, None, "127.0.0.1")
+    head, get_ = client.request("HEAD", path), client.get(path)
+    assert (head.status_code, head.headers, get_.status_code) == (200, get_.headers, 200)
+
+
 @pytest.mark.parametrize(
     ("accept", "compressed"),
     [("gzip, br", True), ("br;q=1, GZIP;q=0.5", True), ("gzip;q=0", False), ("identity", False)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import zipfile
 from pathlib import Path
@@ -83,6 +84,8 @@ def test_support_bundle_contains_no_secret_and_no_address(fake_node: FakeNode, t
     }  # fmt: skip
     for name, text in parts.items():
         assert [secret for secret in (*SECRETS, str(tmp_path)) if secret in text] == [], name
+    for name in ("status.json", "config.json", "versions.json", "machine.json"):
+        assert isinstance(json.loads(parts[name]), dict), name
     assert "Ada" in parts["swarm.json"]
     assert "at 12:34:56 version 2.13.0 of torch" in parts["node.log"]
     assert '"round":1' in parts["rounds.jsonl"]

@@ -245,8 +245,11 @@ def test_action_command_posts_its_action_and_prints_the_phase(
     assert "phase paused" in capsys.readouterr().out
 
 
-def test_pause_with_after_round_0_pauses_after_the_round_in_progress(tmp_path: Path, node: FakeNode) -> None:
+def test_pause_with_after_round_0_pauses_after_the_round_in_progress(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("pause", "--after-round", "0", "--data-dir", str(tmp_path)) == 0
+    assert capsys.readouterr().out == "pause: accepted; the node pauses when round 4 has ended.\n"
     assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"after_round": 4})
 
 

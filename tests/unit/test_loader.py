@@ -115,6 +115,22 @@ def test_announced_address_announces_a_port_only_if_it_names_one(flags: list[str
     assert loaded(flags=flags).config.swarm.announces_port is announces
 
 
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        (f"--limits.cpu_threads={2**70}", "less than or equal to 4096"),
+        ("--devices.micro_batch=1000000", "less than or equal to 65536"),
+        ("--limits.upload_mbit_s=1e9", "less than or equal to 1000000"),
+        ("--checkpoint.keep=5000", "less than or equal to 1000"),
+        ("--node.name=red\x1b[31m", "no control characters"),
+        ("--node.name=two\nlines", "no control characters"),
+    ],
+)
+def test_value_without_any_sense_is_refused(flag: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(file=None, environ={}, flags=[flag])
+
+
 def test_announcing_an_address_without_a_listen_address_is_refused() -> None:
     assert "leave announce empty" in error(flags=["--swarm.listen=", "--swarm.announce=1.2.3.4"])
 

@@ -48,6 +48,10 @@ def test_live_line_is_one_line_in_every_phase_and_width(width: int) -> None:
         assert rendered(make_status(phase, reason="The disk [is] full. " * 9), width).count("\n") == 1
 
 
+def test_live_line_of_a_starting_node_has_no_markup() -> None:
+    assert rendered(make_status(Phase.STARTING, reason="Loading.")).split() == ["starting", "Loading."]
+
+
 def test_live_line_shows_the_reason_verbatim_in_other_phases_than_training() -> None:
     assert "No peers [yet] answer." in rendered(make_status(Phase.CONNECTING, reason="No peers [yet] answer."))
 

@@ -136,6 +136,10 @@ def test_error_for_an_unknown_time_zone_names_the_nearest_one() -> None:
     assert check_zone("") == ""
     with pytest.raises(ValueError, match=r"Europe/Berlin\b"):
         check_zone("Europe/Berln")
+    with pytest.raises(ValueError, match="nearest known one is Europe/Berlin"):
+        check_zone("Europe/Berlim")
+    with pytest.raises(ValueError, match="'Mars/Base': write it as Europe/Berlin or UTC"):
+        check_zone("Mars/Base")
     with pytest.raises(ValueError, match="time zone"):
         check_zone("../../etc/passwd")
 

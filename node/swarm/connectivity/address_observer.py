@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from node.errors import MachineError, PeerError, SwarmError
+from node.host.printable import printable
 from node.multiaddress import parse
 from node.status import Channel
 from node.swarm.identity import load_identity
 from node.swarm.membership.peer_table import PeerTable
 from node.swarm.transport.libp2p import DAEMON_ERRORS, ControlClient
 from node.swarm.transport.p2pd import Daemon, DaemonOptions, start_daemon
-from node.swarm.transport.wire import Message, Service, Wire, printable
+from node.swarm.transport.wire import Message, Service, Wire
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from node.errors import PeerError
+from node.host.printable import printable
 from node.status import Channel
 from node.swarm.identity import is_peer_id
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
 from node.swarm.transport.address_scope import Endpoint, Scope, parse_endpoint, scope_of
 from node.swarm.transport.libp2p import Libp2pWire
-from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service, printable
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message, Service
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from node.errors import PeerError, RoundFailed, SwarmError
+from node.host.printable import printable
 from node.swarm.allreduce.reducer import Reducer
 from node.swarm.consensus.ballot import Attempt, Ballot, LocalContribution, StageTimer, first
 from node.swarm.consensus.commit import Committer
@@ -21,7 +22,7 @@ from node.swarm.consensus.group_closing import PATIENCE_RATIO, WAITING_CODES
 from node.swarm.consensus.voter import Voter
 from node.swarm.membership.peer_table import while_live
 from node.swarm.messages import Document, Plan, Proof, check_plan, parse, read
-from node.swarm.transport.wire import MALFORMED_ERRORS, Message, printable
+from node.swarm.transport.wire import MALFORMED_ERRORS, Message
 
 logger = logging.getLogger(__name__)
 

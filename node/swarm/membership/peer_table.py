@@ -18,11 +18,12 @@ from pydantic_core import from_json
 
 from node.config.manifest import PROTOCOL_VERSION
 from node.errors import PeerError
+from node.host.printable import printable
 from node.status import PeerRow, Phase
 from node.swarm.identity import Identity, verify
 from node.swarm.membership.timings import MemberTimings
 from node.swarm.suspend_clock import SuspendClock
-from node.swarm.transport.wire import Gone, cancel_if_gone, printable
+from node.swarm.transport.wire import Gone, cancel_if_gone
 
 logger = logging.getLogger(__name__)
 

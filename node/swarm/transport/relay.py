@@ -23,11 +23,12 @@ from typing import Any
 import msgpack
 
 from node.errors import PeerError
+from node.host.printable import printable
 from node.status import Channel
 from node.swarm.transport.encrypted_stream import KEY_BYTES, EncryptedStream, Handshake
 from node.swarm.transport.framing import LIMITED_PIECE_BYTES, Reader, Writer, linger
 from node.swarm.transport.rate_limiter import RateLimiter
-from node.swarm.transport.wire import STALL_S, Traffic, printable
+from node.swarm.transport.wire import STALL_S, Traffic
 
 logger = logging.getLogger(__name__)
 

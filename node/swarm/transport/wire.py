@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 import msgpack
 
 from node.errors import PeerError, SwarmError
-from node.host.logs import CONTROLS
 from node.status import REJECT_REASONS, Channel
 from node.swarm.transport.rate_limiter import RateLimiter
 
@@ -37,7 +35,6 @@ STALL_S = 10.0
 GONE_CHECK_S = 0.25
 MALFORMED_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError)
 """Exceptions that malformed peer input can raise in a handler."""
-_UNPRINTABLE = re.compile(f"[\t\n{CONTROLS}]")
 
 T = TypeVar("T")
 
@@ -89,11 +86,6 @@ async def run_handler(service: Service, caller: str, message: Message, held: Exi
     except Exception as exc:  # This is the root of every handler. A bug in one must not end the caller or this node.
         logger.exception("A handler of calls from peers failed.")
         raise PeerError(f"the peer failed to answer ({type(exc).__name__})", code="internal") from exc
-
-
-def printable(text: object, max_length: int) -> str:
-    """Make a peer's text safe for logs and pages: one line, no control characters, truncated; "" if it is no string."""
-    return _UNPRINTABLE.sub(" ", text[:max_length]) if isinstance(text, str) else ""
 
 
 def timeout_error(peer_id: str, verb: str, timeout_s: float) -> PeerError:
