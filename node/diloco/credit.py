@@ -3,7 +3,7 @@
 The table follows from the committed rounds alone, so all nodes have the same one, and it survives what the state
 survives. The tokens of all entries add up to the tokens of the state.
 
-An entry is encoded as 1 byte of length, the member's id (38 bytes of a libp2p peer id), and 20 bytes of numbers.
+An entry is encoded as 1 byte of length, the member's id (38 bytes of a libp2p peer id), and 24 bytes of numbers.
 Entries are in the order of these ids. The tree has their BLAKE3 hashes as leaves. A node is the hash of its two
 children, and the last node of a level without a partner moves up as it is. Leaves and nodes are hashed with different
 key contexts.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import base58
@@ -21,8 +21,8 @@ from blake3 import blake3
 
 LEAF_CONTEXT = "diloco-node credit leaf v1"
 NODE_CONTEXT = "diloco-node credit node v1"
-NUMBERS = struct.Struct("<QIII")
-"""Tokens, rounds, first round, last round."""
+NUMBERS = struct.Struct("<QIIII")
+"""The numbers of `Credit`, in order."""
 MOST_MEMBERS = 16_384
 """Limit on the entries. Beyond it, those with the fewest tokens become part of the entry `OTHERS`."""
 MOST_BYTES = 64 * MOST_MEMBERS
@@ -38,10 +38,13 @@ class Credit:
     tokens: int
     rounds: int
     first_round: int
+    streak_round: int
+    """The first of the newest rounds in a row that include the member."""
     last_round: int
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.tokens < 0 or not 0 <= self.first_round <= self.last_round:
+        rounds = 0, self.first_round, self.streak_round, self.last_round
+        if self.rounds < 1 or self.tokens < 0 or sorted(rounds) != list(rounds):
             raise ValueError(f"{self} is not the credit of a contributor.")
 
 
@@ -82,9 +85,12 @@ class CreditTable(Mapping[str, Credit]):
         """The table after a round to which these members have contributed these tokens."""
         entries = dict(self._entries)
         for peer, share in tokens.items():
-            old = entries.get(peer) or Credit(0, 1, round_, round_)
-            rounds = old.rounds + (peer in entries)
-            entries[peer] = Credit(old.tokens + share, rounds, old.first_round, round_)
+            old = entries.get(peer)
+            if old is None:
+                entries[peer] = Credit(share, 1, round_, round_, round_)
+                continue
+            streak_round = old.streak_round if old.last_round == round_ - 1 else round_
+            entries[peer] = Credit(old.tokens + share, old.rounds + 1, old.first_round, streak_round, round_)
         if len(entries) > MOST_MEMBERS:
             _give_up(entries)
         return CreditTable(entries)
@@ -164,7 +170,7 @@ def _encode(raw: bytes, credit: Credit) -> bytes:
     if len(raw) > 255:
         raise ValueError("A member's id is longer than 255 bytes.")
     try:
-        numbers = NUMBERS.pack(credit.tokens, credit.rounds, credit.first_round, credit.last_round)
+        numbers = NUMBERS.pack(*astuple(credit))
     except struct.error as exc:
         raise ValueError(f"{credit} does not fit.") from exc
     return bytes([len(raw)]) + raw + numbers
@@ -181,5 +187,6 @@ def _give_up(entries: dict[str, Credit]) -> None:
         sum(credit.tokens for credit in gone),
         sum(credit.rounds for credit in gone),
         min(credit.first_round for credit in gone),
+        max(credit.last_round for credit in gone),
         max(credit.last_round for credit in gone),
     )

@@ -76,7 +76,7 @@ def test_next_tip_is_computed_from_the_mean_and_the_signed_joins() -> None:
     assert torch.equal(new.state.anchor, expected.anchor) and torch.equal(new.state.momentum, expected.momentum)
     assert (new.head, new.proof, new.round, new.anchor_at_s) == (proof.outcome.hash, proof, 0, 7.0)
     assert new.digest == state_digest(expected) != tip.digest
-    assert dict(new.state.credit) == {A.peer_id: Credit(100, 1, 0, 0), B.peer_id: Credit(300, 1, 0, 0)}
+    assert dict(new.state.credit) == {A.peer_id: Credit(100, 1, 0, 0, 0), B.peer_id: Credit(300, 1, 0, 0, 0)}
     assert new.last_weights == {A.peer_id: 100, B.peer_id: 300} and new.last_round_tokens == 400
     assert [(link.parent, link.head, link.round, link.tokens) for link in new.links] == [(RUN, new.head, 0, 400)]
     assert new.round_s == pytest.approx(50 * 0.1), "inner steps times the lower median of the step times"
@@ -89,7 +89,7 @@ def test_credit_adds_up_to_the_tokens_of_the_state_with_fragments() -> None:
     for _ in range(4):
         tip = step(tip, {A.peer_id: new_join(100, 0.1, tip.head), B.peer_id: new_join(200, 0.1, tip.head)}, outer=outer)
         assert tip.last_round_tokens == 33 + 66
-    assert tip.state.credit[A.peer_id] == Credit(4 * 33, 4, 0, 3)
+    assert tip.state.credit[A.peer_id] == Credit(4 * 33, 4, 0, 0, 3)
     assert tip.state.tokens == tip.state.credit.tokens == 4 * (33 + 66)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -34,7 +35,7 @@ def verified(table: CreditTable, peer: str) -> bytes:
 def test_credit_adds_up_tokens_and_rounds() -> None:
     one, other, *_ = MEMBERS
     table = EMPTY.after(0, {one: 10, other: 5}).after(1, {other: 7}).after(3, {one: 1})
-    assert dict(table) == {one: Credit(11, 2, 0, 3), other: Credit(12, 2, 0, 1)}
+    assert dict(table) == {one: Credit(11, 2, 0, 3, 3), other: Credit(12, 2, 0, 0, 1)}
     assert table.tokens == 23
     assert dict(EMPTY) == {}, "no table changes in place"
 
@@ -44,7 +45,7 @@ def test_every_entry_has_a_path_to_the_root(members: int) -> None:
     table, total = grown(20, members)
     assert table.tokens == total
     assert {verified(table, peer) for peer in table} == {table.root}
-    assert len(table.encode()) == 59 * len(table), "at most 64 bytes a member"
+    assert len(table.encode()) == 63 * len(table), "at most 64 bytes a member"
     assert decode(table.encode()) == table and decode(table.encode()).root == table.root
 
 
@@ -53,15 +54,23 @@ def test_root_depends_on_every_number_and_id() -> None:
     roots = {table.root}
     for peer, entry in table.items():
         for changed in (
-            Credit(entry.tokens + 1, entry.rounds, entry.first_round, entry.last_round),
-            Credit(entry.tokens, entry.rounds + 1, entry.first_round, entry.last_round),
-            Credit(entry.tokens, entry.rounds, entry.first_round, entry.last_round + 1),
+            replace(entry, tokens=entry.tokens + 1),
+            replace(entry, rounds=entry.rounds + 1),
+            replace(entry, last_round=entry.last_round + 1),
         ):
             roots.add(CreditTable({**table, peer: changed}).root)
         roots.add(CreditTable({one: entry for one, entry in table.items() if one != peer}).root)
         roots.add(CreditTable({MEMBERS[-1] if one == peer else one: entry for one, entry in table.items()}).root)
     assert len(roots) == 1 + 5 * len(table)
     assert EMPTY.root == bytes(32) and decode(b"") == EMPTY
+
+
+def test_streak_begins_anew_after_a_missed_round() -> None:
+    peer, table, streaks = MEMBERS[0], EMPTY, []
+    for round_ in (0, 1, 2, 4, 5):
+        table = table.after(round_, {peer: 1})
+        streaks.append(table[peer].streak_round)
+    assert streaks == [0, 0, 0, 4, 4]
 
 
 def test_order_of_the_members_does_not_matter() -> None:
@@ -75,9 +84,9 @@ def test_order_of_the_members_does_not_matter() -> None:
     [
         lambda data: data[:-1],
         lambda data: data + b"\x00",
-        lambda data: data[59:118] + data[:59] + data[118:],
-        lambda data: data[:59] + data,
-        lambda data: data[:39] + bytes(20) + data[59:],
+        lambda data: data[63:126] + data[:63] + data[126:],
+        lambda data: data[:63] + data,
+        lambda data: data[:39] + bytes(24) + data[63:],
     ],
     ids=["cut short", "too long", "out of order", "twice", "no rounds"],
 )
@@ -95,17 +104,19 @@ def test_table_of_too_many_members_keeps_those_with_most_tokens_and_every_token(
     assert set(table) == set(MEMBERS[:4])
     table = table.after(1, {MEMBERS[4]: 100, MEMBERS[5]: 1})
     assert set(table) == {OTHERS, *MEMBERS[2:5]}
-    assert table[OTHERS] == Credit(10 + 11 + 1, 3, 0, 1)
+    assert table[OTHERS] == Credit(10 + 11 + 1, 3, 0, 1, 1)
     table = table.after(2, {MEMBERS[6]: 50})
     assert set(table) == {OTHERS, MEMBERS[3], MEMBERS[4], MEMBERS[6]}
     assert table.tokens == 10 + 11 + 12 + 13 + 100 + 1 + 50
     assert verified(table, OTHERS) == table.root
     with pytest.raises(ValueError, match="too long"):
-        decode(CreditTable({peer: Credit(1, 1, 0, 0) for peer in MEMBERS[:5]}).encode())
+        decode(CreditTable({peer: Credit(1, 1, 0, 0, 0) for peer in MEMBERS[:5]}).encode())
 
 
-@pytest.mark.parametrize("numbers", [(1, 0, 0, 0), (-1, 1, 0, 0), (1, 1, 2, 1), (1, 1, -1, 1)])
-def test_impossible_credit_is_refused(numbers: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(1, 0, 0, 0, 0), (-1, 1, 0, 0, 0), (1, 1, 2, 2, 1), (1, 1, -1, 0, 1), (1, 1, 0, 2, 1), (1, 1, 1, 0, 1)]
+)
+def test_impossible_credit_is_refused(numbers: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="not the credit"):
         Credit(*numbers)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
@@ -39,11 +39,12 @@ class Entry(Content):
     tokens: int = Field(ge=0, lt=2**64)
     rounds: int = Field(ge=1, lt=2**32)
     first_round: int = Field(ge=0, lt=2**32)
+    streak_round: int = Field(ge=0, lt=2**32)
     last_round: int = Field(ge=0, lt=2**32)
 
     @property
     def credit(self) -> Credit:
-        return Credit(self.tokens, self.rounds, self.first_round, self.last_round)
+        return Credit(self.tokens, self.rounds, self.first_round, self.streak_round, self.last_round)
 
 
 class StateEvidence(Content):
@@ -115,10 +116,7 @@ def record_of(manifest: Manifest, tip: Tip, next_outcome: Document) -> CreditRec
         outcome=tip.proof.outcome,
         joins=tuple(join for join in plan.joins if join.signer in contributors),
     )
-    table = tuple(
-        Entry(member=peer, tokens=c.tokens, rounds=c.rounds, first_round=c.first_round, last_round=c.last_round)
-        for peer, c in tip.state.credit.items()
-    )
+    table = tuple(Entry(member=peer, **asdict(credit)) for peer, credit in tip.state.credit.items())
     return CreditRecord(evidence=evidence, table=table)
 
 
