@@ -181,6 +181,9 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    command = add("site", _site, "write a public page about the run as static files, again after each round")
+    command.add_argument("folder", metavar="DIR", type=Path, help="folder that a web server reads")
+    command.add_argument("--once", action="store_true", help="write the page once and end")
     command = add("certificate", _certificate, "write a signed statement of what this node has given to its run")
     command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="new file to write; default: print it")
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
@@ -338,6 +341,20 @@ def _doctor(call: Call) -> int:
         findings.append(finding)
         print(finding, flush=True)
     return 0 if doctor.is_healthy(findings) else MachineError.exit_code
+
+
+def _site(call: Call) -> int:
+    import time
+
+    from node.commands.client import Client
+    from node.commands.site import keep_site, write_site
+
+    client, folder = Client(call.data_dir), call.args.folder.expanduser()
+    if call.args.once:
+        print(f"Wrote the page after round {write_site(client, folder).round} to {folder}.")
+        return 0
+    keep_site(client, folder, lambda text: print(text, flush=True), time.sleep)
+    return 0
 
 
 def _certificate(call: Call) -> int:

@@ -14,6 +14,7 @@ from node.api.auth import Guard
 from node.api.errors import add_error_handlers, add_problem_schema
 from node.api.examples import add_examples
 from node.api.page import make_page
+from node.api.public_routes import PublicPage, make_public_router
 from node.api.routes import ApiContext, make_router
 
 
@@ -23,10 +24,13 @@ def build_app(context: ApiContext, *, hosts: Iterable[str] = ()) -> ASGIApp:
     api = FastAPI(title="diloco-node", version=context.build.version, openapi_url=None, redirect_slashes=False)
     api.include_router(make_router(context))
     api.include_router(make_page())
+    page = PublicPage(context.node, context.config.node.data_dir)
+    api.include_router(make_public_router(page, is_public=context.config.api.public))
     _add_openapi_document(api)
     add_error_handlers(api)
     config = context.config.api
-    return Guard(api, context.keys, hosts=[*hosts, *config.allowed_hosts], metrics_public=config.metrics_public)
+    names = [*hosts, *config.allowed_hosts]
+    return Guard(api, context.keys, hosts=names, metrics_public=config.metrics_public, page_public=config.public)
 
 
 def _add_openapi_document(api: FastAPI) -> None:

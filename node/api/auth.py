@@ -24,6 +24,7 @@ from node.api.errors import problem_response
 PUBLIC = frozenset({"/", "/livez", "/readyz"})
 PUBLIC_PREFIX = "/assets/"
 METRICS = "/metrics"
+RUN_PAGE = "/public"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BODY_BYTES_MAX = 64 * 1024
 BODY_TIMEOUT_S = 10.0
@@ -95,14 +96,17 @@ class Keys:
 class Guard:
     """ASGI application that passes allowed requests on and answers the others with an error."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, hosts: Iterable[str], metrics_public: bool) -> None:
-        """`hosts` are allowed host names, without ports, besides those of loopback."""
+    def __init__(
+        self, app: ASGIApp, keys: Keys, *, hosts: Iterable[str], metrics_public: bool, page_public: bool = False
+    ) -> None:
+        """`hosts` are allowed host names, without ports, besides those of loopback. The public page has any name."""
         self._app = app
         self._keys = keys
         # A wildcard address is for binding only: browsers let any page reach this machine under it.
         named = {host.strip("[]").lower() for host in hosts if host} - {"0.0.0.0", "::"}
         self._hosts = {"localhost", "127.0.0.1", "::1"} | named
         self._metrics_public = metrics_public
+        self._page_public = page_public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,6 +130,9 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        is_page = scope["path"] == RUN_PAGE or scope["path"].startswith(RUN_PAGE + "/")
+        if self._page_public and is_page and scope["method"] in SAFE_METHODS:
+            return None  # It shows the same to everybody, so no host name and no key matters.
         return (
             self._check_host(headers)
             or self._check_origin(scope, headers)

@@ -46,6 +46,10 @@ class Client:
     def status(self) -> dict[str, Any]:
         return self._call("GET", "/api/v1/status")
 
+    def public(self) -> dict[str, Any]:
+        """What the public page of the run shows."""
+        return self._call("GET", "/api/v1/public")
+
     def is_there(self) -> bool:
         """Whether a node answers on this data folder. Files that a killed node has left do not count."""
         try:

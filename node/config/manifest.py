@@ -317,6 +317,8 @@ class RunConfig(Section):
 
     name: str = Field("unnamed", max_length=64)
     """Name of the run for people."""
+    purpose: str = Field("", max_length=2000)
+    """What the run is for, in the founder's words, as its public page shows it."""
     total_tokens: int = Field(2_000_000_000, ge=1)
     """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay ends there."""
     model: ModelConfig = ModelConfig()

@@ -158,6 +158,9 @@ class ApiConfig(Section):
     """Port to bind; 0 means any free port."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the API answers to besides localhost, loopback addresses and the bound address."""
+    public: bool = False
+    """Serve a read-only page about the run at /public/ to everybody who reaches the port, without a token. It names no
+    machine and no address, but its invite contains the addresses of some members."""
     metrics_public: bool = False
     """Serve /metrics without a token to all callers, not only to those on loopback."""
     tls_cert: str = ""

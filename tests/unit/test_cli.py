@@ -21,7 +21,7 @@ from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, T
 
 TOKEN = "t" * 43
 CLIENT_COMMANDS = ("status", "pause", "resume", "drain", "leave", "invite")
-COMMANDS = ("run", "relay", *CLIENT_COMMANDS, "config", "doctor", "export", "certificate", "verify", "generate")
+COMMANDS = ("run", "relay", *CLIENT_COMMANDS, "config", "doctor", "export", "site", "certificate", "verify", "generate")
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
 

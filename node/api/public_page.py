@@ -1,0 +1,248 @@
+"""Renders the public page of a run as HTML that needs no JavaScript and asks nobody else for anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from node.api.public_run import LossPoint, PublicRun
+
+STYLE = (Path(__file__).parent / "public.css").read_text(encoding="utf-8")
+CHART_WIDTH, CHART_HEIGHT = 480, 230
+LEFT, BOTTOM, TOP = 44, 28, 10
+STATES = {
+    "training": "In training now",
+    "paused": "Paused",
+    "waiting": "Waiting for members",
+    "complete": "Complete",
+}
+
+
+def render(run: PublicRun) -> str:
+    """The whole page. All text of people is escaped."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="refresh" content="60">
+<title>{escape(run.name or "A run")} in training</title>
+<link rel="stylesheet" href="public.css">
+</head>
+<body>
+<main>
+<header>
+<p class="eyebrow">{escape(STATES[run.state])}</p>
+<h1>{escape(run.name or "A run")}</h1>
+{f'<p class="purpose">{escape(run.purpose)}</p>' if run.purpose else ""}
+<p class="quiet">Volunteers train this language model together on their own machines, without a central server.</p>
+</header>
+{_progress(run)}
+<div class="columns">
+{_loss(run)}
+{_members(run)}
+</div>
+{_leaders(run)}
+<div class="columns">
+{_rounds(run)}
+{_join(run)}
+</div>
+{_facts(run)}
+<footer>
+<p>As of {_moment(run.at, "%d %B %Y, %H:%M")}. Times are UTC, and the first round is round 1.
+<a href="run.json">The same as JSON</a></p>
+</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def _progress(run: PublicRun) -> str:
+    percent = f"{100 * run.progress_ratio:.1f}"
+    if run.state == "complete":
+        ends = "The run is complete."
+    elif run.ends_at is not None:
+        ends = f"At the present speed it will be complete on {_moment(run.ends_at, '%d %B %Y')}."
+    else:
+        ends = "When it will be complete is known after some rounds."
+    figures = [
+        ("Progress", f"{percent} %"),
+        ("Rounds", f"{run.round:,}"),
+        ("Tokens a second", short(run.tokens_per_second)),
+        ("Loss", f"{run.loss:.3f}" if run.loss is not None else "unknown"),
+        ("Members now", f"{len(run.members):,}"),
+        ("Members ever", f"{run.members_ever:,}"),
+    ]
+    return f"""<section aria-label="Progress">
+<svg class="progress" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" aria-label="{percent} percent are done">
+<rect class="all" width="100" height="1"/><rect class="done" width="{percent}" height="1"/></svg>
+<p class="quiet">{short(run.tokens)} of {short(run.total_tokens)} tokens. {ends}</p>
+<dl class="figures">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures)}</dl>
+</section>"""
+
+
+def _loss(run: PublicRun) -> str:
+    if len(run.losses) < 2:
+        body = '<p class="quiet">The curve begins after two evaluations.</p>'
+    else:
+        first, last = run.losses[0].loss, run.losses[-1].loss
+        body = _curve(run.losses) + (
+            f'<p class="quiet">Loss on text that the model never trains on, nats per token, by tokens of training. '
+            f"It fell from {first:.3f} to {last:.3f}. Lower is better.</p>"
+        )
+    return f'<section class="card"><h2>How well it predicts</h2>{body}</section>'
+
+
+def _curve(points: Sequence[LossPoint]) -> str:
+    low, high = min(p.loss for p in points), max(p.loss for p in points)
+    margin = 0.05 * (high - low) or 0.05
+    low, high = low - margin, high + margin
+    start, end = points[0].tokens, max(points[-1].tokens, points[0].tokens + 1)
+    width, height = CHART_WIDTH - LEFT, CHART_HEIGHT - BOTTOM - TOP
+
+    def place(point: LossPoint) -> tuple[float, float]:
+        x = LEFT + width * (point.tokens - start) / (end - start)
+        return x, TOP + height * (high - point.loss) / (high - low)
+
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, points))
+    marks = []
+    for value in nice_ticks(low, high):
+        y = TOP + height * (high - value) / (high - low)
+        marks.append(f'<line class="grid" x1="{LEFT}" x2="{CHART_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for x, tokens, anchor in ((LEFT, start, "start"), (CHART_WIDTH, end, "end")):
+        marks.append(f'<text x="{x}" y="{CHART_HEIGHT - 8}" text-anchor="{anchor}">{short(tokens)} tokens</text>')
+    first, last = points[0].loss, points[-1].loss
+    return (
+        f'<svg class="chart" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
+        f'aria-label="Loss from {first:.3f} to {last:.3f}">{"".join(marks)}'
+        f'<polyline class="curve" points="{line}"/></svg>'
+    )
+
+
+def _members(run: PublicRun) -> str:
+    if not run.members:
+        body = '<p class="quiet">Nobody is here at the moment.</p>'
+    else:
+        people = "".join(f"<li>{escape(member.name)}</li>" for member in run.members)
+        body = f'<ul class="people">{people}</ul>'
+    return f'<section class="card"><h2>Here now</h2>{body}</section>'
+
+
+def _leaders(run: PublicRun) -> str:
+    if not run.leaders:
+        body = '<p class="quiet">The first credits appear after two rounds.</p>'
+    else:
+        rows = (
+            [
+                str(leader.rank),
+                f'<span title="{escape(leader.key, quote=True)}">{escape(leader.name)}</span>',
+                short(leader.tokens),
+                _bar(leader.share_ratio),
+                f"{leader.rounds:,}",
+                f"{leader.streak:,}",
+                f"{leader.first_round:,} to {leader.last_round:,}",
+            ]
+            for leader in run.leaders
+        )
+        heads = ("", "Name", "Tokens", "Share", "Rounds", "In a row", "From round to round")
+        classes = ("number", "name", "number", "wide", "number", "number", "number")
+        body = _table(heads, classes, rows)
+        body += (
+            f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
+            "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>.</p>"
+        )
+    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>'
+
+
+def _bar(ratio: float) -> str:
+    percent = f"{100 * ratio:.1f}"
+    return (
+        f'<svg class="progress" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{percent} percent"><rect class="all" width="100" height="1"/>'
+        f'<rect class="done" width="{percent}" height="1"/></svg>'
+    )
+
+
+def _rounds(run: PublicRun) -> str:
+    if not run.rounds:
+        return '<section class="card"><h2>Newest rounds</h2><p class="quiet">There is none yet.</p></section>'
+    rows = (
+        [
+            f"{one.number:,}",
+            _moment(one.at),
+            f"{one.members:,}",
+            short(one.tokens),
+            f"{one.loss:.3f}" if one.loss is not None else "",
+        ]
+        for one in run.rounds
+    )
+    classes = ("number", "", "number", "number", "number")
+    table = _table(("Round", "Began", "Members", "Tokens", "Loss before it"), classes, rows)
+    return f'<section class="card"><h2>Newest rounds</h2>{table}</section>'
+
+
+def _join(run: PublicRun) -> str:
+    if run.state == "complete":
+        body = "<p>The run is complete. Thank you.</p>"
+    elif run.invite:
+        body = (
+            "<p>Install <code>diloco-node</code>, then copy this line into a terminal. You can pause or leave at any "
+            "time, and nothing of what you gave is lost.</p>"
+            f"<pre>diloco-node run --join {escape(run.invite)}</pre>"
+        )
+    else:
+        body = "<p>Ask a member for an invite.</p>"
+    return f'<section class="card"><h2>Take part</h2>{body}</section>'
+
+
+def _facts(run: PublicRun) -> str:
+    facts = [
+        ("Model", f"{short(run.parameters)} parameters ({run.model})" if run.model else "unknown"),
+        ("Text", ", ".join(run.data) or "unknown"),
+        ("Tokenizer", run.tokenizer or "unknown"),
+        ("Run", run.manifest_hash),
+        ("State after round " + f"{run.round:,}", run.state_digest or "none yet"),
+    ]
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return f'<section class="card"><h2>About the run</h2><dl class="facts">{rows}</dl></section>'
+
+
+def _table(heads: Sequence[str], classes: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(classes, row, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{cells("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _moment(text: str, form: str = "%d %b, %H:%M") -> str:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return ""
+    return f'<time datetime="{escape(text, quote=True)}">{moment:{form}}</time>'
+
+
+def short(number: float | None) -> str:
+    """1234567 as `1.23 M`."""
+    if number is None:
+        return "unknown"
+    for limit, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, at most about `count`."""
+    step = 10 ** math.floor(math.log10((high - low) / count))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
+    first = math.ceil(low / step)
+    return [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]

@@ -1,0 +1,94 @@
+"""Serves the public page of the run, if the owner wants it (`api.public`), and its content to the owner in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import RedirectResponse
+
+from node.api.node_interface import Node, View
+from node.api.public_page import STYLE, render
+from node.api.public_run import PublicRun, make_public_run, read_credit, read_run
+
+FRESH_S = 1.0
+"""The page is made again at most this often, however many people ask for it."""
+CACHED_S = 10
+"""Browsers and proxies may keep the page for this long."""
+PATH = "/public/"
+
+
+@dataclass
+class PublicPage:
+    """Makes the page and keeps it for FRESH_S."""
+
+    node: Node
+    folder: Path
+    """The data folder."""
+    _made_at: float = -FRESH_S
+    _run: PublicRun | None = None
+    _html: bytes = b""
+    _json: bytes = b""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self) -> PublicRun:
+        async with self._lock:
+            if self._run is None or time.monotonic() - self._made_at >= FRESH_S:
+                self._run = await asyncio.to_thread(self._make, self.node.view())
+                self._made_at = time.monotonic()
+            return self._run
+
+    def _make(self, view: View) -> PublicRun:
+        run = make_public_run(view, read_run(self.folder), read_credit(self.folder), datetime.now(UTC))
+        self._html, self._json = render(run).encode(), run.model_dump_json().encode()
+        return run
+
+    async def html(self) -> bytes:
+        await self.run()
+        return self._html
+
+    async def json(self) -> bytes:
+        await self.run()
+        return self._json
+
+
+def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
+    """The routes. Without `is_public` there is only the owner's."""
+    router = APIRouter()
+
+    @router.get("/api/v1/public", tags=["node"])
+    async def public() -> PublicRun:
+        """What the public page shows, whether it is public or not."""
+        return await page.run()
+
+    if not is_public:
+        return router
+
+    @router.get("/public", include_in_schema=False)
+    async def show_redirect() -> RedirectResponse:
+        return RedirectResponse(PATH)
+
+    @router.head(PATH, include_in_schema=False)
+    @router.get(PATH, include_in_schema=False)
+    async def show_page() -> Response:
+        return Response(
+            await page.html(), media_type="text/html; charset=utf-8", headers={"Cache-Control": "max-age=10"}
+        )
+
+    @router.get(PATH + "run.json", include_in_schema=False)
+    async def show_json() -> Response:
+        return _answer(await page.json(), "application/json")
+
+    @router.get(PATH + "public.css", include_in_schema=False)
+    async def show_style() -> Response:
+        return _answer(STYLE.encode(), "text/css; charset=utf-8")
+
+    return router
+
+
+def _answer(content: bytes, media_type: str) -> Response:
+    return Response(content, media_type=media_type, headers={"Cache-Control": f"max-age={CACHED_S}"})

@@ -1,0 +1,232 @@
+"""What everybody may know of a run: the content of the public page. It names no machine, address or path."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from node.api.node_interface import View
+from node.config.manifest import Manifest, read_manifest
+from node.errors import NodeError
+from node.status import Outcome, Phase, RoundRecord, Value, rfc3339
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_SHOWN, LEADERS_SHOWN, MEMBERS_SHOWN = 20, 100, 200
+RATE_ROUNDS = 20
+"""The speed of the swarm is that of this many newest rounds."""
+MEMBER_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
+
+
+class PublicMember(Value):
+    """A member that is there now."""
+
+    name: str
+    tokens_per_second: float
+
+
+class Leader(Value):
+    """One line of the leaderboard."""
+
+    rank: int
+    name: str
+    key: str
+    """The peer id; empty for the members whose lines were given up."""
+    tokens: int
+    share_ratio: float
+    rounds: int
+    first_round: int
+    last_round: int
+    streak: int
+    """Newest rounds in a row that include the member; 0 if the last known round does not."""
+
+
+class PublicRound(Value):
+    """One committed round, in the numbering of people: the first one is 1."""
+
+    number: int
+    at: str
+    members: int
+    tokens: int
+    loss: float | None = None
+
+
+class LossPoint(Value):
+    tokens: int
+    loss: float
+
+
+class PublicRun(Value):
+    """Everything on the public page. Strings are plain text."""
+
+    name: str
+    purpose: str
+    manifest_hash: str
+    model: str
+    parameters: int
+    data: tuple[str, ...]
+    tokenizer: str
+    state: str
+    """`training`, `paused`, `waiting` or `complete`: what the whole run does, as this node sees it."""
+    at: str
+    """When this was written, UTC."""
+    round: int
+    """Committed rounds."""
+    tokens: int
+    total_tokens: int
+    progress_ratio: float
+    ends_at: str | None = None
+    """When the run will be complete at the speed of the newest rounds; None while unknown."""
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    state_digest: str = ""
+    members: tuple[PublicMember, ...] = ()
+    members_ever: int = 0
+    leaders: tuple[Leader, ...] = ()
+    credit_round: int | None = None
+    """Committed rounds at the time of the leaderboard."""
+    rounds: tuple[PublicRound, ...] = ()
+    """Newest first."""
+    losses: tuple[LossPoint, ...] = ()
+    """Oldest first."""
+    invite: str = ""
+
+
+def read_run(folder: Path) -> Manifest | None:
+    """The manifest in a data folder; None if there is none yet."""
+    try:
+        return read_manifest((folder / "manifest.json").read_bytes())
+    except (OSError, NodeError):
+        return None
+
+
+def read_credit(folder: Path) -> Mapping[str, Any] | None:
+    """The table of credit that the worker has written; None if there is none yet."""
+    try:
+        record = json.loads((folder / "credit.json").read_bytes())
+        return {"round": record["evidence"]["round"], "table": record["table"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        logger.warning("The table of credit in %s cannot be read: %s", folder, exc)
+        return None
+
+
+def make_public_run(
+    view: View, manifest: Manifest | None, credit: Mapping[str, Any] | None, now: datetime
+) -> PublicRun:
+    """Collect what the page shows. `credit` is the result of `read_credit`."""
+    status, run = view.status, view.status.run
+    done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
+    names = _names(view)
+    model = manifest.run.model if manifest is not None else None
+    data = manifest.run.data if manifest is not None else None
+    rate = _tokens_per_second(done)
+    total = run.total_tokens
+    left = max(0, total - run.swarm_tokens)
+    is_complete = bool(total) and not left
+    ends_at = datetime.fromtimestamp(now.timestamp() + left / rate, UTC) if rate and left else None
+    try:
+        leaders = _leaders(credit, names) if credit is not None else ()
+    except (ValidationError, KeyError, TypeError):
+        leaders = ()
+    return PublicRun(
+        name=run.name,
+        purpose=manifest.run.purpose if manifest is not None else "",
+        manifest_hash=run.manifest_hash,
+        model="" if model is None else f"{model.type}, {model.num_hidden_layers} layers of width {model.hidden_size}",
+        parameters=manifest.parameters if manifest is not None else 0,
+        data=() if data is None else data.sources,
+        tokenizer="" if data is None else data.tokenizer,
+        state="complete" if is_complete else _state(view),
+        at=rfc3339(now),
+        round=run.round + 1,
+        tokens=run.swarm_tokens,
+        total_tokens=total,
+        progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
+        ends_at=rfc3339(ends_at) if ends_at is not None else None,
+        tokens_per_second=rate,
+        loss=status.training.evaluation_loss,
+        state_digest=run.state_digest,
+        members=_members(view),
+        members_ever=len(credit["table"]) if credit is not None else 0,
+        leaders=leaders,
+        credit_round=credit["round"] + 1 if credit is not None else None,
+        rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
+        losses=tuple(
+            LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
+            for record in reversed(done)
+            if record.evaluation_loss is not None
+        ),
+        invite=run.invite,
+    )
+
+
+def _names(view: View) -> dict[str, str]:
+    """The newest known name of each peer."""
+    found = {member.peer_id: member.name for record in reversed(view.rounds) for member in record.members}
+    return found | {row.peer_id: row.name for row in view.swarm if row.name}
+
+
+def _members(view: View) -> tuple[PublicMember, ...]:
+    rows = [row for row in view.swarm if row.phase in MEMBER_PHASES]
+    rows.sort(key=lambda row: -row.tokens_per_second)
+    shown = (PublicMember(name=row.name or row.short_id, tokens_per_second=row.tokens_per_second) for row in rows)
+    return tuple(shown)[:MEMBERS_SHOWN]
+
+
+def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Leader, ...]:
+    newest, table = credit["round"], credit["table"]
+    total = sum(entry["tokens"] for entry in table) or 1
+    ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
+    return tuple(
+        Leader(
+            rank=rank,
+            name=names.get(entry["member"]) or (entry["member"][-6:] if entry["member"] else "earlier members"),
+            key=entry["member"],
+            tokens=entry["tokens"],
+            share_ratio=entry["tokens"] / total,
+            rounds=entry["rounds"],
+            first_round=entry["first_round"] + 1,
+            last_round=entry["last_round"] + 1,
+            streak=newest - entry["streak_round"] + 1 if entry["member"] and entry["last_round"] == newest else 0,
+        )
+        for rank, entry in enumerate(ranked[:LEADERS_SHOWN], 1)
+    )
+
+
+def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
+    tokens = record.swarm_tokens - older.swarm_tokens if older is not None else 0
+    return PublicRound(
+        number=record.round + 1,
+        at=record.started_at,
+        members=sum(member.included for member in record.members),
+        tokens=max(0, tokens),
+        loss=record.evaluation_loss,
+    )
+
+
+def _tokens_per_second(done: Sequence[RoundRecord]) -> float | None:
+    """The speed of the whole swarm over the newest rounds; None before there are two."""
+    recent = [record for record in done[: RATE_ROUNDS + 1] if record.started_at]
+    if len(recent) < 2:
+        return None
+    newest, oldest = recent[0], recent[-1]
+    seconds = (_moment(newest) - _moment(oldest)).total_seconds()
+    return (newest.swarm_tokens - oldest.swarm_tokens) / seconds if seconds > 0 else None
+
+
+def _moment(record: RoundRecord) -> datetime:
+    return datetime.fromisoformat(record.started_at)
+
+
+def _state(view: View) -> str:
+    if any(row.phase in MEMBER_PHASES for row in view.swarm):
+        return "training"
+    return "paused" if any(row.phase == Phase.PAUSED.value for row in view.swarm) else "waiting"

@@ -1,0 +1,50 @@
+"""Writes the public page of a run as static files, again and again, for any web server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from node.api.public_page import STYLE, render
+from node.api.public_run import PublicRun
+from node.commands.client import Client
+from node.errors import UsageError
+from node.host.files import write_whole
+
+LOOK_S = 5.0
+PAGE = "index.html"
+
+
+def write_site(client: Client, folder: Path) -> PublicRun:
+    """Write the page's files to the folder. Raises UsageError if no node answers, or if the folder refuses them."""
+    run = PublicRun.model_validate(client.public())
+    files = {"public.css": STYLE, "run.json": run.model_dump_json(), PAGE: render(run)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_whole(folder / name, text, forced=False)
+            (folder / name).chmod(0o644)
+    except OSError as exc:
+        raise UsageError(
+            f"{folder} cannot be written ({exc.strerror}): name a folder of yours that the web server reads."
+        ) from exc
+    return run
+
+
+def keep_site(client: Client, folder: Path, tell: Callable[[str], None], sleep: Callable[[float], None]) -> None:
+    """Write the files now, and again after each round, until `sleep` raises. Says once if the node does not answer."""
+    written = write_site(client, folder)
+    tell(f"Wrote the page after round {written.round} to {folder}, and will again after each round; Ctrl-C ends this.")
+    is_away, newest = False, (written.round, written.state)
+    while True:
+        sleep(LOOK_S)
+        try:
+            run = PublicRun.model_validate(client.public())
+            if (run.round, run.state) != newest or is_away:
+                newest = (run.round, run.state)
+                write_site(client, folder)
+            is_away = False
+        except UsageError as exc:
+            if not is_away:
+                tell(f"The page stays as it is: {exc}")
+            is_away = True
