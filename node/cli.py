@@ -23,6 +23,8 @@ from node.config.loader import Loaded, known_keys, load
 from node.errors import MachineError, NodeError, UsageError
 
 EXIT_BUG = 70
+HIDDEN = "(hidden)"
+"""What the API shows in place of a secret value."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
@@ -158,6 +160,13 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
     command = add("status", _status, "print what the node of this data folder does, and why")
     command.add_argument("--json", action="store_true", help="print the whole status as JSON")
+    command.add_argument("--watch", action="store_true", help="show it until Ctrl-C")
+    command = add("peers", _peers, "print who is in the swarm")
+    command.add_argument("--json", action="store_true", help="print the peers as JSON")
+    command = add("logs", _logs, "print the newest log lines of the node")
+    command.add_argument("-f", "--follow", action="store_true", help="print further lines until Ctrl-C")
+    command.add_argument("--level", choices=("debug", "info", "warning", "error"), default="info")
+    command.add_argument("-n", "--lines", metavar="N", type=int, default=50, help="number of lines (default: 50)")
     command = add("pause", _act, "free the machine at once, and stay a member")
     until = command.add_mutually_exclusive_group()
     until.add_argument("--for", dest="for_s", metavar="TIME", type=duration_s, help="such as 45m, 2h or 1h30m")
@@ -170,7 +179,9 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     add("drain", _act, "take part in the current round, then stop")
     add("leave", _act, "stop now, cleanly")
     add("invite", _invite, "print the invite of this node's run")
-    add("config", _config, "print every configuration key with its value and source")
+    add("config", _config, "print every configuration key with its value and source, as the running node uses it")
+    command = add("completion", _completion, "print a script that completes commands and settings in your shell")
+    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
 
 
 def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
@@ -257,14 +268,79 @@ def _run(call: Call) -> int:
 def _status(call: Call) -> int:
     from node.commands.client import Client
 
-    status = Client(call.data_dir).status()
+    client = Client(call.data_dir)
     if call.args.json:
-        print(json.dumps(status, indent=2, ensure_ascii=False))
+        print(json.dumps(client.status(), indent=2, ensure_ascii=False))
         return 0
-    from node.commands.terminal import describe
+    from node.commands.terminal import dashboard_link, describe
     from node.status import Status
 
-    print(describe(Status.model_validate(status)))
+    def text() -> str:
+        status = Status.model_validate(client.status())
+        return describe(status, dashboard_link(call.data_dir, pid=None))
+
+    if not call.args.watch:
+        print(text())
+        return 0
+    import time
+
+    from rich.live import Live
+    from rich.text import Text
+
+    first = text()
+    with Live(Text(first), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(1.0)
+                live.update(Text(text()), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _peers(call: Call) -> int:
+    from rich.console import Console
+
+    from node.commands.client import Client
+    from node.commands.terminal import describe_peers
+    from node.status import PeerRow
+
+    found = Client(call.data_dir).peers()
+    if call.args.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return 0
+    console = Console(soft_wrap=True)
+    console.print(describe_peers([PeerRow.model_validate(row) for row in found["peers"]]))
+    return 0
+
+
+def _logs(call: Call) -> int:
+    import time
+
+    from rich.console import Console
+
+    from node.commands.client import Client
+    from node.commands.terminal import log_line
+
+    if not 1 <= call.args.lines <= 2000:
+        raise UsageError(f"--lines {call.args.lines} is not from 1 to 2000.")
+    client, console, after = Client(call.data_dir), Console(soft_wrap=True, highlight=False), None
+    while True:
+        found = client.logs(level=call.args.level, after=after, limit=call.args.lines if after is None else 2000)
+        after = found["last_id"]
+        for record in found["records"]:
+            console.print(log_line(record))
+        if not call.args.follow:
+            return 0
+        try:
+            time.sleep(1.0)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _completion(call: Call) -> int:
+    from node.commands.completion import completion
+
+    print(completion(call.args.shell, _make_parser()[1], known_keys()), end="")
     return 0
 
 
@@ -297,10 +373,34 @@ def _invite(call: Call) -> int:
 
 
 def _config(call: Call) -> int:
+    """Print the configuration that the running node uses, or else the one of its next start.
+
+    The run's settings are those of the data folder's run, if there is one.
+    """
+    from node.commands.client import Client
+    from node.commands.export import manifest_of
+    from node.config.loader import value_of
     from node.config.overrides import with_overrides
 
     loaded = with_overrides(call.loaded)
-    rows = [(key, _format_value(loaded.value_of(key)), loaded.origins[key]) for key in known_keys()]
+    values = {key: loaded.value_of(key) for key in known_keys()}
+    origins = dict(loaded.origins)
+    client = Client(call.data_dir)
+    if client.is_there():
+        running = client.config()
+        for key in values:
+            section, _, name = key.rpartition(".")
+            table: Any = running["config"]
+            for word in section.split("."):
+                table = table.get(word, {})
+            if name in table and table[name] != HIDDEN:
+                values[key], origins[key] = table[name], running["origins"].get(key, origins[key])
+    if (call.data_dir / "manifest.json").exists():
+        of_run = loaded.config.model_copy(update={"run": manifest_of(call.data_dir).run})
+        for key in values:
+            if key.startswith("run.") and key != "run.preset":
+                values[key], origins[key] = value_of(of_run, key), "the run"
+    rows = [(key, _format_value(value), origins[key]) for key, value in values.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, origin in rows:
         print(f"{key:<{widths[0]}} = {value:<{min(widths[1], 40)}}  # {origin}")

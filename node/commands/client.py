@@ -46,6 +46,18 @@ class Client:
     def status(self) -> dict[str, Any]:
         return self._call("GET", "/api/v1/status")
 
+    def peers(self) -> dict[str, Any]:
+        return self._call("GET", "/api/v1/swarm")
+
+    def config(self) -> dict[str, Any]:
+        """The configuration that the node uses, and where each value comes from."""
+        return self._call("GET", "/api/v1/config")
+
+    def logs(self, *, level: str, after: int | None, limit: int) -> dict[str, Any]:
+        """Log records after this id, or the newest ones."""
+        query = f"level={level}&limit={limit}" + ("" if after is None else f"&after={after}")
+        return self._call("GET", f"/api/v1/logs?{query}")
+
     def public(self) -> dict[str, Any]:
         """What the public page of the run shows."""
         return self._call("GET", "/api/v1/public")

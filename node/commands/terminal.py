@@ -5,7 +5,9 @@ Without a terminal there is no live line, but link and invite are still printed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.commands.client import read_address
-from node.status import Phase, RunInfo, Status
+from node.status import PeerRow, Phase, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -24,6 +26,9 @@ COLORS = {
     Phase.LEAVING: "yellow",
     Phase.ERROR: "bold red",
 }
+
+
+STYLES = {phase.value: style for phase, style in COLORS.items()}
 
 
 class LiveView:
@@ -74,13 +79,17 @@ class LiveView:
         self._console.file.flush()
 
 
-def dashboard_link(data_dir: Path, *, pid: int) -> str:
-    """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token."""
+def dashboard_link(data_dir: Path, *, pid: int | None) -> str:
+    """Return the dashboard's URL, or "" while unknown. Browsers do not send its fragment, which holds the token.
+
+    `pid` is the node's process; with None, any process may have written the address.
+    """
     try:
         address = read_address(data_dir)
     except (OSError, ValueError):
         return ""
-    return f"{address.url}/#token={address.token}" if address.pid in (pid, None) else ""
+    is_known = pid is None or address.pid in (pid, None)
+    return f"{address.url}/#token={address.token}" if is_known else ""
 
 
 def render(status: Status) -> Table:
@@ -115,16 +124,19 @@ def short_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def describe(status: Status) -> str:
-    """Return the full status as lines of text."""
+def describe(status: Status, link: str = "") -> str:
+    """Return the full status as lines of text. `link` is the dashboard's."""
     run, training, peers, contribution = status.run, status.training, status.peers, status.contribution
     losses = (("training", training.loss), ("evaluation", training.evaluation_loss))
     reachability = "not tested yet" if status.reachability_code in ("not_tested", "disputed") else status.reachability
     joined = f"{contribution.rounds_joined} of {contribution.rounds_attempted} rounds joined"
     rows = [
+        ("run", _run_line(run)),
+        ("round", f"{run.round}, the swarm is at round {run.swarm_round}"),
+        ("limits", _limits_line(status.limits)),
+        ("dashboard", link or "not open yet"),
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "unknown"),
-        ("run", f"round {run.round}, the swarm is at round {run.swarm_round}; {run.swarm_tokens:,} tokens in all"),
         ("digest", run.state_digest or "no state yet"),
         ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
         ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
@@ -140,6 +152,39 @@ def describe(status: Status) -> str:
     rows += [("notice", notice.text) for notice in status.notices]
     head = f"{status.phase.value} since {status.since}: {status.reason}"
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _run_line(run: RunInfo) -> str:
+    if not run.name:
+        return "unknown until the manifest is here"
+    if not run.total_tokens:
+        return run.name
+    done = run.swarm_tokens / run.total_tokens
+    return f"{run.name}, {done:.1%} done: {run.swarm_tokens:,} of {run.total_tokens:,} tokens of all members"
+
+
+def _limits_line(limits: Mapping[str, float | int | None]) -> str:
+    set_limits = [f"{name} {value:g}" for name, value in limits.items() if value]
+    return ", ".join(set_limits) or "none"
+
+
+def describe_peers(rows: Sequence[PeerRow]) -> Table:
+    """A table of the peers, most tokens a second first."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("Name", "Phase", "Round", "Tokens/s", "Version", "Heard of", "Peer id"):
+        table.add_column(name, justify="right" if name in ("Round", "Tokens/s") else "left", no_wrap=True)
+    for row in sorted(rows, key=lambda row: (-row.tokens_per_second, row.peer_id)):
+        heard = "this node" if row.this_node else f"{short_duration(row.last_seen_s)} ago"
+        phase = Text(row.phase, STYLES.get(row.phase, ""))
+        cells = (str(row.round), f"{row.tokens_per_second:,.0f}", row.version, heard, row.peer_id)
+        table.add_row(Text(row.name or row.short_id), phase, *map(Text, cells))
+    return table
+
+
+def log_line(record: Mapping[str, Any]) -> Text:
+    """One log record as a line."""
+    style = {"warning": "yellow", "error": "bold red"}.get(record["level"], "")
+    return Text(f"{record['at']} {record['level']:<7} {record['logger']}: {record['message']}", style)
 
 
 def _speed(status: Status) -> str:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,12 +17,25 @@ import pytest
 
 from node import __version__
 from node.cli import duration_s, main, split_flags
-from node.config.manifest import Invite
-from node.status import NodeInfo, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
+from node.config.manifest import Invite, Manifest, RoundConfig, RunConfig
+from node.config.schema import Config, LimitsConfig
+from node.status import NodeInfo, PeerRow, PeersInfo, Phase, RunInfo, Status, SyncInfo, TrainingInfo
 
 TOKEN = "t" * 43
-CLIENT_COMMANDS = ("status", "pause", "resume", "drain", "leave", "invite")
-COMMANDS = ("run", "relay", *CLIENT_COMMANDS, "config", "doctor", "export", "site", "certificate", "verify", "generate")
+CLIENT_COMMANDS = ("status", "peers", "logs", "pause", "resume", "drain", "leave", "invite")
+COMMANDS = (
+    "run",
+    "relay",
+    *CLIENT_COMMANDS,
+    "config",
+    "completion",
+    "doctor",
+    "export",
+    "site",
+    "certificate",
+    "verify",
+    "generate",
+)
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
 
@@ -306,3 +320,116 @@ def test_settings_on_the_command_line_are_separated_from_options() -> None:
 )
 def test_durations_are_parsed_into_seconds(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds
+
+
+def test_peers_are_printed_with_the_fastest_first(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peer(name: str, rate: float) -> dict[str, Any]:
+        return PeerRow(
+            peer_id=f"12D3KooW{name}", short_id=name, name=f"[bold]{name}", phase="training", round=7,
+            tokens_per_second=rate, transport="direct", version="1.2", state_digest="", last_seen_s=3.0,
+        ).model_dump()  # fmt: skip
+
+    node.answer = 200, {"peers": [peer("slow", 5.0), peer("fast", 5000.0)]}
+    assert call("peers", "--data-dir", str(tmp_path)) == 0
+    _head, first, second = capsys.readouterr().out.splitlines()
+    assert "[bold]fast" in first and "5,000" in first and "3 s ago" in first and "12D3KooWfast" in first
+    assert "[bold]slow" in second
+    assert call("peers", "--json", "--data-dir", str(tmp_path)) == 0
+    assert len(json.loads(capsys.readouterr().out)["peers"]) == 2
+
+
+def test_logs_follow_until_the_node_is_gone(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logs(*numbers: int) -> tuple[int, Any]:
+        def line(n: int) -> dict[str, Any]:
+            return {"id": n, "at": "12:00", "level": "warning", "logger": "node.x", "message": f"[red]line {n}"}
+
+        lines = [line(n) for n in numbers]
+        return 200, {"records": lines, "last_id": max(numbers, default=2)}
+
+    answers = iter([logs(3), logs(), logs(4, 5)])
+
+    def sleep(_seconds: float) -> None:
+        node.answer = next(answers, (500, {"title": "It ends."}))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    node.answer = logs(1, 2)
+    assert call("logs", "-f", "-n", "2", "--level", "warning", "--data-dir", str(tmp_path)) == 2
+    captured = capsys.readouterr()
+    assert [line.rpartition("]")[2] for line in captured.out.splitlines()] == [f"line {n}" for n in range(1, 6)]
+    assert "[red]line 1" in captured.out
+    assert [path for _, path, _ in node.seen[:2]] == [
+        "/api/v1/logs?level=warning&limit=2", "/api/v1/logs?level=warning&limit=2000&after=2",
+    ]  # fmt: skip
+    assert call("logs", "-n", "0", "--data-dir", str(tmp_path)) == 2
+
+
+def test_status_begins_with_run_progress_limits_and_link(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = make_status()
+    status["run"] |= {"name": "a run", "total_tokens": 100_000}
+    node.answer = 200, status | {"limits": {"upload_mbit_s": 20.0, "disk_gb": 0}}
+    assert call("status", "--data-dir", str(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a run, 12.3% done: 12,345 of 100,000 tokens" in lines[1]
+    assert lines[3].split() == ["limits", "upload_mbit_s", "20"]
+    assert f"/#token={TOKEN}" in lines[4]
+
+
+def test_watched_status_is_shown_until_ctrl_c(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([None, None, KeyboardInterrupt])
+
+    def sleep(_seconds: float) -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert call("status", "--watch", "--data-dir", str(tmp_path)) == 0
+    assert "Round 4 is under way." in capsys.readouterr().out
+    assert len(node.seen) == 3
+
+
+def test_config_shows_what_the_running_node_and_the_run_use(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(round=RoundConfig(inner_steps=20))
+    manifest = Manifest(run_id="ab" * 16, initial_digest="cd" * 32, parameters=10, run=run)
+    (tmp_path / "manifest.json").write_bytes(manifest.canonical())
+    used = Config(limits=LimitsConfig(upload_mbit_s=30)).model_dump(mode="json")
+    node.answer = 200, {"config": used, "origins": {"limits.upload_mbit_s": "settings of the page"}}
+    assert call("config", "--data-dir", str(tmp_path), "--run.round.inner_steps", "120") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["run.round.inner_steps"].split(" = ")[1].split() == ["20", "#", "the", "run"]
+    assert "30" in lines["limits.upload_mbit_s"] and "settings of the page" in lines["limits.upload_mbit_s"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_commands_options_and_settings(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("completion", shell) == 0
+    script = capsys.readouterr().out
+    for word in ("certificate", "watch", "limits.upload_mbit_s"):
+        assert word in script
+
+
+def test_bash_completes_commands_options_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("completion", "bash") == 0
+    (tmp_path / "complete.sh").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        code = f"""
+        source ./complete.sh; COMP_WORDS=(diloco-node {" ".join(words)}); COMP_CWORD={len(words)}
+        _diloco_node; printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        words_ = ["bash", "-c", code]
+        done = subprocess.run(words_, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.split()
+
+    assert completed("cert") == ["certificate"]
+    assert completed("status", "--w") == ["--watch"]
+    assert completed("run", "--limits.up") == ["--limits.upload_mbit_s"]

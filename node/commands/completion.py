@@ -1,0 +1,57 @@
+"""Completion of commands, options and settings in shells."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterable, Mapping
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser], keys: Iterable[str]) -> str:
+    """The script that a shell evaluates. `keys` are the settings, which are flags of every command."""
+    options = {name: _options(parser) for name, parser in commands.items()}
+    settings = [f"--{key}" for key in keys]
+    if shell == "fish":
+        return _fish(commands, options, settings)
+    script = _bash(options, settings)
+    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+
+
+def _bash(options: Mapping[str, list[str]], settings: list[str]) -> str:
+    cases = "\n".join(f"        {name}) words={shlex.quote(' '.join(own))} ;;" for name, own in options.items())
+    return f"""\
+_diloco_node() {{
+    local words cur="${{COMP_WORDS[COMP_CWORD]}}"
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W {shlex.quote(" ".join(options))} -- "$cur"))
+        return
+    fi
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+        *) return ;;
+    esac
+    case "$cur" in
+        --*.*) words={shlex.quote(" ".join(settings))} ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$cur") $(compgen -f -- "$cur"))
+}}
+complete -o filenames -F _diloco_node diloco-node
+"""
+
+
+def _fish(
+    commands: Mapping[str, argparse.ArgumentParser], options: Mapping[str, list[str]], settings: list[str]
+) -> str:
+    lines = []
+    for name, parser in commands.items():
+        about = shlex.quote(parser.description or "")
+        lines.append(f"complete -c diloco-node -n __fish_use_subcommand -f -a {name} -d {about}")
+        lines += [f"complete -c diloco-node -n '__fish_seen_subcommand_from {name}' -l {o[2:]}" for o in options[name]]
+    lines += [f"complete -c diloco-node -n 'not __fish_use_subcommand' -l {setting[2:]}" for setting in settings]
+    return "\n".join(lines) + "\n"
