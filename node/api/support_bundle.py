@@ -22,7 +22,7 @@ import psutil
 
 from node.api.metrics import Build
 from node.api.node_interface import View
-from node.api.redaction import ADDRESS, Redactor, hide_secrets
+from node.api.redaction import ADDRESS, HIDDEN, Redactor, hide_secrets
 from node.config.schema import Config
 from node.multiaddress import parse
 
@@ -65,6 +65,7 @@ def _parts(source: BundleSource) -> Iterator[tuple[str, str]]:
     view, config, data_dir = source.view, source.config.model_dump(mode="json"), source.config.node.data_dir
     for section, key in (("swarm", "bootstrap"), ("swarm", "announce"), ("swarm", "listen"), ("api", "allowed_hosts")):
         config[section][key] = f"({len(config[section][key])} entries)"
+    config["notify"] = {key: HIDDEN if value else value for key, value in config["notify"].items()}
     yield "README.txt", README
     yield "status.json", view.status.model_dump_json(indent=1)
     yield "swarm.json", _lines(row.model_dump_json() for row in view.swarm)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -237,6 +239,32 @@ class CheckpointConfig(Section):
     A crash loses the inner steps since the newest checkpoint, but no round."""
 
 
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise ValueError("write a URL that begins with http:// or https://")
+    return url
+
+
+def _check_command(command: str) -> str:
+    try:
+        shlex.split(command)
+    except ValueError as exc:
+        raise ValueError(f"the words of the command cannot be told apart ({exc}): close its quotes") from exc
+    return command
+
+
+class NotifyConfig(Section):
+    """Messages to the owner when the node needs them: an error, a full disk, a port that nobody reaches, an update."""
+
+    webhook: Annotated[str, AfterValidator(_check_url)] = ""
+    """URL that gets a POST with JSON: `node`, `run`, `code`, `text` and `at`."""
+    ntfy: Annotated[str, AfterValidator(_check_url)] = ""
+    """URL of an ntfy topic, such as https://ntfy.sh/my-topic."""
+    command: Annotated[str, AfterValidator(_check_command)] = ""
+    """Command to run, without a shell. Its environment has DILOCO_TITLE, DILOCO_CODE and DILOCO_TEXT."""
+
+
 class LogConfig(Section):
     """The log."""
 
@@ -257,4 +285,5 @@ class Config(Section):
     limits: LimitsConfig = LimitsConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    notify: NotifyConfig = NotifyConfig()
     log: LogConfig = LogConfig()

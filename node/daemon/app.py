@@ -35,6 +35,7 @@ from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, ma
 from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import FOLDER, handle_logs
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
+from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
 from node.daemon.worker_watchdog import SupervisorTimings
@@ -136,7 +137,8 @@ async def _run(
             state.record_to(history)
             _publish_address(config.api, directory, state, sock, tls)
             sensors = supervisor.poll_sensors(parts.sensors)
-            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch())
+            notifier = Notifier(config.notify, directory.path, lambda: state.status)
+            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
             return await _run_until_end(supervisor, state, server, sock, background)
         finally:
             state.record_to(None)

@@ -1,0 +1,209 @@
+"""Messages to the owner reach a local receiver once, and a bad receiver holds up nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.config.schema import NotifyConfig
+from node.daemon import notifier
+from node.daemon.notifier import GONE_S, SETTLE_S, Notifier, alerts_of
+from node.status import Notice, Phase
+from tests.unit.test_terminal import make_status
+
+DISK = Notice(code="quota", text="The disk is full: free some space.")
+
+
+class Receiver(ThreadingHTTPServer):
+    """Keeps what it receives. Waits before it answers, if the test wants it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.got: list[tuple[str, bytes]] = []
+        self.delay_s, self.code = 0.0, 200
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/topic"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append((self.headers.get("Title", ""), body))
+        time.sleep(self.server.delay_s)
+        with suppress(OSError):
+            self.send_response(self.server.code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class Told:
+    """A notifier on a clock and a status that the test sets."""
+
+    def __init__(self, folder: Path, **cfg: str) -> None:
+        self.now_s, self.status = 0.0, make_status()
+        self.notifier = Notifier(NotifyConfig(**cfg), folder, lambda: self.status, lambda: self.now_s)
+
+    def show(self, *notices: Notice, phase: Phase = Phase.TRAINING) -> None:
+        self.status = make_status(phase, reason="It failed: see the log.").model_copy(update={"notices": notices})
+
+    def after(self, seconds: float) -> list[str]:
+        self.now_s += seconds
+        return [alert.code for alert in self.notifier.due()]
+
+
+def test_alerts_are_errors_warnings_updates_and_a_port_that_nobody_reaches() -> None:
+    notices = (
+        DISK,
+        Notice(code="api_port", level="info", text="x"),
+        Notice(code="newer_version", level="info", text="x"),
+    )
+    update = {"notices": notices, "reachability_code": "not_reached", "reachability_reason": "Publish the port."}
+    status = make_status(Phase.ERROR, reason="It failed.").model_copy(update=update)
+    assert alerts_of(status).keys() == {"quota", "newer_version", "error", "unreachable"}
+    assert alerts_of(make_status()) == {}
+
+
+def test_an_alert_is_told_once_and_again_after_it_was_gone(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.show(DISK)
+    assert told.after(0) == []
+    assert told.after(SETTLE_S - 1) == [], "it may pass by itself"
+    assert told.after(1) == ["quota"]
+    assert told.after(1000) == []
+    told.show()
+    assert told.after(GONE_S / 2) == []
+    told.show(DISK)
+    assert told.after(SETTLE_S) == [], "it was hardly gone"
+    told.show()
+    assert told.after(0) == told.after(GONE_S) == []
+    told.show(DISK)
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["quota"]
+
+
+def test_a_restart_does_not_repeat_what_was_told(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.show(DISK)
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["quota"]
+    again = Told(tmp_path)
+    again.show(DISK, phase=Phase.ERROR)
+    assert again.after(0) == [] and again.after(SETTLE_S) == ["error"]
+    (tmp_path / notifier.FILE).write_text("damaged")
+    third = Told(tmp_path)
+    third.show(DISK)
+    assert third.after(0) == [] and third.after(SETTLE_S) == ["quota"]
+
+
+def deliver(told: Told, seconds: float = 3.0, until: int = 1, receiver: Receiver | None = None) -> None:
+    """Run the notifier with an alert that is due at once."""
+
+    async def main() -> None:
+        running = asyncio.create_task(told.notifier.run())
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s and (receiver is None or len(receiver.got) < until):
+            told.now_s += SETTLE_S
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+
+
+def test_each_channel_gets_the_alert_once(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    code = "import os; open('told', 'a').write(os.environ['DILOCO_TITLE'] + os.environ['DILOCO_TEXT'])"
+    (tmp_path / "tell.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    told = Told(tmp_path, webhook=receiver.url, ntfy=receiver.url, command=f"{sys.executable} 'tell.py'")
+    told.show(DISK)
+    deliver(told, until=2, receiver=receiver)
+    deliver(told, 0.5)
+    (hook,) = [json.loads(body) for title, body in receiver.got if not title]
+    assert (hook["code"], hook["text"], hook["node"]) == ("quota", DISK.text, "diloco-node")
+    (topic,) = [(title, body.decode()) for title, body in receiver.got if title]
+    assert topic == ("diloco-node needs you", DISK.text)
+    assert (tmp_path / "told").read_text() == f"diloco-node needs you{DISK.text}"
+
+
+def test_a_receiver_that_hangs_gets_one_message_and_holds_up_nothing(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    monkeypatch.setattr(notifier, "TIMEOUT_S", 0.3)
+    receiver.delay_s = 1.0
+    told = Told(tmp_path, webhook=receiver.url)
+    told.show(DISK)
+    deliver(told, 1.5)
+    assert len(receiver.got) == 1
+    assert "perhaps not received" in caplog.text
+
+
+def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    monkeypatch.setattr(notifier, "RETRY_S", (0.2, 0.2, 0.2))
+    tries = []
+    real = notifier._post
+
+    def post(url: str, data: bytes, headers: dict[str, str]) -> None:
+        tries.append(url)
+        real("http://127.0.0.1:1/" if len(tries) < 3 else url, data, headers)
+
+    monkeypatch.setattr(notifier, "_post", post)
+    told = Told(tmp_path, webhook=receiver.url)
+    told.show(DISK)
+    deliver(told, 4, receiver=receiver)
+    assert len(receiver.got) == 1 and len(tries) == 3
+
+
+@pytest.mark.parametrize("command", ["/no/such/program", f"{sys.executable} -c 'raise SystemExit(3)'"])
+def test_a_command_that_fails_is_logged(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    told = Told(tmp_path, command=command)
+    told.show(DISK)
+    deliver(told, 1.0)
+    assert "notify.command" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"webhook": "ftp://example.org"}, "begins with http"),
+        ({"ntfy": "my-topic"}, "begins with http"),
+        ({"command": "say 'hello"}, "close its quotes"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(values: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        NotifyConfig(**values)
