@@ -11,6 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
+from node.api.errors import describe_problems
 from node.api.node_interface import Node, View
 from node.api.public_page import STYLE, render
 from node.api.public_run import PublicRun, make_public_run, read_credit, read_run
@@ -58,7 +59,7 @@ class PublicPage:
 
 def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
     """The routes. Without `is_public` there is only the owner's."""
-    router = APIRouter()
+    router = APIRouter(responses=describe_problems(400, 401, 403, 405, 408, 413, 422, 429, 500))
 
     @router.get("/api/v1/public", tags=["node"])
     async def public() -> PublicRun:

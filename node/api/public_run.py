@@ -31,7 +31,7 @@ class PublicMember(Value):
     tokens_per_second: float
 
 
-class Leader(Value):
+class RankedMember(Value):
     """One line of the leaderboard."""
 
     rank: int
@@ -88,7 +88,7 @@ class PublicRun(Value):
     state_digest: str = ""
     members: tuple[PublicMember, ...] = ()
     members_ever: int = 0
-    leaders: tuple[Leader, ...] = ()
+    leaders: tuple[RankedMember, ...] = ()
     credit_round: int | None = None
     """Committed rounds at the time of the leaderboard."""
     rounds: tuple[PublicRound, ...] = ()
@@ -181,12 +181,12 @@ def _members(view: View) -> tuple[PublicMember, ...]:
     return tuple(shown)[:MEMBERS_SHOWN]
 
 
-def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Leader, ...]:
+def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[RankedMember, ...]:
     newest, table = credit["round"], credit["table"]
     total = sum(entry["tokens"] for entry in table) or 1
     ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
     return tuple(
-        Leader(
+        RankedMember(
             rank=rank,
             name=names.get(entry["member"]) or (entry["member"][-6:] if entry["member"] else "earlier members"),
             key=entry["member"],

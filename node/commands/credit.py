@@ -8,7 +8,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from node.errors import DataFolderError, PeerError, UsageError
-from node.swarm.chain.certificate import CREDIT_FILE, MOST_BYTES, Certificate, CreditRecord, Finding, certify, check
+from node.swarm.chain.certificate import (
+    CREDIT_FILE,
+    MOST_BYTES,
+    Certificate,
+    CreditRecord,
+    ProvenCredit,
+    certify,
+    check,
+)
 from node.swarm.identity import load_identity
 
 BADGE = """\
@@ -26,7 +34,7 @@ CHARACTER_WIDTH = 6.6
 """Mean width of a character of the badge's font at 11 px. `textLength` corrects it."""
 
 
-def certificate_of(data_dir: Path) -> tuple[Certificate, Finding]:
+def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
     """The certificate of the folder's own key, and what it proves.
 
     Raises DataFolderError without a table of credit, and UsageError without credit.
@@ -51,7 +59,7 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, Finding]:
     return certificate, check(certificate)
 
 
-def verify_file(path: Path) -> Finding:
+def verify_file(path: Path) -> ProvenCredit:
     """Check a certificate. Raises UsageError with the reason if it is not valid."""
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -69,7 +77,7 @@ def verify_file(path: Path) -> Finding:
         ) from exc
 
 
-def describe(finding: Finding) -> str:
+def describe(finding: ProvenCredit) -> str:
     """What a valid certificate proves, in a few lines."""
     entry, share = finding.entry, finding.entry.tokens / finding.tokens if finding.tokens else 0.0
     return f"""\
@@ -81,7 +89,7 @@ Share       {share:.2%} of the {finding.tokens:,} tokens of the run up to round 
 Confirmed   by {finding.signers} of the {finding.contributors} contributors to round {finding.round}"""
 
 
-def badge(finding: Finding) -> str:
+def badge(finding: ProvenCredit) -> str:
     """An SVG with the name of the run and the tokens that the member gave."""
     name, given = finding.run_name, f"{short_number(finding.entry.tokens)} tokens given"
     first, second = (round(CHARACTER_WIDTH * len(text)) for text in (name, given))

@@ -100,8 +100,8 @@ class Notifier:
         return [present[code] for code in sorted(new)]
 
     def _send(self, alert: Alert) -> None:
-        for channel in channels(self._cfg, self._status(), alert):
-            task = asyncio.create_task(_deliver(channel))
+        for receiver in receivers(self._cfg, self._status(), alert):
+            task = asyncio.create_task(_deliver(receiver))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
@@ -111,39 +111,39 @@ class NothingSent(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class Receiver:
     """One way to tell an alert. `send` blocks for at most TIMEOUT_S; it raises NothingSent, OSError or ValueError."""
 
     name: str
     send: Callable[[], None]
 
 
-def channels(cfg: NotifyConfig, status: Status, alert: Alert) -> Iterable[Channel]:
+def receivers(cfg: NotifyConfig, status: Status, alert: Alert) -> Iterable[Receiver]:
     node = status.node.name or "diloco-node"
     title = f"{node} needs you"
     if cfg.webhook:
         body = {"node": node, "run": status.run.name, "code": alert.code, "text": alert.text, "at": utc_now()}
         data = json.dumps(body).encode()
-        yield Channel("webhook", lambda: _post(cfg.webhook, data, {"Content-Type": "application/json"}))
+        yield Receiver("webhook", lambda: _post(cfg.webhook, data, {"Content-Type": "application/json"}))
     if cfg.ntfy:
         headers = {"Title": title.encode("ascii", "replace").decode(), "Tags": "warning"}
-        yield Channel("ntfy", lambda: _post(cfg.ntfy, alert.text.encode(), headers))
+        yield Receiver("ntfy", lambda: _post(cfg.ntfy, alert.text.encode(), headers))
     if cfg.command:
-        yield Channel("command", lambda: _execute(cfg.command, title, alert))
+        yield Receiver("command", lambda: _execute(cfg.command, title, alert))
 
 
-async def _deliver(channel: Channel) -> None:
+async def _deliver(receiver: Receiver) -> None:
     for pause_s in (*RETRY_S, None):
         try:
-            await asyncio.to_thread(channel.send)
+            await asyncio.to_thread(receiver.send)
             return
         except NothingSent as exc:
             if pause_s is None:
-                logger.warning("A message to notify.%s was given up: %s", channel.name, exc)
+                logger.warning("A message to notify.%s was given up: %s", receiver.name, exc)
                 return
             await asyncio.sleep(pause_s)
         except (OSError, ValueError, subprocess.SubprocessError) as exc:
-            logger.warning("A message to notify.%s was perhaps not received: %s", channel.name, exc)
+            logger.warning("A message to notify.%s was perhaps not received: %s", receiver.name, exc)
             return
 
 

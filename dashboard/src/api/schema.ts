@@ -74,6 +74,11 @@ export interface Logs {
   last_id: number;
 }
 
+export interface LossPoint {
+  tokens: number;
+  loss: number;
+}
+
 export interface Member {
   peer_id: string;
   name: string;
@@ -142,6 +147,58 @@ export interface Problem {
   faults: Fault[];
 }
 
+export interface PublicMember {
+  name: string;
+  tokens_per_second: number;
+}
+
+export interface PublicRound {
+  number: number;
+  at: string;
+  members: number;
+  tokens: number;
+  loss: number | null;
+}
+
+export interface PublicRun {
+  name: string;
+  purpose: string;
+  manifest_hash: string;
+  model: string;
+  parameters: number;
+  data: string[];
+  tokenizer: string;
+  state: string;
+  at: string;
+  round: number;
+  tokens: number;
+  total_tokens: number;
+  progress_ratio: number;
+  ends_at: string | null;
+  tokens_per_second: number | null;
+  loss: number | null;
+  state_digest: string;
+  members: PublicMember[];
+  members_ever: number;
+  leaders: RankedMember[];
+  credit_round: number | null;
+  rounds: PublicRound[];
+  losses: LossPoint[];
+  invite: string;
+}
+
+export interface RankedMember {
+  rank: number;
+  name: string;
+  key: string;
+  tokens: number;
+  share_ratio: number;
+  rounds: number;
+  first_round: number;
+  last_round: number;
+  streak: number;
+}
+
 export interface ResolvedConfig {
   config: Record<string, unknown>;
   origins: Record<string, string>;
@@ -161,6 +218,7 @@ export interface RoundRecord {
   state_digest: string;
   swarm_tokens: number;
   evaluation_loss: number | null;
+  contribution_cosine: number | null;
   dropped: number;
   reason: string;
   attempts: number;

@@ -88,7 +88,7 @@ class Certificate(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProvenCredit:
     """What a valid certificate proves."""
 
     run: str
@@ -133,7 +133,7 @@ def certify(record: CreditRecord, identity: Identity) -> Certificate:
     return blank.model_copy(update={"signature": identity.sign(PURPOSE, blank.signed_text.encode()).hex()})
 
 
-def check(certificate: Certificate) -> Finding:
+def check(certificate: Certificate) -> ProvenCredit:
     """Check all signatures and hashes. Raises PeerError with the reason if the certificate is not valid."""
     entry, evidence = certificate.entry, certificate.evidence
     signature = bytes.fromhex(certificate.signature)
@@ -146,7 +146,7 @@ def check(certificate: Certificate) -> Finding:
     return _check_evidence(evidence, entry, root)
 
 
-def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -> Finding:
+def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -> ProvenCredit:
     run = hashlib.sha256(evidence.manifest.encode()).hexdigest()
     try:
         manifest = parse_manifest(evidence.manifest.encode(), run)
@@ -167,7 +167,7 @@ def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -
         raise PeerError("fewer than half of the round's contributors have signed the state")
     if evidence.outcome.signer not in joins_of(evidence.outcome):
         raise PeerError("the outcome is not signed by one of its members")
-    return Finding(
+    return ProvenCredit(
         run, manifest.run.name, entry, evidence.round, evidence.tokens, len(signers & contributors), len(contributors)
     )
 
