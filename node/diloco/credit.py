@@ -11,10 +11,11 @@ key contexts.
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import base58
 from blake3 import blake3
@@ -24,7 +25,8 @@ NODE_CONTEXT = "diloco-node credit node v1"
 NUMBERS = struct.Struct("<QIIII")
 """The numbers of `Credit`, in order."""
 MOST_MEMBERS = 16_384
-"""Limit on the entries. Beyond it, those with the fewest tokens become part of the entry `OTHERS`."""
+"""Limit on the entries. Beyond it, those of members that are away longest become part of the entry `OTHERS`."""
+ID_BYTES = 38
 MOST_BYTES = 64 * MOST_MEMBERS
 """Limit on the size of an encoded table of libp2p's peer ids."""
 OTHERS = ""
@@ -59,14 +61,16 @@ class Step:
 class CreditTable(Mapping[str, Credit]):
     """The credit of all members that ever contributed, by peer id. Never changed in place."""
 
-    def __init__(self, entries: Mapping[str, Credit] | None = None) -> None:
-        """Raises ValueError for a peer id that is not base58 of at most 255 bytes."""
-        by_id = sorted((base58.b58decode(peer), peer, credit) for peer, credit in (entries or {}).items())
-        self._entries = {peer: credit for _, peer, credit in by_id}
-        self._encoded = [_encode(raw, credit) for raw, _, credit in by_id]
+    def __init__(self, lines: Iterable[tuple[str, bytes, Credit]] = ()) -> None:
+        """`lines` are member, encoded entry and credit, in any order. Raises ValueError if two have one id."""
+        in_order = sorted(lines, key=lambda line: raw_id(line[0]))
+        self._entries = {member: credit for member, _, credit in in_order}
+        self._encoded = {member: encoded for member, encoded, _ in in_order}
+        if len({raw_id(member) for member in self._entries}) < len(in_order):
+            raise ValueError("A table of credit has two entries of one member.")
 
-    def __getitem__(self, peer: str) -> Credit:
-        return self._entries[peer]
+    def __getitem__(self, member: str) -> Credit:
+        return self._entries[member]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -83,20 +87,25 @@ class CreditTable(Mapping[str, Credit]):
 
     def after(self, round_: int, tokens: Mapping[str, int]) -> CreditTable:
         """The table after a round to which these members have contributed these tokens."""
-        entries = dict(self._entries)
-        for peer, share in tokens.items():
-            old = entries.get(peer)
-            if old is None:
-                entries[peer] = Credit(share, 1, round_, round_, round_)
-                continue
-            streak_round = old.streak_round if old.last_round == round_ - 1 else round_
-            entries[peer] = Credit(old.tokens + share, old.rounds + 1, old.first_round, streak_round, round_)
+        changed = {member: _added(self._entries.get(member), round_, share) for member, share in tokens.items()}
+        entries = {**self._entries, **changed}
         if len(entries) > MOST_MEMBERS:
             _give_up(entries)
-        return CreditTable(entries)
+        return self._with(entries)
+
+    def _with(self, entries: Mapping[str, Credit]) -> CreditTable:
+        """A table of these entries, which encodes only those that this one does not have."""
+        return CreditTable(
+            (
+                member,
+                self._encoded[member] if self._entries.get(member) is credit else encode_entry(member, credit),
+                credit,
+            )
+            for member, credit in entries.items()
+        )
 
     def encode(self) -> bytes:
-        return b"".join(self._encoded)
+        return b"".join(self._encoded.values())
 
     @cached_property
     def root(self) -> bytes:
@@ -106,20 +115,22 @@ class CreditTable(Mapping[str, Credit]):
 
     @cached_property
     def _levels(self) -> list[list[bytes]]:
-        levels = [[leaf_hash(entry) for entry in self._encoded]]
+        levels = [[leaf_hash(entry) for entry in self._encoded.values()]]
         while len(levels[-1]) > 1:
             below = levels[-1]
             pairs = [node_hash(*below[i : i + 2]) for i in range(0, len(below) - 1, 2)]
             levels.append(pairs + below[len(below) - len(below) % 2 :])
         return levels
 
-    def entry(self, peer: str) -> bytes:
+    def entry(self, member: str) -> bytes:
         """The encoded entry of a member. Raises KeyError."""
-        return self._encoded[self._place(peer)]
+        return self._encoded[member]
 
-    def path(self, peer: str) -> list[Step]:
+    def path(self, member: str) -> list[Step]:
         """The Merkle path from a member's entry to the root, lowest level first. Raises KeyError."""
-        place, steps = self._place(peer), []
+        if member not in self._entries:
+            raise KeyError(member)
+        place, steps = list(self._entries).index(member), []
         for level in self._levels[:-1]:
             sibling = place ^ 1
             if sibling < len(level):
@@ -127,29 +138,52 @@ class CreditTable(Mapping[str, Credit]):
             place //= 2
         return steps
 
-    def _place(self, peer: str) -> int:
-        if peer not in self._entries:
-            raise KeyError(peer)
-        return list(self._entries).index(peer)
+
+def table_of(entries: Mapping[str, Credit]) -> CreditTable:
+    return EMPTY._with(entries)
 
 
 EMPTY = CreditTable()
 
 
 def decode(data: bytes) -> CreditTable:
-    """Read what `CreditTable.encode` has written. Raises ValueError for anything else."""
-    entries, at = {}, 0
+    """Read what `CreditTable.encode` has written. Raises ValueError for anything else. Slow."""
+    if len(data) > MOST_BYTES:
+        raise ValueError("A table of credit is too long.")
+    entries: dict[str, Credit] = {}
+    at = 0
     while at < len(data):
         end = at + 1 + data[at]
         numbers = data[end : end + NUMBERS.size]
-        if len(numbers) != NUMBERS.size:
-            raise ValueError("A table of credit is cut short.")
+        if data[at] not in (0, ID_BYTES) or len(numbers) != NUMBERS.size:
+            raise ValueError("A table of credit has an entry of another form.")
         entries[base58.b58encode(data[at + 1 : end]).decode()] = Credit(*NUMBERS.unpack(numbers))
         at = end + NUMBERS.size
-    table = CreditTable(entries)
+    table = table_of(entries)
     if len(table) > MOST_MEMBERS or table.encode() != data:
         raise ValueError("A table of credit is not in order, or too long.")
     return table
+
+
+@lru_cache(maxsize=2 * MOST_MEMBERS)
+def raw_id(member: str) -> bytes:
+    """The bytes of a peer id. Any other name, such as one of the reference, is hashed."""
+    if not member:
+        return b""
+    try:
+        raw = base58.b58decode(member)
+    except ValueError:
+        raw = b""
+    return raw if len(raw) == ID_BYTES else hashlib.sha256(member.encode()).digest()
+
+
+def encode_entry(member: str, credit: Credit) -> bytes:
+    """The encoded entry of a member. Raises ValueError for numbers that do not fit."""
+    raw = raw_id(member)
+    try:
+        return bytes([len(raw)]) + raw + NUMBERS.pack(*astuple(credit))
+    except struct.error as exc:
+        raise ValueError(f"{credit} does not fit into a table of credit.") from exc
 
 
 def leaf_hash(entry: bytes) -> bytes:
@@ -161,26 +195,18 @@ def node_hash(left: bytes, right: bytes) -> bytes:
     return blake3(left + right, derive_key_context=NODE_CONTEXT).digest()
 
 
-def encode_entry(peer: str, credit: Credit) -> bytes:
-    """The encoded entry of a member. Raises ValueError for an id that is not base58."""
-    return _encode(base58.b58decode(peer), credit)
-
-
-def _encode(raw: bytes, credit: Credit) -> bytes:
-    if len(raw) > 255:
-        raise ValueError("A member's id is longer than 255 bytes.")
-    try:
-        numbers = NUMBERS.pack(*astuple(credit))
-    except struct.error as exc:
-        raise ValueError(f"{credit} does not fit.") from exc
-    return bytes([len(raw)]) + raw + numbers
+def _added(old: Credit | None, round_: int, tokens: int) -> Credit:
+    if old is None:
+        return Credit(tokens, 1, round_, round_, round_)
+    streak_round = old.streak_round if old.last_round == round_ - 1 else round_
+    return Credit(old.tokens + tokens, old.rounds + 1, old.first_round, streak_round, round_)
 
 
 def _give_up(entries: dict[str, Credit]) -> None:
-    """Move the entries with the fewest tokens, then the smallest ids, to `OTHERS`, until MOST_MEMBERS are left."""
-    least = sorted((credit.tokens, peer) for peer, credit in entries.items() if peer != OTHERS)
+    """Move the entries that are oldest, then those with the fewest tokens, to `OTHERS`, until MOST_MEMBERS are left."""
+    members = ((credit.last_round, credit.tokens, member) for member, credit in entries.items() if member != OTHERS)
     count = len(entries) + (OTHERS not in entries) - MOST_MEMBERS
-    gone = [entries.pop(peer) for _, peer in least[:count]]
+    gone = [entries.pop(member) for *_, member in sorted(members)[:count]]
     if OTHERS in entries:
         gone.append(entries[OTHERS])
     entries[OTHERS] = Credit(

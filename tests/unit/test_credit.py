@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from node.diloco import credit
-from node.diloco.credit import EMPTY, OTHERS, Credit, CreditTable, decode, leaf_hash, node_hash
+from node.diloco.credit import EMPTY, MOST_BYTES, OTHERS, Credit, CreditTable, decode, leaf_hash, node_hash, table_of
 from node.swarm.identity import peer_id_of_key
 
 MEMBERS = [peer_id_of_key(b"\x08\x01\x12\x20" + bytes([number]) * 32) for number in range(40)]
@@ -58,9 +59,9 @@ def test_root_depends_on_every_number_and_id() -> None:
             replace(entry, rounds=entry.rounds + 1),
             replace(entry, last_round=entry.last_round + 1),
         ):
-            roots.add(CreditTable({**table, peer: changed}).root)
-        roots.add(CreditTable({one: entry for one, entry in table.items() if one != peer}).root)
-        roots.add(CreditTable({MEMBERS[-1] if one == peer else one: entry for one, entry in table.items()}).root)
+            roots.add(table_of({**table, peer: changed}).root)
+        roots.add(table_of({one: entry for one, entry in table.items() if one != peer}).root)
+        roots.add(table_of({MEMBERS[-1] if one == peer else one: entry for one, entry in table.items()}).root)
     assert len(roots) == 1 + 5 * len(table)
     assert EMPTY.root == bytes(32) and decode(b"") == EMPTY
 
@@ -75,7 +76,7 @@ def test_streak_begins_anew_after_a_missed_round() -> None:
 
 def test_order_of_the_members_does_not_matter() -> None:
     table, _ = grown(9, 9)
-    again = CreditTable(dict(reversed(list(table.items()))))
+    again = table_of(dict(reversed(list(table.items()))))
     assert (again.root, list(again)) == (table.root, list(table))
 
 
@@ -96,21 +97,56 @@ def test_damaged_table_is_refused(damage: Callable[[bytes], bytes]) -> None:
         decode(damage(table.encode()))
 
 
-def test_table_of_too_many_members_keeps_those_with_most_tokens_and_every_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_table_of_too_many_members_keeps_the_newest_and_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credit, "MOST_MEMBERS", 4)
     table = EMPTY.after(0, {peer: 10 + number for number, peer in enumerate(MEMBERS[:4])})
     assert set(table) == set(MEMBERS[:4])
-    table = table.after(1, {MEMBERS[4]: 100, MEMBERS[5]: 1})
-    assert set(table) == {OTHERS, *MEMBERS[2:5]}
-    assert table[OTHERS] == Credit(10 + 11 + 1, 3, 0, 1, 1)
-    table = table.after(2, {MEMBERS[6]: 50})
-    assert set(table) == {OTHERS, MEMBERS[3], MEMBERS[4], MEMBERS[6]}
-    assert table.tokens == 10 + 11 + 12 + 13 + 100 + 1 + 50
+    table = table.after(1, {MEMBERS[4]: 1, MEMBERS[0]: 1})
+    assert set(table) == {OTHERS, MEMBERS[0], MEMBERS[3], MEMBERS[4]}, "of those that are away, most tokens stay"
+    assert table[OTHERS] == Credit(11 + 12, 2, 0, 0, 0)
+    table = table.after(2, {MEMBERS[5]: 1})
+    assert set(table) == {OTHERS, MEMBERS[0], MEMBERS[4], MEMBERS[5]}, "a newcomer keeps its entry"
+    assert table.tokens == 10 + 11 + 12 + 13 + 1 + 1 + 1
     assert verified(table, OTHERS) == table.root
     with pytest.raises(ValueError, match="too long"):
-        decode(CreditTable({peer: Credit(1, 1, 0, 0, 0) for peer in MEMBERS[:5]}).encode())
+        decode(table_of({peer: Credit(1, 1, 0, 0, 0) for peer in MEMBERS[:5]}).encode())
+
+
+def test_two_spellings_of_one_id_are_refused() -> None:
+    line = MEMBERS[0], b"", Credit(1, 1, 0, 0, 0)
+    with pytest.raises(ValueError, match="two entries of one member"):
+        CreditTable([line, (MEMBERS[0] + " ", b"", line[2])])
+
+
+def test_long_or_strange_tables_are_refused_at_once() -> None:
+    """A table comes from strangers, so its size and the form of its ids are checked before it is decoded."""
+    strange = bytes([255]) + bytes(255 + 24)
+    for data in (bytes(MOST_BYTES + 1), strange * 100, bytes([5]) + bytes(5 + 24)):
+        began_s = time.process_time()
+        with pytest.raises(ValueError, match="credit"):
+            decode(data)
+        assert time.process_time() - began_s < 0.1
+
+
+def test_a_round_encodes_only_the_entries_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, _ = grown(5, 30)
+    encoded: list[str] = []
+    real = credit.encode_entry
+
+    def counted(member: str, entry: Credit) -> bytes:
+        encoded.append(member)
+        return real(member, entry)
+
+    monkeypatch.setattr(credit, "encode_entry", counted)
+    after = table.after(9, {MEMBERS[0]: 1, MEMBERS[1]: 1})
+    assert sorted(encoded) == sorted(MEMBERS[:2])
+    assert decode(after.encode()).root == after.root
+
+
+def test_names_that_are_no_peer_ids_have_entries_of_their_own() -> None:
+    """The reference names its members as it likes."""
+    table = EMPTY.after(0, {"node-0": 1, "node-1": 2})
+    assert len(table) == 2 and table.tokens == 3 and table.root != EMPTY.after(0, {"node-0": 1, "node-2": 2}).root
 
 
 @pytest.mark.parametrize(

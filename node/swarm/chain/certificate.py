@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pydantic import Field
 
 from node.config.manifest import Manifest, parse_manifest
-from node.diloco.credit import Credit, CreditTable, encode_entry, leaf_hash, node_hash
+from node.diloco.credit import Credit, encode_entry, leaf_hash, node_hash, table_of
 from node.diloco.digest import leaves_hash, root_digest_of
 from node.errors import NodeError, PeerError
 from node.swarm.chain.chain import Tip
@@ -120,13 +120,9 @@ def record_of(manifest: Manifest, tip: Tip, next_outcome: Document) -> CreditRec
     return CreditRecord(evidence=evidence, table=table)
 
 
-def table_of(record: CreditRecord) -> CreditTable:
-    return CreditTable({entry.member: entry.credit for entry in record.table})
-
-
 def certify(record: CreditRecord, identity: Identity) -> Certificate:
     """Make the certificate of this identity. Raises KeyError if it has no credit."""
-    table, member = table_of(record), identity.peer_id
+    table, member = table_of({entry.member: entry.credit for entry in record.table}), identity.peer_id
     path = tuple((step.is_left, step.sibling.hex()) for step in table.path(member))
     (entry,) = (entry for entry in record.table if entry.member == member)
     blank = Certificate(evidence=record.evidence, entry=entry, path=path)
