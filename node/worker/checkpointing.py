@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from node.config.manifest import Manifest
 from node.diloco.credit import decode as decode_credit
@@ -49,10 +50,14 @@ def outer_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
         leaves=tuple(leaf.hex() for leaf in tip.leaves),
         anchor=tip.state.anchor,
         momentum=tip.state.momentum,
-        credit=torch.tensor(list(tip.state.credit.encode()), dtype=torch.uint8),
+        credit=_tensor_of(tip.state.credit.encode()),
         records=[dataclasses.asdict(link) for link in tip.links],
         extra={"proof": tip.proof.model_dump(mode="json") if tip.proof else None},
     )
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
 def initial_checkpoint(manifest: Manifest, tip: Tip) -> Checkpoint:
@@ -82,11 +87,15 @@ class CheckpointSource:
         self._slices = tree_slices(parameters, moments)
         self._snapshots: tuple[Snapshot, ...] = ()
         """Newest first."""
+        self._credit: dict[str, bytes] = {}
+        """The encoded table of credit of each snapshot, by digest."""
 
     def publish(self, tip: Tip) -> None:
         """Serve the checkpoint of this tip, which is on the disk. Removes partial downloads, as none is needed now."""
         state = tip.state
-        new = Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit)
+        new = Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit.root)
+        self._credit = {old.digest: self._credit[old.digest] for old in self._snapshots if old.digest in self._credit}
+        self._credit[tip.digest] = state.credit.encode()
         on_disk = set(self._store.rounds())
         self._snapshots = (new, *(old for old in self._snapshots if old.round != new.round and old.round in on_disk))
         remove_partial_downloads(self._cache)
@@ -109,6 +118,8 @@ class CheckpointSource:
         path = self._store.outer_file(snapshot.round) if snapshot is not None else None
         if path is None:
             raise LookupError("this node does not have that state")
+        if snapshot is not None and index == len(self._slices):
+            return self._credit[snapshot.digest]
         vector, start, end = self._slices[index]
         return read_slice(path, ("anchor", "momentum")[vector], 4 * start, 4 * (end - start))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from node.diloco.credit import EMPTY
 from node.diloco.digest import LEAF_ELEMENTS
 from node.diloco.outer import OuterOptimizer, OuterState
 from node.errors import TransferFailed
@@ -55,7 +56,7 @@ class Memory:
             leaves[0] = bytes(32)
         if self.damage == "fewer":
             leaves.pop()
-        return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof, t.state.credit)
+        return Snapshot(t.round, t.head, t.state.tokens, t.digest, leaves, t.proof, t.state.credit.root)
 
     def oldest_needed_round(self) -> int | None:
         return None
@@ -67,6 +68,9 @@ class Memory:
             raise LookupError(digest)
         self.served.append(index)
         data = leaf_of(self.tip.state, index)
+        if index == len(self.tip.leaves):
+            other = EMPTY.after(0, {"12D3KooWBYQzsJpfV1iHgfYN18QvNLLRkVxsGh37WyrMmkjmM4UD": 5}).encode()
+            return {"credit": other, "credit form": data[:-1], "credit size": bytes(2**21)}.get(self.damage, data)
         return {"leaves": bytes(len(data)), "short": data[:-4]}.get(self.damage, data)
 
 
@@ -132,7 +136,7 @@ def test_a_state_is_downloaded_from_two_servers_at_once(swarm: Swarm, pair: list
     assert_same_state(tip.state, expected.state)
     assert (tip.head, tip.digest, tip.last_weights) == (expected.head, expected.digest, expected.last_weights)
     assert (tip.round_s, tip.last_round_tokens) == (expected.round_s, expected.last_round_tokens)
-    assert sorted(sources[0].served + sources[1].served) == [0, 1, 2, 3]
+    assert sorted(sources[0].served + sources[1].served) == [0, 1, 2, 3, 4], "the last part is the table of credit"
     assert sources[0].served and sources[1].served
 
 
@@ -175,6 +179,21 @@ def test_a_download_succeeds_although_one_server_sends_wrong_bytes(swarm: Swarm,
         # The bad server is slow, so that it still has requests when the good one has none left.
         serve(bad, Memory(bad.tip, damage=damage, delay_s=0.2))
         assert_same_state(download(late).state, good.tip.state)
+
+
+@pytest.mark.parametrize("damage", ["credit", "credit form", "credit size"])
+def test_a_false_table_of_credit_is_refused_and_another_server_is_asked(
+    swarm: Swarm, pair: list[Node], damage: str
+) -> None:
+    serve(pair[0], Memory(pair[0].tip, damage=damage))
+    serve(pair[1], Memory(pair[1].tip))
+    late = joiner(swarm, pair)
+    for _ in range(3):  # The server with the false table is not always the first.
+        tip = download(late)
+        assert tip.state.credit == pair[0].tip.state.credit
+    serve(pair[1], Memory(pair[1].tip, damage=damage))
+    with pytest.raises(TransferFailed):
+        download(joiner(swarm, pair))
 
 
 def test_a_download_succeeds_when_a_server_dies(swarm: Swarm, pair: list[Node]) -> None:

@@ -57,13 +57,17 @@ class Disk:
         for tip in reversed(self.checkpoints):
             if not name or tip.head.startswith(name) or tip.digest.startswith(name):
                 state = tip.state
-                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, state.credit)
+                root = state.credit.root
+                return Snapshot(tip.round, tip.head, state.tokens, tip.digest, tip.leaves, tip.proof, root)
         return None
 
     def leaf(self, digest: str, index: int) -> bytes:
         for tip in self.checkpoints:
             if tip.digest == digest:
-                vector, start, end = tree_slices(tip.state.anchor.numel())[index]
+                slices = tree_slices(tip.state.anchor.numel())
+                if index == len(slices):
+                    return tip.state.credit.encode()
+                vector, start, end = slices[index]
                 return (tip.state.anchor, tip.state.momentum)[vector][start:end].numpy().tobytes()
         raise LookupError(digest)
 

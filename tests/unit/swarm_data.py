@@ -37,6 +37,9 @@ def committed(
 
 
 def leaf_of(state: OuterState, index: int) -> bytes:
-    vector, start, end = tree_slices(state.anchor.numel(), state.moments)[index]
+    slices = tree_slices(state.anchor.numel(), state.moments)
+    if index == len(slices):
+        return state.credit.encode()
+    vector, start, end = slices[index]
     data: bytes = (state.anchor, state.momentum)[vector][start:end].numpy().tobytes()
     return data

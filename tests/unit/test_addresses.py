@@ -10,8 +10,8 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.transport.libp2p import addresses_of, read_address
+from node.host.printable import printable
 from node.swarm.identity import new_identity
-from node.swarm.transport.wire import printable
 
 PEER, RELAY = new_identity().peer_id, new_identity().peer_id
 RIGHT = [

@@ -92,7 +92,11 @@ class Source:
     def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
         t = self.tip
         known = t.head == name or t.digest.startswith(name)
-        return Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof, t.state.credit) if known else None
+        return (
+            Snapshot(t.round, t.head, t.state.tokens, t.digest, t.leaves, t.proof, t.state.credit.root)
+            if known
+            else None
+        )
 
     def oldest_needed_round(self) -> int | None:
         return None

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from node.diloco.credit import EMPTY, CreditTable
+from node.diloco.credit import MOST_BYTES as MOST_CREDIT_BYTES
+from node.diloco.credit import decode as decode_credit
 from node.diloco.digest import LEAF_BYTES, leaf_hash
 from node.diloco.outer import OuterState
 from node.errors import PeerError, TransferFailed
@@ -93,19 +96,20 @@ class Downloader:
             began_at_s, missing_mb = clock(), sum(partial.size_of(index) for index in missing) / 1e6
             transfer = Transfer(self._wire, snapshot, partial, missing, self._banned, on_progress)
             await transfer.run(sorted(state.servers), lambda: self._find_servers(snapshot, transfer.peers))
+            servers_now = sorted({*state.servers, *transfer.peers}, key=lambda peer: (-transfer.delivered[peer], peer))
+            credit = await self._fetch_credit(snapshot, servers_now)
             took_s = max(1e-3, clock() - began_at_s)
             logger.info(
                 "Downloaded the state after round %d: %.1f MB in %.1f s, %.2f MB/s.",
                 snapshot.round, missing_mb, took_s, missing_mb / took_s,
             )  # fmt: skip
-            tip = await asyncio.to_thread(self._read, partial, snapshot, clock())
+            tip = await asyncio.to_thread(self._read, partial, snapshot, credit, clock())
         finally:
             partial.close()
         if tip.digest != snapshot.digest:
             partial.remove()
             raise TransferFailed("The downloaded state on the disk is not what was written to it.")
-        peers = sorted({*state.servers, *transfer.peers}, key=lambda peer: (-transfer.delivered[peer], peer))
-        return replace(tip, links=await self._links_to(tip, peers))
+        return replace(tip, links=await self._links_to(tip, servers_now))
 
     async def _find_servers(self, snapshot: Snapshot, known: Collection[str]) -> list[str]:
         """The peers that serve the state now, and the known servers that are live: they would say if they stopped."""
@@ -113,9 +117,32 @@ class Downloader:
         live = {record.peer_id for record in self._peer_table.others()}
         return sorted({*found, *live.intersection(known)})
 
-    def _read(self, partial: PartialState, snapshot: Snapshot, now_s: float) -> Tip:
+    async def _fetch_credit(self, snapshot: Snapshot, peers: Sequence[str]) -> CreditTable:
+        """Fetch the table of credit, which must have the root in the description. Raises TransferFailed.
+
+        The first of `peers` have sent leaves.
+        """
+        if snapshot.credit_root == EMPTY.root:
+            return EMPTY
+        message = Message({"digest": snapshot.digest, "index": len(snapshot.leaves)})
+        for peer in peers:
+            if peer in self._banned:
+                continue
+            try:
+                reply = await self._wire.call(
+                    peer, "leaf", message, timeout_s=LEAF_TIMEOUT_S, max_reply_bytes=MOST_CREDIT_BYTES
+                )
+                return await asyncio.to_thread(_checked_credit, reply, snapshot)
+            except PeerError as exc:
+                if exc.code == "bad_credit":
+                    self._banned.add(peer)
+                    self._wire.traffic.reject(exc)
+                logger.info("Peer %s did not send the table of credit: %s", peer[-6:], exc)
+        raise TransferFailed("The table of credit is not available from any peer.")
+
+    def _read(self, partial: PartialState, snapshot: Snapshot, credit: CreditTable, now_s: float) -> Tip:
         anchor, momentum = partial.load()
-        state = OuterState(anchor, momentum, snapshot.round, snapshot.tokens, snapshot.credit)
+        state = OuterState(anchor, momentum, snapshot.round, snapshot.tokens, credit)
         return verified_tip(state, snapshot.head, snapshot.proof, self._rules, now_s)
 
     async def _links_to(self, tip: Tip, peers: Sequence[str]) -> tuple[Link, ...]:
@@ -141,6 +168,17 @@ class _Request:
     peer: str
     index: int
     asked_at_s: float
+
+
+def _checked_credit(reply: Message, snapshot: Snapshot) -> CreditTable:
+    try:
+        (data,) = reply.blobs
+        table = decode_credit(data)
+    except ValueError as exc:
+        raise PeerError(f"a table of credit is not valid: {exc}", code="bad_credit") from exc
+    if table.root != snapshot.credit_root or table.tokens != snapshot.tokens:
+        raise PeerError("a table of credit has another root or sum than the state", code="bad_credit")
+    return table
 
 
 class Transfer:

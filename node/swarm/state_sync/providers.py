@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from node.diloco.credit import MOST_BYTES as MOST_CREDIT_BYTES
-from node.diloco.credit import decode as decode_credit
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
@@ -179,7 +177,7 @@ class ProviderSearch:
     async def _ask_state(self, peer: str, name: str, target: Target) -> AvailableState | None:
         """Ask for the newest state that a peer serves, or for the state whose digest starts with `name`."""
         request = Message({"digest": name} if name else {})
-        max_bytes = HASH_BYTES * len(target.slices) + MOST_CREDIT_BYTES + MAX_REPLY_BYTES
+        max_bytes = HASH_BYTES * len(target.slices) + MAX_REPLY_BYTES
         try:
             reply = await self._wire.call(peer, "state", request, timeout_s=CALL_S, max_reply_bytes=max_bytes)
         except PeerError as exc:
@@ -219,7 +217,7 @@ def is_named_by_next_proof(snapshot: Snapshot, contributors: Collection[str], ru
 
 def read_snapshot(reply: Message, target: Target) -> Snapshot:
     """Parse and check the description of a state. Raises PeerError, or one of `MALFORMED_ERRORS`."""
-    joined, proof, next_proof, credit = reply.blobs
+    joined, proof, next_proof, credit_root = reply.blobs
     leaves = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
     fields = {"round": int, "head": str, "tokens": int, "digest": str}
     if not all(type(reply.header.get(name)) is kind for name, kind in fields.items()):
@@ -229,12 +227,14 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         leaves=leaves,
         proof=parse(Proof, proof) if proof else None,
         next_proof=parse(Proof, next_proof) if next_proof else None,
-        credit=decode_credit(credit),
+        credit_root=credit_root,
     )
     if len(leaves) != len(target.slices):
         raise PeerError("a state has the wrong number of leaves", code="bad_size")
-    root = snapshot.credit.root
-    if root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, root, target.moments) != snapshot.digest:
+    if len(credit_root) != HASH_BYTES:
+        raise PeerError("a state's table of credit has a root of the wrong size", code="bad_size")
+    digest = root_digest(snapshot.round, snapshot.tokens, target.parameters, leaves, credit_root, target.moments)
+    if digest != snapshot.digest:
         raise PeerError("a state's leaves do not have its digest")
     if snapshot.round == -1 and target.initial_digest not in (None, snapshot.digest):
         raise PeerError("a state is not the initial state of the run")

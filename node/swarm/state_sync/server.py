@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.diloco.credit import EMPTY, CreditTable
+from node.diloco.credit import EMPTY
 from node.diloco.outer import OuterState
 from node.errors import PeerError
 from node.status import Channel, Phase
@@ -44,7 +44,8 @@ class Snapshot:
     """Leaf hashes of the Merkle tree whose root is `digest`."""
     proof: Proof | None
     """The commit certificate of `head`; None for the initial state."""
-    credit: CreditTable = EMPTY
+    credit_root: bytes = EMPTY.root
+    """Root of the table of credit, which is the part after the last leaf."""
     next_proof: Proof | None = None
     """The certificate of the round after `head`, whose joins name `digest`; None if the server has none."""
 
@@ -56,7 +57,10 @@ class StateSource(Protocol):
         """The newest checkpoint, or the one with this head or digest prefix. `hold` keeps its files for a while."""
 
     def leaf(self, digest: str, index: int) -> bytes:
-        """Read one leaf, and keep its files for a while. Raises LookupError if the state is gone."""
+        """Read one leaf, and keep its files for a while. Raises LookupError if the state is gone.
+
+        The index after the last leaf is that of the encoded table of credit.
+        """
 
     def oldest_needed_round(self) -> int | None:
         """The oldest round from which a joiner, or this node after a crash, will replay."""
@@ -127,7 +131,7 @@ class StateServer:
             return Message(header)
         proofs = (snapshot.proof, self._proof_after(snapshot.head))
         encoded = (proof.model_dump_json().encode() if proof else b"" for proof in proofs)
-        return Message(header, [b"".join(snapshot.leaves), *encoded, snapshot.credit.encode()])
+        return Message(header, [b"".join(snapshot.leaves), *encoded, snapshot.credit_root])
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")

@@ -25,6 +25,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
+from node.host.printable import printable
 from node.status import Channel
 from node.swarm.identity import Identity, load_identity
 from node.swarm.transport.address_scope import (
@@ -55,7 +56,6 @@ from node.swarm.transport.wire import (
     Traffic,
     cancel_if_gone,
     pack_header,
-    printable,
     run_handler,
     timeout_error,
 )
