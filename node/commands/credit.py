@@ -48,15 +48,18 @@ def certificate_of(data_dir: Path) -> tuple[Certificate, ProvenCredit]:
         ) from exc
     except (OSError, ValidationError) as exc:
         raise DataFolderError(f"{path} cannot be read: the node writes it again after the next rounds.") from exc
-    identity = load_identity(data_dir / "identity.key")
+    if not (data_dir / "identity.key").exists():
+        raise DataFolderError(f"{data_dir} has no identity.key: name the data folder of a node that has trained.")
     try:
-        certificate = certify(record, identity)
+        certificate = certify(record, load_identity(data_dir / "identity.key"))
+        return certificate, check(certificate)
+    except PeerError as exc:
+        raise DataFolderError(f"{path} proves nothing, because {exc}: wait for the next rounds.") from exc
     except KeyError as exc:
         raise UsageError(
             f"No round up to {record.evidence.round} includes this node's work: let it take part in a round first.",
             code="no_credit",
         ) from exc
-    return certificate, check(certificate)
 
 
 def verify_file(path: Path) -> ProvenCredit:
@@ -80,13 +83,17 @@ def verify_file(path: Path) -> ProvenCredit:
 def describe(finding: ProvenCredit) -> str:
     """What a valid certificate proves, in a few lines."""
     entry, share = finding.entry, finding.entry.tokens / finding.tokens if finding.tokens else 0.0
+    signers = "\n            ".join(finding.signers)
     return f"""\
 The certificate is valid.
 Member      {entry.member}
 Run         {finding.run_name} ({finding.run})
 Gave        {entry.tokens:,} tokens in {entry.rounds:,} rounds, from round {entry.first_round} to {entry.last_round}
 Share       {share:.2%} of the {finding.tokens:,} tokens of the run up to round {finding.round}
-Confirmed   by {finding.signers} of the {finding.contributors} contributors to round {finding.round}"""
+Signed      by {len(finding.signers)} of the {finding.contributors} contributors to round {finding.round}:
+            {signers}
+This proves that these keys have signed it. Ask a member of the run whether they are its members, and whether
+its round {finding.round} has the head {finding.head}."""
 
 
 def badge(finding: ProvenCredit) -> str:

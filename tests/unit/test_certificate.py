@@ -20,8 +20,8 @@ import torch
 
 import node.swarm
 from node import cli
-from node.commands.credit import badge, short_number
-from node.config.manifest import Manifest, RunConfig
+from node.commands.credit import badge, describe, short_number
+from node.config.manifest import Manifest, RoundConfig, RunConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import PeerError
 from node.swarm.chain.certificate import CREDIT_FILE, Certificate, CreditRecord, certify, check, record_of
@@ -32,7 +32,8 @@ from node.worker.credit_file import CreditFile
 
 P, ROUNDS = 50, 6
 MEMBERS = sorted((new_identity() for _ in range(5)), key=lambda identity: identity.peer_id)
-MANIFEST = Manifest(run_id="ab" * 16, initial_digest="cd" * 32, parameters=P, run=RunConfig(name="a test"))
+RUN = RunConfig(name="a test", round=RoundConfig(min_peers=3))
+MANIFEST = Manifest(run_id="ab" * 16, initial_digest="cd" * 32, parameters=P, run=RUN)
 OUTER = OuterRule(0.7, OuterOptimizer(), 10)
 PROTOCOL = Path(node.swarm.__file__).parent / "PROTOCOL.md"
 
@@ -74,7 +75,7 @@ def record() -> CreditRecord:
 def checked_by_the_documentation(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     program = re.search(r"```python\n(.*?)```", PROTOCOL.read_text(), re.DOTALL)
     assert program is not None
-    assert len(program[1].splitlines()) <= 60 and "node" not in re.findall(r"^(?:from|import) (\w+)", program[1], re.M)
+    assert len(program[1].splitlines()) <= 70 and "node" not in re.findall(r"^(?:from|import) (\w+)", program[1], re.M)
     (folder / "check.py").write_text(program[1])
     (folder / "certificate.json").write_text(text)
     words = [sys.executable, "-I", str(folder / "check.py"), str(folder / "certificate.json")]
@@ -92,7 +93,7 @@ def test_certificate_states_what_the_member_gave(record: CreditRecord, tmp_path:
         assert time.perf_counter() - began_s < 0.3, "three times the promised 100 ms"
         assert finding.entry == given[member.peer_id]
         assert (finding.run, finding.run_name, finding.round) == (MANIFEST.hash, "a test", ROUNDS - 1)
-        assert (finding.signers, finding.contributors) == (3, 3)
+        assert (len(finding.signers), finding.contributors) == (3, 3)
     assert sum(entry.tokens for entry in record.table) == record.evidence.tokens
     done = checked_by_the_documentation(tmp_path, certificate.model_dump_json())
     assert done.returncode == 0, done.stderr
@@ -111,7 +112,7 @@ def mutations(data: dict[str, Any]) -> list[Callable[[dict[str, Any]], None]]:
             for i, inner in enumerate(value):
                 visit(inner, [*path, i])
             found.append(lambda root: _parent(root, path).__setitem__(path[-1], value[1:]))
-        else:
+        elif value != "":
             found.extend(partial(_change, path, value, seed) for seed in range(12))
 
     visit(data, [])
@@ -171,6 +172,46 @@ def test_a_state_that_too_few_contributors_signed_is_refused(record: CreditRecor
         check(certify(record.model_copy(update={"evidence": fewer}), MEMBERS[0]))
 
 
+@pytest.mark.parametrize("keys", [1, 3])
+def test_a_stranger_needs_as_many_keys_as_the_run_needs_members_and_they_are_named(keys: int) -> None:
+    """No offline check can tell a run that strangers have signed alone. So `verify` names the keys and the head."""
+    forgers = sorted((new_identity() for _ in range(keys)), key=lambda identity: identity.peer_id)
+    tip = make_tip(genesis(torch.zeros(P)), MANIFEST.hash, None, OUTER, {}, 0.0)
+    tip = after(tip, committed(tip, forgers))
+    record = record_of(MANIFEST, tip, committed(tip, forgers).outcome)
+    assert record is not None
+    if keys == 1:
+        with pytest.raises(PeerError, match="fewer members than the run allows"):
+            check(certify(record, forgers[0]))
+        return
+    finding = check(certify(record, forgers[0]))
+    assert set(finding.signers) == {forger.peer_id for forger in forgers}
+    assert finding.head == tip.head and all(key in describe(finding) for key in (*finding.signers, finding.head))
+
+
+def test_votes_of_the_round_are_needed(record: CreditRecord) -> None:
+    proof = record.evidence.proof
+    fewer = proof.model_copy(update={"accepts": dict(list(proof.accepts.items())[:1])})
+    evidence = record.evidence.model_copy(update={"proof": fewer})
+    with pytest.raises(PeerError, match="have voted"):
+        check(certify(record.model_copy(update={"evidence": evidence}), MEMBERS[0]))
+
+
+def test_no_record_is_made_if_most_contributors_have_left() -> None:
+    """The file keeps the last table that can be proved."""
+    tip = make_tip(genesis(torch.zeros(P)), MANIFEST.hash, None, OUTER, {}, 0.0)
+    tip = after(tip, committed(tip, MEMBERS[:4]))
+    assert record_of(MANIFEST, tip, committed(tip, MEMBERS[2:]).outcome) is None
+    other = replace(tip, head="ab" * 32)
+    assert record_of(MANIFEST, other, committed(tip, MEMBERS[:4]).outcome) is None
+
+
+def test_certificate_of_another_version_is_valid(record: CreditRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certify(record, MEMBERS[0])
+    monkeypatch.setattr("node.config.manifest.PROTOCOL_VERSION", 99)
+    assert check(certificate).run_name == "a test"
+
+
 def test_a_stranger_has_no_certificate(record: CreditRecord) -> None:
     with pytest.raises(KeyError):
         certify(record, new_identity())
@@ -207,7 +248,8 @@ def test_commands_write_and_verify_a_certificate(data_dir: Path, capsys: pytest.
     [
         (lambda folder: (folder / CREDIT_FILE).unlink(), "no table of credit yet"),
         (lambda folder: (folder / CREDIT_FILE).write_text("{}"), "cannot be read"),
-        (lambda folder: (folder / "identity.key").unlink(), "No round up to 5 includes this node's work"),
+        (lambda folder: (folder / "identity.key").unlink(), "has no identity.key"),
+        (lambda folder: (folder / "identity.key").write_bytes(new_identity().to_libp2p()), "No round up to 5 includes"),
     ],
 )
 def test_certificate_of_a_folder_without_credit_is_refused_in_one_sentence(

@@ -1,12 +1,12 @@
-"""A certificate of credit: what one key has given to a run, which anyone can check offline.
+"""A certificate of credit: what one key has given to a run, as other keys have signed it. It can be checked offline.
 
-The evidence for a state is what its members sign anyway. The outcome of round r lists the contributors, and each join
-of round r + 1 names the digest of the state after round r. The digest covers the root of the table of credit, and a
-Merkle path leads from a member's entry to this root. PROTOCOL.md has a checker of one page that needs nothing of this
-package.
+The evidence for a state is what its members sign anyway. The commit certificate of round r names the contributors, and
+each join of round r + 1 names the digest of the state after round r. The digest covers the root of the table of credit,
+and a Merkle path leads from a member's entry to this root. PROTOCOL.md has a checker of one page that needs nothing of
+this package.
 
-A certificate proves what more than half of the contributors to round r have signed. It does not prove that these keys
-belong to different people.
+A certificate proves that these keys have signed, and no more: whoever makes `min_peers` keys can sign a run of their
+own with the same manifest. So it names the round, its head and the signers, which a member of the run can compare.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass
 
 from pydantic import Field
 
-from node.config.manifest import Manifest, parse_manifest
+from node.config.manifest import Manifest
 from node.diloco.credit import Credit, encode_entry, leaf_hash, node_hash, table_of
 from node.diloco.digest import leaves_hash, root_digest_of
-from node.errors import NodeError, PeerError
+from node.errors import PeerError
+from node.host.printable import printable
 from node.swarm.chain.chain import Tip
 from node.swarm.identity import Identity, verify
-from node.swarm.messages import Content, Document, Hex64, Join, PeerId, RoundOutcome, Signature, joins_of, read
+from node.swarm.messages import Content, Document, Hex64, Join, PeerId, Proof, RoundOutcome, Signature, read, voters
 
 PURPOSE = "diloco credit"
 CREDIT_FILE = "credit.json"
@@ -57,8 +58,8 @@ class StateEvidence(Content):
     tokens: int = Field(ge=0)
     leaves: Hex64
     """The hash of all leaves of the state (`digest.leaves_hash`)."""
-    outcome: Document
-    """The signed outcome of the round."""
+    proof: Proof
+    """The commit certificate of the round, without the hashes of chunks."""
     joins: tuple[Document, ...]
     """Joins of the next round by contributors to this one. Each names the digest of the state."""
 
@@ -97,24 +98,30 @@ class ProvenCredit:
     round: int
     tokens: int
     """Tokens of the whole run up to this round."""
-    signers: int
+    head: str
+    """The hash of the round's outcome."""
+    signers: tuple[str, ...]
     """Contributors to the round whose joins name the state."""
     contributors: int
 
 
 def record_of(manifest: Manifest, tip: Tip, next_outcome: Document) -> CreditRecord | None:
-    """The record of the state at a tip, once the next round is committed. None for the initial state."""
-    if tip.proof is None:
-        return None
-    contributors = tip.last_weights.keys()
+    """The record of the state at a tip, once the next round is committed.
+
+    None for the initial state, and if fewer than half of the round's contributors have joined the next round.
+    """
     plan = RoundOutcome.model_validate_json(next_outcome.text).plan
+    contributors = tip.last_weights.keys()
+    joins = tuple(join for join in plan.joins if join.signer in contributors)
+    if tip.proof is None or plan.parent != tip.head or 2 * len(joins) <= len(contributors):
+        return None
     evidence = StateEvidence(
         manifest=manifest.canonical().decode(),
         round=tip.round,
         tokens=tip.state.tokens,
         leaves=leaves_hash(tip.leaves).hex(),
-        outcome=tip.proof.outcome,
-        joins=tuple(join for join in plan.joins if join.signer in contributors),
+        proof=tip.proof.model_copy(update={"hashes": ""}),
+        joins=joins,
     )
     table = tuple(Entry(member=peer, **asdict(credit)) for peer, credit in tip.state.credit.items())
     return CreditRecord(evidence=evidence, table=table)
@@ -143,29 +150,42 @@ def check(certificate: Certificate) -> ProvenCredit:
 
 
 def _check_evidence(evidence: StateEvidence, entry: Entry, credit_root: bytes) -> ProvenCredit:
-    run = hashlib.sha256(evidence.manifest.encode()).hexdigest()
-    try:
-        manifest = parse_manifest(evidence.manifest.encode(), run)
-    except NodeError as exc:
-        raise PeerError(f"its manifest cannot be read: {exc}") from exc
+    run, proof = hashlib.sha256(evidence.manifest.encode()).hexdigest(), evidence.proof
+    parameters, min_peers, name = _facts(evidence.manifest)
     leaves = bytes.fromhex(evidence.leaves)
-    digest = root_digest_of(evidence.round, evidence.tokens, manifest.parameters, leaves, credit_root)
-    outcome = read(evidence.outcome, RoundOutcome)
+    digest = root_digest_of(evidence.round, evidence.tokens, parameters, leaves, credit_root)
+    outcome = read(proof.outcome, RoundOutcome)
     if outcome.round != evidence.round or outcome.plan.run != run:
         raise PeerError("the outcome is of another round or run")
-    contributors, signers = set(outcome.included), set()
+    contributors, group = set(outcome.included), set(proof.group)
+    if not contributors <= set(outcome.plan.members) or len(contributors) < min_peers or len(group) < min_peers:
+        raise PeerError("the round has fewer members than the run allows")
+    if 2 * len(voters(proof)) <= len(group):
+        raise PeerError("fewer than half of the round's group have voted for it")
+    signers = set()
     for document in evidence.joins:
         join = read(document, Join)
-        if (join.run, join.parent, join.state) != (run, evidence.outcome.hash, digest):
+        if (join.run, join.parent, join.state) != (run, proof.outcome.hash, digest):
             raise PeerError("a member has signed another state")
         signers.add(document.signer)
-    if 2 * len(signers & contributors) <= len(contributors):
+    signers &= contributors
+    if 2 * len(signers) <= len(contributors):
         raise PeerError("fewer than half of the round's contributors have signed the state")
-    if evidence.outcome.signer not in joins_of(evidence.outcome):
-        raise PeerError("the outcome is not signed by one of its members")
     return ProvenCredit(
-        run, manifest.run.name, entry, evidence.round, evidence.tokens, len(signers & contributors), len(contributors)
+        run, name, entry, evidence.round, evidence.tokens, proof.outcome.hash, tuple(sorted(signers)), len(contributors)
     )
+
+
+def _facts(manifest: str) -> tuple[int, int, str]:
+    """Parameters, `min_peers` and name of a run. A certificate outlives the version that wrote it."""
+    try:
+        found = json.loads(manifest)
+        facts = found["parameters"], found["run"]["round"]["min_peers"], found["run"]["name"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise PeerError("its manifest cannot be read") from exc
+    if not (isinstance(facts[0], int) and isinstance(facts[1], int) and isinstance(facts[2], str)):
+        raise PeerError("its manifest cannot be read")
+    return facts[0], facts[1], printable(facts[2], 64)
 
 
 def _encoded(entry: Entry) -> bytes:
