@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 ADDRESS = "(address)"
-SECRET_WORDS = ("token", "secret", "password")
+SECRET_WORDS = ("token", "secret", "password", "webhook", "ntfy")
 
 _NAMED_SECRET = re.compile(
     r"(?i)((?:\b|_)(?:token|password|passwd|secret|api[_-]?key|authorization|diloco_session_\w+)[\"']?\s*[=:]\s*[\"']?)"

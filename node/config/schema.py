@@ -240,17 +240,25 @@ class CheckpointConfig(Section):
 
 
 def _check_url(url: str) -> str:
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Raises for a port that is no number.
+    except ValueError as exc:
+        raise ValueError(f"it is no URL ({exc}): write one that begins with http:// or https://") from exc
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url):
         raise ValueError("write a URL that begins with http:// or https://")
+    if parts.username is not None:
+        raise ValueError("a URL with a user name is not supported: put the key into its path or query")
     return url
 
 
 def _check_command(command: str) -> str:
     try:
-        shlex.split(command)
+        words = shlex.split(command)
     except ValueError as exc:
         raise ValueError(f"the words of the command cannot be told apart ({exc}): close its quotes") from exc
+    if command and not words:
+        raise ValueError("the command is blank: name a program, or leave it empty")
     return command
 
 

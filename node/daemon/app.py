@@ -139,7 +139,10 @@ async def _run(
             sensors = supervisor.poll_sensors(parts.sensors)
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
             background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
-            return await _run_until_end(supervisor, state, server, sock, background)
+            try:
+                return await _run_until_end(supervisor, state, server, sock, background)
+            finally:
+                await notifier.close()
         finally:
             state.record_to(None)
             history.close()

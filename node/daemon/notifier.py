@@ -1,7 +1,8 @@
 """Tells the owner that the node needs them: to a webhook, an ntfy topic, or a command of theirs.
 
 An alert is told once when it has lasted for SETTLE_S, and again only after it was gone for GONE_S. What was told is
-kept in a file, so a restart does not repeat it. A receiver that hangs or refuses holds up nothing.
+kept in a file, so a restart does not repeat it. Each receiver has a thread of its own, so one that hangs or refuses
+holds up nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import asyncio
 import json
 import logging
 import os
+import queue
 import shlex
 import subprocess
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 
 from node.config.schema import NotifyConfig
@@ -30,9 +36,14 @@ LOOK_S = 1.0
 SETTLE_S = 10.0
 GONE_S = 60.0
 TIMEOUT_S = 10.0
+LAST_S = 3.0
+"""When the node ends with an error, it waits this long for the last message to go out."""
 RETRY_S = (5.0, 30.0, 120.0)
-"""Pauses before further tries, if nothing was sent because the receiver could not be reached."""
-UNREACHABLE = "unreachable"
+"""Pauses before further tries, if the receiver has taken nothing yet."""
+WAITING_MAX = 16
+"""Messages that wait for one receiver. Further ones are dropped."""
+UNREACHABLE, NEWER_VERSION = "unreachable", "newer_version"
+UNTESTED_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.DOWNLOADING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +59,20 @@ def alerts_of(status: Status) -> dict[str, Alert]:
     alerts = [Alert(notice.code, notice.text) for notice in status.notices if is_told(notice.code, notice.level)]
     if status.phase is Phase.ERROR:
         alerts.append(Alert("error", status.reason))
-    if status.reachability_code == "not_reached" and status.reachability_reason:
+    if status.reachability_code == "not_reached" and status.reachability_reason and status.node.mode == "train":
         alerts.append(Alert(UNREACHABLE, status.reachability_reason))
     return {alert.code: alert for alert in alerts}
 
 
 def is_told(code: str, level: str) -> bool:
     """Whether a notice is worth a message. Of those that only inform, it is a newer version."""
-    return level in ("warning", "error") or code == "newer_version"
+    return level in ("warning", "error") or code == NEWER_VERSION
+
+
+def untested(status: Status) -> set[str]:
+    """Codes of alerts that this node cannot judge yet, because it has just started or was not tested."""
+    codes = {UNREACHABLE} if status.reachability_code in ("not_tested", "disputed") else set()
+    return codes | ({UNREACHABLE, NEWER_VERSION} if status.phase in UNTESTED_PHASES else set())
 
 
 class Notifier:
@@ -68,111 +85,180 @@ class Notifier:
         status: Callable[[], Status],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cfg, self._path, self._status, self._clock = cfg, folder / FILE, status, clock
+        self._path, self._status, self._clock = folder / FILE, status, clock
         self._since_s: dict[str, float] = {}
         """When each present alert began."""
         self._gone_since_s: dict[str, float] = {}
         self._told = _read(self._path)
-        self._sending: set[asyncio.Task[None]] = set()
+        self._receivers = [_Receiver(name, send) for name, send in _senders(cfg)]
 
     async def run(self) -> None:
-        if not any((self._cfg.webhook, self._cfg.ntfy, self._cfg.command)):
-            await asyncio.Event().wait()
         while True:
-            for alert in self.due():
-                self._send(alert)
+            for alert in self.due() if self._receivers else ():
+                self._tell(alert)
             await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Tell an error with which the node ends, and wait for that at most LAST_S."""
+        error = alerts_of(self._status()).get("error")
+        if error is None or not self._receivers or "error" in self._told:
+            return
+        self._told.add("error")
+        self._store()
+        self._tell(error)
+        until_s = time.monotonic() + LAST_S
+        while any(one.is_busy for one in self._receivers) and time.monotonic() < until_s:  # noqa: ASYNC110 - threads
+            await asyncio.sleep(0.05)
 
     def due(self) -> list[Alert]:
         """The alerts to tell now. They count as told."""
-        now_s, present = self._clock(), alerts_of(self._status())
+        now_s, status = self._clock(), self._status()
+        present = alerts_of(status)
         self._since_s = {code: self._since_s.get(code, now_s) for code in present}
-        gone = self._told - present.keys()
+        gone = self._told - present.keys() - untested(status)
         self._gone_since_s = {code: self._gone_since_s.get(code, now_s) for code in gone}
         over = {code for code, since_s in self._gone_since_s.items() if now_s - since_s >= GONE_S}
         new = {code for code, since_s in self._since_s.items() if now_s - since_s >= SETTLE_S} - self._told
         if new or over:
             self._told = (self._told | new) - over
-            try:
-                write_whole(self._path, json.dumps(sorted(self._told)) + "\n", forced=False)
-            except OSError as exc:
-                logger.warning("%s cannot be written (%s): a restart may repeat a message.", self._path, exc.strerror)
+            self._store()
         return [present[code] for code in sorted(new)]
 
-    def _send(self, alert: Alert) -> None:
-        for receiver in receivers(self._cfg, self._status(), alert):
-            task = asyncio.create_task(_deliver(receiver))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+    def _store(self) -> None:
+        try:
+            write_whole(self._path, json.dumps(sorted(self._told)) + "\n", forced=False)
+        except OSError as exc:
+            logger.warning("%s cannot be written (%s): a restart may repeat a message.", self._path, exc.strerror)
 
-
-class NothingSent(Exception):
-    """The receiver could not be reached, so a further try repeats nothing."""
+    def _tell(self, alert: Alert) -> None:
+        status = self._status()
+        message = Message(status.node.name or "diloco-node", status.run.name, alert, utc_now())
+        for receiver in self._receivers:
+            receiver.put(message)
 
 
 @dataclass(frozen=True, slots=True)
-class Receiver:
-    """One way to tell an alert. `send` blocks for at most TIMEOUT_S; it raises NothingSent, OSError or ValueError."""
+class Message:
+    """An alert as the owner gets it."""
 
-    name: str
-    send: Callable[[], None]
+    node: str
+    run: str
+    alert: Alert
+    at: str
 
-
-def receivers(cfg: NotifyConfig, status: Status, alert: Alert) -> Iterable[Receiver]:
-    node = status.node.name or "diloco-node"
-    title = f"{node} needs you"
-    if cfg.webhook:
-        body = {"node": node, "run": status.run.name, "code": alert.code, "text": alert.text, "at": utc_now()}
-        data = json.dumps(body).encode()
-        yield Receiver("webhook", lambda: _post(cfg.webhook, data, {"Content-Type": "application/json"}))
-    if cfg.ntfy:
-        headers = {"Title": title.encode("ascii", "replace").decode(), "Tags": "warning"}
-        yield Receiver("ntfy", lambda: _post(cfg.ntfy, alert.text.encode(), headers))
-    if cfg.command:
-        yield Receiver("command", lambda: _execute(cfg.command, title, alert))
+    @property
+    def title(self) -> str:
+        return f"{self.node} needs you"
 
 
-async def _deliver(receiver: Receiver) -> None:
-    for pause_s in (*RETRY_S, None):
+Send = Callable[[Message], None]
+
+
+class NothingSent(Exception):
+    """The receiver has taken nothing, so a further try repeats nothing."""
+
+
+class _Receiver:
+    """Sends messages one after the other on a thread that nobody waits for."""
+
+    def __init__(self, name: str, send: Send) -> None:
+        self._name, self._send = name, send
+        self._waiting: queue.Queue[Message] = queue.Queue(WAITING_MAX)
+        threading.Thread(target=self._work, name=f"notify {name}", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting.unfinished_tasks)
+
+    def put(self, message: Message) -> None:
         try:
-            await asyncio.to_thread(receiver.send)
-            return
-        except NothingSent as exc:
-            if pause_s is None:
-                logger.warning("A message to notify.%s was given up: %s", receiver.name, exc)
+            self._waiting.put_nowait(message)
+        except queue.Full:
+            logger.warning("A message to notify.%s is dropped, because others still wait for it.", self._name)
+
+    def _work(self) -> None:
+        while True:
+            self._deliver(self._waiting.get())
+            self._waiting.task_done()
+
+    def _deliver(self, message: Message) -> None:
+        for pause_s in (*RETRY_S, None):
+            try:
+                self._send(message)
                 return
-            await asyncio.sleep(pause_s)
-        except (OSError, ValueError, subprocess.SubprocessError) as exc:
-            logger.warning("A message to notify.%s was perhaps not received: %s", receiver.name, exc)
-            return
+            except NothingSent as exc:
+                if pause_s is None:
+                    logger.warning("A message to notify.%s was given up: %s", self._name, exc)
+                    return
+                time.sleep(pause_s)
+            except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as exc:
+                logger.warning("A message to notify.%s was perhaps not received: %s", self._name, _reason(exc))
+                return
+
+
+def _senders(cfg: NotifyConfig) -> list[tuple[str, Send]]:
+    senders: list[tuple[str, Send]] = []
+    if cfg.webhook:
+        senders.append(("webhook", lambda message: _to_webhook(cfg.webhook, message)))
+    if cfg.ntfy:
+        senders.append(("ntfy", lambda message: _to_ntfy(cfg.ntfy, message)))
+    if cfg.command:
+        senders.append(("command", lambda message: _to_command(cfg.command, message)))
+    return senders
+
+
+def _to_webhook(url: str, message: Message) -> None:
+    alert = message.alert
+    body = {"node": message.node, "run": message.run, "code": alert.code, "text": alert.text, "at": message.at}
+    _post(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def _to_ntfy(url: str, message: Message) -> None:
+    title = message.title.encode("ascii", "replace").decode()
+    _post(url, message.alert.text.encode(), {"Title": title, "Tags": "warning"})
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _post(url: str, data: bytes, headers: Mapping[str, str]) -> None:
     request = urllib.request.Request(url, data, dict(headers), method="POST")  # noqa: S310 - the scheme is checked
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S):  # noqa: S310
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S):
             pass
     except HTTPError as exc:
         with exc:
+            if exc.code in (429, 503):
+                raise NothingSent(f"it answered {exc.code}") from exc
             raise OSError(f"it answered {exc.code}") from exc
-    except URLError as exc:
-        if isinstance(exc.reason, ConnectionRefusedError | OSError) and not isinstance(exc.reason, TimeoutError):
-            raise NothingSent(str(exc.reason)) from exc
-        raise
+    except URLError as exc:  # Raised while connecting and sending; a late answer is a TimeoutError.
+        raise NothingSent(_reason(exc)) from exc
 
 
-def _execute(command: str, title: str, alert: Alert) -> None:
-    environment = {**os.environ, "DILOCO_TITLE": title, "DILOCO_CODE": alert.code, "DILOCO_TEXT": alert.text}
-    words = shlex.split(command)
+def _to_command(command: str, message: Message) -> None:
+    alert = message.alert
+    own = {"DILOCO_TITLE": message.title, "DILOCO_CODE": alert.code, "DILOCO_TEXT": alert.text}
+    words, nothing = shlex.split(command), subprocess.DEVNULL
     done = subprocess.run(
-        words, env=environment, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        words, env={**os.environ, **own}, timeout=TIMEOUT_S, stdin=nothing, stdout=nothing, stderr=nothing, check=False
     )
     if done.returncode:
-        raise OSError(f"{words[0]} ended with {done.returncode}")
+        raise OSError(f"it ended with {done.returncode}")
+
+
+def _reason(error: Exception) -> str:
+    """The kind of an error. Its text may hold the URL, which can be a secret."""
+    reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(reason, OSError):
+        return reason.strerror or str(reason) or type(reason).__name__
+    return type(reason).__name__
 
 
 def _read(path: Path) -> set[str]:
-    try:
+    with suppress(OSError, ValueError, TypeError):
         return set(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return set()
+    return set()

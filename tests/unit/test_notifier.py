@@ -159,11 +159,13 @@ def test_a_receiver_that_hangs_gets_one_message_and_holds_up_nothing(
     monkeypatch.setattr(notifier, "LOOK_S", 0.05)
     monkeypatch.setattr(notifier, "TIMEOUT_S", 0.3)
     receiver.delay_s = 1.0
-    told = Told(tmp_path, webhook=receiver.url)
+    told = Told(tmp_path, webhook=receiver.url, command=f"{sys.executable} -c 'import time; time.sleep(60)'")
     told.show(DISK)
-    deliver(told, 1.5)
+    began_s = time.monotonic()
+    deliver(told, 1.0)
+    assert time.monotonic() - began_s < 5, "no thread of the loop waits for a receiver"
     assert len(receiver.got) == 1
-    assert "perhaps not received" in caplog.text
+    assert caplog.text.count("perhaps not received") == 2
 
 
 def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
@@ -176,13 +178,55 @@ def test_a_receiver_that_is_away_for_a_while_gets_the_message_once(
 
     def post(url: str, data: bytes, headers: dict[str, str]) -> None:
         tries.append(url)
-        real("http://127.0.0.1:1/" if len(tries) < 3 else url, data, headers)
+        receiver.code = 503 if len(tries) == 2 else 200
+        real("http://127.0.0.1:1/" if len(tries) == 1 else url, data, headers)
 
     monkeypatch.setattr(notifier, "_post", post)
     told = Told(tmp_path, webhook=receiver.url)
     told.show(DISK)
-    deliver(told, 4, receiver=receiver)
-    assert len(receiver.got) == 1 and len(tries) == 3
+    deliver(told, 4, until=2, receiver=receiver)
+    assert len(receiver.got) == 2 and len(tries) == 3, "the first answer was a refusal"
+
+
+@pytest.mark.parametrize("code", [302, 404, 500])
+def test_a_receiver_that_redirects_or_refuses_is_logged_and_asked_once(
+    tmp_path: Path, receiver: Receiver, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notifier, "LOOK_S", 0.05)
+    receiver.code = code
+    told = Told(tmp_path, webhook=receiver.url)
+    told.show(DISK)
+    deliver(told, 1.0, receiver=receiver)
+    assert len(receiver.got) == 1
+    assert f"it answered {code}" in caplog.text and "topic" not in caplog.text, "the URL may be a secret"
+
+
+def test_an_error_with_which_the_node_ends_is_told_at_once(tmp_path: Path, receiver: Receiver) -> None:
+    told = Told(tmp_path, webhook=receiver.url)
+    told.show(phase=Phase.ERROR)
+    asyncio.run(told.notifier.close())
+    (body,) = [json.loads(body) for _, body in receiver.got]
+    assert (body["code"], body["text"]) == ("error", "It failed: see the log.")
+    asyncio.run(told.notifier.close())
+    told.show()
+    asyncio.run(Told(tmp_path, webhook=receiver.url).notifier.close())
+    assert len(receiver.got) == 1
+
+
+def test_a_restart_does_not_repeat_what_takes_a_while_to_test(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    closed = {"reachability_code": "not_reached", "reachability_reason": "Publish the port."}
+    told.status = make_status().model_copy(update=closed)
+    assert told.after(0) == [] and told.after(SETTLE_S) == ["unreachable"]
+    again = Told(tmp_path)
+    again.status = make_status(Phase.CONNECTING)
+    assert again.after(0) == again.after(10 * GONE_S) == []
+    again.status = make_status().model_copy(update=closed)
+    assert again.after(0) == again.after(10 * GONE_S) == []
+    again.status = make_status().model_copy(update={"reachability_code": "reached"})
+    assert again.after(0) == again.after(GONE_S) == []
+    again.status = make_status().model_copy(update=closed)
+    assert again.after(0) == [] and again.after(SETTLE_S) == ["unreachable"]
 
 
 @pytest.mark.parametrize("command", ["/no/such/program", f"{sys.executable} -c 'raise SystemExit(3)'"])
@@ -201,7 +245,11 @@ def test_a_command_that_fails_is_logged(
     [
         ({"webhook": "ftp://example.org"}, "begins with http"),
         ({"ntfy": "my-topic"}, "begins with http"),
+        ({"webhook": "http://host/my topic"}, "begins with http"),
+        ({"webhook": "http://host:abc/x"}, "no URL"),
+        ({"webhook": "https://me:secret@host/x"}, "user name"),
         ({"command": "say 'hello"}, "close its quotes"),
+        ({"command": "  "}, "blank"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(values: dict[str, str], problem: str) -> None:
