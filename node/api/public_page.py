@@ -15,6 +15,7 @@ CHART_WIDTH, CHART_HEIGHT = 480, 230
 LEFT, BOTTOM, TOP = 44, 28, 10
 STATES = {
     "training": "In training now",
+    "unknown": "This node has lost touch with the run",
     "paused": "Paused",
     "waiting": "Waiting for members",
     "complete": "Complete",
@@ -28,7 +29,6 @@ def render(run: PublicRun) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="refresh" content="60">
 <title>{escape(run.name or "A run")} in training</title>
 <link rel="stylesheet" href="public.css">
 </head>
@@ -92,7 +92,7 @@ def _loss(run: PublicRun) -> str:
         first, last = run.losses[0].loss, run.losses[-1].loss
         body = _curve(run.losses) + (
             f'<p class="quiet">Loss on text that the model never trains on, nats per token, by tokens of training. '
-            f"It fell from {first:.3f} to {last:.3f}. Lower is better.</p>"
+            f"It went from {first:.3f} to {last:.3f}. Lower is better.</p>"
         )
     return f'<section class="card"><h2>How well it predicts</h2>{body}</section>'
 
@@ -149,9 +149,9 @@ def _leaders(run: PublicRun) -> str:
             ]
             for leader in run.leaders
         )
-        heads = ("", "Name", "Tokens", "Share", "Rounds", "In a row", "From round to round")
+        heads = ("Rank", "Name", "Tokens", "Share", "Rounds", "In a row", "From round to round")
         classes = ("number", "name", "number", "wide", "number", "number", "number")
-        body = _table(heads, classes, rows)
+        body = _table("Who gave how much", heads, classes, rows)
         body += (
             f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
             "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>.</p>"
@@ -182,7 +182,7 @@ def _rounds(run: PublicRun) -> str:
         for one in run.rounds
     )
     classes = ("number", "", "number", "number", "number")
-    table = _table(("Round", "Began", "Members", "Tokens", "Loss before it"), classes, rows)
+    table = _table("Newest rounds", ("Round", "Began", "Members", "Tokens", "Loss before it"), classes, rows)
     return f'<section class="card"><h2>Newest rounds</h2>{table}</section>'
 
 
@@ -212,14 +212,16 @@ def _facts(run: PublicRun) -> str:
     return f'<section class="card"><h2>About the run</h2><dl class="facts">{rows}</dl></section>'
 
 
-def _table(heads: Sequence[str], classes: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(name: str, heads: Sequence[str], classes: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of cells that are HTML already."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(classes, row, strict=True))
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = f"<thead><tr>{cells('th', heads)}</tr></thead>"
+    table = f"<table>{head}<tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
 
 
 def _moment(text: str, form: str = "%d %b, %H:%M") -> str:

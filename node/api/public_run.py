@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from node.status import Outcome, Phase, RoundRecord, Value, rfc3339
 logger = logging.getLogger(__name__)
 
 ROUNDS_SHOWN, LEADERS_SHOWN, MEMBERS_SHOWN = 20, 100, 200
+LONGEST_FORECAST_S = 10 * 365 * 86400.0
+"""An end that is further away is not forecast."""
 RATE_ROUNDS = 20
 """The speed of the swarm is that of this many newest rounds."""
+UNSEEING_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.STOPPED, Phase.ERROR})
 MEMBER_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 
 
@@ -73,7 +76,8 @@ class PublicRun(Value):
     data: tuple[str, ...]
     tokenizer: str
     state: str
-    """`training`, `paused`, `waiting` or `complete`: what the whole run does, as this node sees it."""
+    """`training`, `paused`, `waiting` or `complete`: what the whole run does, as this node sees it. `unknown` while it
+    does not see it."""
     at: str
     """When this was written, UTC."""
     round: int
@@ -128,18 +132,19 @@ def make_public_run(
     model = manifest.run.model if manifest is not None else None
     data = manifest.run.data if manifest is not None else None
     rate = _tokens_per_second(done)
-    total = run.total_tokens
+    total = run.total_tokens or (manifest.run.total_tokens if manifest is not None else 0)
     left = max(0, total - run.swarm_tokens)
     is_complete = bool(total) and not left
-    ends_at = datetime.fromtimestamp(now.timestamp() + left / rate, UTC) if rate and left else None
+    is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
+    ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
     try:
         leaders = _leaders(credit, names) if credit is not None else ()
     except (ValidationError, KeyError, TypeError):
         leaders = ()
     return PublicRun(
-        name=run.name,
+        name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
-        manifest_hash=run.manifest_hash,
+        manifest_hash=run.manifest_hash or (manifest.hash if manifest is not None else ""),
         model="" if model is None else f"{model.type}, {model.num_hidden_layers} layers of width {model.hidden_size}",
         parameters=manifest.parameters if manifest is not None else 0,
         data=() if data is None else data.sources,
@@ -175,7 +180,7 @@ def _names(view: View) -> dict[str, str]:
 
 
 def _members(view: View) -> tuple[PublicMember, ...]:
-    rows = [row for row in view.swarm if row.phase in MEMBER_PHASES]
+    rows = [row for row in view.swarm if row.phase in MEMBER_PHASES and _state(view) != "unknown"]
     rows.sort(key=lambda row: -row.tokens_per_second)
     shown = (PublicMember(name=row.name or row.short_id, tokens_per_second=row.tokens_per_second) for row in rows)
     return tuple(shown)[:MEMBERS_SHOWN]
@@ -227,6 +232,8 @@ def _moment(record: RoundRecord) -> datetime:
 
 
 def _state(view: View) -> str:
+    if not view.alive or view.status.phase in UNSEEING_PHASES:
+        return "unknown"
     if any(row.phase in MEMBER_PHASES for row in view.swarm):
         return "training"
     return "paused" if any(row.phase == Phase.PAUSED.value for row in view.swarm) else "waiting"

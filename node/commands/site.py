@@ -16,8 +16,13 @@ PAGE = "index.html"
 
 
 def write_site(client: Client, folder: Path) -> PublicRun:
-    """Write the page's files to the folder. Raises UsageError if no node answers, or if the folder refuses them."""
+    """Write the page's files to the folder.
+
+    Raises UsageError if no node answers, if it has not joined a run, or if the folder refuses the files.
+    """
     run = PublicRun.model_validate(client.public())
+    if not run.manifest_hash:
+        raise UsageError("The node has not joined a run yet: wait until `diloco-node status` shows one.")
     files = {"public.css": STYLE, "run.json": run.model_dump_json(), PAGE: render(run)}
     try:
         folder.mkdir(parents=True, exist_ok=True)

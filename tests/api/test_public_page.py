@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from node.api.routes import ApiContext
 from node.commands.site import keep_site, write_site
 from node.config.manifest import Manifest, RunConfig
 from node.errors import UsageError
-from node.status import Member, Outcome, PeerRow, Report, RoundRecord, RunInfo
+from node.status import Member, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo
 from tests.api.conftest import BUILD, TOKEN, FakeNode, HttpClient
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
@@ -47,9 +48,11 @@ def row(key: str, name: str, phase: str = "training") -> PeerRow:
 
 
 @pytest.fixture
-def node(fake_node: FakeNode) -> FakeNode:
-    folder = fake_node.config.node.data_dir
-    folder.mkdir(parents=True, exist_ok=True)
+def node(fake_node: FakeNode, tmp_path: Path) -> FakeNode:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    own = fake_node.config.node.model_copy(update={"data_dir": folder})
+    fake_node.config = fake_node.config.model_copy(update={"node": own})
     (folder / "manifest.json").write_bytes(MANIFEST.canonical())
     table = [
         {"member": key, "tokens": 100 * (i + 1), "rounds": 3, "first_round": 0, "streak_round": 1, "last_round": 3 - i}
@@ -59,7 +62,9 @@ def node(fake_node: FakeNode) -> FakeNode:
     run = RunInfo(
         name=EVIL, manifest_hash="ef" * 32, round=3, swarm_tokens=4000, total_tokens=10_000, invite="diloco1-xyz"
     )
-    fake_node.board.apply_report(Report(run=run, swarm=(row(KEYS[0], EVIL), row(KEYS[1], "Zoë", "paused"))))
+    rows = (row(KEYS[0], EVIL), row(KEYS[1], "Zoë", "paused"))
+    fake_node.board.set_phase(None)
+    fake_node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), run=run, swarm=rows))
     for number in range(4):
         fake_node.board.add_round(record(number, loss=4.0 - number / 2))
     return fake_node
@@ -105,7 +110,7 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"
     page = client(node, public=True).get("/public/").text
-    for text in ("40.0 %", "diloco-node run --join diloco1-xyz", "It fell from 4.000 to 2.500", "Because."):
+    for text in ("40.0 %", "diloco-node run --join diloco1-xyz", "It went from 4.000 to 2.500", "Because."):
         assert text in page
 
 
@@ -135,6 +140,23 @@ def test_page_of_a_node_without_a_run_or_with_damaged_files_is_served(node: Fake
     (folder / "manifest.json").unlink()
     empty = make_public_run(node.view(), read_run(folder), read_credit(folder), NOW)
     assert "The first credits appear after two rounds." in render(empty)
+
+
+def test_page_of_a_node_that_has_just_started_names_the_run_but_no_member(node: FakeNode) -> None:
+    view, manifest = node.view(), MANIFEST
+    starting = view.status.model_copy(update={"phase": Phase.CONNECTING, "run": RunInfo()})
+    run = make_public_run(replace(view, status=starting), manifest, None, NOW)
+    assert (run.name, run.manifest_hash, run.total_tokens) == (EVIL, MANIFEST.hash, 10_000)
+    assert (run.state, run.members) == ("unknown", ())
+    assert make_public_run(replace(view, alive=False), manifest, None, NOW).state == "unknown"
+
+
+def test_end_of_the_run_is_forecast_only_if_it_is_near(node: FakeNode) -> None:
+    view = node.view()
+    assert make_public_run(view, MANIFEST, None, NOW).ends_at == "2026-11-25T12:06:00Z", "6,000 tokens, 1,000 a minute"
+    run = view.status.run.model_copy(update={"total_tokens": 2**62})
+    far = replace(view, status=view.status.model_copy(update={"run": run}))
+    assert make_public_run(far, MANIFEST, None, NOW).ends_at is None
 
 
 def test_page_is_made_once_a_second_however_many_ask(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +206,9 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
     assert json.loads((folder / "run.json").read_text())["round"] == 5
     assert {path.name for path in folder.iterdir()} == {"index.html", "public.css", "run.json"}
     assert [text[:30] for text in told] == ["Wrote the page after round 4 t", "The page stays as it is: No no"]
+    with pytest.raises(UsageError, match="has not joined a run"):
+        write_site(OneNode(run | {"manifest_hash": ""}), tmp_path / "new")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         write_site(there, tmp_path / "file" / "site")
