@@ -308,8 +308,7 @@ def _peers(call: Call) -> int:
     if call.args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return 0
-    console = Console(soft_wrap=True)
-    console.print(describe_peers([PeerRow.model_validate(row) for row in found["peers"]]))
+    Console().print(describe_peers([PeerRow.model_validate(row) for row in found["peers"]]))
     return 0
 
 

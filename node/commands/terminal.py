@@ -169,14 +169,15 @@ def _limits_line(limits: Mapping[str, float | int | None]) -> str:
 
 
 def describe_peers(rows: Sequence[PeerRow]) -> Table:
-    """A table of the peers, most tokens a second first."""
+    """A table of the peers, most tokens a second first. Long names are wrapped, so it fits into 80 columns."""
     table = Table(box=None, pad_edge=False)
-    for name in ("Name", "Phase", "Round", "Tokens/s", "Version", "Heard of", "Peer id"):
+    table.add_column("Name", overflow="fold")
+    for name in ("Phase", "Round", "Tokens/s", "Version", "Heard of", "Id"):
         table.add_column(name, justify="right" if name in ("Round", "Tokens/s") else "left", no_wrap=True)
     for row in sorted(rows, key=lambda row: (-row.tokens_per_second, row.peer_id)):
         heard = "this node" if row.this_node else f"{short_duration(row.last_seen_s)} ago"
         phase = Text(row.phase, STYLES.get(row.phase, ""))
-        cells = (str(row.round), f"{row.tokens_per_second:,.0f}", row.version, heard, row.peer_id)
+        cells = (str(row.round), f"{row.tokens_per_second:,.0f}", row.version, heard, row.short_id)
         table.add_row(Text(row.name or row.short_id), phase, *map(Text, cells))
     return table
 

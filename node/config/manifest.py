@@ -13,12 +13,13 @@ import json
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from node.errors import InviteError, ManifestError, ProtocolError
+from node.host.printable import printable
 
 PROTOCOL_VERSION = 3
 """Increased when old and new nodes can no longer take part in one round."""
@@ -312,12 +313,25 @@ class EvaluationConfig(Section):
     """Time limit of an evaluation, seconds; the batches finished by then count."""
 
 
+def check_name(name: str) -> str:
+    if name != printable(name, len(name)):
+        raise ValueError("a name has no control characters: use letters, digits and spaces")
+    return name
+
+
+def _check_purpose(purpose: str) -> str:
+    lines = purpose.split("\n")
+    if lines != [printable(line, len(line)) for line in lines]:
+        raise ValueError("run.purpose has a control character: use plain text and line feeds")
+    return purpose
+
+
 class RunConfig(Section):
     """The part of a manifest that the founder chooses."""
 
-    name: str = Field("unnamed", max_length=64)
+    name: Annotated[str, Field(max_length=64), AfterValidator(check_name)] = "unnamed"
     """Name of the run for people."""
-    purpose: str = Field("", max_length=2000)
+    purpose: Annotated[str, Field(max_length=2000), AfterValidator(_check_purpose)] = ""
     """What the run is for, in the founder's words, as its public page shows it."""
     total_tokens: int = Field(2_000_000_000, ge=1)
     """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay ends there."""

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from node.config.manifest import RunConfig, Section
+from node.config.manifest import RunConfig, Section, check_name
 from node.config.weekly_hours import Hours, check_zone, parse_hours, parse_window, rejoin_windows
 from node.host.disk_quota import LEAST_BYTES, quota_bytes
-from node.host.printable import printable
 from node.multiaddress import parse, parse_plain
 
 MBIT_S_MIN = 2.0
@@ -29,16 +28,10 @@ def _check_mbit_s(mbit_s: float) -> float:
 MbitPerSecond = Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_mbit_s)]
 
 
-def _check_name(name: str) -> str:
-    if name != printable(name, len(name)):
-        raise ValueError("a name has no control characters: use letters, digits and spaces")
-    return name
-
-
 class NodeConfig(Section):
     """This node."""
 
-    name: Annotated[str, Field(max_length=64), AfterValidator(_check_name)] = ""
+    name: Annotated[str, Field(max_length=64), AfterValidator(check_name)] = ""
     """Name shown to the other members; empty means a short form of the peer id."""
     data_dir: Path = Path("~/.local/share/diloco-node")
     """Folder for identity, checkpoints and history. Only one node at a time can use it."""

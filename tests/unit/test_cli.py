@@ -334,7 +334,7 @@ def test_peers_are_printed_with_the_fastest_first(
     node.answer = 200, {"peers": [peer("slow", 5.0), peer("fast", 5000.0)]}
     assert call("peers", "--data-dir", str(tmp_path)) == 0
     _head, first, second = capsys.readouterr().out.splitlines()
-    assert "[bold]fast" in first and "5,000" in first and "3 s ago" in first and "12D3KooWfast" in first
+    assert "[bold]fast" in first and "5,000" in first and "3 s ago" in first and first.endswith("fast")
     assert "[bold]slow" in second
     assert call("peers", "--json", "--data-dir", str(tmp_path)) == 0
     assert len(json.loads(capsys.readouterr().out)["peers"]) == 2

@@ -124,6 +124,8 @@ def test_announced_address_announces_a_port_only_if_it_names_one(flags: list[str
         ("--checkpoint.keep=5000", "less than or equal to 1000"),
         ("--node.name=red\x1b[31m", "no control characters"),
         ("--node.name=two\nlines", "no control characters"),
+        ("--run.name=red\x1b[31m", "no control characters"),
+        ("--run.purpose=red\x1b[31m", "run.purpose has a control character"),
     ],
 )
 def test_value_without_any_sense_is_refused(flag: str, problem: str) -> None:

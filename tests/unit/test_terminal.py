@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.commands.terminal import LiveView, dashboard_link, describe, render, short_duration
-from node.status import NodeInfo, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
+from node.commands.terminal import LiveView, dashboard_link, describe, describe_peers, render, short_duration
+from node.status import NodeInfo, PeerRow, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
 
 URL = "http://127.0.0.1:5"
 
@@ -111,3 +111,20 @@ def test_dashboard_link_is_used_only_if_its_file_names_this_process(tmp_path: Pa
 )
 def test_durations_are_formatted_for_people(seconds: float, text: str) -> None:
     assert short_duration(seconds) == text
+
+
+def test_table_of_peers_fits_into_80_columns_with_the_whole_name() -> None:
+    name = "the machine in the cellar of an owner with a lot of words, nr. 2"
+    row = PeerRow(
+        peer_id="12D3KooW" + "A" * 44, short_id="AAAAAA", name=name, phase="downloading", round=123_456,
+        tokens_per_second=1234.5, transport="direct", version="12.10.3.dev10", state_digest="", last_seen_s=3.0,
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=80)
+    console.print(describe_peers([row]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    assert "".join(line[: lines[0].index("Phase")].rstrip(" ") for line in lines[1:]).replace(" ", "") == name.replace(
+        " ", ""
+    )
+    for text in ("downloading", "123456", "1,234", "12.10.3.dev10", "3 s ago", "AAAAAA"):
+        assert text in lines[1]
