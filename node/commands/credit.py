@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from node.api.public_page import short
 from node.errors import DataFolderError, PeerError, UsageError
 from node.swarm.chain.certificate import (
     CREDIT_FILE,
@@ -98,18 +99,10 @@ its round {finding.round} has the head {finding.head}."""
 
 def badge(finding: ProvenCredit) -> str:
     """An SVG with the name of the run and the tokens that the member gave."""
-    name, given = finding.run_name, f"{short_number(finding.entry.tokens)} tokens given"
+    name, given = finding.run_name, f"{short(finding.entry.tokens)} tokens given"
     first, second = (round(CHARACTER_WIDTH * len(text)) for text in (name, given))
     left = first + 12
     return BADGE.format(
         width=left + second + 12, text=escape(f"{name}: {given}", quote=True), left=left, right=second + 12,
         first=first, name=escape(name), at=left + 6, second=second, given=escape(given),
     )  # fmt: skip
-
-
-def short_number(number: int) -> str:
-    """1234567 as `1.23 M`."""
-    for limit, unit in ((10**12, " T"), (10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return str(number)

@@ -20,7 +20,7 @@ import torch
 
 import node.swarm
 from node import cli
-from node.commands.credit import badge, describe, short_number
+from node.commands.credit import badge, describe, short
 from node.config.manifest import Manifest, RoundConfig, RunConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import PeerError
@@ -291,7 +291,7 @@ def test_name_of_the_run_in_a_badge_is_text(record: CreditRecord) -> None:
 
 
 def test_numbers_of_a_badge_are_short() -> None:
-    assert [short_number(n) for n in (7, 1234, 56_700_000, 10**9, 2 * 10**12)] == [
+    assert [short(n) for n in (7, 1234, 56_700_000, 10**9, 2 * 10**12)] == [
         "7",
         "1.23 k",
         "56.7 M",
