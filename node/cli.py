@@ -349,11 +349,14 @@ def _act(call: Call) -> int:
     client = Client(call.data_dir)
     order = {name: getattr(call.args, name, None) for name in ("for_s", "until", "after_round")}
     order = {name: value for name, value in order.items() if value is not None}
+    newest = client.status()["run"]["round"] if "after_round" in order else -1
     if order.get("after_round") == 0:
-        order["after_round"] = client.status()["run"]["round"] + 1
+        order["after_round"] = newest + 1
     answer = client.act(call.args.command, order)
-    if (number := order.get("after_round")) is not None:
+    if (number := order.get("after_round")) is not None and number > newest:
         print(f"pause: accepted; the node pauses when round {number} has ended.")
+    elif number is not None:
+        print(f"pause: accepted; round {number} has ended already, so the node pauses now.")
     else:
         print(f"{call.args.command}: accepted; the node goes to phase {answer.get('phase', 'unknown')}.")
     return 0

@@ -265,6 +265,8 @@ def test_pause_with_after_round_0_pauses_after_the_round_in_progress(
     assert call("pause", "--after-round", "0", "--data-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == "pause: accepted; the node pauses when round 4 has ended.\n"
     assert node.seen[-1] == ("POST", "/api/v1/actions/pause", {"after_round": 4})
+    assert call("pause", "--after-round", "2", "--data-dir", str(tmp_path)) == 0
+    assert capsys.readouterr().out == "pause: accepted; round 2 has ended already, so the node pauses now.\n"
 
 
 @pytest.mark.parametrize(
