@@ -46,8 +46,6 @@ from node.worker_protocol import Start
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-GIVE_UP_S = 20.0
-"""A node that has lost its chain goes on with it if no peer serves another state for so long."""
 SERVE_S = 5.0
 
 
@@ -256,19 +254,18 @@ class RunEntry:
         assert tip is not None
         return tip
 
-    def download_again(
-        self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause, give_up_s: float = GIVE_UP_S
-    ) -> Tip | None:
+    def download_again(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause) -> Tip | None:
         """Download another state in place of this node's. Returns None to go on with this node's own state.
 
-        After a lost fork, it returns None if the download makes no progress for `give_up_s`: the members with the other
-        state may have left, or may have lost their chain to this node's at the same time. A node that was only behind
-        stops as soon as it has replayed a round, because the others may wait for it and have no newer state.
+        It returns None if the download makes no progress for `cause.patience_s`. A node that was only behind stops as
+        soon as it has replayed a round, because the others may wait for it and have no newer state.
         """
         target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
-        if cause.code != "far_behind":
-            return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
-        return self._download(swarm, rules, target, math.inf, lambda: swarm.tokens() > cause.own_tokens)
+
+        def has_replayed() -> bool:
+            return cause.code == "far_behind" and swarm.tokens() > cause.own_tokens
+
+        return self._download(swarm, rules, target, cause.patience_s, has_replayed)
 
     def _download(
         self,

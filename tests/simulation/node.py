@@ -41,7 +41,7 @@ from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
 DIAL_EVERY_S = 4.0
-RETRY_S, GIVE_UP_S = 1.0, 20.0
+RETRY_S = 1.0
 """As in `worker.run_entry`."""
 
 
@@ -316,10 +316,11 @@ class SimulatedNode:
         if self.habits.download_s:
             await asyncio.sleep(self.habits.download_s)
         loop, tip = asyncio.get_running_loop(), None
-        until_s = loop.time() + GIVE_UP_S
-        while tip is None and (loop.time() < until_s or cause.code != "fork"):
-            if cause.code == "far_behind" and self.chain.tip.state.tokens > cause.own_tokens:
-                break  # It has replayed rounds meanwhile.
+        until_s, is_behind = loop.time() + cause.patience_s, cause.code == "far_behind"
+        has_replayed = False
+        while tip is None and loop.time() < until_s:
+            if has_replayed := is_behind and self.chain.tip.state.tokens > cause.own_tokens:
+                break
             try:
                 tip = await self._downloader.run(target, lambda _share: None)
             except (TransferFailed, SwarmError):
@@ -327,7 +328,7 @@ class SimulatedNode:
         self._lost = None
         self.peer_table.update_own(phase=Phase.TRAINING)
         if tip is None:
-            self.participant.committer.restart_here()
+            self.participant.committer.restart_here(doubts_claims=is_behind and not has_replayed)
             return
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)

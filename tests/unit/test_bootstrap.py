@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -104,22 +105,24 @@ class Peers:
 def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_state(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, progress: list[float]
 ) -> None:
-    """It tries longer if it makes progress, or if it is only behind. Both sides of a fork could wait for each other."""
+    """It tries longer if it makes progress, and for ever if it was outvoted.
+
+    Both sides of a fork could wait for each other.
+    """
     monkeypatch.setattr(run_entry, "RETRY_S", 0.05)
-    cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}))
+    cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}), patience_s=0.0)
     peers, manifest = Peers(list(progress)), SimpleNamespace(parameters=10, initial_digest=None)
     began_at = time.monotonic()
-    assert worker._entry.download_again(peers, manifest, None, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
+    assert worker._entry.download_again(peers, manifest, None, cause) is None  # type: ignore[arg-type]
     assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
 
     def stop(_seconds: float) -> None:
         raise StopAsked
 
     monkeypatch.setattr(worker._waiter, "sleep", stop)
-    for code in ("far_behind", "outvoted"):
-        again = replace(cause, code=code, own_tokens=peers.own_tokens)
-        with pytest.raises(StopAsked):
-            worker._entry.download_again(peers, manifest, None, again, give_up_s=-1.0)  # type: ignore[arg-type]
+    again = replace(cause, patience_s=math.inf)
+    with pytest.raises(StopAsked):
+        worker._entry.download_again(peers, manifest, None, again)  # type: ignore[arg-type]
 
 
 def test_a_node_that_is_behind_stops_its_download_when_it_has_replayed_a_round(worker: Worker) -> None:
@@ -132,14 +135,18 @@ def test_a_node_that_is_behind_stops_its_download_when_it_has_replayed_a_round(w
 class Steps:
     """A swarm and a store that note what a resync does with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 0) -> None:
         self.steps: list[str] = []
+        self._tokens = tokens
+
+    def tokens(self) -> int:
+        return self._tokens
 
     def restart_at(self, _tip: object) -> None:
         self.steps.append("restart")
 
-    def restart_here(self) -> str:
-        self.steps.append("go on")
+    def restart_here(self, *, doubts_claims: bool) -> str:
+        self.steps.append("go on" + " without the claims of others" * doubts_claims)
         return "the present tip"
 
     def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
@@ -171,6 +178,21 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     assert (after.tip, after.checkpoint, is_downloaded) == (served or "the present tip", None, is_served)
     marks = ["restart", "set rounds aside", "put checkpoints aside"]
     assert noted.steps == (marks if is_served else ["go on"])
+
+
+@pytest.mark.parametrize("has_replayed", [False, True])
+def test_a_node_that_is_behind_doubts_the_others_if_none_of_them_serves_a_newer_state(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, has_replayed: bool
+) -> None:
+    """A hostile member could claim a later round, and the node would wait for its state for ever."""
+    noted: Any = Steps(tokens=101 if has_replayed else 100)
+    nothing: Any = None
+    monkeypatch.setattr(worker._entry, "download_again", lambda *_: None)
+    session = Session(
+        manifest=nothing, rules=nothing, swarm=noted, store=noted, tip=nothing, source=nothing, checkpoint=nothing
+    )
+    worker._resync(session, ResyncCause("a test", "far_behind", own_tokens=100))
+    assert noted.steps == ["go on" if has_replayed else "go on without the claims of others"]
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.reducer import ChunkLayout, exceeds_norm_bound
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Tip, next_tip
+from node.swarm.chain.fork_choice import heads_of
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
@@ -303,8 +304,15 @@ class Committer:
             attempt.finish()
             attempt.stop()
 
-    def restart_here(self) -> Tip:
-        """Continue from the present tip, because no peer serves another state. Drops this node's offer."""
+    def restart_here(self, *, doubts_claims: bool) -> Tip:
+        """Continue from the present tip, because no peer serves another state. Drops this node's offer.
+
+        With `doubts_claims`, peers that claim to be on another head are not believed until they claim a further one.
+        """
+        known = set(heads_of(self._ctx.chain.tip.links, self._ctx.chain.tip.head))
+        for record in self._ctx.peer_table.others() if doubts_claims else ():
+            if record.head not in known:
+                self._ballot.add_false_claim(record)
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._dropped, self._ballot.mine = frozenset(), None
         return self._ctx.chain.tip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 UNSERVED_S = 20.0
 """If no peer has had the result of the next round for so long, the node downloads a state instead."""
+PATIENCE_S = 20.0
+CHECKPOINT_ROUNDS = 5
+"""Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
+FIRST_ROUND_S = 60.0
+"""Length of a round, as long as there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,9 @@ class ResyncCause:
     """Tokens of this node's state if the node is only behind, else -1. A state with fewer must not be downloaded."""
     dropped: tuple[Link, ...] = ()
     """The rounds that only this node's side of a fork has committed."""
+    patience_s: float = math.inf
+    """If no peer serves another state and the download makes no progress for so long, this node goes on with its own
+    state. Both sides of a fork could wait for each other, and those who claim to be ahead could lie."""
 
 
 class CatchUp:
@@ -88,7 +97,9 @@ class CatchUp:
         tip = self._ctx.chain.tip
         avoid = {tip.digest, *(link.head for link in dropped)}
         own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
-        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped))
+        rounds_s = CHECKPOINT_ROUNDS * len(self._ctx.rules.layouts) * (tip.round_s or FIRST_ROUND_S)
+        patience_s = {"outvoted": math.inf, "fork": PATIENCE_S, "far_behind": PATIENCE_S + rounds_s}[code]
+        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped, patience_s))
 
     async def align(self) -> None:
         """Catch up once, at the start. If a peer is at the same head, take over the age of the round from it."""
