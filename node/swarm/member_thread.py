@@ -154,13 +154,13 @@ class SwarmThread:
 
         self.start_call(restart).result(START_S)
 
-    def restart_here(self, *, doubts_claims: bool) -> Tip:
+    def restart_here(self, doubt_s: float) -> Tip:
         """Continue from the present tip (`Committer.restart_here`), with an empty mailbox. Returns the tip."""
 
         async def restart(member: SwarmMember) -> Tip:
             assert member.participant is not None
             self._drop_mail()  # It is in the tip already, or says that this node must download a state.
-            return member.participant.committer.restart_here(doubts_claims=doubts_claims)
+            return member.participant.committer.restart_here(doubt_s)
 
         return self.start_call(restart).result(START_S)
 

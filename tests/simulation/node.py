@@ -328,7 +328,7 @@ class SimulatedNode:
         self._lost = None
         self.peer_table.update_own(phase=Phase.TRAINING)
         if tip is None:
-            self.participant.committer.restart_here(doubts_claims=is_behind and not has_replayed)
+            self.participant.committer.restart_here(cause.patience_s if is_behind and not has_replayed else 0.0)
             return
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)

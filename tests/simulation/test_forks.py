@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from node.errors import PeerError
 from node.status import Channel, Phase
 from node.swarm.chain import fork_choice
 from node.swarm.chain.fork_choice import heads_of
@@ -95,6 +96,30 @@ class FarAway(Adversary):
     def request(self, receiver: str, verb: str, message: Message) -> Message:
         self.node.peer_table.update_own(head="f" * 64, round=10**6, swarm_tokens=2**60)
         return message
+
+
+def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:
+    """It claims to be far ahead. Its refusal looks like that of an honest member without the result of a round."""
+    one = replace(scenario(4, (3,), 0.1, 400.0, founders=3), step_s=(2.0,) * 4)
+
+    async def refuse(_caller: str, _message: Message) -> Message:
+        raise PeerError("no peer has all chunks of the result", code="reducer_lost")
+
+    def prepare(world: World) -> None:
+        for node in world.nodes[:3]:
+            world._start(node)
+        hostile = world.nodes[3]
+        hostile.hostility = "Silence"
+        world._start(hostile)
+
+        def attack() -> None:
+            hostile.wire.adversary = FarAway(hostile, random.Random(0))
+            hostile.wire.serve({"chain": Service(refuse, Channel.STATE)})
+
+        world.loop.call_at(40.0, attack)
+
+    world = run(one, prepare)
+    assert are_on_one_chain(world.nodes[:3]) and world.nodes[0].chain.tip.round > 10
 
 
 def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_rounds() -> None:

@@ -145,8 +145,8 @@ class Steps:
     def restart_at(self, _tip: object) -> None:
         self.steps.append("restart")
 
-    def restart_here(self, *, doubts_claims: bool) -> str:
-        self.steps.append("go on" + " without the claims of others" * doubts_claims)
+    def restart_here(self, doubt_s: float) -> str:
+        self.steps.append(f"go on, and doubt the others for {doubt_s:g} s" if doubt_s else "go on")
         return "the present tip"
 
     def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
@@ -191,8 +191,8 @@ def test_a_node_that_is_behind_doubts_the_others_if_none_of_them_serves_a_newer_
     session = Session(
         manifest=nothing, rules=nothing, swarm=noted, store=noted, tip=nothing, source=nothing, checkpoint=nothing
     )
-    worker._resync(session, ResyncCause("a test", "far_behind", own_tokens=100))
-    assert noted.steps == ["go on" if has_replayed else "go on without the claims of others"]
+    worker._resync(session, ResyncCause("a test", "far_behind", own_tokens=100, patience_s=7.0))
+    assert noted.steps == ["go on" if has_replayed else "go on, and doubt the others for 7 s"]
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

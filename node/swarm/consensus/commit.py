@@ -304,15 +304,16 @@ class Committer:
             attempt.finish()
             attempt.stop()
 
-    def restart_here(self, *, doubts_claims: bool) -> Tip:
+    def restart_here(self, doubt_s: float) -> Tip:
         """Continue from the present tip, because no peer serves another state. Drops this node's offer.
 
-        With `doubts_claims`, peers that claim to be on another head are not believed until they claim a further one.
+        For `doubt_s`, peers on unknown heads are not believed until they claim a further one. Then they are believed
+        again, because they may be honest members that could not be reached.
         """
         known = set(heads_of(self._ctx.chain.tip.links, self._ctx.chain.tip.head))
-        for record in self._ctx.peer_table.others() if doubts_claims else ():
+        for record in self._ctx.peer_table.others() if doubt_s else ():
             if record.head not in known:
-                self._ballot.add_false_claim(record)
+                self._ballot.add_false_claim(record, doubt_s)
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._dropped, self._ballot.mine = frozenset(), None
         return self._ctx.chain.tip

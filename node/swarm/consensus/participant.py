@@ -66,7 +66,7 @@ class Participant:
             results=ResultCache(wire, peer_table, rules.layout_at, chain.store, rules.bulk_s, others),
             clock=clock,
         )
-        self.ballot = Ballot(chain, peer_table)
+        self.ballot = Ballot(chain, peer_table, clock)
         self.stages = StageTimer(clock)
         self.sender = Sender(self.ctx, self.ballot)
         self.depositary = Depositary(self.ctx)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from node.errors import PeerError, SwarmError
+from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.chain.fork_choice import (
     Link,
     contributors_at,
@@ -139,7 +139,7 @@ class CatchUp:
                 reply = await self._replay_from(record.peer_id)
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
-                is_unserved |= exc.code == "reducer_lost"
+                is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
