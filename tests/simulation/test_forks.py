@@ -16,7 +16,7 @@ from node.swarm.chain import fork_choice
 from node.swarm.chain.fork_choice import heads_of
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.state_sync import server
-from node.swarm.transport.wire import Message, Service
+from node.swarm.transport.wire import Handler, Message, Service
 from tests.simulation.adversary import Adversary
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Line
@@ -98,6 +98,18 @@ class FarAway(Adversary):
         return message
 
 
+def start_far_away(world: World, node: SimulatedNode, at_s: float, chain: Handler) -> None:
+    """Start a hostile node. From `at_s` on, it claims to be far away and answers `chain` with this handler."""
+    node.hostility = "Silence"
+    world._start(node)
+
+    def attack() -> None:
+        node.wire.adversary = FarAway(node, random.Random(0))
+        node.wire.serve({"chain": Service(chain, Channel.STATE)})
+
+    world.loop.call_at(at_s, attack)
+
+
 def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:
     """It claims to be far ahead. Its refusal looks like that of an honest member without the result of a round."""
     one = replace(scenario(4, (3,), 0.1, 400.0, founders=3), step_s=(2.0,) * 4)
@@ -108,15 +120,7 @@ def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:
     def prepare(world: World) -> None:
         for node in world.nodes[:3]:
             world._start(node)
-        hostile = world.nodes[3]
-        hostile.hostility = "Silence"
-        world._start(hostile)
-
-        def attack() -> None:
-            hostile.wire.adversary = FarAway(hostile, random.Random(0))
-            hostile.wire.serve({"chain": Service(refuse, Channel.STATE)})
-
-        world.loop.call_at(40.0, attack)
+        start_far_away(world, world.nodes[3], 40.0, refuse)
 
     world = run(one, prepare)
     assert are_on_one_chain(world.nodes[:3]) and world.nodes[0].chain.tip.round > 10
@@ -132,15 +136,7 @@ def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_roun
     def prepare(world: World) -> None:
         for node in world.nodes[:3]:
             world._start(node)
-        hostile = world.nodes[4]
-        hostile.hostility = "Silence"
-        world._start(hostile)
-
-        def attack() -> None:
-            hostile.wire.adversary = FarAway(hostile, random.Random(0))
-            hostile.wire.serve({"chain": Service(echo, Channel.STATE)})
-
-        world.loop.call_at(5.0, attack)
+        start_far_away(world, world.nodes[4], 5.0, echo)
         world.loop.call_at(70.0, world._start, world.nodes[3])
 
     world = run(one, prepare)
