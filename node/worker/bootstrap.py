@@ -249,9 +249,7 @@ class Worker:
         tip = self._entry.download_again(session.swarm, session.manifest, session.rules, cause)
         if tip is None:
             logger.warning("No peer serves another state, so this node goes on with its own.")
-            has_waited_in_vain = cause.code == "far_behind" and session.swarm.tokens() <= cause.own_tokens
-            tip = session.swarm.restart_here(cause.patience_s if has_waited_in_vain else 0.0)
-            return replace(session, tip=tip, checkpoint=None), False
+            return replace(session, tip=session.swarm.restart_here(cause), checkpoint=None), False
         self._counters.totals.digest_mismatches += cause.code != "far_behind"
         if cause.dropped:
             record = make_dropped_record(cause)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import time
@@ -18,7 +17,7 @@ from node import __version__
 from node.config.manifest import Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.schema import Config
 from node.diloco.outer import genesis
-from node.errors import DataFolderError, MachineError, ManifestError, PeerError, TransferFailed, UsageError
+from node.errors import DataFolderError, MachineError, ManifestError, PeerError, UsageError
 from node.host.disk_quota import Room
 from node.host.files import write_whole
 from node.status import Phase
@@ -250,56 +249,36 @@ class RunEntry:
 
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
         """Download the state, retrying until a peer serves it."""
-        tip = self._download(swarm, rules, Target(manifest.parameters, manifest.initial_digest), math.inf)
+        tip = self._download(swarm, rules, Target(manifest.parameters, manifest.initial_digest))
         assert tip is not None
         return tip
 
     def download_again(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause) -> Tip | None:
-        """Download another state in place of this node's. Returns None to go on with this node's own state.
-
-        It returns None if the download makes no progress for `cause.patience_s`. A node that was only behind stops as
-        soon as it has replayed a round, because the others may wait for it and have no newer state.
-        """
-        target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens)
-
-        def has_replayed() -> bool:
-            return cause.code == "far_behind" and swarm.tokens() > cause.own_tokens
-
-        return self._download(swarm, rules, target, cause.patience_s, has_replayed)
+        """Download another state in place of this node's. Returns None to go on with this node's own state."""
+        return self._download(swarm, rules, cause.target(manifest.parameters, manifest.initial_digest), cause)
 
     def _download(
-        self,
-        swarm: SwarmThread,
-        rules: Rules,
-        target: Target,
-        give_up_s: float,
-        is_over: Callable[[], bool] = lambda: False,
+        self, swarm: SwarmThread, rules: Rules, target: Target, cause: ResyncCause | None = None
     ) -> Tip | None:
-        progress_ratio, logged = 0.0, ""
-        stuck_at_ratio, stuck_at_s = -1.0, 0.0
+        progress_ratio, problem = 0.0, ""
 
         def set_progress(ratio: float) -> None:
             nonlocal progress_ratio
             progress_ratio = ratio
 
-        def report_progress() -> None:
+        def set_problem(text: str) -> None:
+            nonlocal problem
+            problem = text
+
+        def report() -> None:
             update = {"progress_ratio": round(progress_ratio, 3)}
             self._reporter.sync = self._reporter.sync.model_copy(update=update)
+            phase, reason, code = Phase.DOWNLOADING, "Downloading the outer state from peers.", "downloading"
+            if problem:
+                phase, code = Phase.CONNECTING, "no_state"
+                reason = f"{problem} This node retries and keeps verified parts."
+            self._reporter.enter(phase, reason, code)
 
-        while True:
-            self._reporter.enter(Phase.DOWNLOADING, "Downloading the outer state from peers.", "downloading")
-            call = swarm.start_call(lambda member: member.download(rules, target, set_progress))
-            try:
-                return self._waiter.wait(call, report_progress)
-            except TransferFailed as exc:
-                if str(exc) != logged:
-                    logger.info("The state could not be downloaded yet: %s", exc)
-                logged = str(exc)
-                self._reporter.enter(Phase.CONNECTING, f"{exc} This node retries and keeps verified parts.", "no_state")
-                if progress_ratio != stuck_at_ratio:
-                    stuck_at_ratio, stuck_at_s = progress_ratio, time.monotonic()
-                elif time.monotonic() - stuck_at_s > give_up_s:
-                    return None
-                if is_over():
-                    return None
-                self._waiter.sleep(RETRY_S)
+        report()
+        call = swarm.start_call(lambda member: member.download(rules, target, set_progress, set_problem, cause))
+        return self._waiter.wait(call, report)

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from node.diloco.digest import leaf_bounds
-from node.errors import PeerError, RoundFailed, SwarmError, TransferFailed
+from node.errors import PeerError, RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
@@ -31,7 +32,6 @@ from node.swarm.messages import Document
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.partial_download import remove_partial_downloads
-from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Message
@@ -41,8 +41,6 @@ from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
 DIAL_EVERY_S = 4.0
-RETRY_S = 1.0
-"""As in `worker.run_entry`."""
 
 
 @dataclass
@@ -184,7 +182,7 @@ class SimulatedNode:
         """The head after which this node's settle time was measured."""
         self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
         self.catch_up = CatchUp(self.participant, self._lose)
-        StateServer(wire, self.disk, self.chain.proof_after)
+        StateServer(wire, self.disk)
         self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
         self._say_tip()
         tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
@@ -312,23 +310,15 @@ class SimulatedNode:
 
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.DOWNLOADING)
-        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
         if self.habits.download_s:
             await asyncio.sleep(self.habits.download_s)
-        loop, tip = asyncio.get_running_loop(), None
-        until_s, is_behind = loop.time() + cause.patience_s, cause.code == "far_behind"
-        has_replayed = False
-        while tip is None and loop.time() < until_s:
-            if has_replayed := is_behind and self.chain.tip.state.tokens > cause.own_tokens:
-                break
-            try:
-                tip = await self._downloader.run(target, lambda _share: None)
-            except (TransferFailed, SwarmError):
-                await asyncio.sleep(RETRY_S)
+        target = cause.target(self.genesis.state.anchor.numel(), self.genesis.digest)
+        is_needed = partial(self.catch_up.is_needed, cause)
+        tip = await self._downloader.run_until(target, lambda _: None, lambda _: None, cause.patience_s, is_needed)
         self._lost = None
         self.peer_table.update_own(phase=Phase.TRAINING)
         if tip is None:
-            self.participant.committer.restart_here(cause.patience_s if is_behind and not has_replayed else 0.0)
+            self.catch_up.restart_here(cause)
             return
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)

@@ -307,12 +307,13 @@ class Committer:
     def restart_here(self, doubt_s: float) -> Tip:
         """Continue from the present tip, because no peer serves another state. Drops this node's offer.
 
-        For `doubt_s`, peers on unknown heads are not believed until they claim a further one. Then they are believed
-        again, because they may be honest members that could not be reached.
+        For `doubt_s`, peers on unknown heads, or with another digest at this node's head, are not believed until they
+        claim a further head. Then they are believed again, because they may be honest members out of reach.
         """
-        known = set(heads_of(self._ctx.chain.tip.links, self._ctx.chain.tip.head))
+        tip = self._ctx.chain.tip
+        known = set(heads_of(tip.links, tip.head))
         for record in self._ctx.peer_table.others() if doubt_s else ():
-            if record.head not in known:
+            if record.head not in known or (record.head == tip.head and record.state_digest != tip.digest):
                 self._ballot.add_false_claim(record, doubt_s)
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._dropped, self._ballot.mine = frozenset(), None
