@@ -32,6 +32,7 @@ from node.swarm.messages import Document
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.partial_download import remove_partial_downloads
+from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer
 from node.swarm.suspend_clock import SuspendClock
 from node.swarm.transport.wire import Message
@@ -73,6 +74,27 @@ class Disk:
         self.checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip][-kept:]
 
 
+@dataclass(frozen=True)
+class Served:
+    """The checkpoints as a hostile node serves them."""
+
+    disk: Disk
+    change: Callable[[Tip], Tip]
+
+    @property
+    def _changed(self) -> Disk:
+        return replace(self.disk, checkpoints=[self.change(tip) for tip in self.disk.checkpoints])
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        return self._changed.find(name, hold=hold)
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        return self._changed.leaf(digest, index)
+
+    def oldest_needed_round(self) -> int | None:
+        return self.disk.oldest_needed_round()
+
+
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How one node trains."""
@@ -85,6 +107,8 @@ class Habits:
     `worker.trainer` sees in the peer table. None means that this node makes all of its own steps."""
     founders: int = 1
     """In its first life, a node begins to train when it sees this number of members."""
+    joins_by_download: bool = False
+    """Whether the node has no state at first and downloads one, as a joiner does. Founders have the initial state."""
     download_s: float = 0.0
     """The seconds before a download can succeed, as if the state were large."""
 
@@ -108,7 +132,8 @@ class SimulatedNode:
         self.network, self.identity, self.number, self.rules, self.genesis = network, identity, number, rules, genesis
         self.peer_id, self.habits, self.timings, self._on_adopted = identity.peer_id, habits, timings, on_adopted
         self.disk = Disk(folder)
-        self.disk.save(genesis)
+        if not habits.joins_by_download:
+            self.disk.save(genesis)
         self._seed, self.lives = seed, 0
         self.life = Life(self.peer_id)
         self.life.is_dead = True
@@ -171,6 +196,9 @@ class SimulatedNode:
             wire.adversary = ADVERSARIES[self.hostility](self, random.Random(f"hostile {self._seed}"))
         self.gossip = Gossip(wire, self.peer_table, rng)
         tasks = [asyncio.ensure_future(self._dial()), asyncio.ensure_future(self.gossip.run())]
+        self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
+        if not self.disk.checkpoints:
+            await self._join()
         tip = replace(self.disk.checkpoints[-1], anchor_at_s=loop.time())
         store = ResultStore(self.disk.folder, len(rules.layouts), loop.time)
         self.chain = Chain(tip, store, self.disk.oldest_needed_round)
@@ -182,8 +210,7 @@ class SimulatedNode:
         """The head after which this node's settle time was measured."""
         self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
         self.catch_up = CatchUp(self.participant, self._lose)
-        StateServer(wire, self.disk)
-        self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
+        StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
         tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
         while await self.participant.committer.replay_next():
@@ -307,6 +334,17 @@ class SimulatedNode:
         norm, settle_s = layout.norm(chunks), self._settle_s
         self.contributed[tip.head, self.peer_id, norm] = chunks
         self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
+
+    async def _join(self) -> None:
+        """Download a state before taking part in rounds."""
+        self.peer_table.update_own(phase=Phase.DOWNLOADING)
+        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest)
+        tip = await self._downloader.run_until(target, lambda _: None, lambda _: None)
+        assert tip is not None
+        self.downloads += 1
+        remove_partial_downloads(self.disk.folder)
+        self.disk.save(tip)
+        self.on_downloaded(self, tip.round)
 
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.DOWNLOADING)

@@ -88,7 +88,12 @@ class World:
                 rules=self.rules,
                 genesis=tip,
                 folder=folder / f"n{number}",
-                habits=Habits(step_s, first_round_s=scenario.first_round_s, founders=scenario.founders),
+                habits=Habits(
+                    step_s,
+                    first_round_s=scenario.first_round_s,
+                    founders=scenario.founders,
+                    joins_by_download=scenario.joiners_download and scenario.join_at_s[number] > 0,
+                ),
                 timings=MemberTimings(gossip_s=scenario.gossip_s, dead_s=8 * scenario.gossip_s),
                 on_adopted=self._on_adopted,
                 seed=scenario.seed,

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from node.errors import PeerError
-from node.status import Channel, Phase
+from node.status import Phase
 from node.swarm.chain import fork_choice
-from node.swarm.chain.fork_choice import heads_of
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.state_sync import server
-from node.swarm.transport.wire import Handler, Message, Service
-from tests.simulation.adversary import Adversary
+from node.swarm.transport.wire import Message
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Line
-from tests.simulation.node import SimulatedNode
-from tests.simulation.run import World, quiet, simulate
-from tests.simulation.scenario import Fault, Scenario
-
-SPLIT_AT_S = 20.0
+from tests.simulation.run import World, quiet
+from tests.simulation.scenario import Fault
+from tests.simulation.staged import are_on_one_chain, run, scenario, start_far_away
 
 
 @pytest.fixture(autouse=True)
@@ -32,45 +27,6 @@ def _quiet() -> Iterator[None]:
     quiet()
     yield
     logging.disable(logging.NOTSET)
-
-
-def scenario(
-    nodes: int, side: tuple[int, ...], split_s: float, length_s: float, founders: int, min_peers: int = 1
-) -> Scenario:
-    """Nodes with equal speeds and lines. A split separates `side` from the others."""
-    return Scenario(
-        seed=1,
-        step_s=(0.2,) * nodes,
-        lines=(Line(),) * nodes,
-        faults=(Fault(SPLIT_AT_S, "split", side[0], split_s, side=side),),
-        length_s=length_s,
-        min_peers=min_peers,
-        quorum_ratio=0.5,
-        policy="time",
-        disk_s=0.001,
-        join_at_s=(0.0,) * nodes,
-        founders=founders,
-    )
-
-
-def run(one: Scenario, prepare: Callable[[World], None]) -> World:
-    """Let `prepare` start the nodes, and run to the end."""
-
-    async def whole(world: World) -> None:
-        prepare(world)
-        world.loop.call_at(SPLIT_AT_S, world._cause, one.faults[0])
-        await asyncio.sleep(one.length_s)
-
-    report, world = simulate(one, run=whole)
-    assert report.violations == []
-    return world
-
-
-def are_on_one_chain(nodes: list[SimulatedNode]) -> bool:
-    """Whether the nodes have one head, or some are one round behind the others."""
-    tips = [node.chain.tip for node in nodes]
-    newest = max(tips, key=lambda tip: tip.round)
-    return all(tip.head in heads_of(newest.links, newest.head)[:2] for tip in tips)
 
 
 @pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])
@@ -88,26 +44,6 @@ def test_two_members_that_lose_a_fork_do_not_lead_each_other_back(download_s: tu
     world = run(one, prepare)
     assert [node.downloads for node in world.nodes] == [1, 1, 0, 0, 0]
     assert are_on_one_chain(world.nodes) and world.nodes[0].chain.tip.round > 15
-
-
-class FarAway(Adversary):
-    """Claims many tokens at an unknown head."""
-
-    def request(self, receiver: str, verb: str, message: Message) -> Message:
-        self.node.peer_table.update_own(head="f" * 64, round=10**6, swarm_tokens=2**60)
-        return message
-
-
-def start_far_away(world: World, node: SimulatedNode, at_s: float, chain: Handler) -> None:
-    """Start a hostile node. From `at_s` on, it claims to be far away and answers `chain` with this handler."""
-    node.hostility = "Silence"
-    world._start(node)
-
-    def attack() -> None:
-        node.wire.adversary = FarAway(node, random.Random(0))
-        node.wire.serve({"chain": Service(chain, Channel.STATE)})
-
-    world.loop.call_at(at_s, attack)
 
 
 def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:

@@ -25,7 +25,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "04430d9d248990638b9c2e211c0eee5331a4f04075086f2618d25d69751fc19c"
+GOLDEN_HASH = "9547a58cfe58fcedd19c99a848fa13f887948edc9caa207cb322035a829969de"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
 MAX_ASKED = 16  # Limit on the peers asked in one search, which are drawn at random
-MAX_ASKED_FOR_ROUNDS = 2  # Limit on the servers of one state that are asked for the rounds after it
 
 
 def vote_weights(tokens: Mapping[str, int], peers: Collection[str]) -> dict[str, int]:
@@ -70,7 +69,7 @@ def is_outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
         records: live peers, this node first.
     """
     own, *others = records
-    votes, here = {own.peer_id: tip.digest}, [tip.digest]
+    votes, here = {own.peer_id: tip.digest}, list[str]()
     for record in others:
         if record.peer_id in tip.last_weights:
             votes[record.peer_id] = (record.head == tip.head and record.state_digest) or tip.digest
@@ -154,7 +153,7 @@ class ProviderSearch:
         for state, serving in zip(states.values(), servers, strict=True):
             state.servers.update(serving)
         heads = [record.head for record in self._peer_table.others()]  # Before the calls, so that the chains have them.
-        chains = await asyncio.gather(*(self._rounds_around(state, target) for state in states.values()))
+        chains = await self._chains(states.values(), target, peers)
         judged = [await asyncio.to_thread(self._judge, one, target, chains, heads) for one in states.values()]
         usable = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
         best = max((one.standing for one in usable), default=0)
@@ -165,16 +164,39 @@ class ProviderSearch:
 
         return sorted((one for one in usable if one.standing == best), key=rank, reverse=True)
 
-    async def _rounds_around(self, state: AvailableState, target: Target) -> tuple[Link, ...]:
-        """The rounds after this node's own chain, or else after the state, from a server of the state."""
-        request = Message({"heads": list(target.heads) or [state.snapshot.head], "light": True})
-        for peer in self._rng.sample(sorted(state.servers), min(MAX_ASKED_FOR_ROUNDS, len(state.servers))):
-            try:
-                reply = await self._wire.call(peer, "chain", request, timeout_s=CHAIN_TIMEOUT_S)
-                return await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
-            except PeerError as exc:
-                logger.debug("Peer %s did not send the rounds of its chain: %s", peer[-6:], exc)
-        return ()
+    async def _chains(
+        self, states: Collection[AvailableState], target: Target, peers: Sequence[str]
+    ) -> list[tuple[Link, ...]]:
+        """The rounds after this node's own chain, or else after the oldest of these states, as several peers say.
+
+        It asks one server of each state, and two other peers, because a server of a false state would lie here, too.
+        """
+        asked = {self._rng.choice(sorted(state.servers)) for state in states}
+        asked.update(self._rng.sample(peers, min(2, len(peers))) if states else ())
+        oldest_first = sorted((state.snapshot for state in states), key=lambda snapshot: snapshot.round)
+        heads = target.heads or tuple(snapshot.head for snapshot in oldest_first)
+        calls = [asyncio.create_task(self._rounds_after(peer, heads)) for peer in sorted(asked)]
+        if not calls:
+            return []
+        try:
+            done, _ = await asyncio.wait(calls, timeout=CALL_S)
+            if not done:
+                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        return [call.result() for call in calls if call in done]
+
+    async def _rounds_after(self, peer: str, heads: Sequence[str]) -> tuple[Link, ...]:
+        """The rounds of a peer's chain after the first of these heads that the peer knows; empty if it has none."""
+        request = Message({"heads": list(heads), "light": True})
+        try:
+            reply = await self._wire.call(peer, "chain", request, timeout_s=CHAIN_TIMEOUT_S)
+            return await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
+        except PeerError as exc:
+            logger.debug("Peer %s did not send the rounds of its chain: %s", peer[-6:], exc)
+            return ()
 
     def _judge(
         self, state: AvailableState, target: Target, chains: Sequence[Sequence[Link]], heads: Sequence[str]
@@ -182,7 +204,7 @@ class ProviderSearch:
         """Add what the rounds after a state tell about it. Returns None if the state must not be downloaded. Slow.
 
         Args:
-            chains: rounds from the servers of all states.
+            chains: rounds as several peers say (`_chains`).
             heads: those of all live peers.
         """
         snapshot = state.snapshot
