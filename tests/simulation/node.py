@@ -155,6 +155,11 @@ class SimulatedNode:
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
 
     @property
+    def tip(self) -> Tip:
+        """The tip; the initial state as long as a joiner has none."""
+        return self.chain.tip if hasattr(self, "chain") else self.genesis
+
+    @property
     def is_alive(self) -> bool:
         return not self.life.is_dead
 
