@@ -88,8 +88,8 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         data = base58.b58decode(peer_id)
     except ValueError:
         return None
-    if len(data) != 38 or not data.startswith(_ID_HEADER):
-        return None
+    if len(data) != 38 or not data.startswith(_ID_HEADER) or base58.b58encode(data).decode() != peer_id:
+        return None  # The decoder ignores white space at the end, so one key would have several ids.
     return Ed25519PublicKey.from_public_bytes(data[6:])
 
 

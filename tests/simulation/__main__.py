@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 from tests.simulation.chart import chart
 from tests.simulation.run import Report, quiet, report_of, simulate, start_process
@@ -59,13 +60,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="number of seeds")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seed", type=int, help="replay one seed and print its messages")
+    parser.add_argument("--least-nodes", type=int, default=2, help="skip seeds with fewer nodes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     quiet()
     if options.seed is not None:
         return replay(options.seed)
     began_s, totals = time.perf_counter(), Totals()
-    seeds = range(options.first, options.first + options.seeds)
+    drawn = (seed for seed in count(options.first) if draw(seed).nodes >= options.least_nodes)
+    seeds = islice(drawn, options.seeds)
     with ProcessPoolExecutor(options.jobs, initializer=start_process) as pool:
         for report in pool.map(run_seed, seeds, chunksize=8):
             totals.add(report)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.errors import DataFolderError
-from node.swarm.identity import load_identity, new_identity, verify
+from node.swarm.identity import is_peer_id, load_identity, new_identity, verify
 
 ONE, OTHER = new_identity(), new_identity()
 
@@ -29,6 +29,15 @@ def test_signature_is_bound_to_signer_purpose_and_data() -> None:
 def test_malformed_peer_ids_and_signatures_do_not_verify(peer_id: str, signature: bytes) -> None:
     assert not verify(peer_id, "purpose", b"data", signature)
     assert not verify(ONE.peer_id, "purpose", b"data", signature)
+
+
+@pytest.mark.parametrize("end", [" ", "\n", "\t\x0b", "\x1c"])
+def test_a_key_has_one_peer_id_only(end: str) -> None:
+    """Two spellings of one id would be two members with one key."""
+    signature = ONE.sign("purpose", b"data")
+    assert verify(ONE.peer_id, "purpose", b"data", signature)
+    assert not verify(ONE.peer_id + end, "purpose", b"data", signature)
+    assert not is_peer_id(ONE.peer_id + end)
 
 
 def test_peer_id_of_another_key_type_verifies_no_signature() -> None:
