@@ -92,8 +92,8 @@ def test_a_download_shows_why_it_has_not_succeeded_yet(worker: Worker, cause: Re
         def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
             return worker._waiter.start(lambda: asyncio.run(work(Member())))
 
-    peers, manifest, nothing = cast(Any, Peers()), cast(Any, SimpleNamespace(parameters=10, initial_digest=None)), None
-    rules = cast(Any, nothing)
+    peers, manifest = cast(Any, Peers()), cast(Any, SimpleNamespace(parameters=10, initial_digest=None))
+    rules: Any = SimpleNamespace(outer=SimpleNamespace(optimizer=SimpleNamespace(moments=1)))
     tip: Any = (
         worker._entry.download(peers, manifest, rules)
         if cause is None
