@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,6 @@ from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
 from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
-from node.swarm.messages import Proof
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.providers import Target
@@ -246,15 +246,30 @@ class SwarmMember:
 
         self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
 
-    async def download(self, rules: Rules, target: Target, on_progress: Callable[[float], None]) -> Tip:
-        """Try once to download the state. Raises TransferFailed, or MachineError if the disk has no space."""
+    async def download(
+        self,
+        rules: Rules,
+        target: Target,
+        on_progress: Callable[[float], None],
+        on_try: Callable[[str], None],
+        cause: ResyncCause | None = None,
+    ) -> Tip | None:
+        """Download a state, as `Downloader.run_until`. A joiner has no `cause`, and tries for ever."""
         if self._download is None:
             self._download = Downloader(self.wire, self.peer_table, rules, self._cache, self._rng, self.options.room)
-        return await self._download.run(target, on_progress)
+        if cause is None or self._catch_up is None:
+            return await self._download.run_until(target, on_progress, on_try)
+        is_needed = partial(self._catch_up.is_needed, cause)
+        return await self._download.run_until(target, on_progress, on_try, cause.patience_s, is_needed)
+
+    def restart_here(self, cause: ResyncCause) -> Tip:
+        """Continue from the present tip, because no state was downloaded (`CatchUp.restart_here`)."""
+        assert self._catch_up is not None
+        return self._catch_up.restart_here(cause)
 
     def serve_state(self, source: StateSource) -> None:
         self._oldest_needed_round = source.oldest_needed_round
-        StateServer(self.wire, source, self._proof_after, self._uplink_is_busy, self._inject_faults)
+        StateServer(self.wire, source, self._uplink_is_busy, self._inject_faults)
 
     async def _inject_faults(self, blobs: Sequence[bytes]) -> Sequence[bytes]:
         if self.participant is not None:
@@ -262,9 +277,6 @@ class SwarmMember:
         faults, number = self.options.faults, self.peer_table.me.round + 1
         await faults.at("serve", number)
         return damage_blobs(faults.damage_kind("serve", number), blobs)
-
-    def _proof_after(self, head: str) -> Proof | None:
-        return self.participant.ctx.chain.proof_after(head) if self.participant is not None else None
 
     def _uplink_is_busy(self) -> bool:
         return self.participant is not None and self.participant.stages.stage in ("reduce", "commit")

@@ -154,24 +154,14 @@ class SwarmThread:
 
         self.start_call(restart).result(START_S)
 
-    def restart_here(self) -> Tip:
-        """Continue from the present tip, with an empty mailbox. Returns the tip."""
+    def restart_here(self, cause: ResyncCause) -> Tip:
+        """Continue from the present tip (`CatchUp.restart_here`), with an empty mailbox. Returns the tip."""
 
         async def restart(member: SwarmMember) -> Tip:
-            assert member.participant is not None
             self._drop_mail()  # It is in the tip already, or says that this node must download a state.
-            return member.participant.committer.restart_here()
+            return member.restart_here(cause)
 
         return self.start_call(restart).result(START_S)
-
-    def tokens(self) -> int:
-        """Tokens of the present tip."""
-
-        async def read(member: SwarmMember) -> int:
-            assert member.participant is not None
-            return member.participant.ctx.chain.tip.state.tokens
-
-        return self.start_call(read).result(START_S)
 
     def _drop_mail(self) -> None:
         with suppress(queue.Empty):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import time
@@ -18,7 +17,7 @@ from node import __version__
 from node.config.manifest import Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.schema import Config
 from node.diloco.outer import genesis
-from node.errors import DataFolderError, MachineError, ManifestError, PeerError, TransferFailed, UsageError
+from node.errors import DataFolderError, MachineError, ManifestError, PeerError, UsageError
 from node.host.disk_quota import Room
 from node.host.files import write_whole
 from node.status import Phase
@@ -47,8 +46,6 @@ from node.worker_protocol import Start
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-GIVE_UP_S = 20.0
-"""A node that has lost its chain goes on with it if no peer serves another state for so long."""
 SERVE_S = 5.0
 
 
@@ -255,58 +252,37 @@ class RunEntry:
     def download(self, swarm: SwarmThread, manifest: Manifest, rules: Rules) -> Tip:
         """Download the state, retrying until a peer serves it."""
         target = Target(manifest.parameters, manifest.initial_digest, moments=rules.outer.optimizer.moments)
-        tip = self._download(swarm, rules, target, math.inf)
+        tip = self._download(swarm, rules, target)
         assert tip is not None
         return tip
 
-    def download_again(
-        self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause, give_up_s: float = GIVE_UP_S
-    ) -> Tip | None:
-        """Download another state in place of this node's. Returns None to go on with this node's own state.
-
-        After a lost fork, it returns None if the download makes no progress for `give_up_s`: the members with the other
-        state may have left, or may have lost their chain to this node's at the same time. A node that was only behind
-        stops as soon as it has replayed a round, because the others may wait for it and have no newer state.
-        """
-        moments = rules.outer.optimizer.moments
-        target = Target(manifest.parameters, manifest.initial_digest, cause.avoid, cause.own_tokens, moments)
-        if cause.code != "far_behind":
-            return self._download(swarm, rules, target, give_up_s if cause.code == "fork" else math.inf)
-        return self._download(swarm, rules, target, math.inf, lambda: swarm.tokens() > cause.own_tokens)
+    def download_again(self, swarm: SwarmThread, manifest: Manifest, rules: Rules, cause: ResyncCause) -> Tip | None:
+        """Download another state in place of this node's. Returns None to go on with this node's own state."""
+        target = cause.target(manifest.parameters, manifest.initial_digest, rules.outer.optimizer.moments)
+        return self._download(swarm, rules, target, cause)
 
     def _download(
-        self,
-        swarm: SwarmThread,
-        rules: Rules,
-        target: Target,
-        give_up_s: float,
-        is_over: Callable[[], bool] = lambda: False,
+        self, swarm: SwarmThread, rules: Rules, target: Target, cause: ResyncCause | None = None
     ) -> Tip | None:
-        progress_ratio, logged = 0.0, ""
-        stuck_at_ratio, stuck_at_s = -1.0, 0.0
+        progress_ratio, problem = 0.0, ""
 
         def set_progress(ratio: float) -> None:
             nonlocal progress_ratio
             progress_ratio = ratio
 
-        def report_progress() -> None:
+        def set_problem(text: str) -> None:
+            nonlocal problem
+            problem = text
+
+        def report() -> None:
             update = {"progress_ratio": round(progress_ratio, 3)}
             self._reporter.sync = self._reporter.sync.model_copy(update=update)
+            phase, reason, code = Phase.DOWNLOADING, "Downloading the outer state from peers.", "downloading"
+            if problem:
+                phase, code = Phase.CONNECTING, "no_state"
+                reason = f"{problem} This node retries and keeps verified parts."
+            self._reporter.enter(phase, reason, code)
 
-        while True:
-            self._reporter.enter(Phase.DOWNLOADING, "Downloading the outer state from peers.", "downloading")
-            call = swarm.start_call(lambda member: member.download(rules, target, set_progress))
-            try:
-                return self._waiter.wait(call, report_progress)
-            except TransferFailed as exc:
-                if str(exc) != logged:
-                    logger.info("The state could not be downloaded yet: %s", exc)
-                logged = str(exc)
-                self._reporter.enter(Phase.CONNECTING, f"{exc} This node retries and keeps verified parts.", "no_state")
-                if progress_ratio != stuck_at_ratio:
-                    stuck_at_ratio, stuck_at_s = progress_ratio, time.monotonic()
-                elif time.monotonic() - stuck_at_s > give_up_s:
-                    return None
-                if is_over():
-                    return None
-                self._waiter.sleep(RETRY_S)
+        report()
+        call = swarm.start_call(lambda member: member.download(rules, target, set_progress, set_problem, cause))
+        return self._waiter.wait(call, report)

@@ -35,7 +35,7 @@ def cut(swarm: Swarm, one: Sequence[Node], other: Sequence[Node], *, is_cut: boo
 @pytest.fixture
 def sides(swarm: Swarm) -> Sides:
     """Two nodes on each side of a split, after one common round. The tests let the second side get more tokens."""
-    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2))
+    nodes = swarm.nodes(4, swarm.rules(PARAMETERS, "fp16", min_peers=2, least_grace_s=2.0))
     round_of(nodes, 0)
     cut(swarm, nodes[:2], nodes[2:])
     return nodes[:2], nodes[2:]

@@ -141,7 +141,7 @@ def test_a_joiner_ignores_malformed_descriptions_of_states_and_malformed_votes(s
     search = ProviderSearch(joiner.host.wire, joiner.peer_table, joiner.rules, random.Random(1))
     leaves = [bytes(HASH_BYTES)] * 2
     header = {"round": -1, "head": joiner.rules.run, "tokens": 0, "digest": root_digest(-1, 0, PARAMETERS, leaves)}
-    good = Message(header, [b"".join(leaves), b"", b"", bytes(HASH_BYTES)])
+    good = Message(header, [b"".join(leaves), b"", bytes(HASH_BYTES)])
     assert read_snapshot(good, Target(PARAMETERS)).round == -1
     replies = malformed() + [Message(header | {key: v}, good.blobs) for key in header for v in VALUES.values()]
     reply_with(bad, "state", replies)

@@ -236,11 +236,11 @@ def test_a_false_state_loses_the_vote_while_all_honest_peers_are_downloading(swa
         node.peer_table.update_own(phase=Phase.DOWNLOADING)
     late = joiner(swarm, nodes)
     for node in honest:
-        StateServer(node.host.wire, Memory(None), node.chain.proof_after)
+        StateServer(node.host.wire, Memory(None))
     with pytest.raises(TransferFailed, match="none that the others share"):
         download(late)
     for node in honest:
-        StateServer(node.host.wire, Memory(node.tip), node.chain.proof_after)
+        StateServer(node.host.wire, Memory(node.tip))
     for node in (late, *honest):
         assert download(node).digest == true.digest
 

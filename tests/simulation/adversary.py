@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from node.diloco.digest import leaf_hashes, root_digest
+from node.swarm.chain.chain import Tip
 from node.swarm.messages import (
     Document,
     Join,
@@ -43,6 +45,10 @@ class Adversary:
     def reply(self, receiver: str, verb: str, message: Message) -> Message | None:
         """What is sent instead of a reply."""
         return message
+
+    def served(self, tip: Tip) -> Tip:
+        """The state that is served instead of a checkpoint."""
+        return tip
 
 
 class FlippedBits(Adversary):
@@ -216,6 +222,16 @@ class Excluder(Adversary):
         return replace(message, blobs=[alone.model_dump_json().encode()])
 
 
+class FalseState(Adversary):
+    """Serves a state that nobody has computed in place of its own, at the same head, with twice the tokens."""
+
+    def served(self, tip: Tip) -> Tip:
+        state = replace(tip.state, anchor=tip.state.anchor + 1, tokens=2 * tip.state.tokens)
+        leaves = leaf_hashes(state)
+        digest = root_digest(state.round, state.tokens, state.anchor.numel(), leaves, state.credit.root, state.moments)
+        return replace(tip, state=state, leaves=leaves, digest=digest)
+
+
 ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
     kind.__name__: kind
     for kind in (
@@ -232,6 +248,7 @@ ADVERSARIES: dict[str, Callable[[SimulatedNode, random.Random], Adversary]] = {
         FarAhead,
         TwoProposals,
         Excluder,
+        FalseState,
     )
 }
 

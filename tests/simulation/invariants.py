@@ -249,7 +249,7 @@ class Invariants:
         last = {peer for tip in tips if tip.round == newest for peer in tip.last_weights}
         if last and 2 * sum(bool(self._nodes[self._numbers[peer]].hostility) for peer in last) >= len(last):
             return
-        rounds = ", ".join(f"n{node.number} {node.chain.tip.round} {node.chain.tip.head[:6]}" for node in live)
+        rounds = ", ".join(f"n{node.number} {node.tip.round} {node.tip.head[:6]}" for node in live)
         if not any(at_s > self._clock() - COMMIT_S for at_s in self._commits):
             self._violate(f"no round in the last {COMMIT_S:.0f} s, at round {newest}: {rounds}")
         else:

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from node.diloco.digest import tree_slices
-from node.errors import PeerError, RoundFailed, SwarmError, TransferFailed
+from node.errors import PeerError, RoundFailed
 from node.status import Phase
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Chain, Tip
@@ -41,8 +42,6 @@ from tests.simulation.network import Life, Network, SimulatedWire
 
 LOOK_S = 0.25
 DIAL_EVERY_S = 4.0
-RETRY_S, GIVE_UP_S = 1.0, 20.0
-"""As in `worker.run_entry`."""
 
 
 @dataclass
@@ -78,6 +77,27 @@ class Disk:
         self.checkpoints = [*[one for one in self.checkpoints if one.head != tip.head], tip][-kept:]
 
 
+@dataclass(frozen=True)
+class Served:
+    """The checkpoints as a hostile node serves them."""
+
+    disk: Disk
+    change: Callable[[Tip], Tip]
+
+    @property
+    def _changed(self) -> Disk:
+        return replace(self.disk, checkpoints=[self.change(tip) for tip in self.disk.checkpoints])
+
+    def find(self, name: str = "", *, hold: bool = False) -> Snapshot | None:
+        return self._changed.find(name, hold=hold)
+
+    def leaf(self, digest: str, index: int) -> bytes:
+        return self._changed.leaf(digest, index)
+
+    def oldest_needed_round(self) -> int | None:
+        return self.disk.oldest_needed_round()
+
+
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How one node trains."""
@@ -90,6 +110,8 @@ class Habits:
     `worker.trainer` sees in the peer table. None means that this node makes all of its own steps."""
     founders: int = 1
     """In its first life, a node begins to train when it sees this number of members."""
+    joins_by_download: bool = False
+    """Whether the node has no state at first and downloads one, as a joiner does. Founders have the initial state."""
     download_s: float = 0.0
     """The seconds before a download can succeed, as if the state were large."""
 
@@ -113,7 +135,8 @@ class SimulatedNode:
         self.network, self.identity, self.number, self.rules, self.genesis = network, identity, number, rules, genesis
         self.peer_id, self.habits, self.timings, self._on_adopted = identity.peer_id, habits, timings, on_adopted
         self.disk = Disk(folder)
-        self.disk.save(genesis)
+        if not habits.joins_by_download:
+            self.disk.save(genesis)
         self._seed, self.lives = seed, 0
         self.life = Life(self.peer_id)
         self.life.is_dead = True
@@ -133,6 +156,11 @@ class SimulatedNode:
         node offers another contribution to the same round."""
         self.on_replayed: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
         self.on_downloaded: Callable[[SimulatedNode, int], None] = lambda _node, _round: None
+
+    @property
+    def tip(self) -> Tip:
+        """The tip; the initial state as long as a joiner has none."""
+        return self.chain.tip if hasattr(self, "chain") else self.genesis
 
     @property
     def is_alive(self) -> bool:
@@ -176,6 +204,9 @@ class SimulatedNode:
             wire.adversary = ADVERSARIES[self.hostility](self, random.Random(f"hostile {self._seed}"))
         self.gossip = Gossip(wire, self.peer_table, rng)
         tasks = [asyncio.ensure_future(self._dial()), asyncio.ensure_future(self.gossip.run())]
+        self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
+        if not self.disk.checkpoints:
+            await self._join()
         tip = replace(self.disk.checkpoints[-1], anchor_at_s=loop.time())
         store = ResultStore(self.disk.folder, len(rules.layouts), loop.time)
         self.chain = Chain(tip, store, self.disk.oldest_needed_round)
@@ -187,8 +218,7 @@ class SimulatedNode:
         """The head after which this node's settle time was measured."""
         self.participant = Participant(wire, self.peer_table, rules, self.chain, Faults(), self._take)
         self.catch_up = CatchUp(self.participant, self._lose)
-        StateServer(wire, self.disk, self.chain.proof_after)
-        self._downloader = Downloader(wire, self.peer_table, rules, self.disk.folder, rng)
+        StateServer(wire, Served(self.disk, wire.adversary.served) if wire.adversary else self.disk)
         self._say_tip()
         tasks += [asyncio.ensure_future(self.participant.run()), asyncio.ensure_future(self.catch_up.run())]
         while await self.participant.committer.replay_next():
@@ -313,24 +343,28 @@ class SimulatedNode:
         self.contributed[tip.head, self.peer_id, norm] = chunks
         self.participant.offer(LocalContribution(tip.head, chunks, tokens, self.habits.step_s, norm, settle_s=settle_s))
 
+    async def _join(self) -> None:
+        """Download a state before taking part in rounds."""
+        self.peer_table.update_own(phase=Phase.DOWNLOADING)
+        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest)
+        tip = await self._downloader.run_until(target, lambda _: None, lambda _: None)
+        assert tip is not None
+        self.downloads += 1
+        remove_partial_downloads(self.disk.folder)
+        self.disk.save(tip)
+        self.on_downloaded(self, tip.round)
+
     async def _download(self, cause: ResyncCause) -> None:
         self.peer_table.update_own(phase=Phase.DOWNLOADING)
-        target = Target(self.genesis.state.anchor.numel(), self.genesis.digest, cause.avoid, cause.own_tokens)
         if self.habits.download_s:
             await asyncio.sleep(self.habits.download_s)
-        loop, tip = asyncio.get_running_loop(), None
-        until_s = loop.time() + GIVE_UP_S
-        while tip is None and (loop.time() < until_s or cause.code != "fork"):
-            if cause.code == "far_behind" and self.chain.tip.state.tokens > cause.own_tokens:
-                break  # It has replayed rounds meanwhile.
-            try:
-                tip = await self._downloader.run(target, lambda _share: None)
-            except (TransferFailed, SwarmError):
-                await asyncio.sleep(RETRY_S)
+        target = cause.target(self.genesis.state.anchor.numel(), self.genesis.digest)
+        is_needed = partial(self.catch_up.is_needed, cause)
+        tip = await self._downloader.run_until(target, lambda _: None, lambda _: None, cause.patience_s, is_needed)
         self._lost = None
         self.peer_table.update_own(phase=Phase.TRAINING)
         if tip is None:
-            self.participant.committer.restart_here()
+            self.catch_up.restart_here(cause)
             return
         self.downloads += 1
         remove_partial_downloads(self.disk.folder)

@@ -78,6 +78,7 @@ class World:
         tip = make_tip(start, self.rules.run, None, self.rules.outer, {}, 0.0)
         self.nodes: list[SimulatedNode] = []
         self._armed: list[Fault] = []
+        joiners = range(1, scenario.nodes - bool(scenario.hostile)) if scenario.joiners_download else ()
         for number, (step_s, line) in enumerate(zip(scenario.step_s, scenario.lines, strict=True)):
             identity = simulated_identity(number, partial(self._on_signed, number))
             self.network.lines[identity.peer_id], self.network.names[identity.peer_id] = line, f"n{number}"
@@ -88,7 +89,12 @@ class World:
                 rules=self.rules,
                 genesis=tip,
                 folder=folder / f"n{number}",
-                habits=Habits(step_s, first_round_s=scenario.first_round_s, founders=scenario.founders),
+                habits=Habits(
+                    step_s,
+                    first_round_s=scenario.first_round_s,
+                    founders=scenario.founders,
+                    joins_by_download=number in joiners and scenario.join_at_s[number] > 0,
+                ),
                 timings=MemberTimings(gossip_s=scenario.gossip_s, dead_s=8 * scenario.gossip_s),
                 on_adopted=self._on_adopted,
                 seed=scenario.seed,

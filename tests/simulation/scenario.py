@@ -98,6 +98,8 @@ class Scenario:
     """As in `Habits`."""
     founders: int = 1
     """As in `Habits`."""
+    joiners_download: bool = False
+    """Whether nodes that join later have no state at first, as in `Habits.joins_by_download`."""
     gossip_s: float = 1.0
     """Time between two heartbeats. A peer is dead after eight of them."""
 
@@ -150,6 +152,10 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, hostile="ForgedCommit")
     if not scenario.hostile and random.Random(f"heavy fork {seed}").random() < 0.04:
         scenario = replace(scenario, hostile="HeavyFork")
+    if not scenario.hostile and random.Random(f"false state {seed}").random() < 0.04:
+        scenario = replace(scenario, hostile="FalseState")
+    if random.Random(f"joins {seed}").random() < 0.1:
+        scenario = replace(scenario, joiners_download=True)
     # Half of the crashes lose power.
     faults = [replace(f, kind="power") if f.kind == "crash" and rng.random() < 0.5 else f for f in faults]
     fitting = [fault for fault in faults if _fits(fault, scenario.hostile)]

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from node.status import Channel, Phase
+from node.errors import PeerError
+from node.status import Phase
 from node.swarm.chain import fork_choice
-from node.swarm.chain.fork_choice import heads_of
 from node.swarm.membership.peer_table import PeerRecord, sign_record
 from node.swarm.state_sync import server
-from node.swarm.transport.wire import Message, Service
-from tests.simulation.adversary import Adversary
+from node.swarm.transport.wire import Message
 from tests.simulation.keys import simulated_identity
 from tests.simulation.network import Line
-from tests.simulation.node import SimulatedNode
-from tests.simulation.run import World, quiet, simulate
-from tests.simulation.scenario import Fault, Scenario
-
-SPLIT_AT_S = 20.0
+from tests.simulation.run import World, quiet
+from tests.simulation.scenario import Fault
+from tests.simulation.staged import are_on_one_chain, run, scenario, start_far_away
 
 
 @pytest.fixture(autouse=True)
@@ -31,45 +27,6 @@ def _quiet() -> Iterator[None]:
     quiet()
     yield
     logging.disable(logging.NOTSET)
-
-
-def scenario(
-    nodes: int, side: tuple[int, ...], split_s: float, length_s: float, founders: int, min_peers: int = 1
-) -> Scenario:
-    """Nodes with equal speeds and lines. A split separates `side` from the others."""
-    return Scenario(
-        seed=1,
-        step_s=(0.2,) * nodes,
-        lines=(Line(),) * nodes,
-        faults=(Fault(SPLIT_AT_S, "split", side[0], split_s, side=side),),
-        length_s=length_s,
-        min_peers=min_peers,
-        quorum_ratio=0.5,
-        policy="time",
-        disk_s=0.001,
-        join_at_s=(0.0,) * nodes,
-        founders=founders,
-    )
-
-
-def run(one: Scenario, prepare: Callable[[World], None]) -> World:
-    """Let `prepare` start the nodes, and run to the end."""
-
-    async def whole(world: World) -> None:
-        prepare(world)
-        world.loop.call_at(SPLIT_AT_S, world._cause, one.faults[0])
-        await asyncio.sleep(one.length_s)
-
-    report, world = simulate(one, run=whole)
-    assert report.violations == []
-    return world
-
-
-def are_on_one_chain(nodes: list[SimulatedNode]) -> bool:
-    """Whether the nodes have one head, or some are one round behind the others."""
-    tips = [node.chain.tip for node in nodes]
-    newest = max(tips, key=lambda tip: tip.round)
-    return all(tip.head in heads_of(newest.links, newest.head)[:2] for tip in tips)
 
 
 @pytest.mark.parametrize("download_s", [(10.0, 18.0), (0.0, 0.0)])
@@ -89,12 +46,20 @@ def test_two_members_that_lose_a_fork_do_not_lead_each_other_back(download_s: tu
     assert are_on_one_chain(world.nodes) and world.nodes[0].chain.tip.round > 15
 
 
-class FarAway(Adversary):
-    """Claims many tokens at an unknown head."""
+def test_a_hostile_member_that_refuses_its_proofs_stops_nobody() -> None:
+    """It claims to be far ahead. Its refusal looks like that of an honest member without the result of a round."""
+    one = replace(scenario(4, (3,), 0.1, 400.0, founders=3), step_s=(2.0,) * 4)
 
-    def request(self, receiver: str, verb: str, message: Message) -> Message:
-        self.node.peer_table.update_own(head="f" * 64, round=10**6, swarm_tokens=2**60)
-        return message
+    async def refuse(_caller: str, _message: Message) -> Message:
+        raise PeerError("no peer has all chunks of the result", code="reducer_lost")
+
+    def prepare(world: World) -> None:
+        for node in world.nodes[:3]:
+            world._start(node)
+        start_far_away(world, world.nodes[3], 40.0, refuse)
+
+    world = run(one, prepare)
+    assert are_on_one_chain(world.nodes[:3]) and world.nodes[0].chain.tip.round > 10
 
 
 def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_rounds() -> None:
@@ -107,15 +72,7 @@ def test_a_hostile_member_with_empty_answers_hides_neither_a_fork_nor_newer_roun
     def prepare(world: World) -> None:
         for node in world.nodes[:3]:
             world._start(node)
-        hostile = world.nodes[4]
-        hostile.hostility = "Silence"
-        world._start(hostile)
-
-        def attack() -> None:
-            hostile.wire.adversary = FarAway(hostile, random.Random(0))
-            hostile.wire.serve({"chain": Service(echo, Channel.STATE)})
-
-        world.loop.call_at(5.0, attack)
+        start_far_away(world, world.nodes[4], 5.0, echo)
         world.loop.call_at(70.0, world._start, world.nodes[3])
 
     world = run(one, prepare)

@@ -11,17 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from node.config.schema import Config
-from node.diloco.outer import OuterOptimizer
-from node.errors import TransferFailed
-from node.status import RunInfo
+from node.status import Phase, RunInfo
 from node.worker.supervisor_link import StopAsked, SupervisorLink, SupervisorLogHandler
 from node.worker_protocol import Start, Stop
 
@@ -29,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from node.swarm.member import MemberSnapshot
     from node.swarm.state_sync.catch_up import ResyncCause
-    from node.worker import orders, run_entry
+    from node.worker import orders
     from node.worker.bootstrap import Worker
     from node.worker.reporter import Reporter
     from node.worker.session import Session
@@ -76,61 +73,36 @@ def test_draining_worker_stops_when_the_round_of_its_contribution_ends(worker: W
         worker._orders.check()
 
 
-RULES = SimpleNamespace(outer=SimpleNamespace(optimizer=OuterOptimizer()))
+@pytest.mark.parametrize("cause", [None, ResyncCause("a test", "fork")])
+def test_a_download_shows_why_it_has_not_succeeded_yet(worker: Worker, cause: ResyncCause | None) -> None:
+    shown = list[tuple[Phase, str]]()
 
+    class Member:
+        async def download(self, *given: Any) -> str:
+            _rules, _target, on_progress, on_try, given_cause = given
+            assert given_cause is cause
+            on_progress(0.25)
+            for problem in ("", "No peer serves a state yet.", ""):
+                on_try(problem)
+                await asyncio.sleep(2 * orders.POLL_S)
+                shown.append((worker._reporter.state.phase, worker._reporter.state.reason))
+            return "the tip"
 
-class Peers:
-    """A swarm whose peers serve no state. Each try downloads a further part of one."""
+    class Peers:
+        def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
+            return worker._waiter.start(lambda: asyncio.run(work(Member())))
 
-    own_tokens = 100
-
-    def __init__(self, progress: list[float]) -> None:
-        self.progress = progress
-
-    def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
-        call: Future[Any] = Future()
-        try:
-            asyncio.run(work(self))
-        except TransferFailed as exc:
-            call.set_exception(exc)
-        return call
-
-    def tokens(self) -> int:
-        return self.own_tokens
-
-    async def download(self, _rules: object, _target: object, on_progress: Callable[[float], None]) -> None:
-        if self.progress:
-            on_progress(self.progress.pop(0))
-        raise TransferFailed("No peer serves a state yet.")
-
-
-@pytest.mark.parametrize("progress", [[], [0.8, 0.1, 0.2, 0.3]])
-def test_a_node_that_lost_its_chain_goes_on_with_it_if_no_peer_serves_another_state(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, progress: list[float]
-) -> None:
-    """It tries longer if it makes progress, or if it is only behind. Both sides of a fork could wait for each other."""
-    monkeypatch.setattr(run_entry, "RETRY_S", 0.05)
-    cause = ResyncCause("a test", "fork", frozenset({"cd" * 32}))
-    peers, manifest = Peers(list(progress)), SimpleNamespace(parameters=10, initial_digest=None)
-    began_at = time.monotonic()
-    assert worker._entry.download_again(peers, manifest, RULES, cause, give_up_s=0.0) is None  # type: ignore[arg-type]
-    assert peers.progress == [] and time.monotonic() - began_at >= 0.05 * len(progress)
-
-    def stop(_seconds: float) -> None:
-        raise StopAsked
-
-    monkeypatch.setattr(worker._waiter, "sleep", stop)
-    for code in ("far_behind", "outvoted"):
-        again = replace(cause, code=code, own_tokens=peers.own_tokens)
-        with pytest.raises(StopAsked):
-            worker._entry.download_again(peers, manifest, RULES, again, give_up_s=-1.0)  # type: ignore[arg-type]
-
-
-def test_a_node_that_is_behind_stops_its_download_when_it_has_replayed_a_round(worker: Worker) -> None:
-    """The others may wait for it, and then they have no newer state."""
-    peers, manifest = Peers([]), SimpleNamespace(parameters=10, initial_digest=None)
-    cause = ResyncCause("a test", "far_behind", own_tokens=peers.own_tokens - 1)
-    assert worker._entry.download_again(peers, manifest, RULES, cause) is None  # type: ignore[arg-type]
+    peers, manifest = cast(Any, Peers()), cast(Any, SimpleNamespace(parameters=10, initial_digest=None))
+    rules: Any = SimpleNamespace(outer=SimpleNamespace(optimizer=SimpleNamespace(moments=1)))
+    tip: Any = (
+        worker._entry.download(peers, manifest, rules)
+        if cause is None
+        else worker._entry.download_again(peers, manifest, rules, cause)
+    )
+    assert tip == "the tip"
+    assert [phase for phase, _ in shown] == [Phase.DOWNLOADING, Phase.CONNECTING, Phase.DOWNLOADING]
+    assert shown[1][1] == "No peer serves a state yet. This node retries and keeps verified parts."
+    assert worker._reporter.sync.progress_ratio == 0.25
 
 
 class Steps:
@@ -142,8 +114,8 @@ class Steps:
     def restart_at(self, _tip: object) -> None:
         self.steps.append("restart")
 
-    def restart_here(self) -> str:
-        self.steps.append("go on")
+    def restart_here(self, cause: ResyncCause) -> str:
+        self.steps.append(f"go on after {cause.reason}")
         return "the present tip"
 
     def start_call(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Future[Any]:
@@ -181,7 +153,7 @@ def test_a_resync_marks_rounds_and_checkpoints_of_the_lost_chain_only_if_there_i
     after, is_downloaded = worker._resync(session, ResyncCause("a test", "fork"))
     assert (after.tip, after.checkpoint, is_downloaded) == (served or "the present tip", None, is_served)
     marks = ["restart", "set rounds aside", "put checkpoints aside"]
-    assert noted.steps == (marks if is_served else ["go on"])
+    assert noted.steps == (marks if is_served else ["go on after a test"])
 
 
 def test_background_thread_lives_until_the_worker_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ import torch
 
 import node.swarm
 from node import cli
-from node.commands.credit import badge, describe, short
+from node.api.public_page import short
+from node.commands.credit import badge, describe
 from node.config.manifest import Manifest, RoundConfig, RunConfig
 from node.diloco.outer import OuterOptimizer, genesis
 from node.errors import PeerError

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,12 +29,14 @@ from node.swarm.consensus.group_closing import ClosingRule
 from node.swarm.identity import new_identity
 from node.swarm.membership.peer_table import PeerRecord, PeerTable, sign_record
 from node.swarm.messages import Proof
+from node.swarm.state_sync import downloader as downloader_module
 from node.swarm.state_sync.downloader import Downloader, Transfer
 from node.swarm.state_sync.partial_download import PartialState
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import Snapshot, StateServer, verified_tip
 from node.swarm.transport.wire import Message, Service
 from tests.in_process import InProcessNetwork, InProcessWire
+from tests.simulation.virtual_loop import VirtualLoop
 from tests.unit.swarm_data import RUN, A, B, committed, leaf_of
 
 P, PARENT = 1000, "cd" * 32
@@ -101,9 +105,6 @@ class Source:
     def oldest_needed_round(self) -> int | None:
         return None
 
-    def proof_after(self, head: str) -> Proof | None:
-        return self.next_proof
-
     def leaf(self, digest: str, index: int) -> bytes:
         if digest != self.tip.digest:
             raise LookupError(digest)
@@ -113,7 +114,7 @@ class Source:
 def description(tip: Tip, **changes: Any) -> Message:
     header = {"round": tip.round, "head": tip.head, "tokens": tip.state.tokens, "digest": tip.digest}
     proof = tip.proof.model_dump_json().encode() if tip.proof else b""
-    return Message(header | changes, [b"".join(tip.leaves), proof, b""])
+    return Message(header | changes, [b"".join(tip.leaves), proof, tip.state.credit.root])
 
 
 class HungSource(Source):
@@ -143,12 +144,12 @@ def download(
                 server.serve({"state": Service(answer_with(served), Channel.STATE)})
             else:
                 source = Source(served) if isinstance(served, Tip) else served
-                StateServer(server, source, source.proof_after)
+                StateServer(server, source)
+                proof = source.next_proof or source.tip.proof
+                links = Message(blobs=[proof.model_dump_json().encode()] if proof else [])
+                server.serve({"chain": Service(answer_with(links), Channel.STATE)})
             if isinstance(served, HungSource):
                 server.serve(dict.fromkeys(("leaf", "chain"), Service(hang, Channel.STATE)))
-            elif isinstance(served, Tip) and served.proof:
-                links = Message(blobs=[served.proof.model_dump_json().encode()])
-                server.serve({"chain": Service(answer_with(links), Channel.STATE)})
             record = PeerRecord(peer_id=peer.peer_id, number=1, run=RUN, head=RUN, phase=Phase.PAUSED)
             peer_table.merge([sign_record(peer, record)])
         downloader = Downloader(wire, peer_table, RULES, folder, random.Random(0))
@@ -202,8 +203,8 @@ def test_an_inconsistent_description_of_a_state_is_ignored(changes: dict[str, An
 
 def test_a_description_of_a_state_with_invalid_blobs_is_ignored() -> None:
     good, right = proven_tip(3), description(proven_tip(4))
-    leaves, proof, _ = right.blobs
-    for blobs in ([], [leaves], [leaves, proof], [leaves[:-32], proof, b""], [leaves, b"{}", b""], [b"x", b"", b""]):
+    leaves, proof, root = right.blobs
+    for blobs in ([], [leaves], [leaves, proof], [leaves[:-32], proof, root], [leaves, b"{}", root], [b"x", b"", root]):
         assert download([replace(right, blobs=blobs), good]).digest == good.digest
 
 
@@ -235,8 +236,8 @@ def test_the_next_rounds_certificate_proves_a_state_although_two_peers_serve_ano
 
 def test_a_state_is_refused_if_the_next_rounds_certificate_names_another_state() -> None:
     good, bad = proven_tip(3), proven_tip(4)
-    for proof in (committed(bad.head, 5, state=good.digest), committed(good.head, 5, state=bad.digest)):
-        assert download([Source(bad, next_proof=proof), good]).digest == good.digest
+    proof = committed(bad.head, 5, state=good.digest)
+    assert download([Source(bad, next_proof=proof), good]).digest == good.digest
 
 
 def test_a_certificate_that_only_strangers_signed_proves_no_state() -> None:
@@ -412,3 +413,60 @@ def test_downloader_gives_up_a_server_after_three_timeouts(peers: Peers) -> None
     with pytest.raises(TransferFailed, match="16 of 16 parts"):
         peers.transfer("late")
     assert 3 <= len(peers.asked["late"]) <= 5
+
+
+# patience
+
+
+def run_until(ratios: Sequence[float], patience_s: float, is_needed: Callable[[], bool]) -> tuple[Tip | None, float]:
+    """Seconds on virtual time until a download ends. Each try reports the next of the ratios, and takes two seconds."""
+    tries = iter(ratios)
+
+    class Fails(Downloader):
+        async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
+            await asyncio.sleep(1.0)
+            on_progress(next(tries))
+            raise TransferFailed("Parts are not available.")
+
+    async def whole() -> tuple[Tip | None, float]:
+        nothing: Any = None
+        downloader = Fails(nothing, nothing, RULES, Path(), random.Random(0))
+        return await downloader.run_until(Target(P), print, print, patience_s, is_needed), loop.time()
+
+    with closing(VirtualLoop(lambda: 0.0)) as loop:
+        return loop.run_until_complete(whole())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "least_s"),
+    [
+        ([0.0] * 99, 10),
+        ([0.1, 0.2, 0.3, *[0.3] * 99], 15),
+        # A server that offers two states in turn makes no progress, nor does one of which less and less is here.
+        ([0.0, 0.1] * 99, 13),
+        ([0.3, 0.2, 0.1, *[0.0] * 99], 11),
+    ],
+)
+def test_a_download_is_given_up_without_progress_for_the_given_time(ratios: list[float], least_s: float) -> None:
+    tip, took_s = run_until(ratios, 10.0, lambda: True)
+    assert tip is None and least_s <= took_s <= least_s + 3
+
+
+def test_a_download_ends_when_the_state_is_no_longer_needed() -> None:
+    looks = iter([True] * 20)
+    tip, took_s = run_until([0.0] * 99, math.inf, lambda: next(looks, False))
+    assert tip is None and took_s < 30
+
+
+def test_a_server_that_is_busy_for_ever_does_not_keep_the_download_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloader_module, "STALLED_S", 1.0)
+    monkeypatch.setattr(downloader_module, "BUSY_S", 0.1)
+    newer, older = proven_tip(4), proven_tip(3)
+
+    class BusySource(Source):
+        def leaf(self, digest: str, index: int) -> bytes:
+            raise PeerError("this node is busy", code="busy")
+
+    assert download([BusySource(newer), older]).digest == older.digest
+    with pytest.raises(TransferFailed, match="parts of the state"):
+        download([BusySource(newer)])

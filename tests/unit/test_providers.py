@@ -106,3 +106,11 @@ def test_the_larger_digest_is_outvoted_if_there_are_two_contributors(weights: tu
     tip = replace(TIP, last_weights=dict(zip("ab", weights, strict=True)))
     assert is_outvoted([record("a", TIP.digest), record("b", SMALL)], tip)
     assert not is_outvoted([record("a", TIP.digest), record("b", LARGE)], tip)
+
+
+def test_live_members_at_the_same_head_decide_between_two_contributors() -> None:
+    tip = replace(TIP, last_weights={"a": 100, "liar": 100})
+    records = [record("a", TIP.digest), record("liar", SMALL)]
+    assert is_outvoted(records, tip)
+    assert not is_outvoted([*records, record("c", TIP.digest)], tip)
+    assert is_outvoted([*records, record("c", TIP.digest, head=ELSEWHERE)], tip), "c is at another head"

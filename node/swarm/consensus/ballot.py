@@ -153,8 +153,8 @@ class Attempt:
 class Ballot:
     """One node's attempts at the next round. `clear` starts the following round."""
 
-    def __init__(self, chain: Chain, peer_table: PeerTable) -> None:
-        self._chain, self._peer_table = chain, peer_table
+    def __init__(self, chain: Chain, peer_table: PeerTable, clock: Callable[[], float]) -> None:
+        self._chain, self._peer_table, self._clock = chain, peer_table, clock
         self._attempts: dict[int, Attempt] = {}
         self._raised: Counter[str] = Counter()
         self.number = chain.store.lowest_attempt(chain.tip.head)
@@ -169,19 +169,21 @@ class Ballot:
         """Members because of which an attempt led by this node failed. Its next plans for this round omit them."""
         self.distrusts_reducers = False
         """Whether a result of this round was refused. Then this node reduces alone when it leads."""
-        self._false_claims: dict[str, str] = {}
-        """Peer id to a head with which the peer claimed to be ahead, without proof. Kept over rounds."""
+        self._false_claims: dict[str, tuple[str, float]] = {}
+        """Peer id to a head with which the peer claimed to be ahead, without proof, and the end of the doubt. Kept over
+        rounds."""
         self._accusers: dict[str, dict[str, int]] = {}
         """For each reducer, the leaders that accused it and the round in which they did. Kept for LATELY rounds."""
         self.joined_at: dict[str, int] = {}
         """Peer id to the round in which the peer last sent a join. Kept for LATELY rounds."""
 
     def has_false_claim(self, record: PeerRecord) -> bool:
-        """Whether the peer has failed to prove the head that it claims."""
-        return self._false_claims.get(record.peer_id) == record.head
+        """Whether the peer has failed to prove the head that it claims, and is still doubted for it."""
+        head, until_s = self._false_claims.get(record.peer_id, ("", 0.0))
+        return head == record.head and self._clock() < until_s
 
-    def add_false_claim(self, record: PeerRecord) -> None:
-        self._false_claims[record.peer_id] = record.head
+    def add_false_claim(self, record: PeerRecord, doubt_s: float = math.inf) -> None:
+        self._false_claims[record.peer_id] = record.head, self._clock() + doubt_s
 
     def is_overtaken(self) -> bool:
         """Whether a member is in a later round. If so, this round is over; closing it again would fork the chain."""

@@ -17,6 +17,7 @@ from node.errors import PeerError, RoundFailed, SwarmError
 from node.swarm.allreduce.reducer import ChunkLayout, exceeds_norm_bound
 from node.swarm.allreduce.result_store import ResultStore
 from node.swarm.chain.chain import Tip, next_tip
+from node.swarm.chain.fork_choice import heads_of
 from node.swarm.consensus.ballot import Attempt, Ballot, StageTimer
 from node.swarm.consensus.context import Context
 from node.swarm.messages import (
@@ -312,8 +313,17 @@ class Committer:
             attempt.finish()
             attempt.stop()
 
-    def restart_here(self) -> Tip:
-        """Continue from the present tip, because no peer serves another state. Drops this node's offer."""
+    def restart_here(self, doubt_s: float) -> Tip:
+        """Continue from the present tip, because no peer serves another state. Drops this node's offer.
+
+        For `doubt_s`, peers on unknown heads, or with another digest at this node's head, are not believed until they
+        claim a further head. Then they are believed again, because they may be honest members out of reach.
+        """
+        tip = self._ctx.chain.tip
+        known = set(heads_of(tip.links, tip.head))
+        for record in self._ctx.peer_table.others() if doubt_s else ():
+            if record.head not in known or (record.head == tip.head and record.state_digest != tip.digest):
+                self._ballot.add_false_claim(record, doubt_s)
         self._left_at = max(self._left_at, self._ctx.next_round)
         self._dropped, self._ballot.mine = frozenset(), None
         return self._ctx.chain.tip

@@ -70,7 +70,7 @@ class Participant:
             ),
             clock=clock,
         )
-        self.ballot = Ballot(chain, peer_table)
+        self.ballot = Ballot(chain, peer_table, clock)
         self.stages = StageTimer(clock)
         self.sender = Sender(self.ctx, self.ballot)
         self.depositary = Depositary(self.ctx)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from node.errors import PeerError, SwarmError
+from node.errors import PeerError, RoundFailed, SwarmError
+from node.swarm.chain.chain import Tip
 from node.swarm.chain.fork_choice import (
     Link,
     contributors_at,
@@ -31,7 +32,7 @@ from node.swarm.chain.fork_choice import (
 from node.swarm.consensus.participant import Participant
 from node.swarm.membership.peer_table import PeerRecord, while_live
 from node.swarm.messages import Proof, parse
-from node.swarm.state_sync.providers import is_outvoted
+from node.swarm.state_sync.providers import Target, is_outvoted
 from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, ChainServer
 from node.swarm.transport.wire import Message
 
@@ -39,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 UNSERVED_S = 20.0
 """If no peer has had the result of the next round for so long, the node downloads a state instead."""
+PATIENCE_S = 20.0
+CHECKPOINT_ROUNDS = 5
+"""Members that go on serve a new state at least every four rounds of a fragment (`worker.checkpointing.MAX_ROUNDS`)."""
+FIRST_ROUND_S = 60.0
+"""Length of a round, as long as there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +54,26 @@ class ResyncCause:
     reason: str
     code: Literal["outvoted", "fork", "far_behind"]
     avoid: frozenset[str] = frozenset()
-    """The digest of this node's state, and the heads of its side of a fork. These states must not be downloaded."""
+    """The digest of this node's state, the heads of its side of a fork, and all heads of its chain if it is only
+    behind. These states must not be downloaded."""
     own_tokens: int = -1
     """Tokens of this node's state if the node is only behind, else -1. A state with fewer must not be downloaded."""
     dropped: tuple[Link, ...] = ()
     """The rounds that only this node's side of a fork has committed."""
+    patience_s: float = PATIENCE_S
+    """If no peer serves another state and the download makes no progress for so long, this node goes on with its own
+    state. Both sides of a fork could wait for each other, and those who claim to be ahead could lie."""
+    heads: tuple[str, ...] = ()
+    """The known heads of this node's chain, newest first."""
+    links: tuple[Link, ...] = ()
+    """The rounds that led to this node's head."""
+    preferred: frozenset[str] = frozenset()
+    """Heads of the chain to which this node goes."""
+
+    def target(self, parameters: int, initial_digest: str | None, moments: int = 1) -> Target:
+        """What to download: a state with this number of parameters, of the run with this initial state."""
+        known = self.heads, self.links, self.preferred
+        return Target(parameters, initial_digest, self.avoid, self.own_tokens, *known, moments)
 
 
 class CatchUp:
@@ -65,6 +86,8 @@ class CatchUp:
         self._on_lost = on_lost
         self._unserved = "", 0.0
         """The head after which no peer has had the result of the next round, and since when."""
+        self._without_result: set[str] = set()
+        """Heads of rounds after this node's head that it believes, but whose results no peer has had."""
         ChainServer(self._ctx)
 
     async def run(self) -> None:
@@ -75,20 +98,53 @@ class CatchUp:
                 async with asyncio.timeout(look_s):
                     await self._ctx.behind.wait()
             self._ctx.behind.clear()
-            if is_outvoted(self._peer_table.live(), self._ctx.chain.tip):
-                self._lose("most other peers have another state after the same rounds", "outvoted")
+            if self._is_outvoted():
+                tip = self._ctx.chain.tip
+                preferred = heads_of(tip.links, tip.head)
+                self._lose("most other peers have another state after the same rounds", "outvoted", preferred)
                 await asyncio.sleep(look_s)
             elsewhere = self._peers_elsewhere()
             if elsewhere and not await self.replay(elsewhere):
                 await asyncio.sleep(look_s)
 
     def _lose(
-        self, reason: str, code: Literal["outvoted", "fork", "far_behind"], dropped: tuple[Link, ...] = ()
+        self,
+        reason: str,
+        code: Literal["outvoted", "fork", "far_behind"],
+        preferred: Collection[str],
+        dropped: tuple[Link, ...] = (),
     ) -> None:
         tip = self._ctx.chain.tip
-        avoid = {tip.digest, *(link.head for link in dropped)}
+        heads = heads_of(tip.links, tip.head)
+        avoid = {tip.digest, *(heads if code == "far_behind" else (link.head for link in dropped))}
         own_tokens = tip.state.tokens if code == "far_behind" else -1  # In the other cases, its state is of no use.
-        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped))
+        rounds_s = CHECKPOINT_ROUNDS * len(self._ctx.rules.layouts) * (tip.round_s or FIRST_ROUND_S)
+        patience_s = PATIENCE_S + (rounds_s if code == "far_behind" else 0.0)
+        known = tuple(heads), tip.links, frozenset(preferred)
+        self._on_lost(ResyncCause(reason, code, frozenset(avoid), own_tokens, dropped, patience_s, *known))
+
+    def _is_outvoted(self) -> bool:
+        live = [record for record in self._peer_table.live() if not self._ballot.has_false_claim(record)]
+        return is_outvoted(live, self._ctx.chain.tip)
+
+    def is_needed(self, cause: ResyncCause) -> bool:
+        """Whether this node still needs the state that it must download for this cause.
+
+        A node that is only behind needs none as soon as it has replayed a round, because the others may wait for it and
+        have no newer state.
+        """
+        if cause.code == "outvoted":
+            return self._is_outvoted()
+        return cause.code == "fork" or self._ctx.chain.tip.state.tokens <= cause.own_tokens
+
+    def restart_here(self, cause: ResyncCause) -> Tip:
+        """Continue from the present tip, because no state was downloaded for this cause. Returns the tip.
+
+        If the state is still needed, others claimed what they did not serve. They are doubted for as long as this node
+        has waited. After a fork they are not, because a fork is judged by proofs.
+        """
+        doubts = cause.code != "fork" and self.is_needed(cause)
+        return self._committer.restart_here(cause.patience_s if doubts else 0.0)
 
     async def align(self) -> None:
         """Catch up once, at the start. If a peer is at the same head, take over the age of the round from it."""
@@ -128,13 +184,14 @@ class CatchUp:
                 reply = await self._replay_from(record.peer_id)
             except SwarmError as exc:
                 logger.info("This node could not catch up from peer %s: %s", record.peer_id[-6:], exc)
-                is_unserved |= exc.code == "reducer_lost"
+                is_unserved |= isinstance(exc, RoundFailed)  # A peer could refuse with any code.
                 continue
             has_moved = self._ctx.chain.tip is not tip
             if reply.header.get("light") is True and not has_moved:
                 unrelated.append((record, reply))  # The peer may be on this chain, but keep few proofs after a restart.
                 continue
             if has_moved:
+                self._without_result.clear()
                 logger.info("This node has caught up to round %d.", self._ctx.chain.tip.round)
             elif record.head == tip.head == reply.header.get("head"):
                 self._ctx.chain.set_anchor(self._ctx.clock() - self._ctx.stated_age_s(reply.header))
@@ -154,7 +211,8 @@ class CatchUp:
         if self._unserved[0] != head:
             self._unserved = head, now_s
         elif now_s - self._unserved[1] > UNSERVED_S:
-            self._lose("no peer has the result of the round after this node's head", "far_behind")
+            preferred = frozenset(self._without_result)
+            self._lose("no peer has the result of the round after this node's head", "far_behind", preferred)
 
     async def _replay_from(self, peer_id: str) -> Message:
         """Adopt one peer's proofs until the peer's head is reached or no proof is adopted. Returns the last reply."""
@@ -169,7 +227,11 @@ class CatchUp:
             for blob in reply.blobs:
                 proof = parse(Proof, blob)
                 is_newest = proof.outcome.hash == reply.header.get("head")
-                await self._committer.adopt(proof, newest_at_s if is_newest else None)
+                try:
+                    await self._committer.adopt(proof, newest_at_s if is_newest else None)
+                except RoundFailed:
+                    self._without_result.add(proof.outcome.hash)
+                    raise
             if self._ctx.chain.tip.head in (tip.head, reply.header.get("head")):
                 return reply
 
@@ -204,7 +266,8 @@ class CatchUp:
         standing = {r.peer_id: r.head for r in self._peer_table.members()} | {self._ctx.me: tip.head}
         if fork_point == tip.head or (not is_fork_point_known and theirs[0].round > tip.round):
             if self._is_behind(theirs, standing):
-                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind")
+                preferred = [link.head for link in theirs]
+                self._lose("the other peers no longer keep the rounds after this node's head", "far_behind", preferred)
                 return True
             if fork_point != tip.head:
                 self._ballot.add_false_claim(record)
@@ -220,7 +283,7 @@ class CatchUp:
             reason = f"the others' chain has {weight(theirs)} tokens since the fork, this node's chain {weight(mine)}"
             if weight(theirs) <= weight(mine):
                 reason = "more members support the others' chain"
-            self._lose(reason, "fork", mine)
+            self._lose(reason, "fork", [link.head for link in theirs], mine)
             return True
         self._ballot.add_false_claim(record)
         proven_tokens = tip.state.tokens + weight(theirs) - weight(mine)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -41,6 +42,10 @@ ENDGAME_S = 1.0  # Age at which a request may be repeated to a second peer, afte
 LOOK_S = 0.1
 REFRESH_S = 5.0  # Time between two searches for servers during a transfer
 BUSY_S = 0.5  # Pause after a peer answers that it is busy
+STALLED_S = LEAF_TIMEOUT_S
+"""A transfer without a new leaf for so long is given up. Servers could answer for ever that they are busy."""
+RETRY_S = 1.0  # Pause between two tries
+CHECK_S = 0.5  # Time between two looks whether the download is still of use
 MAX_TRIES = 3
 MAX_LATE = 3  # Timeouts after which a peer is not asked again
 
@@ -61,6 +66,52 @@ class Downloader:
         self._room = room
         self._providers = ProviderSearch(wire, peer_table, rules, rng)
         self._banned: set[str] = set()
+
+    async def run_until(
+        self,
+        target: Target,
+        on_progress: Callable[[float], None],
+        on_try: Callable[[str], None],
+        patience_s: float = math.inf,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> Tip | None:
+        """Try again and again to download a state. Raises MachineError if the disk fails.
+
+        Returns None if there is no progress for `patience_s`, or if the state is no longer needed. A larger part of one
+        state than ever before is progress, so nobody can feign it by offering one state after another.
+
+        Args:
+            on_try: called with an empty text when a try begins, and with the reason when it fails.
+        """
+        clock = asyncio.get_running_loop().time
+        best_ratio, progress_at_s = 0.0, clock()
+
+        def note(ratio: float) -> None:
+            nonlocal best_ratio, progress_at_s
+            if ratio > best_ratio:
+                best_ratio, progress_at_s = ratio, clock()
+            on_progress(ratio)
+
+        logged, running = "", asyncio.create_task(self.run(target, note))
+        try:
+            while is_needed() and clock() - progress_at_s <= patience_s:
+                await asyncio.wait([running], timeout=CHECK_S)
+                if not running.done():
+                    continue
+                try:
+                    return running.result()
+                except TransferFailed as exc:
+                    on_try(str(exc))
+                    if str(exc) != logged:
+                        logger.info("The state could not be downloaded yet: %s", exc)
+                    logged = str(exc)
+                await asyncio.sleep(RETRY_S)
+                on_try("")
+                running = asyncio.create_task(self.run(target, note))
+            return None
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def run(self, target: Target, on_progress: Callable[[float], None]) -> Tip:
         """Download the best state that peers serve (`ProviderSearch.find`). Raises TransferFailed, or MachineError.
@@ -210,6 +261,8 @@ class Transfer:
         self._late: Counter[str] = Counter()
         self._paused_until_s: dict[str, float] = {}
         self._clock = asyncio.get_running_loop().time
+        self._kept_at_s = self._clock()
+        """When the newest leaf was kept."""
 
     @property
     def peers(self) -> list[str]:
@@ -226,7 +279,7 @@ class Transfer:
         self._use_servers(servers)
         finding, missing_before = asyncio.create_task(find_later()), 0
         try:
-            while self._missing:
+            while self._missing and self._clock() - self._kept_at_s <= STALLED_S:
                 self._send_requests()
                 if self._streams or self._requests:
                     await self._receive()
@@ -298,6 +351,7 @@ class Transfer:
     async def _keep(self, index: int, data: bytes) -> None:
         await asyncio.to_thread(self._partial.put, index, data)
         self._missing.discard(index)
+        self._kept_at_s = self._clock()
         for task, request in self._requests.items():
             if request.index == index:
                 task.cancel()

@@ -4,6 +4,9 @@ The joins of a committed round name the digest of the outer state before that ro
 round proves the digest of a state. The newest state has no next round yet, so the peers' records vote on its digest. A
 vote weighs as much as the tokens of the peer's signed join: at least one, and at most as much as all other votes
 together. So neither made-up tokens nor made-up identities win a vote.
+
+A hostile peer can sign a whole chain of its own, in which each state is proven. So the servers also send the rounds
+after their states, and the state with the most live peers on its chain is chosen.
 """
 
 from __future__ import annotations
@@ -11,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from node.diloco.digest import HASH_BYTES, root_digest, tree_slices
 from node.errors import PeerError
 from node.swarm.chain.chain import Tip
+from node.swarm.chain.fork_choice import Link, heads_of, links_after, read_links
 from node.swarm.consensus.context import Rules
 from node.swarm.membership.peer_table import PeerRecord, PeerTable
-from node.swarm.messages import Proof, check_proof, parse, voters
-from node.swarm.state_sync.server import SERVING_PHASES, Snapshot, joins_at
+from node.swarm.messages import Proof, check_light, parse, voters
+from node.swarm.state_sync.server import CHAIN_TIMEOUT_S, SERVING_PHASES, Snapshot, joins_at
 from node.swarm.transport.wire import MALFORMED_ERRORS, MAX_REPLY_BYTES, Message, Wire
 
 logger = logging.getLogger(__name__)
@@ -39,47 +44,58 @@ def vote_weights(tokens: Mapping[str, int], peers: Collection[str]) -> dict[str,
     return weights
 
 
-def winning_digest(tokens: Mapping[str, int], votes: Mapping[str, str]) -> str:
+def winning_digest(tokens: Mapping[str, int], votes: Mapping[str, str], others: Collection[str] = ()) -> str:
     """The digest with the heaviest votes; empty if there is none. `votes` has each peer's digest, empty if unknown.
 
     Two digests can have equal weights, for example if one peer votes against all others. Then the digest with more
-    votes wins, and with equal votes the smaller digest.
+    votes wins, then the one that more of `others` have, the digests of peers without a vote, and then the smaller one.
     """
     votes = {peer: digest for peer, digest in votes.items() if digest}
     by_digest: dict[str, list[int]] = {}
     for peer, weight in vote_weights(tokens, votes).items():
         by_digest.setdefault(votes[peer], []).append(weight)
-    return min(by_digest, key=lambda d: (-sum(by_digest[d]), -len(by_digest[d]), d), default="")
+    more = Counter(others)
+    return min(by_digest, key=lambda d: (-sum(by_digest[d]), -len(by_digest[d]), -more[d], d), default="")
 
 
 def is_outvoted(records: Sequence[PeerRecord], tip: Tip) -> bool:
     """Whether another digest than this node's wins the vote about the state at this node's head.
 
-    Only contributors to the newest record vote, because other identities cost nothing. A contributor whose record for
-    this head is not known yet counts for this node: after a commit, the first record may be from a damaged peer.
+    Only contributors to the newest record vote, because other identities cost nothing; the others decide if the vote is
+    a tie. A contributor whose record for this head is not known yet counts for this node: after a commit, the first
+    record may be from a damaged peer.
 
     Args:
         records: live peers, this node first.
     """
     own, *others = records
-    votes = {own.peer_id: tip.digest}
+    votes, here = {own.peer_id: tip.digest}, list[str]()
     for record in others:
         if record.peer_id in tip.last_weights:
             votes[record.peer_id] = (record.head == tip.head and record.state_digest) or tip.digest
-    return winning_digest(tip.last_weights, votes) not in ("", tip.digest)
+        elif record.head == tip.head:
+            here.append(record.state_digest)
+    return winning_digest(tip.last_weights, votes, here) not in ("", tip.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a joiner knows about the state that it needs."""
+    """What a node knows about the state that it needs."""
 
     parameters: int
     initial_digest: str | None = None
     """Digest of the initial state, from the manifest."""
     avoid: frozenset[str] = frozenset()
-    """Heads and digests of states on a chain that lost."""
+    """Heads and digests of states that must not be downloaded."""
     own_tokens: int = -1
     """Tokens of the state that this node has; -1 if it has none. A state with fewer tokens is of no use."""
+    heads: tuple[str, ...] = ()
+    """The known heads of this node's chain, newest first; empty if it has no chain."""
+    links: tuple[Link, ...] = ()
+    """The rounds that led to this node's head, as far as they are known."""
+    preferred: frozenset[str] = frozenset()
+    """Heads of the chain to which this node goes. It accepts no state of a chain that has none of them, except for a
+    state that is on its own chain as well."""
     moments: int = 1
     """Moments for each parameter (`OuterOptimizer.moments`)."""
 
@@ -101,6 +117,8 @@ class AvailableState:
     """Each peer's digest at this head; empty if the peer is at another head."""
     is_proven: bool = False
     """Whether the manifest or the certificate of the next round proves the digest."""
+    standing: int = 0
+    """The number of live peers that are on the state's chain, at its head or later."""
 
     @property
     def has_majority(self) -> bool:
@@ -122,11 +140,11 @@ class ProviderSearch:
         self._wire, self._peer_table, self._rules, self._rng = wire, peer_table, rules, rng
 
     async def find(self, target: Target, begun: Sequence[str], banned: Collection[str]) -> list[AvailableState]:
-        """The available states, best first. Proven states and those with a majority come before all others.
+        """The available states of the chain with the most live peers, best first.
 
-        Next come states of which a partial download exists, states with several servers, and newer states. States that
-        are outvoted are left out. A peer at another head does not vote against a state, because the chain that won a
-        fork may have only one peer left.
+        Proven states and those with a majority come before all others. Next come states of which a partial download
+        exists, states with several servers, and newer states. States that are outvoted are left out. A peer at another
+        head does not vote against a state, because the chain that won a fork may have only one peer left.
 
         Args:
             begun: digest prefixes of partial downloads.
@@ -141,12 +159,81 @@ class ProviderSearch:
         servers = await asyncio.gather(*(self.servers(digest, banned, peers) for digest in states))
         for state, serving in zip(states.values(), servers, strict=True):
             state.servers.update(serving)
+        heads = [record.head for record in self._peer_table.others()]  # Before the calls, so that the chains have them.
+        chains = await self._chains(states.values(), target, peers)
+        judged = [await asyncio.to_thread(self._judge, one, target, chains, heads) for one in states.values()]
+        usable = [one for one in judged if one is not None and (one.is_proven or not one.is_outvoted)]
+        best = max((one.standing for one in usable), default=0)
 
         def rank(state: AvailableState) -> tuple[Any, ...]:
             is_begun = any(state.snapshot.digest.startswith(name) for name in begun)
             return state.is_proven or state.has_majority, is_begun, min(2, len(state.servers)), state.snapshot.round
 
-        return sorted((s for s in states.values() if s.is_proven or not s.is_outvoted), key=rank, reverse=True)
+        return sorted((one for one in usable if one.standing == best), key=rank, reverse=True)
+
+    async def _chains(
+        self, states: Collection[AvailableState], target: Target, peers: Sequence[str]
+    ) -> list[tuple[Link, ...]]:
+        """The rounds after this node's own chain, or else after the oldest of these states, as several peers say.
+
+        It asks one server of each state, and two other peers, because a server of a false state would lie here, too.
+        """
+        asked = {self._rng.choice(sorted(state.servers)) for state in states}
+        asked.update(self._rng.sample(peers, min(2, len(peers))) if states else ())
+        oldest_first = sorted((state.snapshot for state in states), key=lambda snapshot: snapshot.round)
+        heads = target.heads or tuple(snapshot.head for snapshot in oldest_first)
+        calls = [asyncio.create_task(self._rounds_after(peer, heads)) for peer in sorted(asked)]
+        if not calls:
+            return []
+        try:
+            done, _ = await asyncio.wait(calls, timeout=CALL_S)
+            if not done:
+                done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        return [call.result() for call in calls if call in done]
+
+    async def _rounds_after(self, peer: str, heads: Sequence[str]) -> tuple[Link, ...]:
+        """The rounds of a peer's chain after the first of these heads that the peer knows; empty if it has none."""
+        request = Message({"heads": list(heads), "light": True})
+        try:
+            reply = await self._wire.call(peer, "chain", request, timeout_s=CHAIN_TIMEOUT_S)
+            return await asyncio.to_thread(read_links, reply.blobs, self._rules.bounds)
+        except PeerError as exc:
+            logger.debug("Peer %s did not send the rounds of its chain: %s", peer[-6:], exc)
+            return ()
+
+    def _judge(
+        self, state: AvailableState, target: Target, chains: Sequence[Sequence[Link]], heads: Sequence[str]
+    ) -> AvailableState | None:
+        """Add what the rounds after a state tell about it. Returns None if the state must not be downloaded. Slow.
+
+        Args:
+            chains: rounds as several peers say (`_chains`).
+            heads: those of all live peers.
+        """
+        snapshot = state.snapshot
+        passing = [links for links in chains if links and snapshot.head in heads_of(links, links[-1].head)]
+        around = {snapshot.head}.union(*(heads_of(links, links[-1].head) for links in passing))
+        if target.heads and snapshot.head not in target.heads and not target.preferred & around:
+            return None
+        later = {snapshot.head}.union(*({link.head for link in links_after(links, snapshot.head)} for links in passing))
+        is_proven = state.is_proven
+        for links in (target.links, *passing):
+            following = next((link for link in links if link.parent == snapshot.head), None)
+            if following is None:
+                continue
+            proof = parse(Proof, following.text)
+            has_majority = 2 * len(voters(proof).intersection(state.tokens)) > len(state.tokens)
+            if has_majority or links is target.links:
+                _, joins = check_light(proof, self._rules.bounds)
+                if any(join.state != snapshot.digest for join in joins.values()):
+                    logger.warning("An offered state of round %d is not the one of the chain.", snapshot.round)
+                    return None
+                is_proven = True
+        return replace(state, is_proven=is_proven, standing=sum(head in later for head in heads))
 
     async def servers(self, digest: str, banned: Collection[str], peers: Sequence[str] = ()) -> list[str]:
         """The peers that serve this state now. Asks `peers`, or a random choice of all if `peers` is empty."""
@@ -186,13 +273,12 @@ class ProviderSearch:
         try:
             snapshot = read_snapshot(reply, target)
             joins = await asyncio.to_thread(joins_at, snapshot.head, snapshot.round, snapshot.proof, self._rules)
-            is_proven = await asyncio.to_thread(is_named_by_next_proof, snapshot, joins, self._rules)
         except (PeerError, *MALFORMED_ERRORS) as exc:
             self._wire.traffic.reject(exc if isinstance(exc, PeerError) else PeerError("a wrong form"))
             logger.warning("Peer %s offers an invalid state: %s.", peer[-6:], exc)
             return None
         tokens = {peer: join.tokens for peer, join in joins.items()}
-        is_proven |= snapshot.digest == target.initial_digest
+        is_proven = snapshot.digest == target.initial_digest
         return AvailableState(snapshot, tokens, votes=self._votes(snapshot.head), is_proven=is_proven)
 
 
@@ -200,24 +286,9 @@ def _is_wanted(snapshot: Snapshot, target: Target) -> bool:
     return snapshot.tokens >= target.own_tokens and not {snapshot.head, snapshot.digest} & target.avoid
 
 
-def is_named_by_next_proof(snapshot: Snapshot, contributors: Collection[str], rules: Rules) -> bool:
-    """Whether the certificate of the next round proves the state's digest. Slow. Raises PeerError on a contradiction.
-
-    A certificate proves the digest if more than half of the contributors to the state's own round have voted. Each of
-    them has checked that the joins of the next round name the digest of its own state. The initial state has no
-    contributors.
-    """
-    if snapshot.next_proof is None:
-        return False
-    outcome, joins = check_proof(snapshot.next_proof, rules.bounds)
-    if outcome.plan.parent != snapshot.head or any(join.state != snapshot.digest for join in joins.values()):
-        raise PeerError("the certificate of the next round is for another state")
-    return 2 * len(voters(snapshot.next_proof).intersection(contributors)) > len(contributors)
-
-
 def read_snapshot(reply: Message, target: Target) -> Snapshot:
     """Parse and check the description of a state. Raises PeerError, or one of `MALFORMED_ERRORS`."""
-    joined, proof, next_proof, credit_root = reply.blobs
+    joined, proof, credit_root = reply.blobs
     leaves = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
     fields = {"round": int, "head": str, "tokens": int, "digest": str}
     if not all(type(reply.header.get(name)) is kind for name, kind in fields.items()):
@@ -226,7 +297,6 @@ def read_snapshot(reply: Message, target: Target) -> Snapshot:
         **{name: reply.header[name] for name in fields},
         leaves=leaves,
         proof=parse(Proof, proof) if proof else None,
-        next_proof=parse(Proof, next_proof) if next_proof else None,
         credit_root=credit_root,
     )
     if len(leaves) != len(target.slices):

@@ -46,8 +46,6 @@ class Snapshot:
     """The commit certificate of `head`; None for the initial state."""
     credit_root: bytes = EMPTY.root
     """Root of the table of credit, which is the part after the last leaf."""
-    next_proof: Proof | None = None
-    """The certificate of the round after `head`, whose joins name `digest`; None if the server has none."""
 
 
 class StateSource(Protocol):
@@ -98,18 +96,16 @@ class StateServer:
         self,
         wire: Wire,
         source: StateSource,
-        proof_after: Callable[[str], Proof | None] = lambda _: None,
         is_uplink_busy: Callable[[], bool] = lambda: False,
         inject_faults: Callable[[Sequence[bytes]], Awaitable[Sequence[bytes]]] | None = None,
     ) -> None:
         """Register the services.
 
         Args:
-            proof_after: returns the proof of the round after a head, or None if this node has none.
             is_uplink_busy: says whether a round needs the uplink now. If so, joiners wait for a moment.
             inject_faults: replaces the blobs of a reply, for tests.
         """
-        self._source, self._proof_after, self._is_uplink_busy = source, proof_after, is_uplink_busy
+        self._source, self._is_uplink_busy = source, is_uplink_busy
         self._inject_faults = inject_faults
         wire.serve(
             {
@@ -129,9 +125,8 @@ class StateServer:
         header = {"round": snapshot.round, "head": snapshot.head, "tokens": snapshot.tokens, "digest": snapshot.digest}
         if message.header.get("brief") is True:
             return Message(header)
-        proofs = (snapshot.proof, self._proof_after(snapshot.head))
-        encoded = (proof.model_dump_json().encode() if proof else b"" for proof in proofs)
-        return Message(header, [b"".join(snapshot.leaves), *encoded, snapshot.credit_root])
+        proof = snapshot.proof.model_dump_json().encode() if snapshot.proof else b""
+        return Message(header, [b"".join(snapshot.leaves), proof, snapshot.credit_root])
 
     async def _on_leaf(self, caller: str, message: Message) -> Message:
         digest, index = message.header.get("digest"), message.header.get("index")
@@ -159,7 +154,8 @@ class ChainServer:
         """Return the rounds after the newest of the caller's heads that is on this node's chain (the common head).
 
         If the common head is the caller's newest head and this node keeps the proofs after it, the reply has as many of
-        these proofs as fit. Otherwise it has light proofs (`light`): all links after the common head, if there is one.
+        these proofs as fit. Otherwise, or if the caller asks for them (`light`), it has light proofs: all links after
+        the common head, if there is one.
         """
         heads = message.header.get("heads")
         if (
@@ -171,7 +167,7 @@ class ChainServer:
         tip, newest = self._ctx.chain.tip, heads[0] if heads else ""
         header = {"head": tip.head, "age_s": self._ctx.age_s, "light": False}
         proofs = self._ctx.chain.proofs_after(newest)
-        if proofs or newest == tip.head:
+        if (proofs or newest == tip.head) and message.header.get("light") is not True:
             return Message(header, _first(proofs))
         known = set(heads_of(tip.links, tip.head))
         common = next((head for head in heads if head in known), "")
