@@ -410,10 +410,10 @@ def _config(call: Call) -> int:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value as TOML."""
+    """Format a value as TOML, and tables as JSON, which their flag takes."""
     if isinstance(value, Path):
         value = str(value)
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=lambda table: table.model_dump(exclude_defaults=True))
 
 
 def _doctor(call: Call) -> int:

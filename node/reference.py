@@ -33,9 +33,9 @@ from node.diloco.codec import chunk_bounds, make_codec
 from node.diloco.digest import state_digest
 from node.diloco.feedback import MOST_RESIDUAL_RATIO, ErrorFeedback
 from node.diloco.outer import OuterState, credited, genesis, outer_step, pseudo_gradient
-from node.diloco.schedule import learning_rate, progress, swarm_tokens_at
+from node.diloco.schedule import progress, swarm_tokens_at
 from node.errors import ConfigError, NodeError, UsageError
-from node.training.algorithm import feedback_of, optimizer_of
+from node.training.algorithm import feedback_of, inner_learning_rate, optimizer_of
 from node.training.corpus import Corpus, Stream, load_corpus
 from node.training.inner import Execution, InnerLoop
 from node.training.model import build_model, flatten, load_flat_, unit_elements
@@ -147,13 +147,7 @@ class ReferenceMember:
         """The learning rate of the step after `inner_step` steps of this round."""
         run = self._run
         done = progress("steps", inner_step=inner_step, inner_steps=run.round.inner_steps, elapsed_s=0.0, round_s=None)
-        return learning_rate(
-            swarm_tokens_at(self.state.tokens, done, self._last_round_tokens),
-            peak=run.inner.lr,
-            warmup_tokens=run.inner.warmup_tokens,
-            total_tokens=run.total_tokens,
-            min_ratio=run.inner.min_lr_ratio,
-        )
+        return inner_learning_rate(run, swarm_tokens_at(self.state.tokens, done, self._last_round_tokens))
 
 
 def gather(own: WeightedUpdate, stream_ids: Sequence[str], device: torch.device) -> list[WeightedUpdate]:

@@ -6,6 +6,7 @@ names a file of `[run]` tables that all other sources override. It is not part o
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -111,12 +112,17 @@ def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
 def check_value(key: str, value: Any) -> Any:
     """Convert the value of a known key to its type. Raises ValueError, which says what the value `should be`."""
     known = known_keys()[key]
-    if known.is_list and isinstance(value, str):
+    if known.is_list and isinstance(value, str) and value.lstrip().startswith("[{"):
+        value = json.loads(value)  # Tables, of which a file has one for each element.
+    elif known.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip() not in ("", "[]")]
     try:
         checked = known.adapter.validate_python(value)
     except ValidationError as exc:
-        allowed = exc.errors()[0]["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        error = exc.errors()[0]
+        allowed = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        if known.is_list and (field := next((part for part in error["loc"] if isinstance(part, str)), "")):
+            raise ValueError(f"{field} of a table: {allowed}") from exc
         raise ValueError(f"it {allowed}" if allowed.startswith("should") else allowed) from exc
     if isinstance(value, bool) and not known.is_bool:
         raise ValueError("it should not be true or false")

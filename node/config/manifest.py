@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl
@@ -29,9 +30,14 @@ WEIGHT_RATIO_MAX = 64
 """A contribution counts at most this many times the tokens of a typical node's round."""
 BUILTIN_TEXT = "builtin:python-stdlib"
 SOURCE_KINDS = ("builtin", "hub", "parquet", "json", "text")
+MOST_PHASES = 64
 SPARSE_CODECS = ("topk", "topk64")
 LOSSY_CODECS = (*SPARSE_CODECS, "int2")
 """Codecs that lose so much that they need error feedback."""
+
+
+Schedule = Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd", "restarts"]
+"""Names of learning-rate schedules (`node.diloco.schedule.learning_rate`)."""
 
 
 class Section(BaseModel):
@@ -182,7 +188,7 @@ class DataConfig(Section):
 
 
 class InnerConfig(Section):
-    """The inner optimizer: clipped gradients, warm-up and cosine decay over the *swarm's* tokens."""
+    """The inner optimizer: clipped gradients, and a learning rate that follows the *swarm's* tokens."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` uses Muon for the layers' matrices, scaled to the size of AdamW's updates, and AdamW for the rest."""
@@ -200,12 +206,37 @@ class InnerConfig(Section):
     """Largest gradient norm; larger gradients are scaled down to it."""
     warmup_tokens: int = Field(0, ge=0)
     """Tokens of the whole swarm during which the rate rises linearly from zero."""
+    schedule: Schedule = "cosine"
+    """Learning rate after the warm-up. `cosine` and `linear` fall until `run.total_tokens`; `wsd` is constant and falls
+    in the last `decay_ratio` of these tokens; `inverse-sqrt` falls with the square root of the tokens; `constant` does
+    not fall; `restarts` falls as a cosine in each of `cycles` equal cycles, and then starts again from the peak."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate from `run.total_tokens` on, as a share of the peak."""
+    """Lowest learning rate after the warm-up, as a share of the peak."""
+    decay_ratio: float = Field(0.1, gt=0, le=1)
+    """Share of `run.total_tokens` in which `wsd` falls (arXiv 2404.06395: 0.1)."""
+    cycles: int = Field(4, ge=1, le=10_000)
+    """Number of cycles of `restarts`."""
     batch_size: int = Field(8, ge=1)
     """Sequences per inner step of one node, accumulated over micro-batches."""
     sequence_length: int = Field(256, ge=8)
     """Tokens per sequence."""
+
+
+class PhaseConfig(Section):
+    """A part of a run, from a number of swarm tokens until the next phase or the end. Settings that it does not name
+    are those of [run]."""
+
+    from_tokens: int = Field(ge=1)
+    """Tokens of the whole swarm at which the phase begins."""
+    lr_ratio: float = Field(1.0, gt=0, le=1000)
+    """Factor on the learning rate."""
+    schedule: Schedule | None = None
+    """A schedule over the tokens of this phase alone, with a peak of `lr_ratio` times `run.inner.lr`; None goes on with
+    `run.inner.schedule`."""
+    warmup_tokens: int = Field(0, ge=0)
+    """Warm-up of the phase's own schedule (arXiv 2403.08763)."""
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """`run.data.weights` of rounds that begin in this phase."""
 
 
 class OuterConfig(Section):
@@ -334,7 +365,10 @@ class RunConfig(Section):
     purpose: Annotated[str, Field(max_length=2000), AfterValidator(_check_purpose)] = ""
     """What the run is for, in the founder's words, as its public page shows it."""
     total_tokens: int = Field(2_000_000_000, ge=1)
-    """Tokens of the whole swarm after which nodes export the model and stop. The cosine decay ends there."""
+    """Tokens of the whole swarm after which nodes export the model and stop. The learning-rate schedule ends there."""
+    phases: Annotated[tuple[PhaseConfig, ...], Field(max_length=MOST_PHASES)] = ()
+    """Changes of the learning rate and of the mix of sources in mid-run, as tables [[run.phases]] with `from_tokens`
+    and one or more of `lr_ratio`, `schedule`, `warmup_tokens` and `weights`; as a flag, a JSON list of such objects."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -367,7 +401,39 @@ class RunConfig(Section):
             )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 258:
             raise ValueError("data.tokenizer = bytes needs model.vocab_size of at least 258")
+        if self.inner.schedule == "inverse-sqrt" and not self.inner.warmup_tokens:
+            raise ValueError("inner.schedule inverse-sqrt falls from the end of a warm-up: set inner.warmup_tokens")
         return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> RunConfig:
+        ends = [*(phase.from_tokens for phase in self.phases[1:]), self.total_tokens]
+        for number, (phase, end) in enumerate(zip(self.phases, ends, strict=False), 1):
+            name = f"phases: number {number} (from_tokens {phase.from_tokens})"
+            if phase.from_tokens >= end:
+                limit = "total_tokens" if number == len(self.phases) else "the next phase"
+                raise ValueError(f"{name} does not begin before {limit}: list phases by rising from_tokens")
+            if phase.lr_ratio == 1 and not phase.schedule and not phase.weights:
+                raise ValueError(f"{name} changes nothing: set its lr_ratio, schedule or weights, or remove it")
+            if phase.weights and len(phase.weights) != len(self.data.sources):
+                raise ValueError(f"{name} has {len(phase.weights)} weights: give one for each of data.sources")
+            if phase.warmup_tokens and not phase.schedule:
+                raise ValueError(f"{name} has a warm-up without a schedule: set its schedule")
+            if phase.from_tokens + phase.warmup_tokens >= end:
+                raise ValueError(f"{name} ends before its warm-up: reduce its warmup_tokens")
+            if phase.schedule == "inverse-sqrt" and not phase.warmup_tokens:
+                raise ValueError(f"{name} falls from the end of a warm-up: set its warmup_tokens")
+        return self
+
+    def phase_at(self, tokens: int) -> int:
+        """The number of the phase that holds at so many swarm tokens, from 1 on; 0 before the first phase."""
+        return bisect_right([phase.from_tokens for phase in self.phases], tokens)
+
+    def weights_at(self, tokens: int) -> tuple[float, ...]:
+        """The relative share of each source in a round that begins at so many swarm tokens."""
+        number = self.phase_at(tokens)
+        own = self.phases[number - 1].weights if number else ()
+        return own or self.data.weights or (1.0,) * len(self.data.sources)
 
     @property
     def tokens_per_inner_step(self) -> int:

@@ -15,20 +15,56 @@ MAX_CHANGE_RATIO = 4.0
 """A round may be at most this many times longer or shorter than the previous one."""
 TRANSFER_RATIO = 0.8
 """Share of a round's inner phase that the previous round's transfer may take; slower members need the rest."""
+Schedule = Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd", "restarts"]
 PUBLISHED_LR = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 """Best outer learning rates by number of contributors (arXiv 2503.09799)."""
 
 
-def learning_rate(tokens: int, *, peak: float, warmup_tokens: int, total_tokens: int, min_ratio: float) -> float:
-    """Inner learning rate at `tokens` swarm tokens: linear from 0 to `peak`, then a cosine to `min_ratio * peak`.
+def learning_rate(
+    tokens: int,
+    *,
+    peak: float,
+    warmup_tokens: int,
+    total_tokens: int,
+    min_ratio: float,
+    schedule: Schedule = "cosine",
+    decay_ratio: float = 0.1,
+    cycles: int = 1,
+) -> float:
+    """Inner learning rate at `tokens` swarm tokens: linear from 0 to `peak` at `warmup_tokens`, then by `schedule`.
 
-    The cosine ends at `total_tokens`, and the rate is constant from there on. Without warm-up it starts at the peak.
+    Without warm-up it starts at the peak. With w = `warmup_tokens`, N = `total_tokens`, m = `min_ratio` and
+    x = (tokens - w) / (N - w), the rate after the warm-up is `peak` times
+
+        cosine         m + (1 - m) (1 + cos(pi x)) / 2                 DiLoCo, arXiv 2311.08105
+        linear         1 - (1 - m) x                                   arXiv 2310.07831 and 2502.15938
+        constant       1
+        inverse-sqrt   max(m, sqrt(w / tokens)), for w > 0             arXiv 1706.03762, equation 3, which has no floor
+        wsd            1, then 1 - (1 - m) sqrt(y)                     arXiv 2404.06395; the shape is of 2405.18392
+        restarts       cosine of x `cycles` - floor(x `cycles`)        SGDR, arXiv 1608.03983, equation 5, T_mult = 1
+
+    In `wsd`, y rises from 0 to 1 over the last `decay_ratio` of the N tokens. All but `restarts` are continuous, and
+    the first token of each cycle of `restarts` has the peak. From N on, `constant` and `inverse-sqrt` go on, and the
+    others stay at m.
     """
     if tokens < warmup_tokens:
         return peak * max(0, tokens) / warmup_tokens
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse-sqrt":
+        return peak * max(min_ratio, math.sqrt(max(1, warmup_tokens) / max(1, tokens)))
     if tokens >= total_tokens:
         return peak * min_ratio
-    done = (tokens - warmup_tokens) / (total_tokens - warmup_tokens)
+    past, length = tokens - warmup_tokens, total_tokens - warmup_tokens
+    if schedule == "linear":
+        return peak * (1 - (1 - min_ratio) * past / length)
+    if schedule == "wsd":
+        decay_at = max(float(warmup_tokens), total_tokens * (1 - decay_ratio))
+        done = (tokens - decay_at) / (total_tokens - decay_at) if tokens > decay_at else 0.0
+        return peak * (1 - (1 - min_ratio) * math.sqrt(done))
+    if schedule == "restarts":
+        past = past * cycles % length  # Integers, so that a cycle begins at the same token everywhere.
+    done = past / length
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
 

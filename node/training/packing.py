@@ -150,6 +150,7 @@ class RowPacker:
     ) -> None:
         """`seed` names the run and the peer. `state` is a value of the property `state`; None means the beginning."""
         self._weights = [weight / sum(weights) for weight in weights]
+        self._given_weights = list(weights)
         self._shards = [source.shards for source in sources]
         fresh = [[(lane, 0, 0) for lane in range(min(LANES, shards))] for shards in self._shards]
         if state is None:
@@ -163,6 +164,11 @@ class RowPacker:
         """Rows of the batch that is being packed."""
         self._taken: list[int] = list(state["taken"])
         """Rows taken from each source."""
+        is_unchanged = state.get("weights", self._given_weights) == self._given_weights
+        self._taken_before: list[int] = list(
+            state.get("taken_before", [0] * len(sources)) if is_unchanged else self._taken
+        )
+        """Rows taken from each source before the present weights held."""
         self._lanes = [
             [
                 Lane(
@@ -182,7 +188,13 @@ class RowPacker:
     def state(self) -> dict[str, Any]:
         """The position in all sources, as JSON. Valid between two batches."""
         lanes = [[list(lane.state) for lane in lanes] for lanes in self._lanes]
-        return {"taken": list(self._taken), "lanes": lanes, "shards": list(self._shards)}
+        return {
+            "taken": list(self._taken),
+            "taken_before": list(self._taken_before),
+            "weights": list(self._given_weights),
+            "lanes": lanes,
+            "shards": list(self._shards),
+        }
 
     def next_batch(self, batch_size: int, sequence_length: int) -> Tensor:
         """Return a batch, int64 cpu [B, T + 1]. Inputs are `[:, :-1]`, targets `[:, 1:]`. Consumes B * T tokens.
@@ -200,9 +212,10 @@ class RowPacker:
         return torch.from_numpy(np.stack(rows))
 
     def _next_source(self) -> int:
-        """The source that is furthest behind its share."""
-        rows = sum(self._taken) + 1
-        behind = [weight * rows - taken for weight, taken in zip(self._weights, self._taken, strict=True)]
+        """The source that is furthest behind its share of the rows since the present weights hold."""
+        counts = [taken - before for taken, before in zip(self._taken, self._taken_before, strict=True)]
+        rows = sum(counts) + 1
+        behind = [weight * rows - taken for weight, taken in zip(self._weights, counts, strict=True)]
         return behind.index(max(behind))
 
 

@@ -7,6 +7,7 @@ continues across rounds.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class BuiltinReader:
     def start_round(self, round_: int) -> None:
         if round_ != self._round:
             self._seek(round_, 0)
+
+    def use_weights(self, weights: Sequence[float]) -> None:
+        """Do nothing, as there is one source."""
 
     def next_batch(self) -> Tensor:
         """Return the next batch, int64 cpu [B, T + 1]."""
@@ -80,15 +84,16 @@ class PackedDataset:
         return Documents(parse_source(source), self._text_dir, self._cache)
 
     def reader(self, run_id: str, peer_id: str, state: dict[str, Any] | None = None) -> Prefetcher:
-        all_weights = self._run.data.weights or [1.0] * len(self._sources)
         seed = f"{run_id}\0{peer_id}"
         chosen = drawn_sources(seed, len(self._sources), self._run.data.sources_per_member)
-        sources, weights = [self._sources[i] for i in chosen], [all_weights[i] for i in chosen]
+        sources = [self._sources[i] for i in chosen]
 
-        def make(state: dict[str, Any] | None) -> RowPacker:
-            return RowPacker(sources, weights, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
+        def make(state: dict[str, Any] | None, weights: Sequence[float]) -> RowPacker:
+            own = [weights[i] for i in chosen]
+            return RowPacker(sources, own, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
 
-        return Prefetcher(make, self._run.inner.batch_size, self._run.inner.sequence_length, state)
+        inner = self._run.inner
+        return Prefetcher(make, inner.batch_size, inner.sequence_length, state, self._run.weights_at(0))
 
     def held_out(self) -> list[Tensor]:
         """The batches of `run.evaluation`, int64 cpu [B, T + 1], the same on all members."""

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from node.config.schema import CheckpointConfig
 from node.diloco.fragments import Ranges
-from node.diloco.schedule import is_time_up, learning_rate, progress, swarm_tokens_at
+from node.diloco.schedule import is_time_up, progress, swarm_tokens_at
 from node.errors import MachineError, RoundFailed, TrainingError
 from node.status import Activity, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
+from node.training.algorithm import inner_learning_rate
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
 from node.worker.counters import WorkCounters
@@ -93,9 +94,10 @@ class Trainer:
         self._faults = StepFaults(session.swarm.faults, lambda: session.swarm.view.peer_id, lambda: self.tip)
         if saved is None:
             inner.start(self.tip.state.anchor)
-            inner.text.start_round(self.tip.round + 1)
+            self._start_text()
         else:
             inner.resume(saved)
+            inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
             self._progress = Progress(saved.inner_step)
             self._reporter.set_evaluation_loss(saved.extra.get("evaluation_loss"), None)
         self._resumed_at = self._position if saved is not None else None
@@ -119,6 +121,11 @@ class Trainer:
     @property
     def run_is_complete(self) -> bool:
         return self.tip.state.tokens >= self._run.total_tokens
+
+    def _start_text(self) -> None:
+        """Read the text of the round after the tip."""
+        self._inner.text.start_round(self.tip.round + 1)
+        self._inner.text.use_weights(self._run.weights_at(self.tip.state.tokens))
 
     # the inner phase of a round
 
@@ -223,17 +230,11 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         """The learning rate for the swarm's token count, which includes tokens that are being averaged."""
-        run, inner = self._run, self._run.inner
+        run = self._run
         first_round_tokens = run.round.first_round_tokens or run.tokens_per_inner_step * self.tip.inner_steps
         round_tokens = self.tip.last_round_tokens or first_round_tokens
         anchor_tokens = self.tip.state.tokens + (round_tokens if self.has_contribution_in_flight else 0)
-        return learning_rate(
-            swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens),
-            peak=inner.lr,
-            warmup_tokens=inner.warmup_tokens,
-            total_tokens=run.total_tokens,
-            min_ratio=inner.min_lr_ratio,
-        )
+        return inner_learning_rate(run, swarm_tokens_at(anchor_tokens, self._done_ratio, round_tokens))
 
     def _after_micro_batch(self) -> None:
         """Report, and obey orders, between the micro-batches of a step, because a step may take long.
@@ -360,7 +361,9 @@ class Trainer:
             self._progress = Progress()
         if self._has_caught_up and not committed.is_replayed:
             self._evaluation.round_over(self.tip, self._session.swarm.view.peer_id, self._report_and_check)
-        self._inner.text.start_round(self.tip.round + 1)
+        self._start_text()
+        if (phase := self._run.phase_at(self.tip.state.tokens)) != self._run.phase_at(old.state.tokens):
+            logger.info("Phase %d of the run begins.", phase)
         record = self._round_log.round_over(
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s
         )

@@ -285,3 +285,29 @@ def test_error_for_an_unknown_preset_names_the_shipped_ones() -> None:
 
 def test_suggested_key_shares_the_name_of_the_unknown_key_rather_than_its_section() -> None:
     assert nearest("inner.momentum", known_keys()) == "run.outer.momentum"
+
+
+def test_phases_come_from_tables_of_a_file_or_from_json_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(
+        "[[run.phases]]\nfrom_tokens = 500\nlr_ratio = 0.5\n[[run.phases]]\nfrom_tokens = 900\nlr_ratio = 0.1\n"
+    )
+    of_file = load(file=file, environ={}, flags=[]).config.run
+    assert [(phase.from_tokens, phase.lr_ratio) for phase in of_file.phases] == [(500, 0.5), (900, 0.1)]
+    text = '[{"from_tokens": 500, "lr_ratio": 0.5}, {"from_tokens": 900, "lr_ratio": 0.1}]'
+    assert load(file=None, environ={}, flags=["--run.phases", text]).config.run == of_file
+    assert load(file=None, environ={"DILOCO_RUN__PHASES": text}, flags=[]).config.run == of_file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"from_tokens": "x"}]', "from_tokens of a table: should be a valid integer"),
+        ('[{"lr_ratio": 2}]', "from_tokens of a table: Field required"),
+        ('[{"from_tokens"', "run.phases"),
+        ('[{"from_tokens": 5}]', "changes nothing"),
+    ],
+)
+def test_false_phases_are_refused_with_the_place_of_the_fault(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(file=None, environ={}, flags=["--run.phases", text])

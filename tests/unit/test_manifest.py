@@ -28,7 +28,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "041cf4e6ef1b633aebd934a18aa8b90cfba0e3ede5b3872a4e320668aa1f4633"
+GOLDEN_HASH = "4dd414d659a113c90405a78688ee274a91b177ea278b84d3df443bb4d42c9d15"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
@@ -112,6 +112,38 @@ def test_run_configuration_with_fields_that_contradict_each_other_is_refused() -
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (
+            [{"from_tokens": 500, "lr_ratio": 2}, {"from_tokens": 500, "lr_ratio": 3}],
+            "list phases by rising from_tokens",
+        ),
+        (
+            [{"from_tokens": 700, "lr_ratio": 2}, {"from_tokens": 500, "lr_ratio": 3}],
+            "list phases by rising from_tokens",
+        ),
+        ([{"from_tokens": 1000, "lr_ratio": 2}], "does not begin before total_tokens"),
+        ([{"from_tokens": 500}], "changes nothing: set its lr_ratio, schedule or weights"),
+        ([{"from_tokens": 500, "weights": [1.0, 2.0]}], "has 2 weights: give one for each of data.sources"),
+        ([{"from_tokens": 500, "lr_ratio": 2, "warmup_tokens": 5}], "set its schedule"),
+        ([{"from_tokens": 500, "schedule": "linear", "warmup_tokens": 500}], "reduce its warmup_tokens"),
+        ([{"from_tokens": 500, "schedule": "inverse-sqrt"}], "set its warmup_tokens"),
+        ([{"from_tokens": 0, "lr_ratio": 2}], "greater than or equal to 1"),
+        ([{"from_tokens": 500, "weights": [0.0]}], "greater than 0"),
+        ([{"from_tokens": 500, "lr": 2}], "lr"),
+    ],
+)
+def test_phases_that_make_no_sense_are_refused(phases: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate({"total_tokens": 1000, "phases": phases})
+
+
+def test_an_inverse_square_root_needs_a_warm_up() -> None:
+    with pytest.raises(ValueError, match=r"set inner\.warmup_tokens"):
+        RunConfig(inner=InnerConfig(schedule="inverse-sqrt"))
 
 
 multiaddresses = st.from_regex(r"/ip4/[0-9]{1,3}\.0\.0\.1/tcp/[0-9]{1,5}/p2p/[A-Za-z0-9]{10,52}", fullmatch=True)

@@ -35,7 +35,7 @@ class CountingSource:
 
 
 def prefetcher(failures: dict[int, list[Exception]] | None = None, state: dict[str, Any] | None = None) -> Prefetcher:
-    return Prefetcher(lambda state: cast(RowPacker, CountingSource(state, failures or {})), B, T, state)
+    return Prefetcher(lambda state, _: cast(RowPacker, CountingSource(state, failures or {})), B, T, state)
 
 
 def take(source: Prefetcher, count: int) -> list[int]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import get_args
 
 import pytest
 
+from node.config import manifest
+from node.config.manifest import RunConfig
+from node.diloco import schedule
 from node.diloco.schedule import (
+    Schedule,
     fitting_steps,
     is_time_up,
     learning_rate,
@@ -16,10 +22,31 @@ from node.diloco.schedule import (
     swarm_tokens_at,
 )
 from node.swarm.messages import LEAST_STEP_S, MOST_STEP_S
+from node.training.algorithm import inner_learning_rate
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
-def rate(tokens: int, *, warmup: int = 100, total: int = 1100, ratio: float = 0.1) -> float:
-    return learning_rate(tokens, peak=4e-4, warmup_tokens=warmup, total_tokens=total, min_ratio=ratio)
+def rate(
+    tokens: int,
+    name: Schedule = "cosine",
+    *,
+    warmup: int = 100,
+    total: int = 1100,
+    ratio: float = 0.1,
+    decay_ratio: float = 0.1,
+    cycles: int = 4,
+) -> float:
+    return learning_rate(
+        tokens,
+        peak=4e-4,
+        warmup_tokens=warmup,
+        total_tokens=total,
+        min_ratio=ratio,
+        schedule=name,
+        decay_ratio=decay_ratio,
+        cycles=cycles,
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +70,91 @@ def test_learning_rate_without_warmup_starts_at_the_peak() -> None:
     assert rate(60, warmup=50, total=10) == pytest.approx(4e-5)
     assert rate(5, warmup=0, total=1) == pytest.approx(4e-5)
     assert rate(-3) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("linear", {100: 1.0, 350: 0.775, 600: 0.55, 1099: 0.1009, 1100: 0.1, 10**15: 0.1}),
+        ("constant", {100: 1.0, 600: 1.0, 1100: 1.0, 10**15: 1.0}),
+        ("inverse-sqrt", {100: 1.0, 400: 0.5, 1600: 0.25, 10_000: 0.1, 10**15: 0.1}),
+        # The decay covers the last 110 of all 1,100 tokens.
+        ("wsd", {100: 1.0, 989: 1.0, 990: 1.0, 1045: 1 - 0.9 * math.sqrt(0.5), 1100: 0.1, 10**15: 0.1}),
+        # Cycles begin at 100, 350, 600 and 850.
+        ("restarts", {100: 1.0, 225: 0.55, 350: 1.0, 475: 0.55, 600: 1.0, 850: 1.0, 1100: 0.1, 10**15: 0.1}),
+    ],
+)
+def test_each_schedule_has_the_values_of_its_paper(name: Schedule, shares: dict[int, float]) -> None:
+    assert rate(0, name) == rate(-5, name) == 0.0
+    assert rate(50, name) == 2e-4
+    for tokens, share in shares.items():
+        assert rate(tokens, name) == pytest.approx(4e-4 * share, rel=1e-9), tokens
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_stays_between_its_lowest_rate_and_the_peak(name: Schedule) -> None:
+    rates = [rate(tokens, name) for tokens in range(100, 1300)]
+    assert max(rates) == rates[0] == 4e-4
+    assert min(rates) >= 4e-5 * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "restarts"])
+def test_every_schedule_but_restarts_never_rises_or_jumps_after_the_warm_up(name: Schedule) -> None:
+    """The steepest step is that of the square root at the start of the decay: 0.9 x sqrt(1e-5) of the peak."""
+    scale = 1000
+    rates = [rate(t, name, warmup=100 * scale, total=1100 * scale) for t in range(95 * scale, 1105 * scale)]
+    steps = [b - a for a, b in itertools.pairwise(rates)]
+    assert all(step <= 0 for step in steps[5 * scale :])
+    assert max(map(abs, steps)) <= 4e-4 * 0.9 * math.sqrt(1 / (110 * scale)) * 1.001
+
+
+def test_restarts_rise_to_the_peak_only_where_a_cycle_begins() -> None:
+    rates = [rate(tokens, "restarts", total=1099, cycles=7) for tokens in range(100, 1099)]
+    rises = [101 + at for at, (a, b) in enumerate(itertools.pairwise(rates)) if b > a]
+    assert rises == [100 + math.ceil(999 * cycle / 7) for cycle in range(1, 7)]
+    one = [rate(tokens, "restarts", cycles=1) for tokens in range(1200)]
+    assert one == [rate(tokens) for tokens in range(1200)], "one cycle is the cosine, bit for bit"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 1000), (50, 10), (2**40, 2**41)])
+def test_schedules_take_any_lengths(name: Schedule, warmup: int, total: int) -> None:
+    for tokens in (0, 1, warmup, warmup + 1, total - 1, total, total + 1, 2**47):
+        for decay_ratio in (1e-18, 1e-9, 1.0):
+            found = rate(tokens, name, warmup=warmup, total=total, decay_ratio=decay_ratio)
+            assert 0 <= found <= 4e-4
+
+
+def test_the_manifest_names_the_schedules_that_exist() -> None:
+    assert get_args(manifest.Schedule) == get_args(schedule.Schedule)
+
+
+def run_of(**changes: object) -> RunConfig:
+    inner = {"lr": 1.0, "warmup_tokens": 100, "min_lr_ratio": 0.1}
+    return RunConfig.model_validate({"total_tokens": 1100, "inner": inner} | changes)
+
+
+def test_a_run_without_phases_follows_its_schedule_bit_for_bit() -> None:
+    run = run_of()
+    for tokens in range(0, 1300, 7):
+        expected = learning_rate(tokens, peak=1.0, warmup_tokens=100, total_tokens=1100, min_ratio=0.1)
+        assert inner_learning_rate(run, tokens) == expected
+
+
+def test_a_phase_scales_the_schedule_of_the_run_or_has_its_own() -> None:
+    phases = [
+        {"from_tokens": 200, "lr_ratio": 0.5},
+        {"from_tokens": 600, "schedule": "linear", "lr_ratio": 2.0, "warmup_tokens": 100},
+        {"from_tokens": 900, "weights": [3.0, 1.0]},
+    ]
+    run, plain = run_of(phases=phases, data={"sources": ["text:a", "text:b"]}), run_of()
+    assert [run.phase_at(tokens) for tokens in (0, 199, 200, 599, 600, 899, 900, 10**9)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert inner_learning_rate(run, 199) == inner_learning_rate(plain, 199)
+    assert inner_learning_rate(run, 200) == 0.5 * inner_learning_rate(plain, 200)
+    assert [inner_learning_rate(run, tokens) for tokens in (600, 650, 700, 800)] == pytest.approx([0, 1, 2, 1.1])
+    assert inner_learning_rate(run, 899) == pytest.approx(0.2 + 1.8 / 200)
+    assert inner_learning_rate(run, 900) == inner_learning_rate(plain, 900), "the run's schedule goes on"
+    assert [run.weights_at(tokens) for tokens in (0, 899, 900)] == [(1.0, 1.0), (1.0, 1.0), (3.0, 1.0)]
 
 
 def test_swarm_tokens_within_a_round_are_interpolated_up_to_its_end() -> None:

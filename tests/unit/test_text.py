@@ -130,6 +130,32 @@ def test_number_of_rows_from_each_text_source_follows_its_weight(tmp_path: Path)
     assert share == pytest.approx(0.75, abs=0.01)
 
 
+def test_new_weights_hold_from_the_next_batch_on_and_after_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 5000)
+    (tmp_path / "b.txt").write_text("b" * 5000)
+
+    def shares(rows: torch.Tensor) -> float:
+        """The share of rows of the source a."""
+        return float((rows[:, 1] == ord("a")).float().mean())
+
+    def opened(state: dict[str, Any] | None) -> Reader:
+        names = ("text:a.txt", "text:b.txt")
+        return reader(tmp_path, *names, weights=[3.0, 1.0], held_out_one_in=NONE_HELD_OUT, state=state)
+
+    first = opened(None)
+    assert shares(take(first, 20)) == pytest.approx(0.75, abs=0.05)
+    second = opened(first.state)
+    second.use_weights((1.0, 3.0))
+    assert shares(take(second, 10)) == pytest.approx(0.25, abs=0.05), "the rows before the change do not count"
+    third, same = opened(second.state), opened(second.state)
+    third.use_weights((1.0, 3.0))
+    same.use_weights((1.0, 3.0))
+    rest = take(third, 10)
+    assert shares(rest) == pytest.approx(0.25, abs=0.05)
+    same.use_weights((1.0, 3.0))
+    assert torch.equal(take(same, 10), rest), "nothing is read twice or left out"
+
+
 def test_members_read_different_sources_if_the_manifest_wants_it(tmp_path: Path) -> None:
     """Each member reads one of three sources, and the same one after a restart."""
     texts = "abc"
