@@ -192,7 +192,8 @@ class Seconds(Value):
 
 
 class RoundRecord(Value):
-    """One round as this node saw it. `head` is the hash of the part that the members signed, equal on all nodes."""
+    """One round as this node saw it. `head` is the hash of the part that the members signed, equal on all nodes. Also
+    equal are members with weights, tokens, losses, learning rate, norm and cosine."""
 
     round: int
     outcome: Outcome
@@ -207,8 +208,14 @@ class RoundRecord(Value):
     swarm_tokens: int = 0
     evaluation_loss: float | None = None
     """Loss of the anchor before this round on the held-out text, nats per token: the median of the members' values."""
+    training_loss: float | None = None
+    """Loss of the inner steps before this round, nats per token: the median of the members' means."""
+    learning_rate: float | None = None
+    """Inner learning rate at `swarm_tokens`, by the run's schedule."""
+    mean_norm: float | None = None
+    """L2 norm of the averaged pseudo-gradient (of one fragment, in streaming runs), as decoded, to 9 digits."""
     contribution_cosine: float | None = None
-    """Mean cosine similarity of the contributions over the chunks that this node has reduced; None if there is none."""
+    """Mean cosine similarity of all pairs of contributions, from the signed norms and `mean_norm`; None for one."""
     dropped: int = Field(0, ge=0)
     """Number of rounds, ending with `round`, that this node discarded when it left its side of a split."""
     reason: str = ""

@@ -237,7 +237,7 @@ def _swarm_gauges(view: View) -> Iterator[Metric]:
     yield _gauge("swarm_peers", "Live members that train, this node included.", status.peers.training)
     members = sum(member.included for member in last.members) if last is not None else 0
     yield _gauge("round_members", "Contributors of the last round.", members)
-    text = "Mean cosine similarity of the last round's contributions, over the chunks that this node has reduced."
+    text = "Mean cosine similarity of the last round's contributions."
     yield _gauge("contribution_cosine", text, last.contribution_cosine if last is not None else None)
     reached = {word: float(word == status.reachability) for word in REACHABILITIES}
     yield _labelled_gauge("reachability", "1 for the way in which other peers reach this node.", "status", reached)

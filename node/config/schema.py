@@ -266,6 +266,15 @@ class NotifyConfig(Section):
     """Command to run, without a shell. Its environment has DILOCO_TITLE, DILOCO_CODE and DILOCO_TEXT."""
 
 
+class MetricsConfig(Section):
+    """The curves of the run: losses, learning rate, norms, members, bytes and seconds by round."""
+
+    sinks: tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "otlp"], ...] = ()
+    """Where this node writes the curves of the whole run, below `metrics/` in its data folder. `otlp` sends them to
+    OTEL_EXPORTER_OTLP_ENDPOINT. `wandb` is offline unless WANDB_MODE says otherwise. All but `jsonl` need a package:
+    `pip install diloco-node[NAME]`."""
+
+
 class LogConfig(Section):
     """The log."""
 
@@ -287,4 +296,5 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     notify: NotifyConfig = NotifyConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

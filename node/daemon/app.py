@@ -34,6 +34,7 @@ from node.daemon.host_sensors import HostSensors
 from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, make_server, no_tls_notice, url_of
 from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import FOLDER, handle_logs
+from node.daemon.metric_sinks import MetricSinks
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
@@ -103,7 +104,6 @@ async def _run(
     on_status: Callable[[Status], None] | None,
     parts: Parts,
 ) -> int:
-    # Importing torch for its version would cost 300 MB.
     build = Build(__version__, revision(), _version("torch"), _version("hivemind"))
     live_config = LiveConfig(config, parts.origins, directory.path)
     settings = live_config.config
@@ -111,11 +111,10 @@ async def _run(
     state = _make_state(settings, directory, mode, build.version, on_status)
     if not settings.node.persist:
         directory.remember_stopped(False)  # Without `persist`, a start is the owner's request to run.
-    trains = mode == "train"
     disk = DiskMonitor(settings, directory, state.set_notice)
     supervisor = Supervisor(
         live_config,
-        PausePolicy(settings.schedule, directory, parts.clock, trains=trains),
+        PausePolicy(settings.schedule, directory, parts.clock, trains=mode == "train"),
         directory=directory,
         state=state,
         disk=disk,
@@ -126,26 +125,39 @@ async def _run(
         timings=parts.timings,
     )
     clocks = Clocks(time.time, time.monotonic)
-    history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=trains)
-    keys = Keys(directory.token, time.monotonic)
-    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
-    server = make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
+    history = HistoryStore(directory.path / "history", clocks, supervisor.metrics.totals, trains=mode == "train")
+    server = _make_server(supervisor, history, directory, config, build, sock, tls)
     with handle_logs(state, directory.path / FOLDER, config.log.format):
         try:
             with suppress(HistoryUnavailable):
                 state.restore_rounds(await history.rounds(ROUNDS_KEPT))
-            state.record_to(history)
+            sinks = MetricSinks(settings.metrics.sinks, directory.path, settings.node.name, state.set_notice)
+            state.record_to(history, sinks)
             _publish_address(config.api, directory, state, sock, tls)
-            sensors = supervisor.poll_sensors(parts.sensors)
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
-            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
+            tasks = (supervisor.watch(), supervisor.store_counters(), disk.watch(), notifier.run(), sinks.run())
+            background = (*tasks, supervisor.poll_sensors(parts.sensors))
             try:
                 return await _run_until_end(supervisor, state, server, sock, background)
             finally:
-                await notifier.close()
+                await asyncio.gather(notifier.close(), sinks.close())
         finally:
-            state.record_to(None)
+            state.record_to()
             history.close()
+
+
+def _make_server(
+    supervisor: Supervisor,
+    history: HistoryStore,
+    directory: DataDirectory,
+    config: Config,
+    build: Build,
+    sock: socket.socket,
+    tls: Tls | None,
+) -> uvicorn.Server:
+    keys = Keys(directory.token, time.monotonic)
+    context = ApiContext(supervisor, history, supervisor.metrics, keys, supervisor, config, build)
+    return make_server(build_app(context, hosts=[config.api.host, sock.getsockname()[0]]), tls)
 
 
 def _make_state(
@@ -232,6 +244,7 @@ async def _run_until_end(
 
 
 def _version(distribution: str) -> str:
+    """The version of a package, without importing it: torch would cost 300 MB."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -63,7 +63,7 @@ class NodeState:
         self._phase_override: PhaseState | None = state
         self._report = Report()
         self._on_status = on_status
-        self._history: RecordsHistory | None = None
+        self._histories: tuple[RecordsHistory, ...] = ()
         self._notices: dict[str, Notice] = {}
         self._rounds: deque[RoundRecord] = deque(maxlen=ROUNDS_KEPT)
         self._logs: deque[LogLine] = deque(maxlen=LOGS_KEPT)
@@ -87,9 +87,9 @@ class NodeState:
         """Return phase and round for log records. The round is None before the first one."""
         return self._status.phase.value, self._status.run.round if self._status.run.round >= 0 else None
 
-    def record_to(self, history: RecordsHistory | None) -> None:
-        """From now on, pass each report and round record to `history`. None ends this."""
-        self._history = history
+    def record_to(self, *histories: RecordsHistory) -> None:
+        """From now on, pass each report and round record to these, and to no others."""
+        self._histories = histories
 
     def set_phase(self, state: PhaseState | None) -> None:
         """Set the phase for the supervisor. None lets the worker's reports decide the phase."""
@@ -117,8 +117,8 @@ class NodeState:
             rounds_attempted=report.contribution.rounds_attempted,
             last_round=last_round,
         )
-        if self._history is not None:
-            self._history.add_report(report)
+        for history in self._histories:
+            history.add_report(report)
         self.set_notice(NEWER_VERSION, newer_version_notice(self._node.version, report.swarm))
 
     def add_round(self, record: RoundRecord) -> None:
@@ -134,8 +134,8 @@ class NodeState:
             self._rounds[0] = merged
         else:
             self._rounds.appendleft(record)
-        if self._history is not None:
-            self._history.add_round(record)
+        for history in self._histories:
+            history.add_round(record)
 
     def restore_rounds(self, records: Iterable[RoundRecord]) -> None:
         """Add the records of earlier starts, given newest first."""

@@ -56,22 +56,22 @@ def norm_bound(weights: Sequence[int], norms: Sequence[float]) -> float:
     return sum(s * c * n for s, c, n in zip(shares(weights), scales, norms, strict=True))
 
 
-def contribution_cosine(
-    squares: Sequence[float], weights: Sequence[int], scales: Sequence[float], square_of_mean: float
-) -> float | None:
-    """The mean cosine similarity of all pairs of contributions, from the norms that a reducer knows anyway.
+def contribution_cosine(norms: Sequence[float], weights: Sequence[int], norm_of_mean: float) -> float | None:
+    """The mean cosine similarity of all pairs of contributions, from the norms that all members know.
 
     With a_i = share_i scale_i |part_i|, it is (|mean|^2 - sum a_i^2) / ((sum a_i)^2 - sum a_i^2): pairs count by the
     product of their lengths in the mean. None for fewer than two contributions that are not zero.
 
     Args:
-        squares: the squared L2 norm of each part, before clipping.
-        square_of_mean: the squared norm of their `weighted_mean`.
+        norms: the L2 norm of each part, before clipping.
+        norm_of_mean: the norm of their `weighted_mean`. If it is that of a mean that was encoded with an error e,
+            independent of the mean, the result is too high by |e|^2 / ((sum a_i)^2 - sum a_i^2).
     """
-    lengths = [s * c * math.sqrt(q) for s, c, q in zip(shares(weights), scales, squares, strict=True)]
+    scales = clip_scales(norms, weights)
+    lengths = [share * scale * norm for share, scale, norm in zip(shares(weights), scales, norms, strict=True)]
     own = sum(length**2 for length in lengths)
     pairs = sum(lengths) ** 2 - own
-    return max(-1.0, min(1.0, (square_of_mean - own) / pairs)) if 0 < pairs < math.inf else None
+    return max(-1.0, min(1.0, (norm_of_mean**2 - own) / pairs)) if 0 < pairs < math.inf else None
 
 
 def square_norm(x: Tensor) -> float:

@@ -25,6 +25,8 @@ Signature = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 MAX_MEMBERS = 1024
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 86_400.0
 MOST_SETTLE_S = 86_400.0
+MOST_LOSS = 1e6
+"""A member states only losses below this one, in nats per token."""
 MOST_PADDING = 2.0
 """A signed text may be up to this many times as long as this node's own serialisation of the same content."""
 
@@ -56,7 +58,7 @@ class Join(Content):
 
     kind_name = "join"
     longest: ClassVar[int] = 640
-    """The longest valid join has 513 characters. The joins of a whole group must fit into a header."""
+    """The longest valid join has 554 characters. The joins of a whole group must fit into a header."""
     run: Hex64
     parent: Hex64
     state: Hex64
@@ -76,8 +78,10 @@ class Join(Content):
     """Seconds from the plan to the commit, in the last round that included the member; 0 before the first."""
     settle_s: float = Field(0.0, ge=0, le=MOST_SETTLE_S)
     """Seconds from the last commit to the first inner step after the commit; 0 if training continued meanwhile."""
-    evaluation_loss: float | None = Field(None, ge=0, lt=1e6)
+    evaluation_loss: float | None = Field(None, ge=0, lt=MOST_LOSS)
     """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
+    training_loss: float | None = Field(None, ge=0, lt=MOST_LOSS)
+    """Mean loss of the member's inner steps since its last contribution, nats per token; None if unknown."""
 
 
 class Deposit(Content):

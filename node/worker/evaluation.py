@@ -10,11 +10,9 @@ from collections.abc import Callable
 from node.config.manifest import EvaluationConfig
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.leader_election import leader_order
+from node.swarm.messages import MOST_LOSS
 from node.worker.inner_trainer import InnerTrainer
 from node.worker.supervisor_link import StopAsked
-
-MAX_LOSS = 1e6
-"""Largest loss that a round's record may contain."""
 
 
 def is_evaluator(peer_id: str, tip: Tip, evaluators: int) -> bool:
@@ -42,4 +40,4 @@ class Evaluation:
                 loss = self._inner.evaluate(tip.state.anchor, before_micro_batch)
             except StopAsked:
                 return
-            self.loss = loss if loss < MAX_LOSS else None  # Also None for NaN.
+            self.loss = loss if loss < MOST_LOSS else None  # Also None for NaN.

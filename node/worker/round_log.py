@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from node.config.manifest import RunConfig
+from node.diloco.aggregate import contribution_cosine
 from node.errors import RoundFailed
 from node.status import Channel, Member, Outcome, RoundRecord, Seconds, Stage, utc_now
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.commit import Committed
 from node.swarm.messages import Join, parse
 from node.swarm.state_sync.catch_up import ResyncCause
+from node.training.algorithm import inner_learning_rate
 from node.worker.counters import WorkCounters
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import NOTICE_CODE, ExclusionNotice, Needs, expected_utilization
@@ -36,14 +39,14 @@ class RoundLog:
 
         `blocked_s` is the time for which training was blocked. `step_s` is this node's step time, for the forecast.
         """
-        view, counters = self._session.swarm.view, self._counters
+        view, counters, run = self._session.swarm.view, self._counters, self._session.manifest.run
         names = {row.peer_id: row.name for row in view.rows}
         if done.is_replayed:
-            record = make_record(done, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+            record = make_record(done, run, view.peer_id, names, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
             self._log_replayed(done, record)
             return record
         moved = self._bytes_since_last_round(_own_bytes(view.sent_bytes), _own_bytes(view.received_bytes))
-        record = make_record(done, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
+        record = make_record(done, run, view.peer_id, names, blocked_s=blocked_s, apply_s=apply_s, moved_bytes=moved)
         for stage, (total_s, stage_blocked_s) in split_by_stage(
             done.stage_s, blocked_s=blocked_s, apply_s=apply_s
         ).items():
@@ -114,6 +117,7 @@ class RoundLog:
 
 def make_record(
     done: Committed,
+    run: RunConfig,
     own_peer_id: str,
     names: Mapping[str, str],
     *,
@@ -124,7 +128,6 @@ def make_record(
     """Make the record of a committed round. `moved_bytes` is (sent, received) since the previous round."""
     plan = done.outcome.plan
     joins = [parse(Join, join.text) for join in plan.joins]
-    losses = [join.evaluation_loss for join in joins if join.evaluation_loss is not None]
     excluded = [peer for peer in plan.members if peer not in done.outcome.included]
     if own_peer_id not in plan.members:
         outcome = Outcome.SKIPPED
@@ -158,10 +161,32 @@ def make_record(
         head=done.tip.head,
         state_digest=done.tip.digest,
         swarm_tokens=done.tip.state.tokens,
-        evaluation_loss=statistics.median(losses) if losses else None,
-        contribution_cosine=done.cosine,
+        learning_rate=inner_learning_rate(run, done.tip.state.tokens),
         reason=reason,
+        **_shared_values(done, joins),
     )
+
+
+def _shared_values(done: Committed, joins: Sequence[Join]) -> dict[str, float | None]:
+    """Losses, norm and cosine of a round, which all nodes compute alike from its `joins`."""
+    included = [
+        join for peer, join in zip(done.outcome.plan.members, joins, strict=True) if peer in done.outcome.included
+    ]
+    norm, cosine = done.mean_norm, None
+    if norm is not None:
+        norm = float(f"{norm:.9g}")  # Sums of squares may differ in the last bits between machines.
+        cosine = contribution_cosine([join.norm for join in included], [join.tokens for join in included], norm)
+    return {
+        "evaluation_loss": _median([join.evaluation_loss for join in joins]),
+        "training_loss": _median([join.training_loss for join in included]),
+        "mean_norm": norm,
+        "contribution_cosine": round(cosine, 6) if cosine is not None else None,
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def make_dropped_record(cause: ResyncCause) -> RoundRecord:

@@ -6,11 +6,13 @@ The main thread owns a trainer. It reaches the swarm's thread through `SwarmThre
 from __future__ import annotations
 
 import logging
+import math
 import queue
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from node.status import Activity, Phase
 from node.swarm.chain.chain import Tip
 from node.swarm.consensus.ballot import LocalContribution
 from node.swarm.consensus.commit import Committed
+from node.swarm.messages import MOST_LOSS
 from node.training.algorithm import inner_learning_rate
 from node.worker.checkpointing import Checkpointer, CheckpointSchedule, outer_checkpoint
 from node.worker.contribution import ContributionTracker, FragmentUpdate
@@ -52,6 +55,14 @@ class Progress:
     steps: int = 0
     offset_ratio: float = 0.0
     """Share of the round that was over when this node joined. Used under the policy `steps` only."""
+    losses: list[float] = field(default_factory=list)
+    """Mean loss of each step of this process, nats per token."""
+
+    @property
+    def mean_loss(self) -> float | None:
+        """The mean of `losses`; None without any, or if it is too large for a join."""
+        mean = statistics.fmean(self.losses) if self.losses else math.inf
+        return mean if mean < MOST_LOSS else None
 
 
 class Trainer:
@@ -225,6 +236,7 @@ class Trainer:
             return
         self._contributions.add_tokens(result.tokens)
         self._last_step = (result.loss, lr)
+        self._progress.losses.append(result.loss)
         if self._reporter.is_due:
             self._report_step()
 
@@ -288,9 +300,11 @@ class Trainer:
         tokens = min(self._contributions.pending_tokens(fragment), self._run.max_contribution_tokens)
         sync = self._run.sync
         settle_s = self._settle_s if sync.mode == "blocking" else 0.0
+        loss = self._progress.mean_loss
 
         def offer(chunks: Sequence[bytes], norm: float) -> None:
-            swarm.offer(LocalContribution(parent, damage(chunks), tokens, step_s, norm, evaluation_loss, settle_s))
+            sent = damage(chunks)
+            swarm.offer(LocalContribution(parent, sent, tokens, step_s, norm, evaluation_loss, settle_s, loss))
 
         needs_sent = sync.mode != "blocking" and sync.merge == "correction"
         self._contributions.send(fragment, self._progress.steps, time.monotonic(), local if needs_sent else None)

@@ -8,14 +8,18 @@ from datetime import UTC, datetime
 import pytest
 import torch
 
+from node.config.manifest import InnerConfig, RunConfig
+from node.daemon.metric_sinks import point_of
 from node.diloco.aggregate import clip_scales, weighted_mean
 from node.diloco.feedback import CLASSIC, LOCO
 from node.diloco.outer import outer_step
 from node.status import Channel
 from node.swarm.allreduce.result_feedback import ResultFeedback
 from node.swarm.allreduce.result_store import FEEDBACK_FILE, ResultStore
+from node.swarm.consensus.ballot import LocalContribution
+from node.training.algorithm import inner_learning_rate
 from node.worker.round_log import make_record
-from tests.contract.harness import OUTER, Swarm, offer_all, round_of, start_state
+from tests.contract.harness import OUTER, Swarm, gradient, offer_all, round_of, start_state
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,47 @@ def test_record_of_a_round_states_when_the_rendezvous_began(swarm: Swarm) -> Non
     time.sleep(1.0)
     nodes[1].offer(torch.ones(1000))
     done = nodes[0].committed()
-    record = make_record(done, nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
+    record = make_record(done, RunConfig(), nodes[0].peer_id, {}, blocked_s=0.0, apply_s=0.0, moved_bytes=(0, 0))
     difference_s = (datetime.fromisoformat(record.started_at) - began).total_seconds()
     assert record.seconds.rendezvous > 0.9
     assert abs(difference_s) < 0.5
+
+
+def test_all_members_draw_the_same_curves_of_the_run(swarm: Swarm) -> None:
+    """Two rounds of three members, with losses. Norm and cosine are those of the contributions."""
+    nodes = swarm.nodes(3, swarm.rules(5000, "fp32", min_peers=3))
+    run = RunConfig(inner=InnerConfig(schedule="linear", warmup_tokens=10))
+    for round_ in range(2):
+        given, weights = [], [100, 200, 300]
+        for i, node in enumerate(nodes):
+            x = gradient(i, round_, 5000)
+            given.append(x)
+            chunks = node.encode(x)
+            norm, loss = node.rules.layout_at(round_).norm(chunks), 4.0 + i
+            mine = LocalContribution(node.tip.head, chunks, weights[i], 0.01, norm, loss + 1, 0.0, loss)
+            node.host.loop.call_soon_threadsafe(node.participant.offer, mine)
+        done = [node.committed() for node in nodes]
+        points = []
+        for i, (node, one) in enumerate(zip(nodes, done, strict=True)):
+            record = make_record(one, run, node.peer_id, {}, blocked_s=i, apply_s=i, moved_bytes=(i, i))
+            point = point_of(record)
+            assert point is not None
+            points.append(point)
+        of_run = [(p.round, p.tokens, {k: v for k, v in p.values.items() if k.startswith("run/")}) for p in points]
+        assert of_run[0] == of_run[1] == of_run[2]
+        assert len({p.values["node/blocked_s"] for p in points}) == 3, "the node's own values differ"
+        values = points[0].values
+        assert (values["run/training_loss"], values["run/evaluation_loss"]) == (5.0, 6.0)
+        assert (values["run/members"], values["run/round_tokens"]) == (3, 600)
+        assert values["run/learning_rate"] == inner_learning_rate(run, 600 * (round_ + 1))
+        shares = torch.tensor(weights) / 600
+        mean = sum(share * x for share, x in zip(shares, given, strict=True))
+        assert isinstance(mean, torch.Tensor)
+        assert values["run/pseudo_gradient_norm"] == pytest.approx(float(mean.norm()), rel=1e-5)
+        parts = [share * x for share, x in zip(shares, given, strict=True)]
+        pairs = [(a, b) for i, a in enumerate(parts) for b in parts[:i]]
+        cosine = sum(float(a @ b) for a, b in pairs) / sum(float(a.norm() * b.norm()) for a, b in pairs)
+        assert values["run/contribution_cosine"] == pytest.approx(cosine, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,9 @@ export interface RoundRecord {
   state_digest: string;
   swarm_tokens: number;
   evaluation_loss: number | null;
+  training_loss: number | null;
+  learning_rate: number | null;
+  mean_norm: number | null;
   contribution_cosine: number | null;
   dropped: number;
   reason: string;

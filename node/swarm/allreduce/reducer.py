@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from node.diloco.aggregate import clip_scales, contribution_cosine, square_norm, weighted_mean
+from node.diloco.aggregate import clip_scales, square_norm, weighted_mean
 from node.diloco.codec import Codec, chunk_bounds
 from node.diloco.fragments import Ranges, elements
 from node.errors import PeerError
@@ -100,8 +100,6 @@ class Reducer:
             encode: encodes the mean, fp32 [n], of a chunk; None uses the codec of the contributions.
         """
         self.chunks = tuple(chunks)
-        self.cosine: float | None = None
-        """The mean cosine similarity of the contributions over these chunks, as of the last `average`."""
         self._layout = layout
         self._encode = encode or (lambda _chunk, mean: layout.codec.encode(mean))
         self._weights, self._norms = dict(weights), dict(norms)
@@ -153,16 +151,13 @@ class Reducer:
             raise PeerError(f"the leader includes {len(missing)} contributions that have not arrived")
         weights = [self._weights[peer] for peer in included]
         scales = clip_scales([self._norms[peer] for peer in included], weights)
-        means, squares, square_of_mean = {}, dict.fromkeys(included, 0.0), 0.0
+        means, squares = {}, dict.fromkeys(included, 0.0)
         for chunk in self.chunks:
             n = self._layout.elements(chunk)
             parts = [self._layout.codec.decode(self._parts[peer][chunk], n) for peer in included]
             for peer, part in zip(included, parts, strict=True):
                 squares[peer] += square_norm(part)
-            mean = weighted_mean(parts, weights, scales)
-            square_of_mean += square_norm(mean)
-            means[chunk] = self._encode(chunk, mean)
-        self.cosine = contribution_cosine([squares[peer] for peer in included], weights, scales, square_of_mean)
+            means[chunk] = self._encode(chunk, weighted_mean(parts, weights, scales))
         return means, squares
 
 

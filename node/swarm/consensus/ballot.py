@@ -43,6 +43,8 @@ class LocalContribution:
     """Loss of the anchor at `parent` on the held-out text, nats per token; None if not evaluated."""
     settle_s: float = 0.0
     """Seconds from the commit of `parent` to the first inner step after it."""
+    training_loss: float | None = None
+    """Mean loss of the inner steps since the last contribution, nats per token; None if unknown."""
 
 
 @dataclass(slots=True)

@@ -59,8 +59,8 @@ class Committed:
     """Seconds from the commit until this node had adopted it."""
     is_replayed: bool = False
     """Whether an earlier process of this node committed the round, and this process read it from the disk."""
-    cosine: float | None = None
-    """`contribution_cosine` over the chunks that this node has reduced."""
+    mean_norm: float | None = None
+    """L2 norm of the decoded mean, as every node computes it; None if another result was checked meanwhile."""
 
 
 class Committer:
@@ -74,8 +74,8 @@ class Committer:
         self._adopting = asyncio.Lock()
         self._signed: dict[tuple[str, int], str] = {}
         """The outcome of this round that each (signer, attempt) has signed. A second outcome evicts the signer."""
-        self._mean: tuple[str, Tensor] | None = None
-        """Root of the chunk hashes, and mean, of the newest result whose norm was found within its bound."""
+        self._mean: tuple[str, Tensor, float] | None = None
+        """Root of the chunk hashes, mean, and its norm, of the newest result whose norm was found within its bound."""
         self._preferred = ""
         """The first head after the fork point of the chain that has won (`fork_choice.is_heavier`)."""
         self._dropped: frozenset[str] = frozenset()
@@ -262,7 +262,7 @@ class Committer:
             longer = (1 + codec.stretch_ratio) * (1 + self._ctx.feedback.stretch_ratio(codec.name)) - 1
             if exceeds_norm_bound(norm, bound, longer):
                 raise PeerError("the norm of a result exceeds the bound of its contributions", code="bad_norm")
-            self._mean = (outcome.results, mean)
+            self._mean = (outcome.results, mean, norm)
         return chunks, self._mean[1]
 
     def check_equivocation(self, document: Document, outcome: RoundOutcome) -> bool:
@@ -300,15 +300,14 @@ class Committer:
             self._present_since = ctx.peer_table.suspensions if at_vote is None else at_vote
         if tip.head in self._dropped:
             self._dropped = frozenset()  # This node is back on the chain that had lost.
+        mean_norm = self._mean[2] if self._mean is not None and self._mean[0] == outcome.results else None
         attempts = self._start_next_round()
         stage_s = self._stages.finish()
         # In overlapped runs, `committed_at_s` is when the leader offered its contribution.
         late_s = stage_s.get("commit", 0.0) if ctx.rules.overlapped else ctx.clock() - committed_at_s
         if offered and included:
             self._transfer_s = stage_s.get("reduce", 0.0) + stage_s.get("commit", 0.0)
-        reducers = (attempt.reducer for attempt in attempts if attempt.number == outcome.plan.attempt)
-        cosine = next((reducer.cosine for reducer in reducers if reducer is not None), None)
-        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed, cosine))
+        self._on_commit(Committed(tip, outcome, included, offered, stage_s, max(0.0, late_s), is_replayed, mean_norm))
         for attempt in attempts:
             attempt.finish()
             attempt.stop()

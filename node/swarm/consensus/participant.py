@@ -173,6 +173,7 @@ class Participant:
             transfer_s=self.committer.transfer_s,
             settle_s=min(max(mine.settle_s, 0.0), MOST_SETTLE_S),
             evaluation_loss=mine.evaluation_loss,
+            training_loss=mine.training_loss,
         )
         join = ctx.hooks.join(ctx.peer_table.identity, content)
         if attempt.number > 0:
