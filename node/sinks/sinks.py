@@ -113,7 +113,15 @@ class WeightsAndBiases:
             group=f"{target.run} {target.run_id}",
             mode=os.environ.get("WANDB_MODE", "offline"),
             resume="allow",
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_stats=True),
+            # Only the curves: nothing about this machine and its programs.
+            settings=wandb.Settings(
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+            ),
         )
         self._run.define_metric("*", step_metric="tokens")
 

@@ -113,6 +113,7 @@ def test_weights_and_biases_keeps_the_curves_in_an_offline_file(tmp_path: Path) 
         if record.WhichOneof("record_type") == "history"
     ]
     assert [(row["tokens"], row["run/training_loss"]) for row in rows] == [(1000, 5.5), (2000, 4.5), (3000, 3.5)]
+    assert not any(file.parent.rglob("requirements.txt")), "nothing about this machine"
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.project) == ("0123456789ab-AbCdEfGh", "diloco")
 
