@@ -139,6 +139,8 @@ class Feed:
         """Whether the first of `_points` was sent to the sink, which has not answered yet."""
         self._has_failed = False
         """Whether the owner knows that the sink does not work."""
+        self._is_over = False
+        """Whether no further start can help."""
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -148,25 +150,26 @@ class Feed:
 
     def put(self, target: SinkTarget, point: Point) -> None:
         """Add a point. Never waits."""
-        self._target = target
-        self._points.append(point)
-        self._has_points.set()
+        if not self._is_over:
+            self._target = target
+            self._points.append(point)
+            self._has_points.set()
 
     async def run(self) -> None:
         """Feed the sink, and start it again when it fails. Returns if no further start can help."""
-        while True:
+        while not self._is_over:
             try:
                 await self._serve()
             except SinkFailed as exc:
                 await self._kill()
                 self._tell(str(exc), is_final=exc.is_final)
-                if exc.is_final:
-                    return
+                self._is_over = exc.is_final
             except Exception:
                 await self._kill()
                 logger.exception("A bug has stopped the sink %s. The node goes on without it.", self._name)
-                return
-            await asyncio.sleep(self._timings.retry_s)
+                self._is_over = True
+            await asyncio.sleep(0 if self._is_over else self._timings.retry_s)
+        self._points.clear()
 
     async def _serve(self) -> None:
         """Start the sink for the first point, and send it one point at a time. Raises SinkFailed."""
@@ -246,15 +249,17 @@ class Feed:
         self._set_notice(self._code, Notice(code=self._code, text=text))
 
     async def close(self) -> None:
-        process = self._process
+        process, is_written = self._process, not self._points
         if process is not None and process.stdin is not None and process.returncode is None:
             with suppress(ConnectionError, TimeoutError):
                 for point in list(self._points)[1 if self._is_writing else 0 :]:
                     self._write_line(asdict(point))
                 process.stdin.close()
                 async with asyncio.timeout(self._timings.close_s):
-                    await process.wait()
+                    is_written = await process.wait() == 0
         await self._kill()
+        if not is_written:
+            logger.warning("The curves in %s may lack the last %d rounds.", self._name, len(self._points))
 
     async def _kill(self) -> None:
         """End the process and all that it has started."""
