@@ -25,6 +25,17 @@ from node.errors import MachineError, NodeError, UsageError
 EXIT_BUG = 70
 HIDDEN = "(hidden)"
 """What the API shows in place of a secret value."""
+OWNER_EXAMPLES = """\
+examples:
+  diloco-node owner set Ada --team "Blue Team"   name yourself, on one of your machines
+  diloco-node owner token                        print the secret that joins your other machines
+  diloco-node owner join diloco-owner1-...       on each other machine: their credit is in one row with yours
+  diloco-node owner                              show the owner of this machine, and what all its machines gave
+  diloco-node owner token --new                  after a leak: another secret, and every other machine joins again
+  diloco-node owner leave                        belong to nobody
+
+"""
+OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
@@ -163,6 +174,7 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     command.add_argument("--watch", action="store_true", help="show it until Ctrl-C")
     command = add("peers", _peers, "print who is in the swarm")
     command.add_argument("--json", action="store_true", help="print the peers as JSON")
+    command.add_argument("--by", choices=("owner", "team"), help="print one line for each owner or team")
     command = add("logs", _logs, "print the newest log lines of the node")
     command.add_argument("-f", "--follow", action="store_true", help="print further lines until Ctrl-C")
     command.add_argument("--level", choices=("debug", "info", "warning", "error"), default="info")
@@ -200,6 +212,7 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
     command = add("verify", _verify, "check a certificate, without network")
     command.add_argument("file", metavar="FILE", type=Path, help="file that `certificate` has written")
+    _add_owner_command(add)
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
     command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
@@ -207,6 +220,17 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
+
+
+def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("owner", _owner, "show or set whose machine this is: a name, a team, and several machines in one row")
+    command.epilog = OWNER_EXAMPLES + EPILOG
+    command.add_argument(
+        "action", metavar="ACTION", nargs="?", choices=OWNER_ACTIONS, default="show", help=", ".join(OWNER_ACTIONS)
+    )
+    command.add_argument("value", metavar="VALUE", nargs="?", help="the name (set) or the token (join)")
+    command.add_argument("--team", metavar="TEAM", help='with set: your team; "" for none')
+    command.add_argument("--new", action="store_true", help="with token: make a new one, which ends the old one")
 
 
 def duration_s(text: str) -> float:
@@ -301,14 +325,15 @@ def _peers(call: Call) -> int:
     from rich.console import Console
 
     from node.commands.client import Client
-    from node.commands.terminal import describe_peers
+    from node.commands.terminal import describe_groups, describe_peers
     from node.status import PeerRow
 
     found = Client(call.data_dir).peers()
     if call.args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return 0
-    Console().print(describe_peers([PeerRow.model_validate(row) for row in found["peers"]]))
+    rows = [PeerRow.model_validate(row) for row in found["peers"]]
+    Console().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
     return 0
 
 
@@ -487,6 +512,27 @@ def _verify(call: Call) -> int:
     from node.commands import credit
 
     print(credit.describe(credit.verify_file(call.args.file)))
+    return 0
+
+
+def _owner(call: Call) -> int:
+    from node.commands import owner
+
+    args, folder = call.args, call.data_dir
+    if args.action == "join" and args.value is None:
+        raise UsageError("Paste the token: `diloco-node owner join TOKEN`. The owner's first machine prints it.")
+    if args.action not in ("set", "join") and args.value is not None:
+        raise UsageError(f"`owner {args.action}` takes no further word: see `diloco-node owner --help`.")
+    if (args.team is not None and args.action != "set") or (args.new and args.action != "token"):
+        raise UsageError("--team belongs to `owner set`, and --new to `owner token`.")
+    actions = {
+        "show": lambda: owner.describe(folder),
+        "set": lambda: owner.set_name(folder, args.value, args.team),
+        "token": lambda: owner.token(folder, is_new=args.new),
+        "join": lambda: owner.join(folder, args.value),
+        "leave": lambda: owner.leave(folder),
+    }
+    print(actions[args.action]())
     return 0
 
 

@@ -261,6 +261,12 @@ class PeerRow(Value):
     last_seen_s: float
     """Seconds since this node last heard of the peer."""
     this_node: bool = False
+    owner: str = ""
+    """The key of the machine's owner, which is its own peer id if it has joined no owner."""
+    owner_name: str = ""
+    """The name that the owner has chosen; empty if there is none."""
+    team: str = ""
+    """The team that the owner has named; empty if there is none."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the peer's last complete round, as it reports; None if it reports none."""
     digest_agrees: bool | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from node.api import models
+from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.node_interface import LogLine
-from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun, RankedMember
+from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun
 from node.status import (
     ContributionInfo,
     DeviceInfo,
@@ -64,7 +65,7 @@ STATUS = Status(
 PEER = PeerRow(
     peer_id=BOB, short_id=BOB[-6:], name="bob", phase="training", round=41, tokens_per_second=2600.0,
     transport="relay", version="0.1.0", state_digest=DIGEST, last_seen_s=0.8, compute_utilization_ratio=0.94,
-    digest_agrees=True,
+    digest_agrees=True, owner=ADA, owner_name="Ada", team="Blue Team",
 )
 CONTRIBUTION = models.Contribution(
     peer_id=ADA, short_id=ADA[-6:], name="ada", rounds=40, tokens=9_000_000, last_round=41, this_node=True
@@ -90,13 +91,22 @@ PUBLIC_RUN = PublicRun(
     state="training", at="2026-11-22T10:00:00Z",
     round=12, tokens=1_200_000, total_tokens=2_000_000_000, progress_ratio=0.0006, ends_at="2027-02-01T12:00:00Z",
     tokens_per_second=5400.0, loss=2.31, state_digest="1c" * 32,
-    members=(PublicMember(name="attic", tokens_per_second=2700.0),), members_ever=3,
+    members=(
+        PublicMember(name="attic", owner=ADA, owner_name="Ada", team="Blue Team", tokens_per_second=2700.0),
+    ), members_ever=3,
     leaders=(
         RankedMember(
             rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=1,
-            last_round=12, streak=12,
+            last_round=12, streak=12, owner="12D3KooW...",
         ),
     ),
+    owners=(
+        RankedOwner(
+            rank=1, name="Ada", key="12D3KooW...", team="Blue Team", machines=2, tokens=1_000_000, share_ratio=0.83,
+            rounds=12, first_round=1, last_round=12, streak=12,
+        ),
+    ),
+    teams=(RankedTeam(rank=1, name="Blue Team", owners=1, machines=2, tokens=1_000_000, share_ratio=0.83),),
     credit_round=12, rounds=(PublicRound(number=12, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
     losses=(LossPoint(tokens=1_200_000, loss=2.31),), invite="diloco1-...",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -125,38 +126,63 @@ def _curve(points: Sequence[LossPoint]) -> str:
 
 
 def _members(run: PublicRun) -> str:
+    """Who is here, with one name for all machines of an owner."""
     if not run.members:
         body = '<p class="quiet">Nobody is here at the moment.</p>'
     else:
-        people = "".join(f"<li>{escape(member.name)}</li>" for member in run.members)
-        body = f'<ul class="people">{people}</ul>'
+        counts = Counter(member.owner for member in run.members)
+        names = {member.owner: escape(member.owner_name or member.name) for member in reversed(run.members)}
+        people = (names[owner] + (f" ({count} machines)" if count > 1 else "") for owner, count in counts.items())
+        body = f'<ul class="people">{"".join(f"<li>{one}</li>" for one in people)}</ul>'
     return f'<section class="card"><h2>Here now</h2>{body}</section>'
 
 
 def _leaders(run: PublicRun) -> str:
-    if not run.leaders:
+    if not run.owners:
         body = '<p class="quiet">The first credits appear after two rounds.</p>'
     else:
         rows = (
             [
-                str(leader.rank),
-                f'<span title="{escape(leader.key, quote=True)}">{escape(leader.name)}</span>',
-                short(leader.tokens),
-                _bar(leader.share_ratio),
-                f"{leader.rounds:,}",
-                f"{leader.streak:,}",
-                f"{leader.first_round:,} to {leader.last_round:,}",
+                str(owner.rank),
+                f'<span title="{escape(owner.key, quote=True)}">{escape(owner.name)}</span>',
+                escape(owner.team),
+                f"{owner.machines:,}",
+                short(owner.tokens),
+                _bar(owner.share_ratio),
+                f"{owner.rounds:,}",
+                f"{owner.streak:,}",
+                f"{owner.first_round:,} to {owner.last_round:,}",
             ]
-            for leader in run.leaders
+            for owner in run.owners
         )
-        heads = ("Rank", "Name", "Tokens", "Share", "Rounds", "In a row", "From round to round")
-        classes = ("number", "name", "number", "wide", "number", "number", "number")
+        heads = ("Rank", "Name", "Team", "Machines", "Tokens", "Share", "Rounds", "In a row", "From round to round")
+        classes = ("number", "name", "name", "number", "number", "wide", "number", "number", "number")
         body = _table("Who gave how much", heads, classes, rows)
         body += (
             f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
-            "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>.</p>"
+            "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>. Names "
+            "and teams are chosen by the owners, with <code>diloco-node owner</code>.</p>"
         )
-    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>'
+    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>{_teams(run)}'
+
+
+def _teams(run: PublicRun) -> str:
+    if not run.teams:
+        return ""
+    rows = (
+        [
+            str(team.rank),
+            escape(team.name),
+            f"{team.owners:,}",
+            f"{team.machines:,}",
+            short(team.tokens),
+            _bar(team.share_ratio),
+        ]
+        for team in run.teams
+    )
+    heads = ("Rank", "Team", "Owners", "Machines", "Tokens", "Share")
+    table = _table("Teams", heads, ("number", "name", "number", "number", "number", "wide"), rows)
+    return f'<section class="card"><h2>Teams</h2>{table}</section>'
 
 
 def _bar(ratio: float) -> str:

@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse
 from node.api.errors import describe_problems
 from node.api.node_interface import Node, View
 from node.api.public_page import STYLE, render
-from node.api.public_run import PublicRun, make_public_run, read_credit, read_run
+from node.api.public_run import PublicRun, make_public_run, read_credit, read_owners, read_run
 
 FRESH_S = 1.0
 """The page is made again at most this often, however many people ask for it."""
@@ -44,7 +44,8 @@ class PublicPage:
             return self._run
 
     def _make(self, view: View) -> PublicRun:
-        run = make_public_run(view, read_run(self.folder), read_credit(self.folder), datetime.now(UTC))
+        folder = self.folder
+        run = make_public_run(view, read_run(folder), read_credit(folder), datetime.now(UTC), read_owners(folder))
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
 

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
+from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTeam, Ranking, rank
 from node.api.node_interface import View
 from node.config.manifest import Manifest, read_manifest
 from node.errors import NodeError
@@ -31,23 +33,12 @@ class PublicMember(Value):
     """A member that is there now."""
 
     name: str
+    owner: str = ""
+    """The key of the machine's owner."""
+    owner_name: str = ""
+    """Empty if the owner has chosen none."""
+    team: str = ""
     tokens_per_second: float
-
-
-class RankedMember(Value):
-    """One line of the leaderboard."""
-
-    rank: int
-    name: str
-    key: str
-    """The peer id; empty for the members whose lines were given up."""
-    tokens: int
-    share_ratio: float
-    rounds: int
-    first_round: int
-    last_round: int
-    streak: int
-    """Newest rounds in a row that include the member; 0 if the last known round does not."""
 
 
 class PublicRound(Value):
@@ -93,6 +84,10 @@ class PublicRun(Value):
     members: tuple[PublicMember, ...] = ()
     members_ever: int = 0
     leaders: tuple[RankedMember, ...] = ()
+    """By machine."""
+    owners: tuple[RankedOwner, ...] = ()
+    """By owner. A machine that has joined no owner is an owner of its own."""
+    teams: tuple[RankedTeam, ...] = ()
     credit_round: int | None = None
     """Committed rounds at the time of the leaderboard."""
     rounds: tuple[PublicRound, ...] = ()
@@ -122,10 +117,26 @@ def read_credit(folder: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def read_owners(folder: Path) -> Mapping[str, KnownOwner]:
+    """The owner of each machine that has a profile, as the worker has written them."""
+    try:
+        found = json.loads((folder / "profiles.json").read_bytes())["owners"]
+        return {str(machine): KnownOwner.model_validate(owner) for machine, owner in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        logger.warning("The profiles in %s cannot be read: %s", folder, exc)
+        return {}
+
+
 def make_public_run(
-    view: View, manifest: Manifest | None, credit: Mapping[str, Any] | None, now: datetime
+    view: View,
+    manifest: Manifest | None,
+    credit: Mapping[str, Any] | None,
+    now: datetime,
+    owners: Mapping[str, KnownOwner] = MappingProxyType({}),
 ) -> PublicRun:
-    """Collect what the page shows. `credit` is the result of `read_credit`."""
+    """Collect what the page shows. `credit` and `owners` are the results of `read_credit` and `read_owners`."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     names = _names(view)
@@ -138,9 +149,9 @@ def make_public_run(
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
     try:
-        leaders = _leaders(credit, names) if credit is not None else ()
+        ranking = rank(credit, names, owners) if credit is not None else Ranking()
     except (ValidationError, KeyError, TypeError):
-        leaders = ()
+        ranking = Ranking()
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -161,7 +172,9 @@ def make_public_run(
         state_digest=run.state_digest,
         members=_members(view),
         members_ever=len(credit["table"]) if credit is not None else 0,
-        leaders=leaders,
+        leaders=ranking.members[:LEADERS_SHOWN],
+        owners=ranking.owners[:LEADERS_SHOWN],
+        teams=ranking.teams[:LEADERS_SHOWN],
         credit_round=credit["round"] + 1 if credit is not None else None,
         rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
         losses=tuple(
@@ -182,27 +195,15 @@ def _names(view: View) -> dict[str, str]:
 def _members(view: View) -> tuple[PublicMember, ...]:
     rows = [row for row in view.swarm if row.phase in MEMBER_PHASES and _state(view) != "unknown"]
     rows.sort(key=lambda row: -row.tokens_per_second)
-    shown = (PublicMember(name=row.name or row.short_id, tokens_per_second=row.tokens_per_second) for row in rows)
-    return tuple(shown)[:MEMBERS_SHOWN]
-
-
-def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[RankedMember, ...]:
-    newest, table = credit["round"], credit["table"]
-    total = sum(entry["tokens"] for entry in table) or 1
-    ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
     return tuple(
-        RankedMember(
-            rank=rank,
-            name=names.get(entry["member"]) or (entry["member"][-6:] if entry["member"] else "earlier members"),
-            key=entry["member"],
-            tokens=entry["tokens"],
-            share_ratio=entry["tokens"] / total,
-            rounds=entry["rounds"],
-            first_round=entry["first_round"] + 1,
-            last_round=entry["last_round"] + 1,
-            streak=newest - entry["streak_round"] + 1 if entry["member"] and entry["last_round"] == newest else 0,
+        PublicMember(
+            name=row.name or row.short_id,
+            owner=row.owner or row.peer_id,
+            owner_name=row.owner_name,
+            team=row.team,
+            tokens_per_second=row.tokens_per_second,
         )
-        for rank, entry in enumerate(ranked[:LEADERS_SHOWN], 1)
+        for row in rows[:MEMBERS_SHOWN]
     )
 
 

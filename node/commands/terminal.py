@@ -5,6 +5,7 @@ Without a terminal there is no live line, but link and invite are still printed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from node.api.leaderboard import same_name
 from node.commands.client import read_address
 from node.status import PeerRow, Phase, RunInfo, Status
 
@@ -28,6 +30,7 @@ COLORS = {
 }
 
 
+TRAINING_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 STYLES = {phase.value: style for phase, style in COLORS.items()}
 
 
@@ -179,6 +182,24 @@ def describe_peers(rows: Sequence[PeerRow]) -> Table:
         phase = Text(row.phase, STYLES.get(row.phase, ""))
         cells = (str(row.round), f"{row.tokens_per_second:,.0f}", row.version, heard, row.short_id)
         table.add_row(Text(row.name or row.short_id), phase, *map(Text, cells))
+    return table
+
+
+def describe_groups(rows: Sequence[PeerRow], by: str) -> Table:
+    """A table of the owners or teams of the peers, most tokens a second first. `by` is `owner` or `team`."""
+    groups: dict[str, list[PeerRow]] = defaultdict(list)
+    for row in rows:
+        groups[same_name(row.team) if by == "team" else row.owner or row.peer_id].append(row)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(by.capitalize(), overflow="fold")
+    for name in ("Machines", "Training", "Tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in sorted(groups.values(), key=lambda group: -sum(row.tokens_per_second for row in group)):
+        first = group[0]
+        name = (first.team or "no team") if by == "team" else first.owner_name or first.name or first.short_id
+        training = sum(row.phase in TRAINING_PHASES for row in group)
+        speed = sum(row.tokens_per_second for row in group)
+        table.add_row(Text(name), *map(Text, (str(len(group)), str(training), f"{speed:,.0f}")))
     return table
 
 

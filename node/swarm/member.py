@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,6 +40,8 @@ from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
 from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
+from node.swarm.owners.profile_exchange import ProfileExchange
+from node.swarm.owners.profile_table import ProfileTable
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.providers import Target
@@ -169,6 +171,8 @@ class SwarmMember:
             is_known=lambda peer: peer_table.knows(peer) and not peer_table.is_gone(peer),
             dial=self.discovery.dial,
         )
+        self.profiles = ProfileTable(wire.peer_id, self._credited)
+        self.profile_exchange = ProfileExchange(wire, peer_table, self.profiles, options.data_dir, self._rng)
         self._in_container = is_container()
         self._began_at_s = asyncio.get_running_loop().time()
         self._surroundings_at_s = -SURROUNDINGS_S
@@ -374,8 +378,14 @@ class SwarmMember:
 
     def _row(self, row: PeerRow) -> PeerRow:
         """A peer's row in the view. A hole-punched connection between two nodes without inbound ports is `direct`."""
+        owner = self.profiles.owner_of(row.peer_id)
+        update = {"owner": owner.key, "owner_name": owner.name, "team": owner.team}
         is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
-        return row.model_copy(update={"transport": "direct"}) if is_punched else row
+        return row.model_copy(update=update | ({"transport": "direct"} if is_punched else {}))
+
+    def _credited(self) -> Container[str]:
+        """The keys that have contributed to the run; none while this node takes no part in rounds."""
+        return self.participant.ctx.chain.tip.state.credit if self.participant is not None else ()
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
         """Tell the volunteer why peers do not reach this node directly, the remedy, and which relays carry calls."""
@@ -513,6 +523,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         member.hole_punching.run(),
         member.observer.run(),
         member.keep_view(),
+        member.profile_exchange.run(),
     )
     if options.lan_discovery:
         member.run(member.lan.announce(), member.lan.dial_announced())

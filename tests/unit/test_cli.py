@@ -34,6 +34,7 @@ COMMANDS = (
     "site",
     "certificate",
     "verify",
+    "owner",
     "generate",
 )
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
