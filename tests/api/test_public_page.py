@@ -114,6 +114,75 @@ def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> N
         assert text in page
 
 
+def write_owners(node: FakeNode, **owners: tuple[str, str, str]) -> None:
+    """Write the owner of each of KEYS, by the letter in it, as (key, name, team)."""
+    known = {key: dict(zip(("key", "name", "team"), owners[key[-1]], strict=True)) for key in KEYS if key[-1] in owners}
+    (node.config.node.data_dir / "profiles.json").write_text(json.dumps({"documents": [], "owners": known}))
+
+
+def public(node: FakeNode) -> dict[str, Any]:
+    return dict(client(node, public=False, token=TOKEN).get("/api/v1/public").json())
+
+
+def test_machines_of_one_owner_are_one_row_with_the_sum_and_owners_of_a_team_are_one(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], "Ada", "Blue"), B=(KEYS[0], "Ada", "Blue"), C=(KEYS[2], "Cy", "BLUE"))
+    run = public(node)
+    assert [(one["name"], one["machines"], one["tokens"], one["team"]) for one in run["owners"]] == [
+        ("Ada", 2, 300, "Blue"), ("Cy", 1, 300, "BLUE"),
+    ]  # fmt: skip
+    first = run["owners"][0]
+    assert (first["rounds"], first["first_round"], first["last_round"], first["streak"]) == (3, 1, 4, 3)
+    assert [(one["name"], one["owners"], one["machines"], one["tokens"]) for one in run["teams"]] == [
+        ("Blue", 2, 3, 600)
+    ]
+    assert run["teams"][0]["share_ratio"] == pytest.approx(1.0)
+    assert [one["owner"] for one in run["leaders"]] == [KEYS[2], KEYS[0], KEYS[0]], "by machine, with its owner"
+    page = client(node, public=True).get("/public/").text
+    assert len(re.findall(r">Ada</span>", page)) == 1 and "<h2>Teams</h2>" in page
+
+
+def test_machines_without_an_owner_are_owners_of_their_own_and_there_is_no_team(node: FakeNode) -> None:
+    run = public(node)
+    assert [(one["name"], one["key"]) for one in run["owners"]] == [
+        ("node C", KEYS[2]),
+        ("Zoë", KEYS[1]),
+        (EVIL, KEYS[0]),
+    ]
+    assert run["teams"] == []
+    assert "<h2>Teams</h2>" not in client(node, public=True).get("/public/").text
+
+
+def test_two_owners_of_one_name_can_be_told_apart(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], "Ada", ""), B=(KEYS[1], "ADA", ""))
+    names = [one["name"] for one in public(node)["owners"]]
+    assert names == ["node C", f"ADA ({KEYS[1][-6:]})", f"Ada ({KEYS[0][-6:]})"]
+
+
+def test_hostile_names_of_owners_and_teams_stay_text(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], EVIL, EVIL), C=(EVIL, EVIL, EVIL))
+    rows = (row(KEYS[0], "x").model_copy(update={"owner": KEYS[0], "owner_name": EVIL, "team": EVIL}),)
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    page = client(node, public=True).get("/public/").text
+    assert "<script" not in page and page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") >= 5
+
+
+def test_members_that_are_here_are_shown_by_owner(node: FakeNode) -> None:
+    rows = tuple(
+        row(key, f"box {key[-1]}").model_copy(update={"owner": KEYS[0], "owner_name": "Ada"}) for key in KEYS[:2]
+    )
+    rows += (row(KEYS[2], "box A"),)
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    page = client(node, public=True).get("/public/").text
+    assert "<li>Ada (2 machines)</li><li>box A</li>" in page
+    assert [one["owner_name"] for one in public(node)["members"]] == ["Ada", "Ada", ""]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"owners": {"x": {"key": 5}}}', '{"owners": [1]}'])
+def test_damaged_file_of_profiles_hides_the_names_only(node: FakeNode, content: str) -> None:
+    (node.config.node.data_dir / "profiles.json").write_text(content)
+    assert [one["tokens"] for one in public(node)["owners"]] == [300, 200, 100]
+
+
 def test_page_asks_nobody_else_and_runs_no_script(node: FakeNode) -> None:
     page = client(node, public=True).get("/public/").text
     assert "<script" not in page and "javascript:" not in page

@@ -343,6 +343,35 @@ def test_peers_are_printed_with_the_fastest_first(
     assert len(json.loads(capsys.readouterr().out)["peers"]) == 2
 
 
+def test_peers_are_grouped_by_owner_and_by_team(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peer(key: str, phase: str, owner: str = "", name: str = "", team: str = "") -> dict[str, Any]:
+        return PeerRow(
+            peer_id=key, short_id=key, name=f"box {key}", phase=phase, round=7, tokens_per_second=100.0,
+            transport="direct", version="1.2", state_digest="", last_seen_s=3.0,
+            owner=owner or key, owner_name=name, team=team,
+        ).model_dump()  # fmt: skip
+
+    node.answer = (
+        200,
+        {
+            "peers": [
+                peer("k1", "training", "k1", "[bold]Ada", "Blue"),
+                peer("k2", "paused", "k1", "[bold]Ada", "Blue"),
+                peer("k3", "training", "k3", "Cy", "BLUE"),
+                peer("k4", "training"),
+            ]
+        },
+    )
+    assert call("peers", "--by", "owner", "--data-dir", str(tmp_path)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [["[bold]Ada", "2", "1", "200"], ["Cy", "1", "1", "100"], ["box", "k4", "1", "1", "100"]]
+    assert call("peers", "--by", "team", "--data-dir", str(tmp_path)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [["Blue", "3", "2", "300"], ["no", "team", "1", "1", "100"]]
+
+
 def test_logs_follow_until_the_node_is_gone(
     tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,4 +464,5 @@ def test_bash_completes_commands_options_and_settings(tmp_path: Path, capsys: py
 
     assert completed("cert") == ["certificate"]
     assert completed("status", "--w") == ["--watch"]
+    assert completed("owner", "to") == ["token"]
     assert completed("run", "--limits.up") == ["--limits.upload_mbit_s"]
