@@ -161,6 +161,14 @@ class RunInfo(Value):
     """Hex digest of the outer state after `round`."""
 
 
+class Sample(Value):
+    """How the anchor after a round continued a prompt. The text is untrusted output of a model."""
+
+    round: int
+    prompt: str
+    text: str
+
+
 class TrainingInfo(Value):
     loss: float | None = None
     """Mean cross-entropy of the last inner step, nats per token."""
@@ -172,6 +180,8 @@ class TrainingInfo(Value):
     tokens_total: int = 0
     """Tokens on which this node has trained since its data folder was made."""
     tokens_per_second: float = 0.0
+    samples: tuple[Sample, ...] = ()
+    """The newest samples of the model's text, one for each prompt of the run; empty if this node has made none."""
 
 
 class Member(Value):

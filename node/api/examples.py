@@ -7,7 +7,7 @@ from typing import Any
 from node.api import models
 from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.node_interface import LogLine
-from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun
+from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun, PublicSample
 from node.status import (
     ContributionInfo,
     DeviceInfo,
@@ -20,6 +20,7 @@ from node.status import (
     Phase,
     RoundRecord,
     RunInfo,
+    Sample,
     Seconds,
     Status,
     SyncInfo,
@@ -50,7 +51,7 @@ STATUS = Status(
     ),
     training=TrainingInfo(
         loss=2.29, evaluation_loss=2.31, learning_rate=4e-4, inner_step=120, inner_steps=500, tokens_total=9_000_000,
-        tokens_per_second=5200.0,
+        tokens_per_second=5200.0, samples=(Sample(round=39, prompt="def main(", text="argv):\n    return 0"),),
     ),
     sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, last=ROUND),
     peers=PeersInfo(connected=1, training=2),
@@ -108,6 +109,7 @@ PUBLIC_RUN = PublicRun(
     ),
     teams=(RankedTeam(rank=1, name="Blue Team", owners=1, machines=2, tokens=1_000_000, share_ratio=0.83),),
     credit_round=12, rounds=(PublicRound(number=12, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
+    samples=(PublicSample(number=10, prompt="def main(", text="argv):\n    return 0"),),
     losses=(LossPoint(tokens=1_200_000, loss=2.31),), invite="diloco1-...",
 )
 # fmt: on

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from node.api.public_run import LossPoint, PublicRun
+from node.api.public_run import LossPoint, PublicRun, PublicSample
 
 STYLE = (Path(__file__).parent / "public.css").read_text(encoding="utf-8")
 CHART_WIDTH, CHART_HEIGHT = 480, 230
@@ -46,6 +46,7 @@ def render(run: PublicRun) -> str:
 {_loss(run)}
 {_members(run)}
 </div>
+{_samples(run)}
 {_leaders(run)}
 <div class="columns">
 {_rounds(run)}
@@ -122,6 +123,27 @@ def _curve(points: Sequence[LossPoint]) -> str:
         f'<svg class="chart" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" '
         f'aria-label="Loss from {first:.3f} to {last:.3f}">{"".join(marks)}'
         f'<polyline class="curve" points="{line}"/></svg>'
+    )
+
+
+def _samples(run: PublicRun) -> str:
+    """What the model writes after a few rounds, side by side for each prompt."""
+    if not run.samples:
+        return ""
+    by_prompt: dict[str, list[PublicSample]] = defaultdict(list)
+    for sample in run.samples:
+        by_prompt[sample.prompt].append(sample)
+    rows = "".join(f'<div class="samples">{"".join(map(_sample, samples))}</div>' for samples in by_prompt.values())
+    return (
+        f'<section class="card"><h2>What it writes</h2>{rows}<p class="quiet">The model continues the words in bold. '
+        "Nobody has written or checked this text.</p></section>"
+    )
+
+
+def _sample(sample: PublicSample) -> str:
+    return (
+        f"<figure><figcaption>After round {sample.number:,}</figcaption>"
+        f"<pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre></figure>"
     )
 
 

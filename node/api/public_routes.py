@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse
 from node.api.errors import describe_problems
 from node.api.node_interface import Node, View
 from node.api.public_page import STYLE, render
-from node.api.public_run import PublicRun, make_public_run, read_credit, read_owners, read_run
+from node.api.public_run import PublicRun, make_public_run, read_credit, read_owners, read_run, read_samples
 
 FRESH_S = 1.0
 """The page is made again at most this often, however many people ask for it."""
@@ -45,7 +45,8 @@ class PublicPage:
 
     def _make(self, view: View) -> PublicRun:
         folder = self.folder
-        run = make_public_run(view, read_run(folder), read_credit(folder), datetime.now(UTC), read_owners(folder))
+        now, credit = datetime.now(UTC), read_credit(folder)
+        run = make_public_run(view, read_run(folder), credit, now, read_owners(folder), read_samples(folder))
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
 

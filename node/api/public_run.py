@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTe
 from node.api.node_interface import View
 from node.config.manifest import Manifest, read_manifest
 from node.errors import NodeError
-from node.status import Outcome, Phase, RoundRecord, Value, rfc3339
+from node.status import Outcome, Phase, RoundRecord, Sample, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,15 @@ class PublicRound(Value):
 class LossPoint(Value):
     tokens: int
     loss: float
+
+
+class PublicSample(Value):
+    """How the model continued a prompt. The text is untrusted output of the model."""
+
+    number: int
+    """Committed rounds at that time."""
+    prompt: str
+    text: str
 
 
 class PublicRun(Value):
@@ -94,6 +104,8 @@ class PublicRun(Value):
     """Newest first."""
     losses: tuple[LossPoint, ...] = ()
     """Oldest first."""
+    samples: tuple[PublicSample, ...] = ()
+    """Of the first, a middle and the newest sampled round, oldest first."""
     invite: str = ""
 
 
@@ -129,14 +141,28 @@ def read_owners(folder: Path) -> Mapping[str, KnownOwner]:
         return {}
 
 
+def read_samples(folder: Path) -> tuple[Sample, ...]:
+    """The samples of the model's text that the worker has written, oldest first."""
+    try:
+        return tuple(
+            Sample.model_validate(one) for one in json.loads((folder / "samples.json").read_bytes())["samples"]
+        )
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, LookupError, TypeError) as exc:
+        logger.warning("The samples in %s cannot be read: %s", folder, exc)
+        return ()
+
+
 def make_public_run(
     view: View,
     manifest: Manifest | None,
     credit: Mapping[str, Any] | None,
     now: datetime,
     owners: Mapping[str, KnownOwner] = MappingProxyType({}),
+    samples: Sequence[Sample] = (),
 ) -> PublicRun:
-    """Collect what the page shows. `credit` and `owners` are the results of `read_credit` and `read_owners`."""
+    """Collect what the page shows. `credit`, `owners` and `samples` are the results of the functions above."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
     names = _names(view)
@@ -182,7 +208,22 @@ def make_public_run(
             for record in reversed(done)
             if record.evaluation_loss is not None
         ),
+        samples=_chosen_samples(samples),
         invite=run.invite,
+    )
+
+
+def _chosen_samples(samples: Sequence[Sample]) -> tuple[PublicSample, ...]:
+    """The samples of the first, the newest and a middle round, whose number is in equal ratio to both."""
+    numbers = sorted({one.round + 1 for one in samples})
+    if not numbers:
+        return ()
+    middle = math.log(numbers[0] * numbers[-1]) / 2
+    chosen = {numbers[0], min(numbers, key=lambda number: abs(math.log(number) - middle)), numbers[-1]}
+    return tuple(
+        PublicSample(number=one.round + 1, prompt=one.prompt, text=one.text)
+        for one in sorted(samples, key=lambda one: one.round)
+        if one.round + 1 in chosen
     )
 
 

@@ -313,6 +313,28 @@ class EvaluationConfig(Section):
     """Time limit of an evaluation, seconds; the batches finished by then count."""
 
 
+def _check_prompt(prompt: str) -> str:
+    if not prompt.strip() or prompt != printable(prompt, len(prompt)):
+        raise ValueError("a prompt is one line of text without control characters")
+    return prompt
+
+
+Prompt = Annotated[str, Field(max_length=200), AfterValidator(_check_prompt)]
+
+
+class SampleConfig(Section):
+    """Samples of the model's text, which show everybody what the model has learned."""
+
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=4)] = ("def main(", "The ")
+    """Beginnings that the anchor continues, at most four; empty turns samples off."""
+    every_rounds: int = Field(10, ge=1)
+    """Rounds from one sample to the next. The first round has one as well. A node that is too slow makes none."""
+    tokens: int = Field(64, ge=1, le=256)
+    """Most tokens of a continuation."""
+    temperature: float = Field(0.7, ge=0, le=10)
+    """Randomness of the choice of tokens, with a fixed seed; 0 means always the likeliest token."""
+
+
 def check_name(name: str) -> str:
     if name != printable(name, len(name)):
         raise ValueError("a name has no control characters: use letters, digits and spaces")
@@ -342,6 +364,7 @@ class RunConfig(Section):
     round: RoundConfig = RoundConfig()
     sync: SyncConfig = SyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:

@@ -19,7 +19,7 @@ from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
 from node.training.documents import Documents
 from node.training.packing import RowPacker, first_rows
 from node.training.prefetch import Prefetcher
-from node.training.tokenizer import Tokenizer, open_tokenizer
+from node.training.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 
 class BuiltinReader:
@@ -56,6 +56,7 @@ class BuiltinDataset:
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._corpus = run, load_corpus()
+        self.tokenizer: Tokenizer = ByteTokenizer()
 
     def reader(self, run_id: str, peer_id: str, state: dict[str, Any] | None = None) -> BuiltinReader:
         return BuiltinReader(self._corpus, self._run, run_id, peer_id, state)
@@ -70,7 +71,7 @@ class PackedDataset:
     """The documents of `run.data.sources`, packed into rows. There may be any number of readers, each on one thread."""
 
     def __init__(self, run: RunConfig, text_dir: Path, cache: Path, tokenizer: Tokenizer) -> None:
-        self._run, self._tokenizer = run, tokenizer
+        self._run, self.tokenizer = run, tokenizer
         self._text_dir, self._cache = text_dir, cache
         self._sources = [self._open(text) for text in run.data.sources]
         holds_out = run.evaluation.batches and not run.data.held_out_source
@@ -86,7 +87,7 @@ class PackedDataset:
         sources, weights = [self._sources[i] for i in chosen], [all_weights[i] for i in chosen]
 
         def make(state: dict[str, Any] | None) -> RowPacker:
-            return RowPacker(sources, weights, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
+            return RowPacker(sources, weights, self.tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
 
         return Prefetcher(make, self._run.inner.batch_size, self._run.inner.sequence_length, state)
 
@@ -98,7 +99,7 @@ class PackedDataset:
         source = self._open(data.held_out_source) if data.held_out_source else self._sources[0]
         rows = run.evaluation.batches * run.inner.batch_size
         try:
-            found = first_rows(source, self._tokenizer, rows, run.inner.sequence_length + 1, self._one_in)
+            found = first_rows(source, self.tokenizer, rows, run.inner.sequence_length + 1, self._one_in)
         except (Unreachable, Damaged) as exc:
             raise MachineError(
                 f"run.data: the text for evaluation cannot be read ({exc}): check the file, or this machine's network, "

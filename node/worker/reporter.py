@@ -20,6 +20,7 @@ from node.status import (
     Report,
     RoundRecord,
     RunInfo,
+    Sample,
     SyncInfo,
     TrainingInfo,
     utc_now,
@@ -102,6 +103,9 @@ class Reporter:
         loss = own if own is not None or record is None else record.evaluation_loss
         if loss is not None:
             self.training = self.training.model_copy(update={"evaluation_loss": loss})
+
+    def set_samples(self, samples: tuple[Sample, ...]) -> None:
+        self.training = self.training.model_copy(update={"samples": samples})
 
     def set_position(self, manifest: Manifest, tip: Tip) -> None:
         """Report the node's position in the run."""

@@ -32,6 +32,7 @@ from node.worker.inner_trainer import InnerTrainer
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
+from node.worker.sampler import Sampler
 from node.worker.session import Session
 from node.worker.step_faults import StepFaults
 
@@ -86,6 +87,8 @@ class Trainer:
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
+        self._sampler = Sampler(self._run.sample, inner, session.folder)
+        reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
         self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
@@ -360,6 +363,8 @@ class Trainer:
             self._progress = Progress()
         if self._has_caught_up and not committed.is_replayed:
             self._evaluation.round_over(self.tip, self._session.swarm.view.peer_id, self._report_and_check)
+            self._sampler.round_over(self.tip, self._report_and_check)
+            self._reporter.set_samples(self._sampler.newest)
         self._inner.text.start_round(self.tip.round + 1)
         record = self._round_log.round_over(
             committed, blocked_s=blocked_s, apply_s=time.monotonic() - began_at, step_s=self._inner.step_s

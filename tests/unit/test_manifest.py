@@ -28,7 +28,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "041cf4e6ef1b633aebd934a18aa8b90cfba0e3ede5b3872a4e320668aa1f4633"
+GOLDEN_HASH = "74caa2b56308661bc383224a7fe0d2ec38b7f500848c4af9715cdb567254e4f1"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 
