@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -165,7 +166,6 @@ def make_public_run(
     """Collect what the page shows. `credit`, `owners` and `samples` are the results of the functions above."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
-    names = _names(view)
     model = manifest.run.model if manifest is not None else None
     data = manifest.run.data if manifest is not None else None
     rate = _tokens_per_second(done)
@@ -174,10 +174,7 @@ def make_public_run(
     is_complete = bool(total) and not left
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
-    try:
-        ranking = rank(credit, names, owners) if credit is not None else Ranking()
-    except (ValidationError, KeyError, TypeError):
-        ranking = Ranking()
+    ranking = _rank(credit, _names(view), owners)
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -202,14 +199,18 @@ def make_public_run(
         owners=ranking.owners[:LEADERS_SHOWN],
         teams=ranking.teams[:LEADERS_SHOWN],
         credit_round=credit["round"] + 1 if credit is not None else None,
-        rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
-        losses=tuple(
-            LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
-            for record in reversed(done)
-            if record.evaluation_loss is not None
-        ),
+        rounds=tuple(_round(*pair) for pair in zip_longest(done, done[1:]))[:ROUNDS_SHOWN],
+        losses=_losses(done),
         samples=_chosen_samples(samples),
         invite=run.invite,
+    )
+
+
+def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:
+    return tuple(
+        LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
+        for record in reversed(done)
+        if record.evaluation_loss is not None
     )
 
 
@@ -225,6 +226,14 @@ def _chosen_samples(samples: Sequence[Sample]) -> tuple[PublicSample, ...]:
         for one in sorted(samples, key=lambda one: one.round)
         if one.round + 1 in chosen
     )
+
+
+def _rank(credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Mapping[str, KnownOwner]) -> Ranking:
+    """The leaderboard; empty without a table of credit, or if the table is damaged."""
+    try:
+        return rank(credit, names, owners) if credit is not None else Ranking()
+    except (ValidationError, KeyError, TypeError):
+        return Ranking()
 
 
 def _names(view: View) -> dict[str, str]:

@@ -171,14 +171,12 @@ class SwarmMember:
             is_known=lambda peer: peer_table.knows(peer) and not peer_table.is_gone(peer),
             dial=self.discovery.dial,
         )
-        self.profiles = ProfileTable(wire.peer_id, self._credited)
-        self.profile_exchange = ProfileExchange(wire, peer_table, self.profiles, options.data_dir, self._rng)
-        self._in_container = is_container()
+        self.profiles = self._make_profile_exchange()
+        self._in_container, self._invite_note = is_container(), ""
         self._began_at_s = asyncio.get_running_loop().time()
         self._surroundings_at_s = -SURROUNDINGS_S
         self._listening = peer_table.me.addresses
         self._seen: Mapping[str, Sequence[str]] = {}
-        self._invite_note = ""
         self.participant: Participant | None = None
         self._catch_up: CatchUp | None = None
         self._download: Downloader | None = None
@@ -378,10 +376,14 @@ class SwarmMember:
 
     def _row(self, row: PeerRow) -> PeerRow:
         """A peer's row in the view. A hole-punched connection between two nodes without inbound ports is `direct`."""
-        owner = self.profiles.owner_of(row.peer_id)
+        owner = self.profiles.table.owner_of(row.peer_id)
         update = {"owner": owner.key, "owner_name": owner.name, "team": owner.team}
         is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
         return row.model_copy(update=update | ({"transport": "direct"} if is_punched else {}))
+
+    def _make_profile_exchange(self) -> ProfileExchange:
+        table = ProfileTable(self.wire.peer_id, self._credited)
+        return ProfileExchange(self.wire, self.peer_table, table, self.options.data_dir, self._rng)
 
     def _credited(self) -> Container[str]:
         """The keys that have contributed to the run; none while this node takes no part in rounds."""
@@ -523,7 +525,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         member.hole_punching.run(),
         member.observer.run(),
         member.keep_view(),
-        member.profile_exchange.run(),
+        member.profiles.run(),
     )
     if options.lan_discovery:
         member.run(member.lan.announce(), member.lan.dial_announced())

@@ -30,7 +30,7 @@ LONGEST_TEXT = 2000
 _UNPRINTABLE = re.compile(f"[{CONTROLS}]")
 
 
-class Sampler:
+class TextSampler:
     """Makes and keeps the samples. Used by the main thread only."""
 
     def __init__(self, cfg: SampleConfig, inner: InnerTrainer, folder: Path) -> None:

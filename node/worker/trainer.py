@@ -32,7 +32,7 @@ from node.worker.inner_trainer import InnerTrainer
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
-from node.worker.sampler import Sampler
+from node.worker.sampler import TextSampler
 from node.worker.session import Session
 from node.worker.step_faults import StepFaults
 
@@ -87,7 +87,7 @@ class Trainer:
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
-        self._sampler = Sampler(self._run.sample, inner, session.folder)
+        self._sampler = TextSampler(self._run.sample, inner, session.folder)
         reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
         self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)

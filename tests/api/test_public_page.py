@@ -183,6 +183,40 @@ def test_damaged_file_of_profiles_hides_the_names_only(node: FakeNode, content: 
     assert [one["tokens"] for one in public(node)["owners"]] == [300, 200, 100]
 
 
+def write_samples(node: FakeNode, *samples: tuple[int, str, str]) -> None:
+    found = [dict(zip(("round", "prompt", "text"), sample, strict=True)) for sample in samples]
+    (node.config.node.data_dir / "samples.json").write_text(json.dumps({"samples": found}))
+
+
+def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(node: FakeNode) -> None:
+    rounds = (9, 49, 99, 199, 499, 999)
+    write_samples(node, *((number, prompt, f" text {number}") for number in rounds for prompt in ("def", "class")))
+    shown = public(node)["samples"]
+    assert [(one["number"], one["prompt"]) for one in shown] == [
+        (number, prompt) for number in (10, 100, 1000) for prompt in ("def", "class")
+    ]
+    page = client(node, public=True).get("/public/").text
+    rows = re.findall(r'<div class="samples">(.*?)</div>', page)
+    assert [re.findall(r"After round ([\d,]+)</figcaption><pre><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
+        [("10", prompt, "9"), ("100", prompt, "99"), ("1,000", prompt, "999")] for prompt in ("def", "class")
+    ]
+
+
+def test_text_of_the_model_stays_text(node: FakeNode) -> None:
+    write_samples(node, (0, EVIL, f"{EVIL}</pre>\n\n" + "x" * 2000))
+    page = client(node, public=True).get("/public/").text
+    assert "<script" not in page and page.count("</pre>") == page.count("<pre>") == 2
+    assert public(node)["samples"][0]["text"].startswith(EVIL)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"samples": [1]}', '{"samples": [{"round": "x"}]}', None])
+def test_page_without_samples_says_nothing_of_them(node: FakeNode, content: str | None) -> None:
+    if content is not None:
+        (node.config.node.data_dir / "samples.json").write_text(content)
+    assert public(node)["samples"] == []
+    assert "What it writes" not in client(node, public=True).get("/public/").text
+
+
 def test_page_asks_nobody_else_and_runs_no_script(node: FakeNode) -> None:
     page = client(node, public=True).get("/public/").text
     assert "<script" not in page and "javascript:" not in page
@@ -218,6 +252,12 @@ def test_page_of_a_node_that_has_just_started_names_the_run_but_no_member(node: 
     assert (run.name, run.manifest_hash, run.total_tokens) == (EVIL, MANIFEST.hash, 10_000)
     assert (run.state, run.members) == ("unknown", ())
     assert make_public_run(replace(view, alive=False), manifest, None, NOW).state == "unknown"
+
+
+def test_page_before_the_first_round_says_that_there_is_none(node: FakeNode) -> None:
+    run = make_public_run(replace(node.view(), rounds=()), MANIFEST, None, NOW)
+    assert (run.rounds, run.losses) == ((), ())
+    assert "There is none yet." in render(run)
 
 
 def test_end_of_the_run_is_forecast_only_if_it_is_near(node: FakeNode) -> None:

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from node.swarm.chain.chain import OuterRule, Tip, make_tip
     from node.worker.counters import WorkCounters
     from node.worker.inner_trainer import InnerTrainer
-    from node.worker.sampler import MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, Sampler, thinned
+    from node.worker.sampler import MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
     from node.worker.supervisor_link import StopAsked
 
 CPU = torch.device("cpu")
@@ -109,14 +109,14 @@ def test_sample_ends_with_the_time_or_with_a_broken_model() -> None:
 def test_sample_is_of_the_anchor_and_training_goes_on_as_before(tmp_path: Path) -> None:
     inner = trainer_of()
     own, state = inner.replica.parameters, torch.get_rng_state()
-    sampler = Sampler(SAMPLE, inner, tmp_path)
+    sampler = TextSampler(SAMPLE, inner, tmp_path)
     sampler.round_over(tip_at(0), lambda: None)
     assert torch.equal(inner.replica.parameters, own) and torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in inner.replica._model.modules())
     assert [(one.round, one.prompt) for one in sampler.newest] == [(0, "def f("), (0, "x")]
-    assert Sampler(SAMPLE, inner, tmp_path).newest == sampler.newest, "after a restart"
+    assert TextSampler(SAMPLE, inner, tmp_path).newest == sampler.newest, "after a restart"
     (tmp_path / "other").mkdir()
-    other = Sampler(SAMPLE, inner, tmp_path / "other")
+    other = TextSampler(SAMPLE, inner, tmp_path / "other")
     other.round_over(tip_at(0, flatten(build_model(TINY, seed=6))), lambda: None)
     assert [one.text for one in other.newest] != [one.text for one in sampler.newest], "another anchor, another text"
 
@@ -139,7 +139,7 @@ def test_first_and_every_tenth_round_is_sampled(
     tip = tip_at(round_, torch.zeros(3), round_s)
     for can_sample in (True, False):
         inner: Any = FakeTrainer("text", can_sample=can_sample)
-        Sampler(cfg, inner, tmp_path).round_over(tip, lambda: None)
+        TextSampler(cfg, inner, tmp_path).round_over(tip, lambda: None)
         assert inner.budgets == ([MOST_SHARE * 9.9] if is_sampled and can_sample else []), "a sharded model has none"
 
 
@@ -152,7 +152,7 @@ def test_slow_node_makes_no_sample_and_loses_little_time(tmp_path: Path, monkeyp
         now_s += 1.0
 
     monkeypatch.setattr("node.worker.inner_trainer.time.monotonic", lambda: now_s)
-    sampler = Sampler(SAMPLE, inner, tmp_path)
+    sampler = TextSampler(SAMPLE, inner, tmp_path)
     sampler.round_over(tip_at(0, round_s=4.0 / MOST_SHARE), tick)
     assert now_s <= 5.0
     assert sampler.newest == () and not (tmp_path / SAMPLES_FILE).exists()
@@ -170,7 +170,7 @@ def test_stop_ends_a_sample_at_once_and_restores_the_parameters(tmp_path: Path) 
         if calls == 3:
             raise StopAsked("pause")
 
-    sampler = Sampler(SAMPLE, inner, tmp_path)
+    sampler = TextSampler(SAMPLE, inner, tmp_path)
     sampler.round_over(tip_at(0), obey)
     assert (calls, sampler.newest) == (3, ())
     assert torch.equal(inner.replica.parameters, own)
@@ -178,14 +178,14 @@ def test_stop_ends_a_sample_at_once_and_restores_the_parameters(tmp_path: Path) 
 
 def test_prompt_that_fills_the_model_has_no_sample_and_one_near_the_end_a_short_one(tmp_path: Path) -> None:
     run = RUN.model_copy(update={"sample": SampleConfig(prompts=("x" * 63, "y" * 60), tokens=12)})
-    sampler = Sampler(run.sample, trainer_of(run), tmp_path)
+    sampler = TextSampler(run.sample, trainer_of(run), tmp_path)
     sampler.round_over(tip_at(0), lambda: None)
     assert [one.prompt for one in sampler.newest] == ["y" * 60]
 
 
 def test_text_of_the_model_is_kept_as_printable_text(tmp_path: Path) -> None:
     inner: Any = FakeTrainer("a\x1b[31m\u202e\nb\tc" + "x" * 5000, None)
-    sampler = Sampler(SAMPLE, inner, tmp_path)
+    sampler = TextSampler(SAMPLE, inner, tmp_path)
     sampler.round_over(tip_at(0, torch.zeros(3)), lambda: None)
     (sample,) = sampler.newest
     assert sample.text.startswith("a\ufffd[31m\ufffd\nb\tcx") and len(sample.text) == 2000
@@ -195,7 +195,7 @@ def test_samples_of_a_lost_chain_are_replaced_and_old_ones_are_thinned_out(tmp_p
     old = [Sample(round=round_, prompt="p", text="t") for round_ in (0, 9, 19, 29)]
     (tmp_path / SAMPLES_FILE).write_text(json.dumps({"samples": [one.model_dump() for one in old]}))
     inner: Any = FakeTrainer("new", "new")
-    Sampler(SAMPLE, inner, tmp_path).round_over(tip_at(19, torch.zeros(3)), lambda: None)
+    TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(19, torch.zeros(3)), lambda: None)
     stored = json.loads((tmp_path / SAMPLES_FILE).read_text())["samples"]
     assert [(one["round"], one["text"]) for one in stored] == [(0, "t"), (9, "t"), (19, "new"), (19, "new")]
     many: list[Sample] = []
@@ -210,10 +210,10 @@ def test_samples_of_a_lost_chain_are_replaced_and_old_ones_are_thinned_out(tmp_p
 def test_damaged_file_of_samples_is_replaced(tmp_path: Path, content: str) -> None:
     (tmp_path / SAMPLES_FILE).write_text(content)
     inner: Any = FakeTrainer("new", "new")
-    sampler = Sampler(SAMPLE, inner, tmp_path)
+    sampler = TextSampler(SAMPLE, inner, tmp_path)
     assert sampler.newest == ()
     sampler.round_over(tip_at(0, torch.zeros(3)), lambda: None)
-    assert len(Sampler(SAMPLE, inner, tmp_path).newest) == 2
+    assert len(TextSampler(SAMPLE, inner, tmp_path).newest) == 2
 
 
 def test_compiled_layers_are_not_compiled_again_for_each_length() -> None:

@@ -44,7 +44,7 @@ class ProfileExchange:
         interval_s: float = INTERVAL_S,
     ) -> None:
         """`folder` is the data folder."""
-        self._wire, self._peer_table, self._table, self._rng = wire, peer_table, table, rng
+        self._wire, self._peer_table, self.table, self._rng = wire, peer_table, table, rng
         self._folder, self._interval_s = folder, interval_s
         self._own: Document | None = None
         self._saved_changes = 0
@@ -66,12 +66,12 @@ class ProfileExchange:
         if not others:
             return
         peer_id = self._rng.choice(others)
-        request = Message(blobs=[self._table.digests])
+        request = Message(blobs=[self.table.digests])
         try:
             reply = await self._wire.call(
                 peer_id, "profiles", request, timeout_s=CALL_S, max_reply_bytes=MAX_REPLY_BYTES
             )
-            faults = self._table.merge([parse(Document, blob) for blob in reply.blobs])
+            faults = self.table.merge([parse(Document, blob) for blob in reply.blobs])
         except PeerError as exc:
             faults = [exc]
         for fault in faults:
@@ -81,7 +81,7 @@ class ProfileExchange:
     async def _answer(self, _caller: str, request: Message) -> Message:
         """Reply with profiles that the caller lacks or has in another version."""
         (digests,) = request.blobs
-        documents = self._table.differing(bytes(digests))
+        documents = self.table.differing(bytes(digests))
         self._rng.shuffle(documents)
         blobs, size = [], 0
         for document in documents:
@@ -102,7 +102,7 @@ class ProfileExchange:
             self._take([document])
 
     def _take(self, documents: Sequence[Document]) -> None:
-        for fault in self._table.merge(documents):
+        for fault in self.table.merge(documents):
             logger.warning("A profile in %s is not used, because %s.", self._folder, fault)
 
     def _read_own_file(self) -> Document | None:
@@ -127,11 +127,11 @@ class ProfileExchange:
             return []
 
     async def _save(self) -> None:
-        if self._saved_changes == self._table.changes:
+        if self._saved_changes == self.table.changes:
             return
-        self._saved_changes = self._table.changes
-        owners = {key: asdict(owner) for key, owner in self._table.owners().items()}
-        documents = [document.model_dump() for document in self._table.documents]
+        self._saved_changes = self.table.changes
+        owners = {key: asdict(owner) for key, owner in self.table.owners().items()}
+        documents = [document.model_dump() for document in self.table.documents]
         await asyncio.to_thread(self._write_file, {"documents": documents, "owners": owners})
 
     def _write_file(self, content: object) -> None:
