@@ -22,8 +22,8 @@ from node.worker.supervisor_link import StopAsked
 logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.json"
-MOST_SHARE = 0.02
-"""A sample takes at most this share of a round's time, and at most one token longer."""
+MOST_SHARE, MOST_ROUND_SHARE = 0.005, 0.05
+"""Samples take at most this share of all time, and of the time of their round, and at most one token longer."""
 MOST_ROUNDS = 64
 """Limit on the rounds in the file. Beyond it, the one with the nearest neighbours is given up."""
 LONGEST_TEXT = 2000
@@ -51,7 +51,7 @@ class TextSampler:
         if not (is_due and self._cfg.prompts and tip.round_s and self._inner.replica.can_sample):
             return
         try:
-            texts = self._inner.continue_prompts(tip.state.anchor, MOST_SHARE * tip.round_s, before_token)
+            texts = self._inner.continue_prompts(tip.state.anchor, self._budget_s(tip.round_s), before_token)
         except StopAsked:
             return
         found = [
@@ -63,6 +63,9 @@ class TextSampler:
             # Later rounds in the file are of a chain that this node has left.
             self._samples = thinned([*(one for one in self._samples if one.round < tip.round), *found])
             self._write()
+
+    def _budget_s(self, round_s: float) -> float:
+        return round_s * min(MOST_ROUND_SHARE, MOST_SHARE * self._cfg.every_rounds)
 
     def _read(self) -> list[Sample]:
         try:

@@ -26,7 +26,7 @@ def owner(node: Node, *words: str) -> str:
 def test_machines_of_one_owner_are_one_row_and_keep_their_name_when_they_leave(tmp_path: Path) -> None:
     run = tiny(
         round={"min_peers": 1, "inner_steps": 150},
-        sample={"prompts": [PROMPT], "every_rounds": 1, "tokens": 8},
+        sample={"prompts": [PROMPT], "every_rounds": 10, "tokens": 16},
     )
     with Swarm(tmp_path / "swarm", run) as swarm:
         founder = swarm.found()

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from node.swarm.chain.chain import OuterRule, Tip, make_tip
     from node.worker.counters import WorkCounters
     from node.worker.inner_trainer import InnerTrainer
-    from node.worker.sampler import MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
+    from node.worker.sampler import MOST_ROUND_SHARE, MOST_ROUNDS, MOST_SHARE, SAMPLES_FILE, TextSampler, thinned
     from node.worker.supervisor_link import StopAsked
 
 CPU = torch.device("cpu")
@@ -140,7 +140,16 @@ def test_first_and_every_tenth_round_is_sampled(
     for can_sample in (True, False):
         inner: Any = FakeTrainer("text", can_sample=can_sample)
         TextSampler(cfg, inner, tmp_path).round_over(tip, lambda: None)
-        assert inner.budgets == ([MOST_SHARE * 9.9] if is_sampled and can_sample else []), "a sharded model has none"
+        assert inner.budgets == ([pytest.approx(MOST_ROUND_SHARE * 9.9)] if is_sampled and can_sample else []), (
+            "a sharded model has none"
+        )
+
+
+def test_samples_of_every_round_take_a_small_share_of_each(tmp_path: Path) -> None:
+    inner: Any = FakeTrainer("text", "text")
+    cfg = SAMPLE.model_copy(update={"every_rounds": 2})
+    TextSampler(cfg, inner, tmp_path).round_over(tip_at(1, torch.zeros(3), 50.0), lambda: None)
+    assert inner.budgets == [pytest.approx(2 * MOST_SHARE * 50.0)]
 
 
 def test_slow_node_makes_no_sample_and_loses_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +162,10 @@ def test_slow_node_makes_no_sample_and_loses_little_time(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("node.worker.inner_trainer.time.monotonic", lambda: now_s)
     sampler = TextSampler(SAMPLE, inner, tmp_path)
-    sampler.round_over(tip_at(0, round_s=4.0 / MOST_SHARE), tick)
+    sampler.round_over(tip_at(0, round_s=4.0 / MOST_ROUND_SHARE), tick)
     assert now_s <= 5.0
     assert sampler.newest == () and not (tmp_path / SAMPLES_FILE).exists()
-    sampler.round_over(tip_at(0, round_s=40.0 / MOST_SHARE), tick)
+    sampler.round_over(tip_at(0, round_s=40.0 / MOST_ROUND_SHARE), tick)
     assert len(sampler.newest) == 2, "the time suffices in a longer round"
 
 

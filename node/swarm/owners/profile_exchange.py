@@ -27,6 +27,8 @@ PROFILES_FILE = "profiles.json"
 """Name of the file in the data folder with all profiles, and the owner of each key for the commands and the API."""
 INTERVAL_S = 10.0
 CALL_S = 5.0
+AT_ONCE = 64
+"""Profiles to verify before other work of the event loop is done. Thousands of signatures take a second."""
 MAX_REPLY_BYTES = 128 * 2**10
 """Limit on one reply. The rest follows in later calls, because the order is random."""
 
@@ -48,12 +50,15 @@ class ProfileExchange:
         self._folder, self._interval_s = folder, interval_s
         self._own: Document | None = None
         self._saved_changes = 0
-        service = Service(self._answer, Channel.DHT, BUCKETS * DIGEST_BYTES, admits=peer_table.knows)
+        service = Service(self._answer, Channel.DHT, BUCKETS * DIGEST_BYTES, per_caller=2, admits=peer_table.knows)
         wire.serve({"profiles": service})
 
     async def run(self) -> None:
         """Read the file, then exchange profiles for ever."""
-        self._take(await asyncio.to_thread(self._read_file))
+        documents = await asyncio.to_thread(self._read_file)
+        for start in range(0, len(documents), AT_ONCE):
+            self._take(documents[start : start + AT_ONCE])
+            await asyncio.sleep(0)
         while True:
             await self._read_own()
             await self.pull()
@@ -130,9 +135,13 @@ class ProfileExchange:
         if self._saved_changes == self.table.changes:
             return
         self._saved_changes = self.table.changes
-        owners = {key: asdict(owner) for key, owner in self.table.owners().items()}
-        documents = [document.model_dump() for document in self.table.documents]
-        await asyncio.to_thread(self._write_file, {"documents": documents, "owners": owners})
+        documents, owners = self.table.documents, {}
+        for number, document in enumerate(documents):
+            owners[document.signer] = asdict(self.table.owner_of(document.signer))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        content = {"documents": [document.model_dump() for document in documents], "owners": owners}
+        await asyncio.to_thread(self._write_file, content)
 
     def _write_file(self, content: object) -> None:
         path = self._folder / PROFILES_FILE

@@ -23,6 +23,8 @@ class ProfileTable:
         self._entries: dict[str, tuple[Document, Profile]] = {}
         self.changes = 0
         """How often the table has changed."""
+        self._digests: tuple[int, bytes] = (-1, b"")
+        """The number of changes at which the digests were computed, and the digests."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,12 +64,18 @@ class ProfileTable:
         order = sorted(self._entries, key=lambda key: (key in needed, hashlib.sha256(key.encode()).digest()))
         for key in order[:count]:
             del self._entries[key]
+        self.changes += 1
 
     # comparing with another table
 
     @property
     def digests(self) -> bytes:
         """Each bucket's digest. Equal buckets of two tables hold the same profiles."""
+        if self._digests[0] != self.changes:
+            self._digests = self.changes, self._compute_digests()
+        return self._digests[1]
+
+    def _compute_digests(self) -> bytes:
         buckets: list[list[bytes]] = [[] for _ in range(BUCKETS)]
         for document, _ in self._entries.values():
             text = f"{document.signer} {document.text}".encode()
