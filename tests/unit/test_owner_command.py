@@ -40,7 +40,7 @@ def exchange(*folders: Path) -> ProfileTable:
     assert table.merge([own(folder) for folder in folders]) == []
     content = {
         "documents": [document.model_dump() for document in table.documents],
-        "owners": {key: asdict(one) for key, one in table.owners().items()},
+        "owners": {key: asdict(one) for key, one in table.owners()},
     }
     for folder in folders:
         (folder / "profiles.json").write_text(json.dumps(content))

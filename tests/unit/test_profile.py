@@ -56,7 +56,7 @@ def test_names_that_deceive_or_break_lines_are_refused(name: str) -> None:
 
 def test_machine_belongs_to_an_owner_if_both_have_signed_it() -> None:
     ada = Owner(ADA.peer_id, "Ada", "Blue")
-    assert table_of(OF_ADA, OF_BOX).owners() == {ADA.peer_id: ada, BOX.peer_id: ada}
+    assert dict(table_of(OF_ADA, OF_BOX).owners()) == {ADA.peer_id: ada, BOX.peer_id: ada}
     assert table_of(OF_BOX, OF_ADA).owner_of(BOX.peer_id) == ada, "in either order"
 
 
@@ -135,7 +135,7 @@ def test_full_table_keeps_those_who_gave_something_and_their_owners() -> None:
         table.merge([giver, OF_ADA])
         tables.append(table)
         assert len(table) == 12
-        assert {ADA.peer_id, EVE.peer_id, BOX.peer_id} <= table.owners().keys(), "and its own"
+        assert {ADA.peer_id, EVE.peer_id, BOX.peer_id} <= dict(table.owners()).keys(), "and its own"
     assert tables[0].digests == tables[1].digests
 
 

@@ -49,6 +49,7 @@ class ProfileExchange:
         self._wire, self._peer_table, self.table, self._rng = wire, peer_table, table, rng
         self._folder, self._interval_s = folder, interval_s
         self._own: Document | None = None
+        self._is_own_damaged = False
         self._saved_changes = 0
         service = Service(self._answer, Channel.DHT, BUCKETS * DIGEST_BYTES, per_caller=2, admits=peer_table.knows)
         wire.serve({"profiles": service})
@@ -117,8 +118,11 @@ class ProfileExchange:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError):
-            logger.warning("%s cannot be read: write it again with `diloco-node owner set`.", path)
+            if not self._is_own_damaged:
+                logger.warning("%s cannot be read: remove it, and run `diloco-node owner` again.", path)
+            self._is_own_damaged = True
             return None
+        self._is_own_damaged = False
         return document if document.signer == self._wire.peer_id else None
 
     def _read_file(self) -> list[Document]:
@@ -135,12 +139,12 @@ class ProfileExchange:
         if self._saved_changes == self.table.changes:
             return
         self._saved_changes = self.table.changes
-        documents, owners = self.table.documents, {}
-        for number, document in enumerate(documents):
-            owners[document.signer] = asdict(self.table.owner_of(document.signer))
+        owners = {}
+        for number, (key, owner) in enumerate(self.table.owners()):
+            owners[key] = asdict(owner)
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
-        content = {"documents": [document.model_dump() for document in documents], "owners": owners}
+        content = {"documents": [document.model_dump() for document in self.table.documents], "owners": owners}
         await asyncio.to_thread(self._write_file, content)
 
     def _write_file(self, content: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from node.errors import PeerError
 from node.swarm.messages import Document
@@ -109,9 +109,10 @@ class ProfileTable:
         )
         return Owner(profile.owner, owner.name, owner.team) if owner is not None and is_joined else Owner(key)
 
-    def owners(self) -> dict[str, Owner]:
-        """The owner of each key that has a profile."""
-        return {key: self.owner_of(key) for key in self._entries}
+    def owners(self) -> Iterator[tuple[str, Owner]]:
+        """Each key that has a profile, and its owner. The table may change meanwhile."""
+        for key in list(self._entries):
+            yield key, self.owner_of(key)
 
 
 def bucket_of(key: str) -> int:
