@@ -24,7 +24,8 @@ from node.worker.run_choice import JudgedRun, judge
 MAX_KNOWN = 8
 """Peers that the node of the data folder has known and that are asked besides the bootstrap peers."""
 ID_CHARACTERS = 8
-PURPOSE_CHARACTERS = 120
+PURPOSE_CHARACTERS = 72
+JSON_NAMES = {"GPU memory": "gpu_memory", "memory": "memory", "disk": "disk"}
 
 
 def find_runs(config: Config) -> tuple[list[JudgedRun], int]:
@@ -63,14 +64,14 @@ def to_json(runs: Sequence[JudgedRun], other_protocols: int) -> dict[str, Any]:
 
 
 def _entry(one: JudgedRun) -> dict[str, Any]:
-    listed, manifest = one.listed, one.listed.manifest
+    listed, manifest, needs = one.listed, one.listed.manifest, one.needs_bytes.items()
     return {
         "name": manifest.run.name,
         "purpose": manifest.run.purpose,
         "manifest_hash": manifest.hash,
         "protocol_version": manifest.protocol_version,
         "parameters": manifest.parameters,
-        "needs_bytes": {what.lower().replace(" ", "_"): round(needed) for what, needed in one.needs_bytes.items()},
+        "needs_bytes": {JSON_NAMES[what]: max(0, round(needed)) for what, needed in needs if what in JSON_NAMES},
         "members": listed.members,
         "round": listed.round,
         "tokens": listed.tokens,

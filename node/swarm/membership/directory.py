@@ -191,7 +191,7 @@ class RunLister:
             self._tell(logging.WARNING, "This run cannot be listed in the directory, because its purpose is too long.")
             return True
         if not await self._directory.store(DIRECTORY_KEY, self._identity.peer_id, value, expires_at):
-            self._tell(logging.WARNING, "The directory has no room for this run now; this node tries again.")
+            self._tell(logging.WARNING, "The directory does not take this run now, maybe because it is full.")
             return False
         self._tell(logging.INFO, "This run is listed in the directory: `diloco-node runs` shows it to everybody.")
         return True

@@ -25,6 +25,8 @@ DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
 """The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 CALL_TIMEOUT_S = 10.0
 SHUTDOWN_S = 2.0
+DIRECTORY_REPLICAS = 20
+"""Nodes that hold a listing: all nodes of a small directory, so that a few hostile ones near the key hide nothing."""
 DIRECTORY_PREFIX = "directory::"
 """Start of the names of the directory's handlers in libp2p."""
 
@@ -100,5 +102,7 @@ async def open_directory(daemon: Daemon, validator: RecordValidatorBase, *, is_r
     p2p = await attach(daemon, _DirectoryP2P)
     # Without caches, the validator sees every value that this node holds.
     caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
-    node = await DHTNode.create(p2p=p2p, record_validator=validator, client_mode=is_reader, **caches)
+    node = await DHTNode.create(
+        p2p=p2p, record_validator=validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS, **caches
+    )
     return Dht(node, p2p)
