@@ -82,5 +82,5 @@ def test_any_ends_with_a_remedy_if_no_listed_run_fits_or_no_peer_is_named(tmp_pa
         assert "The listed run, 'tiny', needs" in node.said() and "diloco-node runs" in node.said()
         alone = swarm.node("alone")
         alone.preset = None
-        assert alone.start("--any").wait_end(START_S) == 2
+        assert alone.start(env={"DILOCO_JOIN": "any"}).wait_end(START_S) == 2
         assert "--bootstrap HOST:PORT" in alone.said()

@@ -39,6 +39,7 @@ with warnings.catch_warnings():
         MAX_LISTED_ADDRESSES,
         MAX_LISTING_BYTES,
         MAX_TEXT_BYTES,
+        DirectoryReader,
         Listing,
         ListingValidator,
         merge_listings,
@@ -181,6 +182,21 @@ def test_a_full_node_renews_listings_and_admits_others_when_some_expire(monkeypa
     now = NOW + 11
     assert validator.validate(record(third))
     assert not validator.validate(record(first))
+
+
+def test_a_reader_draws_a_limited_number_of_listings_from_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each listing has the same chance, so no choice of keys keeps others from being read."""
+    monkeypatch.setattr(directory, "MAX_READ", 10)
+    soon, found = int(time.time() + 60), {}
+    for number in range(30):
+        identity = new_identity()
+        found[identity.peer_id] = sign_listing(identity, listing_of(f"run {number}"), soon)
+    reader, seen = DirectoryReader(None), set()  # type: ignore[arg-type]
+    for _ in range(40):
+        drawn = [listing.manifest for listing in reader._valid(found)]
+        assert len(drawn) == 10
+        seen.update(drawn)
+    assert len(seen) == 30
 
 
 # all listings of a run
