@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from node import __version__
 from node.config.loader import Loaded, known_keys, load
+from node.config.manifest import ANY_RUN
 from node.errors import MachineError, NodeError, UsageError
 
 EXIT_BUG = 70
@@ -36,11 +37,29 @@ examples:
 
 """
 OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
+OPTIONS_OF_KEYS = {"data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap"}
+"""Options that are short for settings."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
 10 protocol version too old; 70 a bug in diloco-node."""
+
+ANY_HELP = (
+    "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
+    "parameters; of several, the one with the most members. A data folder that has a run continues it"
+)
+RUN_EXAMPLES = """\
+Examples:
+  diloco-node run --join diloco1-...
+  diloco-node run --any --bootstrap peer.example:31337
+"""
+RUNS_EXAMPLES = """\
+Examples:
+  diloco-node runs --bootstrap peer.example:31337
+  diloco-node runs tiny --bootstrap peer.example:31337     # one run, with its invite
+  diloco-node runs --json --bootstrap peer.example:31337
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +108,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 def _read_call(argv: Sequence[str], environ: Mapping[str, str]) -> Call:
     words, flags = split_flags(argv)
     args = _parse(words)
-    for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
+    for option, key in OPTIONS_OF_KEYS.items():
         if getattr(args, option, None) is not None:
             flags += [f"--{key}={getattr(args, option)}"]
     if "join" in args and args.join is None:
         args.join = environ.get("DILOCO_JOIN") or None
+    if getattr(args, "any", False):
+        args.join = ANY_RUN
     return Call(args, load(file=args.config, environ=environ, flags=flags))
 
 
@@ -167,8 +188,18 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
         ("relay", "run a bootstrap and relay peer: no training and no model, but the same dashboard and API"),
     ):
         command = add(name, _run, about)
-        command.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
+        which = command.add_mutually_exclusive_group()
+        which.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
+        if name == "run":
+            which.add_argument("--any", action="store_true", help=ANY_HELP)
+            _add_bootstrap(command)
+            command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
+    command = add("runs", _runs, "list the runs that anybody may join, what they need, and whether this machine fits")
+    command.add_argument("run", metavar="RUN", nargs="?", help="show one run, by name or id, with its invite")
+    command.add_argument("--json", action="store_true", help="print the runs as JSON, with their invites")
+    _add_bootstrap(command)
+    command.epilog = f"{RUNS_EXAMPLES}\n{EPILOG}"
     command = add("status", _status, "print what the node of this data folder does, and why")
     command.add_argument("--json", action="store_true", help="print the whole status as JSON")
     command.add_argument("--watch", action="store_true", help="show it until Ctrl-C")
@@ -194,6 +225,11 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     add("config", _config, "print every configuration key with its value and source, as the running node uses it")
     command = add("completion", _completion, "print a script that completes commands and settings in your shell")
     command.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
+
+
+def _add_bootstrap(command: Parser) -> None:
+    about = "peers of any run, through which the directory is read: HOST:PORT,.. (short for --swarm.bootstrap)"
+    command.add_argument("--bootstrap", metavar="ADDRESS", help=about)
 
 
 def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
@@ -269,7 +305,8 @@ def _run(call: Call) -> int:
     if join is not None:
         from node.config.manifest import parse_invite
 
-        if not config.node.persist:  # With `persist`, the dashboard reports a bad invite.
+        is_any = join == ANY_RUN and call.args.command == "run"
+        if not config.node.persist and not is_any:  # With `persist`, the dashboard reports a bad invite.
             parse_invite(join)
         unused = [
             key
@@ -278,7 +315,8 @@ def _run(call: Call) -> int:
         ]
         if unused:
             print(
-                f"diloco-node: with --join the run comes from the swarm; not used: {', '.join(unused)}",
+                f"diloco-node: with --{'any' if is_any else 'join'} the run comes from the swarm; "
+                f"not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
     console = Console()
@@ -319,6 +357,30 @@ def _status(call: Call) -> int:
                 live.update(Text(text()), refresh=True)
         except KeyboardInterrupt:
             return 0
+
+
+def _runs(call: Call) -> int:
+    from rich.console import Console
+
+    from node.commands import runs
+
+    found, other_protocols = runs.find_runs(call.loaded.config)
+    if call.args.run is not None:
+        found = [runs.find_run(found, call.args.run)]
+    if call.args.json:
+        print(json.dumps(runs.to_json(found, other_protocols), indent=2, ensure_ascii=False))
+        return 0
+    if call.args.run is not None:
+        print(runs.describe_run(found[0]))
+        return 0
+    if found:
+        Console(highlight=False).print(runs.describe_runs(found))
+        print("\n`diloco-node runs RUN` shows one of them with its invite; `diloco-node run --any` joins the first.")
+    else:
+        print("No run is listed now. The nodes of a run list it with --swarm.list_run true.")
+    if other_protocols:
+        print(f"Not shown: {other_protocols} of another protocol version. Another diloco-node can join them.")
+    return 0
 
 
 def _peers(call: Call) -> int:

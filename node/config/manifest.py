@@ -25,6 +25,8 @@ PROTOCOL_VERSION = 3
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"
+ANY_RUN = "any"
+"""What stands in place of an invite to join the listed run that fits this machine best."""
 WEIGHT_RATIO_MAX = 64
 """A contribution counts at most this many times the tokens of a typical node's round."""
 BUILTIN_TEXT = "builtin:python-stdlib"
@@ -105,7 +107,7 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)
     """Width inside the gated feed-forward layers."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_attention_heads: int = Field(4, ge=1)
     """Number of query heads."""
@@ -113,7 +115,7 @@ class ModelConfig(Section):
     """Number of key and value heads. Fewer than query heads means grouped-query attention."""
     head_dim: int = Field(0, ge=0)
     """Width of a head; 0 means `hidden_size` divided by the number of query heads."""
-    max_position_embeddings: int = Field(1024, ge=8)
+    max_position_embeddings: int = Field(1024, ge=8, le=2**24)
     """Longest sequence of the model in tokens."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position embedding."""
@@ -410,7 +412,7 @@ class Manifest(Section):
     """Random, drawn by the founder."""
     initial_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Digest of the initial outer state, hex."""
-    parameters: int = Field(ge=1)
+    parameters: int = Field(ge=1, lt=2**60)
     """Number of model parameters."""
     run: RunConfig
 

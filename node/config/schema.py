@@ -131,6 +131,10 @@ class SwarmConfig(Section):
     """Ask the router to open the port (UPnP, NAT-PMP). Disables hole punching by TCP simultaneous open."""
     lan_discovery: bool = True
     """Announce this node by multicast on private networks, so that nodes of a run find each other there."""
+    list_run: bool = False
+    """List the run in the directory of runs, which `diloco-node runs` and `run --any` read. A listing tells everybody
+    the manifest with the run's name and purpose, the number of members, the progress, and the addresses of some
+    members. A few nodes of a run that list it are enough."""
 
     @property
     def announces_port(self) -> bool:

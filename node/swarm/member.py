@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Literal
 
 from node.errors import MachineError, PeerError, SwarmError
@@ -36,6 +37,7 @@ from node.swarm.consensus.context import Rules
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
 from node.swarm.identity import load_identity
+from node.swarm.membership.directory import MAX_LISTED_ADDRESSES, Listing, ListingValidator, RunLister
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
@@ -247,6 +249,24 @@ class SwarmMember:
             return Message(blobs=[manifest])
 
         self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
+
+    def list_run(self, manifest: bytes) -> None:
+        """List this run in the directory until `close`, as long as it has members and an address."""
+
+        def claims() -> Listing | None:
+            members, addresses = self.peer_table.members(), self.view.addresses[:MAX_LISTED_ADDRESSES]
+            if not members or not addresses:
+                return None
+            # A minority of members cannot make the run look complete.
+            return Listing(
+                manifest=manifest.decode(),
+                addresses=addresses,
+                members=len(members),
+                round=1 + median_low(record.round for record in members),
+                tokens=median_low(record.swarm_tokens for record in members),
+            )
+
+        self.run(RunLister(self.peer_table.identity, self.wire.directory, claims, self._rng).run())
 
     async def download(
         self,
@@ -475,7 +495,7 @@ async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
         daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), hole_punching=punching)
         try:
             with reserved:
-                wire = await open_wire(daemon, SignedRecordValidator(options.run))
+                wire = await open_wire(daemon, SignedRecordValidator(options.run), ListingValidator())
         except MachineError as exc:
             if exc.code != IN_USE or not reserved.chosen or not tries_left:
                 raise

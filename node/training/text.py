@@ -7,6 +7,7 @@ continues across rounds.
 from __future__ import annotations
 
 import hashlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, Damaged, MachineError, Unreachable
 from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
 from node.training.documents import Documents
+from node.training.hub import is_on_hub
 from node.training.packing import RowPacker, first_rows
 from node.training.prefetch import Prefetcher
 from node.training.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
@@ -117,6 +119,20 @@ def drawn_sources(seed: str, count: int, wanted: int) -> list[int]:
 
 Reader = BuiltinReader | Prefetcher
 TextDataset = BuiltinDataset | PackedDataset
+
+
+def text_lack(run: RunConfig) -> str:
+    """Why a stranger may not be able to read the text of a run, as a predicate; empty if anybody can read it.
+
+    The patterns of local files are not looked up, because strangers write them.
+    """
+    data = run.data
+    kinds = {parse_source(text).kind for text in (*data.sources, data.held_out_source) if text}
+    if kinds - {"builtin", "hub"} or (data.tokenizer != "bytes" and not is_on_hub(data.tokenizer)):
+        return "needs files that its founder gives to the members"
+    if kinds != {"builtin"} and find_spec("datasets") is None:
+        return "needs the Python package datasets, which is not installed"
+    return ""
 
 
 def open_text(run: RunConfig, text_dir: Path, cache: Path) -> TextDataset:

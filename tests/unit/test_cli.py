@@ -26,6 +26,7 @@ CLIENT_COMMANDS = ("status", "peers", "logs", "pause", "resume", "drain", "leave
 COMMANDS = (
     "run",
     "relay",
+    "runs",
     *CLIENT_COMMANDS,
     "config",
     "completion",
@@ -463,6 +464,7 @@ def test_bash_completes_commands_options_and_settings(tmp_path: Path, capsys: py
         return done.stdout.split()
 
     assert completed("cert") == ["certificate"]
+    assert completed("runs", "--b") == ["--bootstrap"]
     assert completed("status", "--w") == ["--watch"]
     assert completed("owner", "to") == ["token"]
     assert completed("run", "--limits.up") == ["--limits.upload_mbit_s"]
