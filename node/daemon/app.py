@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -137,12 +137,9 @@ async def _run(
             state.record_to(history)
             _publish_address(config.api, directory, state, sock, tls)
             sensors = supervisor.poll_sensors(parts.sensors)
-            notifier = Notifier(config.notify, directory.path, lambda: state.status)
-            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
-            try:
+            async with aclosing(Notifier(config.notify, directory.path, lambda: state.status)) as notifier:
+                background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
                 return await _run_until_end(supervisor, state, server, sock, background)
-            finally:
-                await notifier.close()
         finally:
             state.record_to(None)
             history.close()
