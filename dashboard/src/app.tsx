@@ -3,6 +3,7 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { OpenTip } from "./components/term";
 import { Name } from "./components/text";
 import { theme, THEMES } from "./components/theme";
 import { brief } from "./format/format";
@@ -58,6 +59,7 @@ export function App() {
         {locked ? <Login /> : <View />}
       </main>
       <Announcer />
+      <OpenTip />
     </>
   );
 }

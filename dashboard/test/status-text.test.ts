@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Phase, Status } from "../src/api/schema";
-import { describe, isRelay, availableActions, peerPhase, reach, reason, restartCommand } from "../src/format/status-text";
+import { availableActions, describe, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -86,4 +86,10 @@ test("a pending pause can be cancelled; a relay cannot be paused", () => {
   expect(availableActions(status("training", { code: "relay" })).pause).toBe(true);
   expect(isRelay(status("syncing", { code: "relay" }))).toBe(false);
   expect(availableActions(status("training", { node: { mode: "relay" } })).pause).toBe(false);
+});
+
+test("sources of text have readable names", () => {
+  expect(sourceName("builtin:python-stdlib")).toBe("the source code of Python's standard library");
+  expect(sourceName("hub:allenai/c4?config=en&revision=1588ec")).toBe("the data set allenai/c4");
+  expect(sourceName("text:books/*.txt?field=x")).toBe("files of its members (books/*.txt)");
 });

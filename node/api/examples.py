@@ -6,7 +6,7 @@ from typing import Any
 
 from node.api import models
 from node.api.node_interface import LogLine
-from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun, RankedMember
+from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, RankedMember
 from node.status import (
     ContributionInfo,
     DeviceInfo,
@@ -88,16 +88,16 @@ PUBLIC_RUN = PublicRun(
     name="a run", purpose="To see how far ten laptops get.", manifest_hash="8f" * 32,
     model="llama, 4 layers of width 128", parameters=1_000_000, data=("builtin:python-stdlib",), tokenizer="bytes",
     state="training", at="2026-11-22T10:00:00Z",
-    round=12, tokens=1_200_000, total_tokens=2_000_000_000, progress_ratio=0.0006, ends_at="2027-02-01T12:00:00Z",
+    round=11, tokens=1_200_000, total_tokens=2_000_000_000, progress_ratio=0.0006, ends_at="2027-02-01T12:00:00Z",
     tokens_per_second=5400.0, loss=2.31, state_digest="1c" * 32,
     members=(PublicMember(name="attic", tokens_per_second=2700.0),), members_ever=3,
     leaders=(
         RankedMember(
-            rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=1,
-            last_round=12, streak=12,
+            rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=0,
+            last_round=11, streak=12,
         ),
     ),
-    credit_round=12, rounds=(PublicRound(number=12, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
+    credit_round=11, rounds=(PublicRound(number=11, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
     losses=(LossPoint(tokens=1_200_000, loss=2.31),), invite="diloco1-...",
 )
 # fmt: on
@@ -111,6 +111,7 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/api/v1/history"): HISTORY,
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),
     ("get", "/api/v1/public"): PUBLIC_RUN,
+    ("get", "/api/v1/run"): OwnRun(run=PUBLIC_RUN, own=PUBLIC_RUN.leaders[0]),
     ("get", "/api/v1/logs"): models.Logs(records=(LOG_LINE,), last_id=7),
     ("get", "/api/v1/version"): VERSION,
     ("get", "/api/v1/config"): CONFIG,

@@ -51,9 +51,10 @@ class RankedMember(Value):
 
 
 class PublicRound(Value):
-    """One committed round, in the numbering of people: the first one is 1."""
+    """One committed round."""
 
     number: int
+    """The first round is 0, as everywhere."""
     at: str
     members: int
     tokens: int
@@ -81,7 +82,7 @@ class PublicRun(Value):
     at: str
     """When this was written, UTC."""
     round: int
-    """Committed rounds."""
+    """The last committed round; -1 before the first."""
     tokens: int
     total_tokens: int
     progress_ratio: float
@@ -94,12 +95,20 @@ class PublicRun(Value):
     members_ever: int = 0
     leaders: tuple[RankedMember, ...] = ()
     credit_round: int | None = None
-    """Committed rounds at the time of the leaderboard."""
+    """The last round that the leaderboard includes."""
     rounds: tuple[PublicRound, ...] = ()
     """Newest first."""
     losses: tuple[LossPoint, ...] = ()
     """Oldest first."""
     invite: str = ""
+
+
+class OwnRun(Value):
+    """The run as the owner's page shows it."""
+
+    run: PublicRun
+    own: RankedMember | None = None
+    """This node's line of the leaderboard, whatever its rank; None before its first round."""
 
 
 def read_run(folder: Path) -> Manifest | None:
@@ -137,10 +146,7 @@ def make_public_run(
     is_complete = bool(total) and not left
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
-    try:
-        leaders = _leaders(credit, names) if credit is not None else ()
-    except (ValidationError, KeyError, TypeError):
-        leaders = ()
+    leaders = _ranked(credit, names)[:LEADERS_SHOWN]
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -151,7 +157,7 @@ def make_public_run(
         tokenizer="" if data is None else data.tokenizer,
         state="complete" if is_complete else _state(view),
         at=rfc3339(now),
-        round=run.round + 1,
+        round=run.round,
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
@@ -162,7 +168,7 @@ def make_public_run(
         members=_members(view),
         members_ever=len(credit["table"]) if credit is not None else 0,
         leaders=leaders,
-        credit_round=credit["round"] + 1 if credit is not None else None,
+        credit_round=credit["round"] if credit is not None else None,
         rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
         losses=tuple(
             LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
@@ -186,7 +192,22 @@ def _members(view: View) -> tuple[PublicMember, ...]:
     return tuple(shown)[:MEMBERS_SHOWN]
 
 
-def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[RankedMember, ...]:
+def own_line(credit: Mapping[str, Any] | None, peer_id: str, name: str) -> RankedMember | None:
+    """The leaderboard's line of one peer; None if it has none."""
+    return next((line for line in _ranked(credit, {peer_id: name}) if peer_id and line.key == peer_id), None)
+
+
+def _ranked(credit: Mapping[str, Any] | None, names: Mapping[str, str]) -> tuple[RankedMember, ...]:
+    """All lines of the leaderboard. A damaged table has none."""
+    if credit is None:
+        return ()
+    try:
+        return _rank(credit, names)
+    except (ValidationError, KeyError, TypeError):
+        return ()
+
+
+def _rank(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[RankedMember, ...]:
     newest, table = credit["round"], credit["table"]
     total = sum(entry["tokens"] for entry in table) or 1
     ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
@@ -198,18 +219,18 @@ def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Ranke
             tokens=entry["tokens"],
             share_ratio=entry["tokens"] / total,
             rounds=entry["rounds"],
-            first_round=entry["first_round"] + 1,
-            last_round=entry["last_round"] + 1,
+            first_round=entry["first_round"],
+            last_round=entry["last_round"],
             streak=newest - entry["streak_round"] + 1 if entry["member"] and entry["last_round"] == newest else 0,
         )
-        for rank, entry in enumerate(ranked[:LEADERS_SHOWN], 1)
+        for rank, entry in enumerate(ranked, 1)
     )
 
 
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
     tokens = record.swarm_tokens - older.swarm_tokens if older is not None else 0
     return PublicRound(
-        number=record.round + 1,
+        number=record.round,
         at=record.started_at,
         members=sum(member.included for member in record.members),
         tokens=max(0, tokens),

@@ -1,7 +1,7 @@
 /** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Contribution, Fault, History, LogLine, PauseOrder, PeerRow, ResolvedConfig, RoundRecord, Status, Version,
+  Contribution, Fault, History, LogLine, OwnRun, PauseOrder, PeerRow, ResolvedConfig, RoundRecord, Status, Version,
 } from "./schema";
 
 export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
@@ -128,6 +128,7 @@ function query(values: Record<string, string | number | undefined>): string {
 
 export const api = {
   status: () => request<Status>("GET", "/api/v1/status"),
+  run: () => request<OwnRun>("GET", "/api/v1/run"),
   swarm: async () => (await request<{ peers: PeerRow[] }>("GET", "/api/v1/swarm")).peers,
   rounds: async (limit: number) => (await request<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,
   contributions: async () =>

@@ -103,6 +103,11 @@ export interface Notice {
 
 export type Outcome = "complete" | "partial" | "failed" | "skipped" | "alone";
 
+export interface OwnRun {
+  run: PublicRun;
+  own: RankedMember | null;
+}
+
 export interface PauseInfo {
   by: "owner" | "schedule" | "battery" | "user" | "";
   until: string | null;

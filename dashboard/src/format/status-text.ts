@@ -116,3 +116,11 @@ export function reach(reachability: string, code?: string, relay = false): strin
   if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
   return REACH[reachability] ?? reachability;
 }
+
+/** A source of text without the commit and the options that the manifest names. */
+export function sourceName(source: string): string {
+  if (source === "builtin:python-stdlib") return "the source code of Python's standard library";
+  const [kind, rest] = source.split(/:(.*)/s) as [string, string | undefined];
+  const name = (rest ?? source).split("?")[0] as string;
+  return kind === "hub" ? `the data set ${name}` : `files of its members (${name})`;
+}

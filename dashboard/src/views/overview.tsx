@@ -4,13 +4,13 @@ import { useState } from "preact/hooks";
 import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
 import { bytes, count, hours, many, NONE, percent } from "../format/format";
-import { cleanName } from "../format/sanitize";
 import { isRelay, reach } from "../format/status-text";
 import { link, stale, status } from "../state/store";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
+import { RunCard } from "./run-card";
 
 export function Overview() {
   const now = status.value;
@@ -19,7 +19,8 @@ export function Overview() {
   return (
     <>
       <Headline status={now} />
-      {relay ? <RunSection status={now} /> : <ContributionSection status={now} />}
+      <RunCard />
+      {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
       <Network status={now} />
       {!relay && (
         <Section title="Devices" id="devices">
@@ -70,16 +71,14 @@ function ContributionSection({ status }: { status: Status }) {
   );
 }
 
-/** A relay makes no contribution, so its page shows the run instead. */
-function RunSection({ status }: { status: Status }) {
+/** A relay makes no contribution of its own, so its page shows what it passes on. */
+function RelaySection({ status }: { status: Status }) {
   const { run, peers, contribution } = status;
   return (
-    <Section title="Run" id="run">
+    <Section title="Relayed" id="relayed">
       <dl class="ledger">
-        <Fact label="Name">{run.name ? cleanName(run.name, 24) : NONE}</Fact>
         <Fact label="Round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
         <Fact label="Training">{many(peers.training, "member")}</Fact>
-        <Fact label="Goal">{run.total_tokens ? many(run.total_tokens, "token") : NONE}</Fact>
         <Fact label="Relayed">{bytes(contribution.bytes_relayed ?? 0)}</Fact>
         <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
@@ -115,16 +114,7 @@ function Network({ status: now }: { status: Status }) {
               {alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
             </strong>
           </p>
-          {alone ? (
-            <p class="quiet">Send the invite to someone, who can then join this run.</p>
-          ) : (
-            now.run.swarm_tokens > 0 && (
-              <p class="quiet">
-                The swarm has trained on {many(now.run.swarm_tokens, "token")}
-                {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
-              </p>
-            )
-          )}
+          {alone && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
           {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
           {now.run.invite_note && (
             <p class="quiet" data-invite-note>

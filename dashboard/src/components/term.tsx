@@ -1,0 +1,64 @@
+/** A word with an explanation, which appears while the pointer or the keyboard focus is on the word. */
+
+import { signal } from "@preact/signals";
+import { useId } from "preact/hooks";
+import { EXPLANATIONS } from "../format/glossary";
+
+interface Tip {
+  text: string;
+  left: number;
+  top: number;
+}
+
+const WIDTH_PX = 280;
+const MARGIN_PX = 8;
+const tip = signal<Tip | null>(null);
+
+function show(element: Element, text: string): void {
+  const box = element.getBoundingClientRect();
+  const widest = document.documentElement.clientWidth - WIDTH_PX - MARGIN_PX;
+  tip.value = { text, left: Math.max(MARGIN_PX, Math.min(box.left, widest)), top: box.bottom + 6 };
+}
+
+const hide = () => {
+  tip.value = null;
+};
+
+/** Explains `word` with its text in the glossary. A word without one is plain text. */
+export function Term({ word }: { word: string }) {
+  const id = useId();
+  const text = EXPLANATIONS[word];
+  if (!text) return <>{word}</>;
+  return (
+    <>
+      <span
+        class="term"
+        tabIndex={0}
+        aria-describedby={id}
+        onPointerEnter={(event) => show(event.currentTarget, text)}
+        onPointerLeave={hide}
+        onFocus={(event) => show(event.currentTarget, text)}
+        onBlur={hide}
+        onKeyDown={(event) => event.key === "Escape" && hide()}
+      >
+        {word}
+      </span>
+      <span id={id} hidden>
+        {text}
+      </span>
+    </>
+  );
+}
+
+/** The explanation that is open. It has one place in the page, so that no narrow box cuts it off. */
+export function OpenTip() {
+  const open = tip.value;
+  if (!open) return null;
+  return (
+    <div class="tip" aria-hidden="true" style={{ left: `${open.left}px`, top: `${open.top}px` }}>
+      {open.text}
+    </div>
+  );
+}
+
+addEventListener("scroll", hide, { passive: true, capture: true });

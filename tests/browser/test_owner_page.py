@@ -1,0 +1,60 @@
+"""What the page tells the owner of a machine. The node behind it reports what each test writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext
+
+from tests.browser.harness import NARROW, WIDE, Dashboard
+from tests.browser.scene import Scene, scene
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def village(tmp_path: Path) -> Iterator[Scene]:
+    with scene(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def tab(village: Scene, context: BrowserContext) -> Iterator[Dashboard]:
+    tab = village.open(context)
+    yield tab
+    tab.check()
+
+
+def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboard) -> None:
+    card = tab.page.locator("[aria-labelledby=run]")
+    card.get_by_text("To see how far the laptops of one street get.").wait_for()
+    told = card.inner_text().replace("\u202f", " ")
+    for text in (
+        "village",
+        "8.4 %",
+        "168 M of 2.00 G tokens",
+        "About 8 hours left",
+        "152 M",
+        "Python's standard library",
+    ):
+        assert text in told, told
+    facts = dict(zip(*(card.locator(tag).all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    assert facts["Your share"].startswith("29")
+    assert facts["Rank"].split("\n")[:1] == ["2nd"]
+    assert facts["Streak"].split("\n")[:1] == ["12"]
+    assert card.get_by_role("progressbar").get_attribute("aria-valuenow") == "8.4"
+
+
+def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:
+    tab.page.locator("[aria-labelledby=run] .term").first.wait_for()
+    tab.page.set_viewport_size(NARROW)
+    term = tab.page.locator("[aria-labelledby=run] .term").filter(has_text="Rank")
+    term.focus()
+    tip = tab.page.locator(".tip")
+    tip.filter(has_text="This node's place among all members").wait_for()
+    assert tab.overflow_px() <= 0
+    tab.page.keyboard.press("Escape")
+    tip.wait_for(state="detached")
+    tab.page.set_viewport_size(WIDE)
