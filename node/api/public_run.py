@@ -169,7 +169,7 @@ def make_public_run(
         members_ever=len(credit["table"]) if credit is not None else 0,
         leaders=leaders,
         credit_round=credit["round"] if credit is not None else None,
-        rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
+        rounds=tuple(_round(one, older) for one, older in zip(done, [*done[1:], None], strict=False))[:ROUNDS_SHOWN],
         losses=tuple(
             LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
             for record in reversed(done)

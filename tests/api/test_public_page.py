@@ -138,6 +138,8 @@ def test_page_of_a_node_without_a_run_or_with_damaged_files_is_served(node: Fake
     assert client(node, public=True).get("/public/run.json").json()["leaders"] == []
     (folder / "credit.json").unlink()
     (folder / "manifest.json").unlink()
+    unborn = make_public_run(replace(node.view(), rounds=()), None, None, NOW)
+    assert (unborn.rounds, unborn.losses) == ((), ())
     empty = make_public_run(node.view(), read_run(folder), read_credit(folder), NOW)
     assert "The first credits appear after two rounds." in render(empty)
 

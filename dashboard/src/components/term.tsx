@@ -6,6 +6,7 @@ import { EXPLANATIONS } from "../format/glossary";
 
 interface Tip {
   text: string;
+  word: Element;
   left: number;
   top: number;
 }
@@ -14,10 +15,10 @@ const WIDTH_PX = 280;
 const MARGIN_PX = 8;
 const tip = signal<Tip | null>(null);
 
-function show(element: Element, text: string): void {
-  const box = element.getBoundingClientRect();
+function show(word: Element, text: string): void {
+  const box = word.getBoundingClientRect();
   const widest = document.documentElement.clientWidth - WIDTH_PX - MARGIN_PX;
-  tip.value = { text, left: Math.max(MARGIN_PX, Math.min(box.left, widest)), top: box.bottom + 6 };
+  tip.value = { text, word, left: Math.max(MARGIN_PX, Math.min(box.left, widest)), top: box.bottom + 6 };
 }
 
 const hide = () => {
@@ -61,4 +62,4 @@ export function OpenTip() {
   );
 }
 
-addEventListener("scroll", hide, { passive: true, capture: true });
+addEventListener("scroll", () => tip.value && show(tip.value.word, tip.value.text), { passive: true, capture: true });
