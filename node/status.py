@@ -267,6 +267,32 @@ class PeerRow(Value):
     """Whether the peer's state equals this node's state after the same round, bit for bit; None if unknown."""
 
 
+JournalKind = Literal["joined", "back", "left", "gone", "node"]
+
+
+class JournalEntry(Value):
+    """Something that happened: to a peer, or to this node (`node`)."""
+
+    at: str
+    kind: JournalKind
+    """A `left` peer said goodbye; a `gone` one no longer answers."""
+    peer_id: str = ""
+    name: str = ""
+    """The peer's name."""
+    text: str
+    """What the peer did, as in "is gone: no answer"; or a whole sentence about this node."""
+
+
+class DepartedPeer(Value):
+    """A peer that was in the peer table and no longer is."""
+
+    peer: PeerRow
+    """Its last row."""
+    at: str
+    said_goodbye: bool
+    """False if it fell silent."""
+
+
 class DeviceInfo(Value):
     kind: str
     """`cpu` or `cuda`."""
@@ -340,6 +366,8 @@ class Report(Value):
     sync: SyncInfo = SyncInfo()
     peers: PeersInfo = PeersInfo()
     swarm: tuple[PeerRow, ...] = ()
+    left: tuple[str, ...] = ()
+    """Ids of the peers that said goodbye within the last minutes."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the last complete round."""
     forecast_utilization_ratio: float | None = None

@@ -9,7 +9,9 @@ from node.api.node_interface import LogLine
 from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, RankedMember
 from node.status import (
     ContributionInfo,
+    DepartedPeer,
     DeviceInfo,
+    JournalEntry,
     Member,
     NodeInfo,
     Notice,
@@ -66,6 +68,7 @@ PEER = PeerRow(
     transport="relay", version="0.1.0", state_digest=DIGEST, last_seen_s=0.8, compute_utilization_ratio=0.94,
     digest_agrees=True,
 )
+JOURNAL_ENTRY = JournalEntry(at=AT, kind="left", peer_id=BOB, name="bob", text="left")
 CONTRIBUTION = models.Contribution(
     peer_id=ADA, short_id=ADA[-6:], name="ada", rounds=40, tokens=9_000_000, last_round=41, this_node=True
 )
@@ -106,7 +109,10 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/livez"): HEALTH,
     ("get", "/readyz"): HEALTH,
     ("get", "/api/v1/status"): STATUS,
-    ("get", "/api/v1/swarm"): models.Swarm(peers=(PEER,)),
+    ("get", "/api/v1/swarm"): models.Swarm(
+        peers=(PEER,), departed=(DepartedPeer(peer=PEER, at=AT, said_goodbye=True),)
+    ),
+    ("get", "/api/v1/journal"): models.Journal(entries=(JOURNAL_ENTRY,)),
     ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
     ("get", "/api/v1/history"): HISTORY,
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from node.api.node_interface import LogLine
-from node.status import PeerRow, Phase, RoundRecord, Value
+from node.status import DepartedPeer, JournalEntry, PeerRow, Phase, RoundRecord, Value
 
 
 class Health(Value):
@@ -16,6 +16,13 @@ class Health(Value):
 
 class Swarm(Value):
     peers: tuple[PeerRow, ...]
+    departed: tuple[DepartedPeer, ...] = ()
+    """The peers that left or fell silent within the last hour, newest first."""
+
+
+class Journal(Value):
+    entries: tuple[JournalEntry, ...]
+    """Newest first, since the node started."""
 
 
 class Rounds(Value):

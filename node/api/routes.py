@@ -121,9 +121,17 @@ def _add_status(router: APIRouter, node: Node) -> None:
 
     @router.get("/api/v1/swarm", tags=["node"])
     async def swarm() -> models.Swarm:
-        """Every peer in this node's peer table."""
+        """Every peer in this node's peer table, and those that departed within the last hour."""
         view = node.view()
-        return models.Swarm(peers=_compare_digests(view.swarm, view.rounds, view.status.run))
+        peers = _compare_digests(view.swarm, view.rounds, view.status.run)
+        return models.Swarm(peers=peers, departed=tuple(view.departed))
+
+    @router.get("/api/v1/journal", tags=["node"])
+    async def journal(
+        limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of entries.")] = 50,
+    ) -> models.Journal:
+        """Who joined, left or fell silent, and what happened to this node, newest first."""
+        return models.Journal(entries=tuple(node.view().journal[:limit]))
 
     @router.get("/api/v1/rounds", tags=["node"])
     async def rounds(

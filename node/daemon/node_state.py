@@ -18,6 +18,7 @@ from typing import Protocol
 from packaging.version import InvalidVersion, Version
 
 from node.api.node_interface import LOG_LEVELS, LogLine, View, level_name
+from node.daemon.journal import Journal
 from node.status import (
     NodeInfo,
     Notice,
@@ -54,6 +55,7 @@ class NodeState:
         state: PhaseState,
         on_status: Callable[[Status], None] | None = None,
         counters: SavedCounters | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`state` is the first phase, `counters` the totals before this start. `on_status` gets each new status."""
         self._node = node
@@ -69,6 +71,7 @@ class NodeState:
         self._logs: deque[LogLine] = deque(maxlen=LOGS_KEPT)
         self._log_ids = itertools.count(1)
         self._log_counts: dict[str, int] = dict.fromkeys(LOG_LEVELS, 0)
+        self._journal = journal or Journal()
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
         self._is_closed = False
         self._counters = counters
@@ -96,6 +99,10 @@ class NodeState:
         self._phase_override = state
         self._publish()
 
+    def worker_started(self) -> None:
+        """Call when a new worker runs, whose peer table is empty at first."""
+        self._journal.worker_started()
+
     def update_settings(self, name: str, limits: dict[str, float | int | None]) -> None:
         self._node, self._limits = self._node.model_copy(update={"name": name}), limits
         self._publish()
@@ -111,6 +118,7 @@ class NodeState:
             # A new worker has not read the run's state yet: keep the previous position.
             report = report.model_copy(update={"run": self._report.run})
         self._report = report
+        self._journal.add_report(report)
         self._counters = SavedCounters(
             counters=report.counters,
             rounds_joined=report.contribution.rounds_joined,
@@ -134,6 +142,7 @@ class NodeState:
             self._rounds[0] = merged
         else:
             self._rounds.appendleft(record)
+            self._journal.add_round(record)
         if self._history is not None:
             self._history.add_round(record)
 
@@ -175,6 +184,8 @@ class NodeState:
             logs=tuple(self._logs),
             log_counts=dict(self._log_counts),
             alive=alive,
+            journal=self._journal.entries,
+            departed=self._journal.departed,
         )
 
     @contextmanager
@@ -200,6 +211,7 @@ class NodeState:
         if status == self._status:
             return
         self._status = status
+        self._journal.add_status(status)
         if not self._is_closed:
             for queue in self._subscribers:
                 _replace(queue, status)

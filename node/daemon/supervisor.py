@@ -291,6 +291,7 @@ class Supervisor:
         except OSError as exc:
             return WorkerExit(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
         self.metrics.worker_started()
+        self._state.worker_started()
         # The desired state or the settings may have changed during the start.
         if self._changed.is_set():
             self._worker.kill("the node was asked for something else while it started")

@@ -181,6 +181,7 @@ class Reporter:
             sync=self.sync.model_copy(update={"stage": view.stage}),
             peers=PeersInfo(connected=view.connected, training=view.training),
             swarm=view.rows,
+            left=view.left,
             compute_utilization_ratio=self._counters.utilization_ratio,
             forecast_utilization_ratio=self._counters.forecast_ratio,
             reachability=view.reachability,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,7 @@ from playwright.sync_api import BrowserContext
 from node.config.manifest import Manifest, RunConfig
 from node.config.schema import ApiConfig
 from node.daemon.http_server import bind_api, make_server
+from node.daemon.journal import SETTLE_S, Journal
 from node.daemon.node_state import NodeState
 from node.host.ports import PortFile
 from node.status import (
@@ -44,7 +46,7 @@ from tests.browser.harness import Dashboard
 from tests.swarm.harness import Node
 
 NAMES = ("shed", "attic", "garage", "cellar")
-KEYS = {name: f"12D3KooW{name:x>44}" for name in NAMES}
+KEYS = {name: f"12D3KooW{name:x>44}" for name in (*NAMES, "barn")}
 TOTAL_TOKENS = 2_000_000_000
 TOKENS_A_ROUND = 4_000_000
 NEWEST = 41
@@ -128,10 +130,13 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.report = training_report()
+        self.ahead_s = -7200.0
+        """Seconds by which the journal's clock is ahead."""
         self.board = NodeState(
             NodeInfo(name="shed", version="0.1.0", data_dir=str(folder), started_at=utc_now(5400)),
             {"cpu_threads": 0},
             state=PhaseState(),
+            journal=Journal(lambda: datetime.now(UTC) + timedelta(seconds=self.ahead_s)),
         )
         self.node = FakeNode(self.board, folder / "history")
         own = self.node.config.node.model_copy(update={"data_dir": folder})
@@ -149,6 +154,9 @@ class Scene:
         for number in range(NEWEST - 30, NEWEST + 1):
             self.board.add_round(record(number, 60.0 * (NEWEST + 1 - number)))
         self.board.set_phase(None)
+        self.board.worker_started()
+        self.board.apply_report(self.report)
+        self.ahead_s += SETTLE_S
         self.board.apply_report(self.report)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -189,6 +197,12 @@ class Scene:
 
     def enter(self, phase: Phase, code: str = "", reason: str = "For a test.", ago_s: float = 0.0) -> None:
         self.show(state=PhaseState(phase=phase, code=code or phase.value, reason=reason, since=utc_now(ago_s)))
+
+    def depart(self, name: str, *, ago_s: float, says_goodbye: bool) -> None:
+        """Take a peer out of the peer table, as if that had happened `ago_s` seconds ago."""
+        self.ahead_s = -ago_s
+        left = (KEYS[name],) if says_goodbye else ()
+        self.show(swarm=tuple(row for row in self.report.swarm if row.name != name), left=left)
 
     def end(self) -> None:
         """End the server at once, as a killed daemon does."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import BrowserContext
 
+from node.status import Phase
 from tests.browser.harness import NARROW, WIDE, Dashboard
-from tests.browser.scene import Scene, scene
+from tests.browser.scene import Scene, peer, scene
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,3 +60,36 @@ def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window
     tab.page.keyboard.press("Escape")
     tip.wait_for(state="detached")
     tab.page.set_viewport_size(WIDE)
+
+
+def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab: Dashboard) -> None:
+    village.depart("attic", ago_s=600, says_goodbye=True)
+    village.depart("garage", ago_s=300, says_goodbye=False)
+    village.ahead_s = 0
+    village.show(swarm=(*village.report.swarm, peer("barn")))
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed (killed): repair the cause, then `resume`.")
+    events = tab.page.locator(".events li")
+    events.filter(has_text="The worker crashed").wait_for()
+    told = [text.split("\n")[-1] for text in events.all_inner_texts()]
+    assert told[0].endswith("repair the cause, then resume.")
+    assert told[1:4] == ["barn joined", "garage is gone: no answer", "attic left"]
+    assert re.match(r"\d\d:\d\d", events.first.inner_text())
+    assert tab.serious() == []
+
+
+def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, tab: Dashboard) -> None:
+    village.depart("cellar", ago_s=3700, says_goodbye=True)
+    village.depart("attic", ago_s=600, says_goodbye=True)
+    village.depart("garage", ago_s=300, says_goodbye=False)
+    village.ahead_s = 0
+    tab.view("Swarm")
+    rows = tab.page.get_by_role("region", name="Peers, table").locator("tbody tr")
+    rows.filter(has_text="attic").wait_for()
+    told = rows.all_inner_texts()
+    assert len(told) == 3, "the one that left more than an hour ago is not shown"
+    assert "shed" in told[0], "departed peers come last"
+    attic, garage = (rows.filter(has_text=name) for name in ("attic", "garage"))
+    assert "Left" in attic.inner_text() and "10 min ago" in attic.inner_text().replace("\u202f", " ")
+    assert "No answer" in garage.inner_text()
+    assert attic.get_attribute("class") == "departed"
+    assert tab.serious() == []

@@ -31,6 +31,12 @@ export interface Contributions {
   contributions: Contribution[];
 }
 
+export interface DepartedPeer {
+  peer: PeerRow;
+  at: string;
+  said_goodbye: boolean;
+}
+
 export interface DeviceInfo {
   kind: string;
   name: string;
@@ -57,6 +63,18 @@ export interface History {
   step_s: number;
   at_s: number[];
   series: Record<string, (number | null)[]>;
+}
+
+export interface Journal {
+  entries: JournalEntry[];
+}
+
+export interface JournalEntry {
+  at: string;
+  kind: "joined" | "back" | "left" | "gone" | "node";
+  peer_id: string;
+  name: string;
+  text: string;
 }
 
 export interface LogLine {
@@ -285,6 +303,7 @@ export interface Status {
 
 export interface Swarm {
   peers: PeerRow[];
+  departed: DepartedPeer[];
 }
 
 export interface SyncInfo {

@@ -19,10 +19,10 @@ interface Props<Row> {
   id(row: Row): string;
   first: Order;
   empty: string;
-  marked?(row: Row): boolean;
+  rowClass?(row: Row): string | undefined;
 }
 
-export function Table<Row>({ caption, columns, rows, id, first, empty, marked }: Props<Row>) {
+export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass }: Props<Row>) {
   const [order, setOrder] = useState(first);
   const by = columns.find((column) => column.id === order.column) ?? (columns[0] as Column<Row>);
   return (
@@ -38,7 +38,7 @@ export function Table<Row>({ caption, columns, rows, id, first, empty, marked }:
         </thead>
         <tbody>
           {sorted(rows, by.key, order.descending).map((row) => (
-            <tr key={id(row)} class={marked?.(row) ? "marked" : undefined}>
+            <tr key={id(row)} class={rowClass?.(row)}>
               {columns.map((column, at) => {
                 const cell = column.cell ? column.cell(row) : String(column.key(row) ?? "");
                 const kind = column.figure ? "figure" : undefined;

@@ -10,6 +10,7 @@ import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
+import { Journal } from "./journal";
 import { RunCard } from "./run-card";
 
 export function Overview() {
@@ -22,6 +23,7 @@ export function Overview() {
       <RunCard />
       {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
       <Network status={now} />
+      <Journal />
       {!relay && (
         <Section title="Devices" id="devices">
           <Devices devices={now.devices} phase={now.phase} />
