@@ -233,7 +233,10 @@ class RoundRecord(Value):
 class SyncInfo(Value):
     stage: str = "idle"
     progress_ratio: float = 0.0
-    """The share of the current round's inner steps that are done, from 0 to 1."""
+    """How far this node is in the current round, from 0 to 1."""
+    round_s: float | None = None
+    """Seconds that the current round lasts, if it ends by the clock (policy `time`); None if it ends after a number of
+    inner steps."""
     eta_s: float | None = None
     """Seconds until this node's next sync; None if unknown."""
     last: RoundRecord | None = None

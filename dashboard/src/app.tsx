@@ -8,7 +8,7 @@ import { Name } from "./components/text";
 import { theme, THEMES } from "./components/theme";
 import { brief } from "./format/format";
 import { reason } from "./format/status-text";
-import { ageS, link, NO_ANSWER, now, stale, status, word } from "./state/store";
+import { ageS, link, OFFLINE, now, stale, status, word } from "./state/store";
 import { Login } from "./views/login";
 import { Logs } from "./views/logs";
 import { Overview } from "./views/overview";
@@ -129,7 +129,7 @@ function Announcer() {
   const said = useRef({ key: "", text: "" });
   const key = word.value;
   if (status.value && said.current.key !== key) {
-    const text = word.value === NO_ANSWER ? "The node does not answer." : `${key}. ${reason(status.value, now.peek())}`;
+    const text = word.value === OFFLINE ? "Offline. The node does not answer." : `${key}. ${reason(status.value, now.peek())}`;
     said.current = { key, text };
   }
   return (

@@ -42,18 +42,18 @@ test("unknown phases and reachabilities have a text", () => {
 const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;
 
 test("only possible actions are offered", () => {
-  expect(availableActions(status("training"))).toEqual({ pause: true, resume: false, leave: true });
-  expect(availableActions(status("paused"))).toEqual({ pause: false, resume: true, leave: true });
-  expect(availableActions(status("error"))).toEqual({ pause: false, resume: true, leave: true });
-  expect(availableActions(status("stopped"))).toEqual({ pause: false, resume: true, leave: false });
-  expect(availableActions(status("leaving"))).toEqual({ pause: false, resume: false, leave: false });
-  expect(availableActions(status("draining"))).toEqual({ pause: false, resume: false, leave: true });
+  expect(availableActions(status("training"))).toEqual({ pause: true, resume: false, drain: true, leave: true });
+  expect(availableActions(status("paused"))).toEqual({ pause: false, resume: true, drain: false, leave: true });
+  expect(availableActions(status("error"))).toEqual({ pause: false, resume: true, drain: false, leave: true });
+  expect(availableActions(status("stopped"))).toEqual({ pause: false, resume: true, drain: false, leave: false });
+  expect(availableActions(status("leaving"))).toEqual({ pause: false, resume: false, drain: false, leave: false });
+  expect(availableActions(status("draining"))).toEqual({ pause: false, resume: false, drain: false, leave: true });
 });
 
 test("an ended node offers no actions and shows the start command", () => {
   for (const phase of ["stopped", "error"] as Phase[]) {
     const ended = status(phase, { final: true, node: { mode: "train", data_dir: "/data/ada" } });
-    expect(availableActions(ended)).toEqual({ pause: false, resume: false, leave: false });
+    expect(availableActions(ended)).toEqual({ pause: false, resume: false, drain: false, leave: false });
     expect(describe(ended).meaning).not.toBe(describe(status(phase)).meaning);
     expect(describe(ended).meaning).not.toMatch(/resume/);
     expect(restartCommand(ended)).toBe("diloco-node run --data-dir /data/ada");
@@ -92,4 +92,13 @@ test("sources of text have readable names", () => {
   expect(sourceName("builtin:python-stdlib")).toBe("the source code of Python's standard library");
   expect(sourceName("hub:allenai/c4?config=en&revision=1588ec")).toBe("the data set allenai/c4");
   expect(sourceName("text:books/*.txt?field=x")).toBe("files of its members (books/*.txt)");
+});
+
+test("a relay has its own texts, which do not speak of training or a model", () => {
+  for (const phase of ["starting", "connecting", "draining", "leaving", "stopped", "error"] as Phase[]) {
+    const { meaning } = describe(status(phase, { node: { mode: "relay" } }));
+    expect(meaning).toMatch(/\brelay\b/);
+    expect(meaning).not.toMatch(/train|model|round/i);
+  }
+  expect(availableActions(status("training", { node: { mode: "relay" } })).drain).toBe(false);
 });

@@ -53,7 +53,7 @@ STATUS = Status(
         loss=2.29, evaluation_loss=2.31, learning_rate=4e-4, inner_step=120, inner_steps=500, tokens_total=9_000_000,
         tokens_per_second=5200.0,
     ),
-    sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, last=ROUND),
+    sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, round_s=100.0, last=ROUND),
     peers=PeersInfo(connected=1, training=2),
     compute_utilization_ratio=0.96, forecast_utilization_ratio=0.97, reachability="direct",
     devices=(DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", utilization_ratio=0.98, power_watts=310.0),),

@@ -138,7 +138,7 @@ def describe(status: Status, link: str = "") -> str:
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "unknown"),
         ("digest", run.state_digest or "no state yet"),
-        ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
+        ("training", f"{_progress(status)}, {_speed(status)}"),
         ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
         ("next sync", "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {reachability}"),
@@ -186,6 +186,14 @@ def log_line(record: Mapping[str, Any]) -> Text:
     """One log record as a line."""
     style = {"warning": "yellow", "error": "bold red"}.get(record["level"], "")
     return Text(f"{record['at']} {record['level']:<7} {record['logger']}: {record['message']}", style)
+
+
+def _progress(status: Status) -> str:
+    """How far the node is in its round: in seconds if the round ends by the clock, else in inner steps."""
+    sync, training = status.sync, status.training
+    if sync.round_s is None:
+        return f"inner step {training.inner_step} of {training.inner_steps}"
+    return f"{short_duration(sync.progress_ratio * sync.round_s)} of this round's {short_duration(sync.round_s)}"
 
 
 def _speed(status: Status) -> str:

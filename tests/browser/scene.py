@@ -106,7 +106,7 @@ def training_report() -> Report:
             loss=2.513, evaluation_loss=2.561, learning_rate=4e-4, inner_step=32, inner_steps=20,
             tokens_total=48_000_000, tokens_per_second=2400.0,
         ),
-        sync=SyncInfo(progress_ratio=0.62, eta_s=38.0, last=record(NEWEST, 60)),
+        sync=SyncInfo(progress_ratio=0.62, eta_s=38.0, round_s=100.0, last=record(NEWEST, 60)),
         peers=PeersInfo(connected=3, training=4),
         swarm=tuple(peer(name) for name in NAMES),
         compute_utilization_ratio=0.97, forecast_utilization_ratio=0.96, reachability="direct",

@@ -63,8 +63,8 @@ def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window
 
 
 def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab: Dashboard) -> None:
-    village.depart("attic", ago_s=600, says_goodbye=True)
-    village.depart("garage", ago_s=300, says_goodbye=False)
+    village.depart("attic", ago_s=630, says_goodbye=True)
+    village.depart("garage", ago_s=330, says_goodbye=False)
     village.ahead_s = 0
     village.show(swarm=(*village.report.swarm, peer("barn")))
     village.enter(Phase.ERROR, "worker_crashes", "The worker crashed (killed): repair the cause, then `resume`.")
@@ -79,8 +79,8 @@ def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab:
 
 def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, tab: Dashboard) -> None:
     village.depart("cellar", ago_s=3700, says_goodbye=True)
-    village.depart("attic", ago_s=600, says_goodbye=True)
-    village.depart("garage", ago_s=300, says_goodbye=False)
+    village.depart("attic", ago_s=630, says_goodbye=True)
+    village.depart("garage", ago_s=330, says_goodbye=False)
     village.ahead_s = 0
     tab.view("Swarm")
     rows = tab.page.get_by_role("region", name="Peers, table").locator("tbody tr")
@@ -93,3 +93,42 @@ def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, ta
     assert "No answer" in garage.inner_text()
     assert attic.get_attribute("class") == "departed"
     assert tab.serious() == []
+
+
+def test_round_that_ends_by_the_clock_is_shown_in_seconds(village: Scene, tab: Dashboard) -> None:
+    readings = tab.page.locator(".ruler .readings")
+    told = readings.inner_text().replace("\u202f", " ")
+    assert "This round\n1 min 2 s of 1 min 40 s" in told and "Inner step" not in told
+    village.show(sync=village.report.sync.model_copy(update={"round_s": None}))
+    readings.get_by_text("Inner step").wait_for()
+    assert "32 of 20" in readings.inner_text()
+
+
+def test_dead_daemon_is_offline_and_the_page_says_what_it_did_last(village: Scene, tab: Dashboard) -> None:
+    tab.mark("state").filter(has_text="Training").wait_for()
+    village.end()
+    tab.mark("state").filter(has_text="Offline").wait_for()
+    assert re.fullmatch(r"Last seen training \d+\Ws ago\.", tab.mark("reason").inner_text())
+    assert tab.page.title().startswith("Offline")
+    assert re.search(r"Showing data from \d+\Ws ago\.", tab.mark("stale").inner_text())
+    assert tab.serious() == []
+
+
+def test_owner_can_let_the_node_finish_its_round_before_it_leaves(village: Scene, tab: Dashboard) -> None:
+    tab.button("Leave").click()
+    tab.button("After this round").click()
+    tab.button("Leave").wait_for()
+    assert [action for action, _ in village.node.acted] == ["drain"]
+    village.enter(Phase.PAUSED)
+    tab.until_phase("paused")
+    tab.button("Leave").click()
+    tab.button("Leave now").wait_for()
+    assert tab.button("After this round").count() == 0, "a paused node is in no round"
+
+
+def test_short_sync_of_each_round_does_not_change_the_state_word(village: Scene, tab: Dashboard) -> None:
+    tab.until_phase("training", word="Training")
+    village.enter(Phase.SYNCING, "syncing", "Averaging round 42.")
+    tab.page.wait_for_timeout(1200)  # Until the event has arrived.
+    assert (tab.phase, tab.mark("reason").inner_text()) == ("training", "Training towards round 42.")
+    tab.until_phase("syncing", word="Syncing")

@@ -245,7 +245,7 @@ def test_dashboard_greys_a_killed_peer_and_says_that_it_does_not_answer(
     peers.filter(has_text="good").filter(has_text="No answer").wait_for(timeout=60_000)
     figures.hold("a killed peer is grey on the page after", time.monotonic() - began_s, GONE_S)
     its.until_stale(True).mark("stale").filter(has_text="does not answer").wait_for()
-    assert its.page.title().startswith("No answer")
+    assert its.page.title().startswith("Offline")
     assert its.serious() == []
     its.shoot("no-answer")
     its.check()

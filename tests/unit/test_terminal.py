@@ -42,6 +42,15 @@ def test_live_line_shows_round_sync_loss_and_speed_while_training() -> None:
         assert part in line
 
 
+def test_status_text_counts_seconds_if_the_round_ends_by_the_clock() -> None:
+    training = TrainingInfo(inner_step=32, inner_steps=20)
+    status = make_status().model_copy(update={"training": training, "sync": SyncInfo(progress_ratio=0.5)})
+    assert "inner step 32 of 20" in describe(status)
+    by_clock = status.model_copy(update={"sync": SyncInfo(progress_ratio=0.5, round_s=130.0)})
+    assert "1 min 05 s of this round's 2 min 10 s" in describe(by_clock)
+    assert "inner step" not in describe(by_clock)
+
+
 @pytest.mark.parametrize("width", [20, 60, 120])
 def test_live_line_is_one_line_in_every_phase_and_width(width: int) -> None:
     for phase in Phase:

@@ -309,6 +309,7 @@ export interface Swarm {
 export interface SyncInfo {
   stage: string;
   progress_ratio: number;
+  round_s: number | null;
   eta_s: number | null;
   last: RoundRecord | null;
 }

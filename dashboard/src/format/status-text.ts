@@ -47,10 +47,23 @@ const ENDS: Partial<Record<Phase, Partial<State>>> = {
   error: { meaning: "The node has ended with an error. Fix the cause, then start it again." },
 };
 
-export function describe(status: (Pick<Status, "phase" | "code"> & { final?: boolean }) | null): State {
+/** A relay does not train and has no model, so these phases mean something else for it. */
+const RELAY: Partial<Record<Phase, Partial<State>>> = {
+  starting: { meaning: "The relay is starting." },
+  connecting: { meaning: "The relay is looking for members. It helps them as soon as it finds some." },
+  draining: { meaning: "The relay is leaving the swarm." },
+  leaving: { meaning: "The relay says goodbye to the members. They find other ways to each other." },
+  stopped: { meaning: "The relay is not running. Members use other relays." },
+  error: { meaning: "The relay stopped with an error. Fix the cause, then resume." },
+};
+
+type Described = Pick<Status, "phase" | "code"> & { final?: boolean; node?: Pick<Status["node"], "mode"> };
+
+export function describe(status: Described | null): State {
   if (!status) return UNKNOWN;
   const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
-  return { ...phase, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
+  const relay = status.node?.mode === "relay" && RELAY[status.phase];
+  return { ...phase, ...relay, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
 }
 
 /** The command that starts an ended node again; null if it still runs or the run is complete. */
@@ -90,15 +103,16 @@ export function isRelay(status: Pick<Status, "node">): boolean {
 }
 
 /** Which actions are available now. */
-export function availableActions(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
+export function availableActions(status: Status): { pause: boolean; resume: boolean; drain: boolean; leave: boolean } {
   const { phase } = status;
-  if (status.final) return { pause: false, resume: false, leave: false };
+  if (status.final) return { pause: false, resume: false, drain: false, leave: false };
   const ending = phase === "leaving" || phase === "draining";
   const halted = phase === "paused" || phase === "stopped" || phase === "error";
   const pending = status.pause?.after_round != null;
   return {
     pause: !isRelay(status) && !ending && !halted,
     resume: halted || (pending && !ending),
+    drain: !isRelay(status) && !ending && !halted,
     leave: phase !== "leaving" && phase !== "stopped",
   };
 }

@@ -5,7 +5,7 @@ import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
 import { bytes, count, hours, many, NONE, percent } from "../format/format";
 import { isRelay, reach } from "../format/status-text";
-import { link, stale, status } from "../state/store";
+import { link, OFFLINE, stale, status } from "../state/store";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
@@ -40,7 +40,7 @@ function NoStatus() {
   return (
     <div class="headline">
       <h1 class="word" data-testid="state">
-        {lost ? "No answer" : "Loading"}
+        {lost ? OFFLINE : "Loading"}
       </h1>
       <p class="reason" data-testid="reason">
         {lost ? "The node does not answer. It may have stopped. This page tries again every two seconds." : "Requesting the status of the node."}

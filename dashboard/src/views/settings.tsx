@@ -199,7 +199,7 @@ function Row({ field, config, later, value, fault, draft, reset }: RowProps) {
           {when === "restart" && !later && LATER} {origin && origin !== "default" && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
             <button type="button" class="text" onClick={reset}>
-              Reset<span class="unseen">: {field.label}</span>
+              Reset to default<span class="unseen">: {field.label}</span>
             </button>
           )}
         </p>
