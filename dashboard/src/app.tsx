@@ -8,6 +8,7 @@ import { Name } from "./components/text";
 import { theme, THEMES } from "./components/theme";
 import { brief } from "./format/format";
 import { reason } from "./format/status-text";
+import { drafts } from "./state/drafts";
 import { ageS, link, OFFLINE, now, stale, status, word } from "./state/store";
 import { Login } from "./views/login";
 import { Logs } from "./views/logs";
@@ -77,6 +78,11 @@ function Header({ locked }: { locked: boolean }) {
           {VIEWS.map(({ id, label }) => (
             <a key={id} href={`#/${id}`} aria-current={route.value === id ? "page" : undefined}>
               {label}
+              {id === "settings" && Object.keys(drafts.value).length > 0 && (
+                <span class="unsaved">
+                  <span class="unseen">not saved</span>
+                </span>
+              )}
             </a>
           ))}
         </nav>

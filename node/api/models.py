@@ -79,6 +79,8 @@ class ResolvedConfig(Value):
     changeable: dict[str, Literal["now", "restart"]]
     """The keys that `PATCH` accepts. A `now` key applies at once, a `restart` key from the worker's next start
     (pause and resume)."""
+    cores: int
+    """Processor cores that this node may use."""
     pending_restart: tuple[str, ...]
     """Keys that changed after the worker started and apply from its next start."""
 

@@ -34,6 +34,7 @@ from node.api.redaction import hide_secrets
 from node.api.support_bundle import BundleSource, make_bundle
 from node.config.overrides import OverrideError
 from node.config.schema import Config
+from node.host.cores import usable_cores
 from node.status import PeerRow, Phase, RoundRecord, RunInfo, Status
 
 READY = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING})
@@ -323,6 +324,7 @@ def _add_config(router: APIRouter, settings: Settings) -> None:
             config=hide_secrets(configured.config.model_dump(mode="json")),
             origins=dict(configured.origins),
             changeable=dict(configured.changeable),
+            cores=usable_cores(),
             pending_restart=configured.pending_restart,
         )
 

@@ -132,3 +132,51 @@ def test_short_sync_of_each_round_does_not_change_the_state_word(village: Scene,
     tab.page.wait_for_timeout(1200)  # Until the event has arrived.
     assert (tab.phase, tab.mark("reason").inner_text()) == ("training", "Training towards round 42.")
     tab.until_phase("syncing", word="Syncing")
+
+
+def test_drafts_of_settings_survive_views_reloads_and_tabs_and_one_bar_saves_them(
+    village: Scene, tab: Dashboard, context: BrowserContext
+) -> None:
+    tab.view("Settings")
+    tab.page.locator(".presets").get_by_label("Light").check()
+    bar = tab.mark("save")
+    bar.filter(has_text="changes are not saved").wait_for()
+    box, height = bar.bounding_box(), tab.page.viewport_size
+    assert box is not None and height is not None
+    assert box["y"] + box["height"] <= height["height"], "the bar is in sight although the page is longer"
+    upload = tab.page.get_by_label("Upload", exact=True)
+    assert upload.input_value() == "5"
+    upload.fill("1")
+    tab.view("Overview")
+    tab.page.get_by_role("link", name="Settings not saved").wait_for()
+    tab.page.reload()
+    other = village.open(context)
+    for one in (tab, other):
+        one.page.get_by_role("link", name="Settings").click()
+        one.page.get_by_label("Upload", exact=True).wait_for()
+        assert one.page.get_by_label("Upload", exact=True).input_value() == "1"
+    tab.button("Save").click()
+    tab.page.get_by_text("rounds time out at less than 2 Mbit/s").wait_for()
+    assert tab.serious() == []
+    assert village.node.config.limits.upload_mbit_s == 0, "all changes are saved, or none"
+    upload.fill("9")
+    tab.button("Save").click()
+    bar.get_by_text("Saved.").wait_for()
+    config = village.node.config
+    assert (config.limits.upload_mbit_s, config.schedule.user_active) == (9, "pause")
+    other.mark("save").filter(has_text="not saved").wait_for(state="detached")
+    other.check()
+
+
+def test_advanced_settings_are_in_a_fold_that_opens_for_a_fault(village: Scene, tab: Dashboard) -> None:
+    tab.view("Settings")
+    fold = tab.page.locator("details.advanced")
+    fold.wait_for()
+    keep = tab.page.get_by_label("Keep", exact=True)
+    assert not keep.is_visible()
+    fold.locator("summary").click()
+    keep.fill("0")
+    fold.locator("summary").click()
+    tab.button("Save").click()
+    tab.page.locator("[data-key='checkpoint.keep'] .fault").wait_for()
+    assert keep.is_visible()

@@ -226,6 +226,7 @@ export interface ResolvedConfig {
   config: Record<string, unknown>;
   origins: Record<string, string>;
   changeable: Record<string, "now" | "restart">;
+  cores: number;
   pending_restart: string[];
 }
 
