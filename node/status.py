@@ -99,7 +99,9 @@ def _check_calendar(moment: datetime) -> datetime:
 
 
 Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
-PausedBy = Literal["owner", "schedule", "battery", "user", ""]
+PausedBy = Literal["owner", "schedule", "battery", "user", "traffic", ""]
+TRAFFIC_LIMIT = "traffic_limit"
+"""Code of a pause by `limits.month_gb`. The node is not in the swarm while it lasts."""
 
 
 class PauseInfo(Value):
@@ -327,6 +329,24 @@ class ContributionInfo(Value):
     """Seconds that this node spent computing."""
 
 
+class MonthUsage(Value):
+    """What this node used in the present calendar month, in the time zone of the schedule."""
+
+    month: str = ""
+    """Such as `2026-11`."""
+    ends_at: str = ""
+    """When the next month begins."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Traffic with other members. Downloads of data sets and the dashboard's own traffic are not counted."""
+    limit_bytes: int = 0
+    """The node pauses until the next month when it has sent and received this much; 0 means no limit."""
+    measured_joules: float = 0.0
+    """Energy while the node trained, by the device's own meter, with all else that runs on the device."""
+    estimated_joules: float = 0.0
+    """Energy of devices without a meter, estimated from the seconds of computing."""
+
+
 class Counters(Value, frozen=False):
     """Totals since the data folder was made. They only grow. Only the worker changes them, by counting."""
 
@@ -409,6 +429,7 @@ class Status(Value):
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
+    month: MonthUsage = MonthUsage()
     notices: tuple[Notice, ...] = ()
     pause: PauseInfo = PauseInfo()
     schedule_next: str | None = None

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import {
-  bare, brief, bytes, bytesPerSecond, count, decimals, duration, hours, many,
+  bare, brief, bytes, bytesPerSecond, count, decimals, duration, energy, hours, many,
   moment, ordinal, percent, soon, timeLeft, tokensPerSecond, tomorrowAt,
 } from "../src/format/format";
 
@@ -90,4 +90,8 @@ test("the time left has one unit and a date", () => {
   expect(left(24 * 60)).toBe("About 9 weeks left, until 24 January 2027.");
   expect(left(24 * 365 * 3)).toBe("About 3 years left, at the present speed.");
   expect(timeLeft(null, now)).toBe("The time left is known after some rounds.");
+});
+
+test.each([[0, "0 Wh"], [1_260_000, "350 Wh"], [4_464_000, "1.24 kWh"], [3.6e9, "1.00 MWh"], [null, "–"]])("energy(%s)", (joules, text) => {
+  expect(plain(energy(joules))).toBe(text);
 });

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import type { Phase, Status } from "../src/api/schema";
-import { availableActions, describe, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
+import type { MonthUsage, Phase, Status } from "../src/api/schema";
+import { availableActions, describe, energySource, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -101,4 +101,20 @@ test("a relay has its own texts, which do not speak of training or a model", () 
     expect(meaning).not.toMatch(/train|model|round/i);
   }
   expect(availableActions(status("training", { node: { mode: "relay" } })).drain).toBe(false);
+});
+
+test("the page says where the electricity is known from", () => {
+  const source = (measured_joules: number, estimated_joules: number) =>
+    energySource({ measured_joules, estimated_joules } as MonthUsage).replaceAll("\u202f", " ");
+  expect(source(0, 0)).toBe("nothing counted yet");
+  expect(source(9e6, 0)).toBe("measured by the device");
+  expect(source(0, 9e6)).toBe("estimated, the device has no meter");
+  expect(source(9e6, 3.6e6)).toBe("1.00 kWh of it estimated");
+});
+
+test("a pause by the traffic limit says until when", () => {
+  const now = new Date(2026, 10, 22, 12, 0).getTime();
+  const until = new Date(2026, 11, 1).toISOString();
+  const paused = status("paused", { code: "traffic_limit", reason: "x", pause: { by: "traffic", until, after_round: null } });
+  expect(reason(paused, now)).toBe("The traffic limit of this month is reached. Paused until Tue 1 Dec, 00:00.");
 });

@@ -13,6 +13,7 @@ from node.status import (
     DeviceInfo,
     JournalEntry,
     Member,
+    MonthUsage,
     NodeInfo,
     Notice,
     Outcome,
@@ -60,6 +61,10 @@ STATUS = Status(
     limits={"cpu_threads": 0, "upload_mbit_s": 20.0, "download_mbit_s": 0.0},
     contribution=ContributionInfo(
         rounds_joined=40, rounds_attempted=41, tokens_total=9_000_000, bytes_sent=1_200_000_000, training_s=86_400.0
+    ),
+    month=MonthUsage(
+        month="2026-11", ends_at="2026-12-01T00:00:00Z", sent_bytes=31_000_000_000, received_bytes=30_000_000_000,
+        limit_bytes=200_000_000_000, measured_joules=9e7,
     ),
     notices=(Notice(code="newer_version", level="info", text="2 of 3 peers run a newer version: update."),),
 )

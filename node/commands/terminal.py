@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.commands.client import read_address
-from node.status import PeerRow, Phase, RunInfo, Status
+from node.status import MonthUsage, PeerRow, Phase, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -145,6 +145,8 @@ def describe(status: Status, link: str = "") -> str:
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
     ]
+    if status.month.month:
+        rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:
         rows.append(("inbound", status.reachability_reason))
     if status.compute_utilization_ratio is not None:
@@ -161,6 +163,16 @@ def _run_line(run: RunInfo) -> str:
         return run.name
     done = run.swarm_tokens / run.total_tokens
     return f"{run.name}, {done:.1%} done: {run.swarm_tokens:,} of {run.total_tokens:,} tokens of all members"
+
+
+def _month_line(month: MonthUsage) -> str:
+    limit = f" of {month.limit_bytes / 1e9:.1f}" if month.limit_bytes else ""
+    traffic = f"{(month.sent_bytes + month.received_bytes) / 1e9:.1f}{limit} GB of traffic"
+    joules = month.measured_joules + month.estimated_joules
+    if not joules:
+        return traffic
+    how = "measured" if not month.estimated_joules else "partly estimated" if month.measured_joules else "estimated"
+    return f"{traffic}, {joules / 3.6e6:.2f} kWh of electricity ({how})"
 
 
 def _limits_line(limits: Mapping[str, float | int | None]) -> str:

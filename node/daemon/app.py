@@ -34,12 +34,14 @@ from node.daemon.host_sensors import HostSensors
 from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, make_server, no_tls_notice, url_of
 from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import FOLDER, handle_logs
+from node.daemon.month_meter import MonthMeter
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
+from node.host.cores import usable_cores
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
 from node.host.revision import revision
@@ -119,6 +121,7 @@ async def _run(
         directory=directory,
         state=state,
         disk=disk,
+        month=_make_month_meter(live_config, directory, parts.clock, state),
         build=build,
         mode=mode,
         join=join,
@@ -171,6 +174,19 @@ def _make_state(
 
     directory.on_problem(set_storage_notice)
     return state
+
+
+def _make_month_meter(
+    settings: LiveConfig, directory: DataDirectory, clock: Callable[[], datetime], state: NodeState
+) -> MonthMeter:
+    return MonthMeter(
+        directory.path,
+        clock,
+        lambda: settings.config.schedule.zone,
+        time.monotonic,
+        threads=lambda: settings.config.limits.cpu_threads or usable_cores(),
+        known=state.counters.counters if state.counters is not None else None,
+    )
 
 
 def _publish_address(

@@ -20,10 +20,13 @@ from packaging.version import InvalidVersion, Version
 from node.api.node_interface import LOG_LEVELS, LogLine, View, level_name
 from node.daemon.journal import Journal
 from node.status import (
+    TRAFFIC_LIMIT,
+    MonthUsage,
     NodeInfo,
     Notice,
     PauseInfo,
     PeerRow,
+    PeersInfo,
     Phase,
     PhaseState,
     Report,
@@ -72,6 +75,7 @@ class NodeState:
         self._log_ids = itertools.count(1)
         self._log_counts: dict[str, int] = dict.fromkeys(LOG_LEVELS, 0)
         self._journal = journal or Journal()
+        self._month = MonthUsage()
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
         self._is_closed = False
         self._counters = counters
@@ -98,6 +102,11 @@ class NodeState:
         """Set the phase for the supervisor. None lets the worker's reports decide the phase."""
         self._phase_override = state
         self._publish()
+
+    def set_month(self, month: MonthUsage) -> None:
+        if month != self._month:
+            self._month = month
+            self._publish()
 
     def worker_started(self) -> None:
         """Call when a new worker runs, whose peer table is empty at first."""
@@ -179,7 +188,7 @@ class NodeState:
     def view(self, *, alive: bool) -> View:
         return View(
             status=self._status,
-            swarm=self._report.swarm,
+            swarm=() if self._status.code == TRAFFIC_LIMIT else self._report.swarm,
             rounds=tuple(self._rounds),
             logs=tuple(self._logs),
             log_counts=dict(self._log_counts),
@@ -224,6 +233,8 @@ class NodeState:
         # A pause has its own worker. Until it reports, the newest report is that of the training worker before it.
         if has_no_worker or (state.phase is Phase.PAUSED and report.state.phase is not Phase.PAUSED):
             report = _idle(report)
+        if state.code == TRAFFIC_LIMIT:
+            report = report.model_copy(update={"peers": PeersInfo()})
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(
             node=node,
@@ -244,6 +255,7 @@ class NodeState:
             devices=report.devices,
             limits=self._limits,
             contribution=report.contribution,
+            month=self._month,
             notices=tuple(notice for _, notice in sorted(self._notices.items())),
             pause=self._pause,
             schedule_next=self._schedule_next,

@@ -19,6 +19,7 @@ import torch
 from node.config.schema import DevicesConfig
 from node.errors import MachineError
 from node.host.cores import CGROUP, usable_cores
+from node.host.power_meter import processor_joules
 from node.status import DeviceInfo
 
 _BF16_CAPABILITY = (8, 0)
@@ -122,6 +123,7 @@ def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
             utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
             memory_used_bytes=psutil.Process().memory_info().rss,
             memory_size_bytes=psutil.virtual_memory().total,
+            energy_joules=processor_joules(),
         )
     properties = torch.cuda.get_device_properties(device)
     figures: dict[str, Any] = {"memory_size_bytes": properties.total_memory, **_nvml_figures(device)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -27,6 +26,7 @@ from node.status import (
     ContributionInfo,
     DeviceInfo,
     Member,
+    MonthUsage,
     NodeInfo,
     Outcome,
     PeerRow,
@@ -61,7 +61,10 @@ MANIFEST = Manifest(
         total_tokens=TOTAL_TOKENS,
     ),
 )
-STARTED_S = time.time()
+MONTH = MonthUsage(
+    month="2026-11", ends_at="2026-12-01T00:00:00Z", sent_bytes=31_000_000_000, received_bytes=30_000_000_000,
+    limit_bytes=200_000_000_000, measured_joules=89_000_000.0,
+)  # fmt: skip
 
 
 def peer(name: str, phase: str = "training") -> PeerRow:
@@ -158,6 +161,7 @@ class Scene:
         self.board.apply_report(self.report)
         self.ahead_s += SETTLE_S
         self.board.apply_report(self.report)
+        self.board.set_month(MONTH)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)

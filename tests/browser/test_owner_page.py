@@ -11,7 +11,7 @@ from playwright.sync_api import BrowserContext
 
 from node.status import Phase
 from tests.browser.harness import NARROW, WIDE, Dashboard
-from tests.browser.scene import Scene, peer, scene
+from tests.browser.scene import MONTH, Scene, peer, scene
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -180,3 +180,20 @@ def test_advanced_settings_are_in_a_fold_that_opens_for_a_fault(village: Scene, 
     tab.button("Save").click()
     tab.page.locator("[data-key='checkpoint.keep'] .fault").wait_for()
     assert keep.is_visible()
+
+
+def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limit(
+    village: Scene, tab: Dashboard
+) -> None:
+    card = tab.page.locator("[aria-labelledby=month]")
+    card.get_by_text("measured by the device").wait_for()
+    told = card.inner_text().replace("\u202f", " ")
+    assert "24.7 kWh" in told and "61.0 GB" in told
+    assert "At 200 GB the node leaves the swarm until the next month." in told
+    estimated = MONTH.model_copy(
+        update={"measured_joules": 0.0, "estimated_joules": 9e6, "limit_bytes": 60_000_000_000}
+    )
+    village.act(lambda: village.board.set_month(estimated))
+    card.get_by_text("estimated, the device has no meter").wait_for()
+    card.get_by_text("The limit is reached.").wait_for()
+    assert tab.serious() == []

@@ -104,6 +104,16 @@ export interface Member {
   included: boolean;
 }
 
+export interface MonthUsage {
+  month: string;
+  ends_at: string;
+  sent_bytes: number;
+  received_bytes: number;
+  limit_bytes: number;
+  measured_joules: number;
+  estimated_joules: number;
+}
+
 export interface NodeInfo {
   name: string;
   peer_id: string;
@@ -127,7 +137,7 @@ export interface OwnRun {
 }
 
 export interface PauseInfo {
-  by: "owner" | "schedule" | "battery" | "user" | "";
+  by: "owner" | "schedule" | "battery" | "user" | "traffic" | "";
   until: string | null;
   after_round: number | null;
 }
@@ -297,6 +307,7 @@ export interface Status {
   devices: DeviceInfo[];
   limits: Record<string, number | null>;
   contribution: ContributionInfo;
+  month: MonthUsage;
   notices: Notice[];
   pause: PauseInfo;
   schedule_next: string | null;

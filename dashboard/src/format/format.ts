@@ -139,6 +139,11 @@ export function soon(at: number, now: number): string {
   return sameDay(then, tomorrowAt(today, 0)) ? `tomorrow ${clock(at)}` : dayAndClock(at);
 }
 
+/** Energy in kWh, as on a bill: `350 Wh`, `1.24 kWh`. */
+export function energy(joules: Maybe): string {
+  return known(joules) ? scaled(joules / 3600 < 1000 ? Math.round(joules / 3600) : joules / 3600, "Wh") : NONE;
+}
+
 /** `1st`, `2nd`, `3rd`, `11th`. */
 export function ordinal(value: number): string {
   const tens = value % 100;

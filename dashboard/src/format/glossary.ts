@@ -22,6 +22,8 @@ export const EXPLANATIONS: Record<string, string> = {
   "Next sync": "When this node averages its work with the other members.",
   Loss: "How badly the model predicts text. Lower is better. Evaluated: on text that it never trains on.",
   Speed: "Tokens that this node trains on in a second.",
+  Electricity: "What the device used while it trained. A meter counts all that runs on the device. Without a meter it is an estimate from the time of computing.",
+  Traffic: "Data that this node exchanged with other members. Downloads of data sets are not counted.",
   // The swarm
   Training: "Members that train at this moment.",
   Together: "Tokens that all members train on in a second.",

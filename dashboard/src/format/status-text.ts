@@ -1,7 +1,7 @@
 /** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
-import type { Phase, Status } from "../api/schema";
-import { moment, soon } from "./format";
+import type { MonthUsage, Phase, Status } from "../api/schema";
+import { energy, moment, soon } from "./format";
 
 interface State {
   /** One word. */
@@ -35,6 +35,7 @@ const CODES: Record<string, Partial<State>> = {
   "paused/scheduled": { meaning: "It is outside the hours of your schedule. Training resumes when they start." },
   "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
+  "paused/traffic_limit": { meaning: "Even a paused member has traffic, so the node is not in the swarm. Resume ignores the limit this month." },
   "stopped/run_complete": { word: "Complete", meaning: "The run has reached its token goal. Thank you." },
 };
 
@@ -85,7 +86,15 @@ export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause
   const lost = LOST.exec(status.reason)?.[0] ?? "";
   if (code === "paused") return (until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`) + lost;
   if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.${lost}`;
+  if (code === "traffic_limit" && until !== null) return `The traffic limit of this month is reached. Paused until ${soon(until, now)}.${lost}`;
   return status.reason;
+}
+
+/** Where the electricity of a month is known from. */
+export function energySource({ measured_joules: measured, estimated_joules: estimated }: MonthUsage): string {
+  if (!measured && !estimated) return "nothing counted yet";
+  if (!estimated) return "measured by the device";
+  return measured ? `${energy(estimated)} of it estimated` : "estimated, the device has no meter";
 }
 
 /** The word for the phase of a peer, which may be any text. */

@@ -11,6 +11,7 @@ import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
 import { Journal } from "./journal";
+import { Month } from "./month";
 import { RunCard } from "./run-card";
 
 export function Overview() {
@@ -22,6 +23,7 @@ export function Overview() {
       <Headline status={now} />
       <RunCard />
       {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
+      <Month month={now.month} relay={relay} />
       <Network status={now} />
       <Journal />
       {!relay && (
@@ -97,6 +99,7 @@ function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Stat
 function Network({ status: now }: { status: Status }) {
   const { connected, training } = now.peers;
   const alone = training <= 1 && connected === 0;
+  const offline = now.pause.by === "traffic";
   return (
     <Section title="Network" id="network">
       <div class="network">
@@ -113,10 +116,10 @@ function Network({ status: now }: { status: Status }) {
         <div>
           <p class="plain">
             <strong>
-              {alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
+              {offline ? "This node is not in the swarm." : alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
             </strong>
           </p>
-          {alone && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
+          {alone && !offline && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
           {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
           {now.run.invite_note && (
             <p class="quiet" data-invite-note>

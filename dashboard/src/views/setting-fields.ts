@@ -61,6 +61,14 @@ export const GROUPS: Group[] = [
     fields: [
       { key: "limits.upload_mbit_s", label: "Upload", kind: "number", unit: "Mbit/s", help: "Speed of sending. 0 means no limit. Other values must be at least 2." },
       { key: "limits.download_mbit_s", label: "Download", kind: "number", unit: "Mbit/s", help: "Speed of receiving. 0 means no limit. Other values must be at least 2." },
+      {
+        key: "limits.month_gb",
+        label: "Traffic a month",
+        kind: "number",
+        unit: "GB",
+        help: "Sent and received together. When it is reached, the node leaves the swarm until the next month. 0 means no limit.",
+        trains: true,
+      },
       { key: "limits.cpu_threads", label: "CPU threads", kind: "number", step: 1, help: "How many processor cores compute. 0 means all.", trains: true },
       {
         key: "limits.gpu_power_watts",
