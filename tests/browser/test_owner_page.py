@@ -12,6 +12,7 @@ from playwright.sync_api import BrowserContext
 from node.status import Phase
 from tests.browser.harness import NARROW, WIDE, Dashboard
 from tests.browser.scene import MONTH, Scene, peer, scene
+from tests.swarm.harness import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -197,3 +198,36 @@ def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limi
     card.get_by_text("estimated, the device has no meter").wait_for()
     card.get_by_text("The limit is reached.").wait_for()
     assert tab.serious() == []
+
+
+RECORDER = """
+window.told = [];
+window.Notification = class {
+  static permission = "default";
+  static requestPermission() { this.permission = "granted"; return Promise.resolve("granted"); }
+  constructor(title, { body }) { window.told.push(`${title}: ${body}`); }
+  close() {}
+};
+"""
+
+
+def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
+    village: Scene, context: BrowserContext
+) -> None:
+    context.add_init_script(RECORDER)
+    tab = village.open(context).view("Settings")
+    box = tab.page.get_by_label("Notify me in this browser when the node needs me")
+    box.wait_for()
+    assert not box.is_checked()
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed: repair the cause, then `resume`.")
+    tab.page.wait_for_timeout(12_000)
+    assert tab.page.evaluate("window.told") == []
+    box.click()
+    wait_for(lambda: tab.page.evaluate("window.told.length"), 20, "a notification")
+    assert tab.page.evaluate("window.told") == ["shed needs you: The worker crashed: repair the cause, then resume."]
+    assert box.is_checked()
+    tab.page.reload()
+    box.wait_for()
+    assert box.is_checked(), "the choice is kept"
+    assert tab.serious() == []
+    tab.check()

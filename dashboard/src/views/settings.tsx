@@ -11,6 +11,7 @@ import { drafts, setDrafts } from "../state/drafts";
 import { reconnects, status } from "../state/store";
 import { About } from "./about";
 import { Control } from "./control";
+import { Notifications } from "./notifications";
 import { Presets } from "./presets";
 import { ADVANCED, byKey, type Field, type Group, GROUPS, patch, sameValue, valueAt } from "./setting-fields";
 
@@ -109,6 +110,7 @@ export function Settings() {
       </form>
       {status.value && <About />}
       <Section title="This browser" id="browser">
+        <Notifications />
         <button
           type="button"
           class="button"
