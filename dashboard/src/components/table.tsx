@@ -2,6 +2,8 @@
 
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
+import { EXPLANATIONS } from "../format/glossary";
+import { explains } from "./term";
 
 export interface Column<Row> {
   id: string;
@@ -65,10 +67,11 @@ interface HeadProps<Row> {
 
 function Head<Row>({ column, order, turn }: HeadProps<Row>) {
   const mine = order.column === column.id;
+  const text = EXPLANATIONS[column.label];
   const direction = mine ? (order.descending ? "descending" : "ascending") : undefined;
   return (
     <th scope="col" aria-sort={direction} class={column.figure ? "figure" : undefined}>
-      <button type="button" onClick={() => turn(nextOrder(order, column.id, column.figure ?? false))}>
+      <button type="button" {...(text && { ...explains(text), "aria-description": text })} onClick={() => turn(nextOrder(order, column.id, column.figure ?? false))}>
         {column.label}
         <span class="arrow" aria-hidden="true" />
       </button>

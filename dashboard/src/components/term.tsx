@@ -25,6 +25,17 @@ const hide = () => {
   tip.value = null;
 };
 
+/** The event handlers of an element that shows `text` while it has the pointer or the focus. */
+export function explains(text: string) {
+  return {
+    onPointerEnter: (event: { currentTarget: Element }) => show(event.currentTarget, text),
+    onPointerLeave: hide,
+    onFocus: (event: { currentTarget: Element }) => show(event.currentTarget, text),
+    onBlur: hide,
+    onKeyDown: (event: KeyboardEvent) => event.key === "Escape" && hide(),
+  };
+}
+
 /** Explains `word` with its text in the glossary. A word without one is plain text. */
 export function Term({ word }: { word: string }) {
   const id = useId();
@@ -32,16 +43,7 @@ export function Term({ word }: { word: string }) {
   if (!text) return <>{word}</>;
   return (
     <>
-      <span
-        class="term"
-        tabIndex={0}
-        aria-describedby={id}
-        onPointerEnter={(event) => show(event.currentTarget, text)}
-        onPointerLeave={hide}
-        onFocus={(event) => show(event.currentTarget, text)}
-        onBlur={hide}
-        onKeyDown={(event) => event.key === "Escape" && hide()}
-      >
+      <span class="term" tabIndex={0} aria-describedby={id} {...explains(text)}>
         {word}
       </span>
       <span id={id} hidden>
