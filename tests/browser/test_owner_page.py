@@ -231,3 +231,15 @@ def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
     assert box.is_checked(), "the choice is kept"
     assert tab.serious() == []
     tab.check()
+
+
+def test_name_of_a_peer_cannot_turn_the_text_of_the_page_around(village: Scene, tab: Dashboard) -> None:
+    """A node refuses such a name in its own configuration, but another program may announce it."""
+    village.show(swarm=(*village.report.swarm, peer("barn").model_copy(update={"name": "good\u202elive\u2066"})))
+    events = tab.page.locator(".events")
+    events.get_by_text("joined").wait_for()
+    told = events.inner_text()
+    tab.view("Swarm")
+    peers = tab.page.get_by_role("region", name="Peers, table")
+    peers.get_by_text("good").wait_for()
+    assert not {"\u202e", "\u2066"} & set(told + peers.inner_text())

@@ -7,7 +7,7 @@ import { Fact, Section } from "../components/text";
 import { count, many, NONE, ordinal, percent, timeLeft } from "../format/format";
 import { clean, cleanName } from "../format/sanitize";
 import { sourceName } from "../format/status-text";
-import { now, reconnects, status, usePolling } from "../state/store";
+import { reconnects, status, usePolling } from "../state/store";
 
 const REFRESH_MS = 30_000;
 
@@ -18,7 +18,7 @@ export function RunCard() {
       found.value = await api.run();
     },
     REFRESH_MS,
-    [reconnects.value, status.value?.run.round, status.value?.run.manifest_hash],
+    [reconnects.value, status.value?.run.manifest_hash],
   );
   if (!found.value?.run.name) return null;
   const { run, own } = found.value;
@@ -50,7 +50,7 @@ export function RunCard() {
 /** Progress of the whole run. */
 function Whole({ run }: { run: PublicRun }) {
   const share = Math.min(1, Math.max(0, run.progress_ratio));
-  const left = run.state === "complete" ? "The run is complete. Thank you." : timeLeft(run.ends_at, now.value);
+  const left = run.state === "complete" ? "The run is complete. Thank you." : timeLeft(run.ends_at, Date.now());
   return (
     <div class="whole">
       <p>
