@@ -146,7 +146,7 @@ def test_dashboard_of_a_relay_shows_the_run_but_no_training(
     tab.page.get_by_text("This node relays for the run and does not train.").first.wait_for()
     assert tab.button("Pause").count() == tab.button("Resume").count() == 0
     assert tab.button("Leave").count() == 1
-    assert tab.page.get_by_role("progressbar").count() == 0, "it is on no way to a sync"
+    assert tab.page.get_by_role("progressbar", name="Progress to the next sync").count() == 0
     tab.page.locator("[aria-labelledby=run]").get_by_text("tiny", exact=True).wait_for()
     number = swarm.nodes[0].status()["run"]["round"]  # -1 if the only round failed when the other node left.
     relayed = tab.page.locator("[aria-labelledby=relayed]")
