@@ -141,7 +141,7 @@ def test_drafts_of_settings_survive_views_reloads_and_tabs_and_one_bar_saves_the
     tab.view("Settings")
     tab.page.locator(".presets").get_by_label("Light").check()
     bar = tab.mark("save")
-    bar.filter(has_text="changes are not saved").wait_for()
+    bar.filter(has_text="unsaved changes").wait_for()
     box, height = bar.bounding_box(), tab.page.viewport_size
     assert box is not None and height is not None
     assert box["y"] + box["height"] <= height["height"], "the bar is in sight although the page is longer"
@@ -165,7 +165,7 @@ def test_drafts_of_settings_survive_views_reloads_and_tabs_and_one_bar_saves_the
     bar.get_by_text("Saved.").wait_for()
     config = village.node.config
     assert (config.limits.upload_mbit_s, config.schedule.user_active) == (9, "pause")
-    other.mark("save").filter(has_text="not saved").wait_for(state="detached")
+    other.mark("save").filter(has_text="unsaved").wait_for(state="detached")
     other.check()
 
 

@@ -149,6 +149,7 @@ def test_dashboard_of_a_relay_shows_the_run_but_no_training(
     assert tab.page.get_by_role("progressbar", name="Progress to the next sync").count() == 0
     tab.page.locator("[aria-labelledby=run]").get_by_text("tiny", exact=True).wait_for()
     number = swarm.nodes[0].status()["run"]["round"]  # -1 if the only round failed when the other node left.
+    tab.page.get_by_text("A relay does not see the progress of the run.").wait_for()
     relayed = tab.page.locator("[aria-labelledby=relayed]")
     relayed.locator("dd").nth(0).filter(has_text=str(number) if number >= 0 else "–").wait_for()
     told = tab.page.locator("main").inner_text()

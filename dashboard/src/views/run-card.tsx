@@ -29,13 +29,17 @@ export function RunCard() {
         {cleanName(run.name, 64)}
       </h3>
       {run.purpose && <p class="purpose">{clean(run.purpose)}</p>}
-      <Whole run={run} />
+      {relay && !run.tokens ? (
+        <p class="whole quiet">A relay does not see the progress of the run. The page of a member shows it.</p>
+      ) : (
+        <Whole run={run} />
+      )}
       <dl class="ledger">
         {!relay && <Share own={own} members={run.members_ever} />}
         <Fact label="Model" note="parameters">
           {count(run.parameters || null)}
         </Fact>
-        <Fact label="Members" note={`${count(run.members_ever)} ever`}>
+        <Fact label="Members" note={run.members_ever ? `${count(run.members_ever)} ever` : ""}>
           {count(status.value?.peers.training ?? run.members.length)}
         </Fact>
       </dl>

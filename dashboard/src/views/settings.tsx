@@ -142,7 +142,7 @@ function SaveBar({ fault, result, discard }: { fault: string; result: string; di
     <div class={changes || fault ? "save open" : "save"} data-testid="save">
       {changes > 0 && (
         <>
-          <span>{changes === 1 ? "1 change is not saved" : `${changes} changes are not saved`}</span>
+          <span>{changes === 1 ? "1 unsaved change" : `${changes} unsaved changes`}</span>
           <button type="button" class="button" onClick={discard}>
             Discard
           </button>
