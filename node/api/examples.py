@@ -117,7 +117,7 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/api/v1/swarm"): models.Swarm(
         peers=(PEER,), departed=(DepartedPeer(peer=PEER, at=AT, said_goodbye=True),)
     ),
-    ("get", "/api/v1/journal"): models.Journal(entries=(JOURNAL_ENTRY,)),
+    ("get", "/api/v1/journal"): models.JournalEntries(entries=(JOURNAL_ENTRY,)),
     ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
     ("get", "/api/v1/history"): HISTORY,
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),

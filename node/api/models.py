@@ -20,7 +20,7 @@ class Swarm(Value):
     """The peers that left or fell silent within the last hour, newest first."""
 
 
-class Journal(Value):
+class JournalEntries(Value):
     entries: tuple[JournalEntry, ...]
     """Newest first, since the node started."""
 

@@ -130,9 +130,9 @@ def _add_status(router: APIRouter, node: Node) -> None:
     @router.get("/api/v1/journal", tags=["node"])
     async def journal(
         limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of entries.")] = 50,
-    ) -> models.Journal:
+    ) -> models.JournalEntries:
         """Who joined, left or fell silent, and what happened to this node, newest first."""
-        return models.Journal(entries=tuple(node.view().journal[:limit]))
+        return models.JournalEntries(entries=tuple(node.view().journal[:limit]))
 
     @router.get("/api/v1/rounds", tags=["node"])
     async def rounds(

@@ -139,13 +139,9 @@ async def _run(
                 state.restore_rounds(await history.rounds(ROUNDS_KEPT))
             state.record_to(history)
             _publish_address(config.api, directory, state, sock, tls)
-            sensors = supervisor.poll_sensors(parts.sensors)
+            watching = (supervisor.watch(), supervisor.poll_sensors(parts.sensors), disk.watch())
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
-            background = (supervisor.watch(), supervisor.store_counters(), sensors, disk.watch(), notifier.run())
-            try:
-                return await _run_until_end(supervisor, state, server, sock, background)
-            finally:
-                await notifier.close()
+            return await _run_until_end(supervisor, state, server, sock, watching, notifier)
         finally:
             state.record_to(None)
             history.close()
@@ -208,12 +204,13 @@ async def _run_until_end(
     server: uvicorn.Server,
     sock: socket.socket,
     background: Sequence[Coroutine[Any, Any, None]],
+    notifier: Notifier,
 ) -> int:
     """Run the server, the supervisor and the background tasks until one of them ends; then end the others.
 
     A background task that fails ends the node, because no node may run without its watchdog.
     """
-    tasks = [asyncio.create_task(one) for one in background]
+    tasks = [asyncio.create_task(one) for one in (*background, supervisor.store_counters(), notifier.run())]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()
@@ -245,6 +242,7 @@ async def _run_until_end(
         await asyncio.wait({serving, running}, timeout=SERVER_END_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        await notifier.close()
 
 
 def _version(distribution: str) -> str:

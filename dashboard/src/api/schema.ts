@@ -65,7 +65,7 @@ export interface History {
   series: Record<string, (number | null)[]>;
 }
 
-export interface Journal {
+export interface JournalEntries {
   entries: JournalEntry[];
 }
 
