@@ -114,6 +114,7 @@ def test_dashboard_shows_each_phase_of_a_node_from_starting_to_draining(
         assert other.page.title().startswith("Stopped")
         seen(other, "ended" if gone else "ending")
     assert second.wait_end(10 * PATIENCE) == 0
+    first.page.locator(".events li").filter(has_text="second is gone: no answer").wait_for(timeout=1e3 * LONG_S)
 
     relay = swarm.node("relay", join=founder.invite())
     relay.preset, relay.order = None, "relay"

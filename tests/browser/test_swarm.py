@@ -267,6 +267,12 @@ def test_dashboard_says_that_its_node_has_ended_and_recovers_when_it_restarts(sw
     tab.until_phase("training", wait_s=PATIENCE * START_S)
     node.running.send_signal(signal.SIGTERM)
     node.wait_end(10 * PATIENCE)
+
+    def told() -> set[tuple[str, str]]:
+        entries = swarm.nodes[1].http.get("/api/v1/journal").json()["entries"]
+        return {(entry["name"], entry["kind"]) for entry in entries}
+
+    wait_for(lambda: ("founder", "left") in told(), 30, "the founder said goodbye")
     tab.until_stale(True)
     tab.mark("stale").filter(has_text="The node has ended.").wait_for()
     node.start(f"--api.port={port}")
