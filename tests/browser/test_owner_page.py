@@ -48,6 +48,7 @@ def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboa
     assert facts["Rank"].split("\n")[:1] == ["2nd"]
     assert facts["Streak"].split("\n")[:1] == ["12"]
     assert card.get_by_role("progressbar").get_attribute("aria-valuenow") == "8.4"
+    assert "Share, rank and streak count up to round 41." in told
 
 
 def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:

@@ -46,6 +46,7 @@ export function RunCard() {
       <p class="quiet text">
         Trained on {run.data.length ? run.data.map(sourceName).map(clean).join(", ") : "text that is not known yet"}
         . {run.model && `Model: ${clean(run.model)}.`}
+        {own && run.credit_round !== null && ` Share, rank and streak count up to round ${run.credit_round}.`}
       </p>
     </Section>
   );
