@@ -43,7 +43,7 @@ EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 protocol version too old; 70 a bug in diloco-node."""
+10 protocol version too old; 70 internal error."""
 
 ANY_HELP = (
     "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "

@@ -99,7 +99,9 @@ def _check_calendar(moment: datetime) -> datetime:
 
 
 Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
-PausedBy = Literal["owner", "schedule", "battery", "user", ""]
+PausedBy = Literal["owner", "schedule", "battery", "user", "traffic", ""]
+TRAFFIC_LIMIT = "traffic_limit"
+"""Code of a pause by `limits.month_gb`. The node is not in the swarm while it lasts."""
 
 
 class PauseInfo(Value):
@@ -243,7 +245,10 @@ class RoundRecord(Value):
 class SyncInfo(Value):
     stage: str = "idle"
     progress_ratio: float = 0.0
-    """The share of the current round's inner steps that are done, from 0 to 1."""
+    """How far this node is in the current round, from 0 to 1."""
+    round_s: float | None = None
+    """Seconds that the current round lasts, if it ends by the clock (policy `time`); None if it ends after a number of
+    inner steps."""
     eta_s: float | None = None
     """Seconds until this node's next sync; None if unknown."""
     last: RoundRecord | None = None
@@ -283,6 +288,32 @@ class PeerRow(Value):
     """Whether the peer's state equals this node's state after the same round, bit for bit; None if unknown."""
 
 
+JournalKind = Literal["joined", "back", "left", "gone", "node"]
+
+
+class JournalEntry(Value):
+    """Something that happened: to a peer, or to this node (`node`)."""
+
+    at: str
+    kind: JournalKind
+    """A `left` peer said goodbye; a `gone` one no longer answers."""
+    peer_id: str = ""
+    name: str = ""
+    """The peer's name."""
+    text: str
+    """What the peer did, as in "is gone: no answer"; or a whole sentence about this node."""
+
+
+class DepartedPeer(Value):
+    """A peer that was in the peer table and no longer is."""
+
+    peer: PeerRow
+    """Its last row."""
+    at: str
+    said_goodbye: bool
+    """False if it fell silent."""
+
+
 class DeviceInfo(Value):
     kind: str
     """`cpu` or `cuda`."""
@@ -312,6 +343,24 @@ class ContributionInfo(Value):
     """Bytes of contributions that this node forwarded for members with slow uplinks; `bytes_sent` includes them."""
     training_s: float = 0.0
     """Seconds that this node spent computing."""
+
+
+class MonthUsage(Value):
+    """What this node used in the present calendar month, in the time zone of the schedule."""
+
+    month: str = ""
+    """Such as `2026-11`."""
+    ends_at: str = ""
+    """When the next month begins."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Traffic with other members. Downloads of data sets and the dashboard's own traffic are not counted."""
+    limit_bytes: int = 0
+    """The node pauses until the next month when it has sent and received this much; 0 means no limit."""
+    measured_joules: float = 0.0
+    """Energy while the node trained, by the device's own meter, with all else that runs on the device."""
+    estimated_joules: float = 0.0
+    """Energy of devices without a meter, estimated from the seconds of computing."""
 
 
 class Counters(Value, frozen=False):
@@ -356,6 +405,8 @@ class Report(Value):
     sync: SyncInfo = SyncInfo()
     peers: PeersInfo = PeersInfo()
     swarm: tuple[PeerRow, ...] = ()
+    left: tuple[str, ...] = ()
+    """Ids of the peers that said goodbye within the last minutes."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the last complete round."""
     forecast_utilization_ratio: float | None = None
@@ -394,6 +445,7 @@ class Status(Value):
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
+    month: MonthUsage = MonthUsage()
     notices: tuple[Notice, ...] = ()
     pause: PauseInfo = PauseInfo()
     schedule_next: str | None = None

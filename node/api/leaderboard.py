@@ -114,8 +114,8 @@ def _rank_members(
             tokens=entry["tokens"],
             share_ratio=entry["tokens"] / total,
             rounds=entry["rounds"],
-            first_round=entry["first_round"] + 1,
-            last_round=entry["last_round"] + 1,
+            first_round=entry["first_round"],
+            last_round=entry["last_round"],
             streak=newest - entry["streak_round"] + 1 if entry["member"] and entry["last_round"] == newest else 0,
         )
         for place, entry in enumerate(ranked, 1)

@@ -73,7 +73,7 @@ def _progress(run: PublicRun) -> str:
         ends = "When it will be complete is known after some rounds."
     figures = [
         ("Progress", f"{percent} %"),
-        ("Rounds", f"{run.round:,}"),
+        ("Rounds", f"{run.round + 1:,}"),
         ("Tokens a second", short(run.tokens_per_second)),
         ("Loss", f"{run.loss:.3f}" if run.loss is not None else "unknown"),
         ("Members now", f"{len(run.members):,}"),
@@ -254,7 +254,7 @@ def _facts(run: PublicRun) -> str:
         ("Text", ", ".join(run.data) or "unknown"),
         ("Tokenizer", run.tokenizer or "unknown"),
         ("Run", run.manifest_hash),
-        ("State after round " + f"{run.round:,}", run.state_digest or "none yet"),
+        (f"State after round {run.round:,}" if run.state_digest else "State", run.state_digest or "none yet"),
     ]
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return f'<section class="card"><h2>About the run</h2><dl class="facts">{rows}</dl></section>'

@@ -44,9 +44,10 @@ class PublicMember(Value):
 
 
 class PublicRound(Value):
-    """One committed round, in the numbering of people: the first one is 1."""
+    """One committed round."""
 
     number: int
+    """The first round is 0, as everywhere."""
     at: str
     members: int
     tokens: int
@@ -62,7 +63,7 @@ class PublicSample(Value):
     """How the model continued a prompt. The text is untrusted output of the model."""
 
     number: int
-    """Committed rounds at that time."""
+    """The newest round of the state that continued the prompt."""
     prompt: str
     text: str
 
@@ -83,7 +84,7 @@ class PublicRun(Value):
     at: str
     """When this was written, UTC."""
     round: int
-    """Committed rounds."""
+    """The last committed round; -1 before the first."""
     tokens: int
     total_tokens: int
     progress_ratio: float
@@ -100,7 +101,7 @@ class PublicRun(Value):
     """By owner. A machine that has joined no owner is an owner of its own."""
     teams: tuple[RankedTeam, ...] = ()
     credit_round: int | None = None
-    """Committed rounds at the time of the leaderboard."""
+    """The last round that the leaderboard includes."""
     rounds: tuple[PublicRound, ...] = ()
     """Newest first."""
     losses: tuple[LossPoint, ...] = ()
@@ -108,6 +109,14 @@ class PublicRun(Value):
     samples: tuple[PublicSample, ...] = ()
     """Of the first, a middle and the newest sampled round, oldest first."""
     invite: str = ""
+
+
+class OwnRun(Value):
+    """The run as the owner's page shows it."""
+
+    run: PublicRun
+    own: RankedMember | None = None
+    """This node's line of the leaderboard, whatever its rank; None before its first round."""
 
 
 def read_run(folder: Path) -> Manifest | None:
@@ -185,7 +194,7 @@ def make_public_run(
         tokenizer="" if data is None else data.tokenizer,
         state="complete" if is_complete else _state(view),
         at=rfc3339(now),
-        round=run.round + 1,
+        round=run.round,
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
@@ -198,7 +207,7 @@ def make_public_run(
         leaders=ranking.members[:LEADERS_SHOWN],
         owners=ranking.owners[:LEADERS_SHOWN],
         teams=ranking.teams[:LEADERS_SHOWN],
-        credit_round=credit["round"] + 1 if credit is not None else None,
+        credit_round=credit["round"] if credit is not None else None,
         rounds=tuple(_round(*pair) for pair in zip_longest(done, done[1:]))[:ROUNDS_SHOWN],
         losses=_losses(done),
         samples=_chosen_samples(samples),
@@ -216,15 +225,15 @@ def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:
 
 def _chosen_samples(samples: Sequence[Sample]) -> tuple[PublicSample, ...]:
     """The samples of the first, the newest and a middle round, whose number is in equal ratio to both."""
-    numbers = sorted({one.round + 1 for one in samples})
+    numbers = sorted({one.round for one in samples})
     if not numbers:
         return ()
-    middle = math.log(numbers[0] * numbers[-1]) / 2
-    chosen = {numbers[0], min(numbers, key=lambda number: abs(math.log(number) - middle)), numbers[-1]}
+    middle = math.log((numbers[0] + 1) * (numbers[-1] + 1)) / 2
+    chosen = {numbers[0], min(numbers, key=lambda number: abs(math.log(number + 1) - middle)), numbers[-1]}
     return tuple(
-        PublicSample(number=one.round + 1, prompt=one.prompt, text=one.text)
+        PublicSample(number=one.round, prompt=one.prompt, text=one.text)
         for one in sorted(samples, key=lambda one: one.round)
-        if one.round + 1 in chosen
+        if one.round in chosen
     )
 
 
@@ -234,6 +243,14 @@ def _rank(credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Ma
         return rank(credit, names, owners) if credit is not None else Ranking()
     except (ValidationError, KeyError, TypeError):
         return Ranking()
+
+
+def own_line(
+    credit: Mapping[str, Any] | None, owners: Mapping[str, KnownOwner], peer_id: str, name: str
+) -> RankedMember | None:
+    """The leaderboard's line of one peer; None if it has none."""
+    lines = _rank(credit, {peer_id: name}, owners).members
+    return next((line for line in lines if peer_id and line.key == peer_id), None)
 
 
 def _names(view: View) -> dict[str, str]:
@@ -260,7 +277,7 @@ def _members(view: View) -> tuple[PublicMember, ...]:
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
     tokens = record.swarm_tokens - older.swarm_tokens if older is not None else 0
     return PublicRound(
-        number=record.round + 1,
+        number=record.round,
         at=record.started_at,
         members=sum(member.included for member in record.members),
         tokens=max(0, tokens),

@@ -103,6 +103,8 @@ class MemberSnapshot:
 
     peer_id: str = ""
     rows: tuple[PeerRow, ...] = ()
+    left: tuple[str, ...] = ()
+    """Ids of the peers that said goodbye within the last minutes."""
     connected: int = 0
     training: int = 0
     swarm_round: int = -1
@@ -373,6 +375,7 @@ class SwarmMember:
         self.view = MemberSnapshot(
             peer_id=self.wire.peer_id,
             rows=tuple(map(self._row, self.peer_table.rows())),
+            left=tuple(self.peer_table.left()),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),

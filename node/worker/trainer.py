@@ -467,7 +467,7 @@ class Trainer:
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self._inner.step_s or 0.0)
         lead_s = self._upload_lead_s if by_clock else 0.0
         left_s = max(0.0, (1 - done_ratio) * length_s - lead_s) if length_s else None
-        self._reporter.set_sync_progress(done_ratio, left_s)
+        self._reporter.set_sync_progress(done_ratio, left_s, self.tip.round_s if by_clock else None)
 
     def _report_position(self) -> None:
         """Report the node's position in the run."""

@@ -93,19 +93,19 @@ def test_page_is_private_by_default_and_its_content_is_there_for_the_owner(node:
     assert client(node, public=False).get("/public/").status_code == 401
     owner = client(node, public=False, token=TOKEN)
     assert owner.get("/public/").status_code == 404
-    assert owner.get("/api/v1/public").json()["round"] == 4
+    assert owner.get("/api/v1/public").json()["round"] == 3
 
 
 def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> None:
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
-    assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (4, 4000, 0.4, "training")
+    assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (3, 4000, 0.4, "training")
     assert run["tokens_per_second"] == pytest.approx(3000 / 180)
     assert [(one["name"], one["tokens"], one["rank"]) for one in run["leaders"]] == [
         ("node C", 300, 1), ("Zoë", 200, 2), (EVIL, 100, 3),
     ]  # fmt: skip
     assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
     assert sum(one["share_ratio"] for one in run["leaders"]) == pytest.approx(1.0)
-    assert [one["number"] for one in run["rounds"]] == [4, 3, 2, 1]
+    assert [one["number"] for one in run["rounds"]] == [3, 2, 1, 0]
     assert [one["members"] for one in run["rounds"]] == [2] * 4
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"
@@ -241,6 +241,8 @@ def test_page_of_a_node_without_a_run_or_with_damaged_files_is_served(node: Fake
     assert client(node, public=True).get("/public/run.json").json()["leaders"] == []
     (folder / "credit.json").unlink()
     (folder / "manifest.json").unlink()
+    unborn = make_public_run(replace(node.view(), rounds=()), None, None, NOW)
+    assert (unborn.rounds, unborn.losses) == ((), ())
     empty = make_public_run(node.view(), read_run(folder), read_credit(folder), NOW)
     assert "The first credits appear after two rounds." in render(empty)
 
@@ -314,7 +316,7 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
         keep_site(there, folder, told.append, sleep)
     assert json.loads((folder / "run.json").read_text())["round"] == 5
     assert {path.name for path in folder.iterdir()} == {"index.html", "public.css", "run.json"}
-    assert [text[:30] for text in told] == ["Wrote the page after round 4 t", "The page stays as it is: No no"]
+    assert [text[:30] for text in told] == ["Wrote the page after round 3 t", "The page stays as it is: No no"]
     with pytest.raises(UsageError, match="has not joined a run"):
         write_site(OneNode(run | {"manifest_hash": ""}), tmp_path / "new")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
@@ -327,3 +329,24 @@ def test_numbers_and_ticks_are_round() -> None:
     assert [short(n) for n in (None, 0, 7, 999, 1234, 5.6e10)] == ["unknown", "0", "7", "999", "1.23 k", "56 G"]
     assert nice_ticks(2.9, 8.7) == [4, 6, 8]
     assert nice_ticks(0.011, 0.048) == [0.02, 0.03, 0.04]
+
+
+def test_owner_sees_the_place_of_this_node_whatever_its_rank(node: FakeNode) -> None:
+    report = Report(peer_id=KEYS[0], run=RunInfo(manifest_hash="ef" * 32, round=3, swarm_tokens=4000))
+    node.board.apply_report(report)
+    many = [
+        {"member": f"{n:052}", "tokens": 1000, "rounds": 3, "first_round": 0, "streak_round": 1, "last_round": 3}
+        for n in range(150)
+    ]
+    own = {"member": KEYS[0], "tokens": 50_000, "rounds": 3, "first_round": 1, "streak_round": 2, "last_round": 3}
+    file = node.config.node.data_dir / "credit.json"
+    file.write_text(json.dumps({"evidence": {"round": 3}, "table": [*many, own | {"tokens": 10}]}))
+    owner = client(node, public=False, token=TOKEN)
+    found = owner.get("/api/v1/run").json()
+    assert len(found["run"]["leaders"]) == 100
+    line = found["own"]
+    assert (line["rank"], line["streak"], line["first_round"]) == (151, 2, 1)
+    assert line["share_ratio"] == pytest.approx(10 / 150_010)
+    assert client(node, public=True).get("/api/v1/run").status_code == 401
+    node.board.apply_report(report.model_copy(update={"peer_id": KEYS[2]}))
+    assert owner.get("/api/v1/run").json()["own"] is None

@@ -31,6 +31,12 @@ export interface Contributions {
   contributions: Contribution[];
 }
 
+export interface DepartedPeer {
+  peer: PeerRow;
+  at: string;
+  said_goodbye: boolean;
+}
+
 export interface DeviceInfo {
   kind: string;
   name: string;
@@ -57,6 +63,18 @@ export interface History {
   step_s: number;
   at_s: number[];
   series: Record<string, (number | null)[]>;
+}
+
+export interface JournalEntries {
+  entries: JournalEntry[];
+}
+
+export interface JournalEntry {
+  at: string;
+  kind: "joined" | "back" | "left" | "gone" | "node";
+  peer_id: string;
+  name: string;
+  text: string;
 }
 
 export interface LogLine {
@@ -86,6 +104,16 @@ export interface Member {
   included: boolean;
 }
 
+export interface MonthUsage {
+  month: string;
+  ends_at: string;
+  sent_bytes: number;
+  received_bytes: number;
+  limit_bytes: number;
+  measured_joules: number;
+  estimated_joules: number;
+}
+
 export interface NodeInfo {
   name: string;
   peer_id: string;
@@ -103,8 +131,13 @@ export interface Notice {
 
 export type Outcome = "complete" | "partial" | "failed" | "skipped" | "alone";
 
+export interface OwnRun {
+  run: PublicRun;
+  own: RankedMember | null;
+}
+
 export interface PauseInfo {
-  by: "owner" | "schedule" | "battery" | "user" | "";
+  by: "owner" | "schedule" | "battery" | "user" | "traffic" | "";
   until: string | null;
   after_round: number | null;
 }
@@ -203,6 +236,7 @@ export interface ResolvedConfig {
   config: Record<string, unknown>;
   origins: Record<string, string>;
   changeable: Record<string, "now" | "restart">;
+  cores: number;
   pending_restart: string[];
 }
 
@@ -273,6 +307,7 @@ export interface Status {
   devices: DeviceInfo[];
   limits: Record<string, number | null>;
   contribution: ContributionInfo;
+  month: MonthUsage;
   notices: Notice[];
   pause: PauseInfo;
   schedule_next: string | null;
@@ -280,11 +315,13 @@ export interface Status {
 
 export interface Swarm {
   peers: PeerRow[];
+  departed: DepartedPeer[];
 }
 
 export interface SyncInfo {
   stage: string;
   progress_ratio: number;
+  round_s: number | null;
   eta_s: number | null;
   last: RoundRecord | null;
 }
