@@ -46,8 +46,7 @@ class TextSampler:
 
         StopAsked is not passed on, as in `Evaluation.round_over`.
         """
-        number = tip.round + 1
-        is_due = number == 1 or number % self._cfg.every_rounds == 0
+        is_due = tip.round % self._cfg.every_rounds == 0
         if not (is_due and self._cfg.prompts and tip.round_s and self._inner.replica.can_sample):
             return
         try:

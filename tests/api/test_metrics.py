@@ -55,6 +55,7 @@ PROMISED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "peers": ("gauge", {"transport": TRANSPORTS}),
     "swarm_peers": ("gauge", {}),
     "round_members": ("gauge", {}),
+    "contribution_cosine": ("gauge", {}),
     "contribution_carried_total": ("counter", {}),
     "digest_mismatch_total": ("counter", {}),
     "peer_rejected_total": ("counter", {"reason": REJECT_REASONS}),

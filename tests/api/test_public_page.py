@@ -131,7 +131,7 @@ def test_machines_of_one_owner_are_one_row_with_the_sum_and_owners_of_a_team_are
         ("Ada", 2, 300, "Blue"), ("Cy", 1, 300, "BLUE"),
     ]  # fmt: skip
     first = run["owners"][0]
-    assert (first["rounds"], first["first_round"], first["last_round"], first["streak"]) == (3, 1, 4, 3)
+    assert (first["rounds"], first["first_round"], first["last_round"], first["streak"]) == (3, 0, 3, 3)
     assert [(one["name"], one["owners"], one["machines"], one["tokens"]) for one in run["teams"]] == [
         ("Blue", 2, 3, 600)
     ]
@@ -189,16 +189,16 @@ def write_samples(node: FakeNode, *samples: tuple[int, str, str]) -> None:
 
 
 def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(node: FakeNode) -> None:
-    rounds = (9, 49, 99, 199, 499, 999)
+    rounds = (0, 10, 30, 100, 500, 1000)
     write_samples(node, *((number, prompt, f" text {number}") for number in rounds for prompt in ("def", "class")))
     shown = public(node)["samples"]
     assert [(one["number"], one["prompt"]) for one in shown] == [
-        (number, prompt) for number in (10, 100, 1000) for prompt in ("def", "class")
+        (number, prompt) for number in (0, 30, 1000) for prompt in ("def", "class")
     ]
     page = client(node, public=True).get("/public/").text
     rows = re.findall(r'<div class="samples">(.*?)</div>', page)
     assert [re.findall(r"After round ([\d,]+)</figcaption><pre><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
-        [("10", prompt, "9"), ("100", prompt, "99"), ("1,000", prompt, "999")] for prompt in ("def", "class")
+        [("0", prompt, "0"), ("30", prompt, "30"), ("1,000", prompt, "1000")] for prompt in ("def", "class")
     ]
 
 

@@ -125,9 +125,9 @@ def test_sample_is_of_the_anchor_and_training_goes_on_as_before(tmp_path: Path) 
     ("round_", "round_s", "prompts", "is_sampled"),
     [
         (0, 9.9, 1, True),
-        (8, 9.9, 1, False),
-        (9, 9.9, 1, True),
-        (19, 9.9, 1, True),
+        (9, 9.9, 1, False),
+        (10, 9.9, 1, True),
+        (20, 9.9, 1, True),
         (0, None, 1, False),
         (0, 9.9, 0, False),
     ],
@@ -148,7 +148,7 @@ def test_first_and_every_tenth_round_is_sampled(
 def test_samples_of_every_round_take_a_small_share_of_each(tmp_path: Path) -> None:
     inner: Any = FakeTrainer("text", "text")
     cfg = SAMPLE.model_copy(update={"every_rounds": 2})
-    TextSampler(cfg, inner, tmp_path).round_over(tip_at(1, torch.zeros(3), 50.0), lambda: None)
+    TextSampler(cfg, inner, tmp_path).round_over(tip_at(2, torch.zeros(3), 50.0), lambda: None)
     assert inner.budgets == [pytest.approx(2 * MOST_SHARE * 50.0)]
 
 
@@ -201,12 +201,12 @@ def test_text_of_the_model_is_kept_as_printable_text(tmp_path: Path) -> None:
 
 
 def test_samples_of_a_lost_chain_are_replaced_and_old_ones_are_thinned_out(tmp_path: Path) -> None:
-    old = [Sample(round=round_, prompt="p", text="t") for round_ in (0, 9, 19, 29)]
+    old = [Sample(round=round_, prompt="p", text="t") for round_ in (0, 10, 20, 30)]
     (tmp_path / SAMPLES_FILE).write_text(json.dumps({"samples": [one.model_dump() for one in old]}))
     inner: Any = FakeTrainer("new", "new")
-    TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(19, torch.zeros(3)), lambda: None)
+    TextSampler(SAMPLE, inner, tmp_path).round_over(tip_at(20, torch.zeros(3)), lambda: None)
     stored = json.loads((tmp_path / SAMPLES_FILE).read_text())["samples"]
-    assert [(one["round"], one["text"]) for one in stored] == [(0, "t"), (9, "t"), (19, "new"), (19, "new")]
+    assert [(one["round"], one["text"]) for one in stored] == [(0, "t"), (10, "t"), (20, "new"), (20, "new")]
     many: list[Sample] = []
     for round_ in range(1000):
         many = thinned([*many, Sample(round=round_, prompt="p", text="t")])

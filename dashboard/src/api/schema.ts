@@ -160,6 +160,9 @@ export interface PeerRow {
   state_digest: string;
   last_seen_s: number;
   this_node: boolean;
+  owner: string;
+  owner_name: string;
+  team: string;
   compute_utilization_ratio: number | null;
   digest_agrees: boolean | null;
 }
@@ -182,6 +185,9 @@ export interface Problem {
 
 export interface PublicMember {
   name: string;
+  owner: string;
+  owner_name: string;
+  team: string;
   tokens_per_second: number;
 }
 
@@ -214,22 +220,55 @@ export interface PublicRun {
   members: PublicMember[];
   members_ever: number;
   leaders: RankedMember[];
+  owners: RankedOwner[];
+  teams: RankedTeam[];
   credit_round: number | null;
   rounds: PublicRound[];
   losses: LossPoint[];
+  samples: PublicSample[];
   invite: string;
+}
+
+export interface PublicSample {
+  number: number;
+  prompt: string;
+  text: string;
 }
 
 export interface RankedMember {
   rank: number;
   name: string;
   key: string;
+  owner: string;
   tokens: number;
   share_ratio: number;
   rounds: number;
   first_round: number;
   last_round: number;
   streak: number;
+}
+
+export interface RankedOwner {
+  rank: number;
+  name: string;
+  key: string;
+  team: string;
+  machines: number;
+  tokens: number;
+  share_ratio: number;
+  rounds: number;
+  first_round: number;
+  last_round: number;
+  streak: number;
+}
+
+export interface RankedTeam {
+  rank: number;
+  name: string;
+  owners: number;
+  machines: number;
+  tokens: number;
+  share_ratio: number;
 }
 
 export interface ResolvedConfig {
@@ -273,6 +312,12 @@ export interface RunInfo {
   total_tokens: number;
   head: string;
   state_digest: string;
+}
+
+export interface Sample {
+  round: number;
+  prompt: string;
+  text: string;
 }
 
 export interface Seconds {
@@ -334,6 +379,7 @@ export interface TrainingInfo {
   inner_steps: number;
   tokens_total: number;
   tokens_per_second: number;
+  samples: Sample[];
 }
 
 export interface Version {
