@@ -20,16 +20,46 @@ from typing import Any, Literal, NoReturn
 
 from node import __version__
 from node.config.loader import Loaded, known_keys, load
+from node.config.manifest import ANY_RUN
 from node.errors import MachineError, NodeError, UsageError
 
 EXIT_BUG = 70
 HIDDEN = "(hidden)"
 """What the API shows in place of a secret value."""
+OWNER_EXAMPLES = """\
+examples:
+  diloco-node owner set Ada --team "Blue Team"   name yourself, on one of your machines
+  diloco-node owner token                        print the secret that joins your other machines
+  diloco-node owner join diloco-owner1-...       on each other machine: their credit is in one row with yours
+  diloco-node owner                              show the owner of this machine, and what all its machines gave
+  diloco-node owner token --new                  after a leak: another secret, and every other machine joins again
+  diloco-node owner leave                        belong to nobody
+
+"""
+OWNER_ACTIONS = ("show", "set", "token", "join", "leave")
+OPTIONS_OF_KEYS = {"data_dir": "node.data_dir", "name": "node.name", "bootstrap": "swarm.bootstrap"}
+"""Options that are short for settings."""
 EPILOG = """\
 Every configuration key can be set in the file (TOML), in the environment as DILOCO_SECTION__KEY, or here as
 --section.key VALUE; later ones in this list override earlier ones. `diloco-node config` prints all keys.
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
-10 protocol version too old; 70 a bug in diloco-node."""
+10 protocol version too old; 70 internal error."""
+
+ANY_HELP = (
+    "join a run of the directory: of the runs that this machine can train and that answer, the one with the most "
+    "parameters; of several, the one with the most members. A data folder that has a run continues it"
+)
+RUN_EXAMPLES = """\
+Examples:
+  diloco-node run --join diloco1-...
+  diloco-node run --any --bootstrap peer.example:31337
+"""
+RUNS_EXAMPLES = """\
+Examples:
+  diloco-node runs --bootstrap peer.example:31337
+  diloco-node runs tiny --bootstrap peer.example:31337     # one run, with its invite
+  diloco-node runs --json --bootstrap peer.example:31337
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +108,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 def _read_call(argv: Sequence[str], environ: Mapping[str, str]) -> Call:
     words, flags = split_flags(argv)
     args = _parse(words)
-    for option, key in (("data_dir", "node.data_dir"), ("name", "node.name")):
+    for option, key in OPTIONS_OF_KEYS.items():
         if getattr(args, option, None) is not None:
             flags += [f"--{key}={getattr(args, option)}"]
     if "join" in args and args.join is None:
         args.join = environ.get("DILOCO_JOIN") or None
+    if getattr(args, "any", False):
+        args.join = ANY_RUN
     return Call(args, load(file=args.config, environ=environ, flags=flags))
 
 
@@ -156,13 +188,24 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
         ("relay", "run a bootstrap and relay peer: no training and no model, but the same dashboard and API"),
     ):
         command = add(name, _run, about)
-        command.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
+        which = command.add_mutually_exclusive_group()
+        which.add_argument("--join", metavar="INVITE", help="invite of a run, as printed by `diloco-node invite`")
+        if name == "run":
+            which.add_argument("--any", action="store_true", help=ANY_HELP)
+            _add_bootstrap(command)
+            command.epilog = f"{RUN_EXAMPLES}\n{EPILOG}"
         command.add_argument("--name", metavar="NAME", help="name of this node, shown to the other members")
+    command = add("runs", _runs, "list the runs that anybody may join, what they need, and whether this machine fits")
+    command.add_argument("run", metavar="RUN", nargs="?", help="show one run, by name or id, with its invite")
+    command.add_argument("--json", action="store_true", help="print the runs as JSON, with their invites")
+    _add_bootstrap(command)
+    command.epilog = f"{RUNS_EXAMPLES}\n{EPILOG}"
     command = add("status", _status, "print what the node of this data folder does, and why")
     command.add_argument("--json", action="store_true", help="print the whole status as JSON")
     command.add_argument("--watch", action="store_true", help="show it until Ctrl-C")
     command = add("peers", _peers, "print who is in the swarm")
     command.add_argument("--json", action="store_true", help="print the peers as JSON")
+    command.add_argument("--by", choices=("owner", "team"), help="print one line for each owner or team")
     command = add("logs", _logs, "print the newest log lines of the node")
     command.add_argument("-f", "--follow", action="store_true", help="print further lines until Ctrl-C")
     command.add_argument("--level", choices=("debug", "info", "warning", "error"), default="info")
@@ -184,6 +227,11 @@ def _add_node_commands(add: Callable[[str, Callable[[Call], int], str], Parser])
     command.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
 
 
+def _add_bootstrap(command: Parser) -> None:
+    about = "peers of any run, through which the directory is read: HOST:PORT,.. (short for --swarm.bootstrap)"
+    command.add_argument("--bootstrap", metavar="ADDRESS", help=about)
+
+
 def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
     command = add("doctor", _doctor, "check this machine before training, and forecast how busy it will be")
     command.add_argument("--join", metavar="INVITE", help="also check whether the peers of this invite answer")
@@ -200,6 +248,7 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
     command = add("verify", _verify, "check a certificate, without network")
     command.add_argument("file", metavar="FILE", type=Path, help="file that `certificate` has written")
+    _add_owner_command(add)
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
     command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
@@ -207,6 +256,17 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
+
+
+def _add_owner_command(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("owner", _owner, "show or set whose machine this is: a name, a team, and several machines in one row")
+    command.epilog = OWNER_EXAMPLES + EPILOG
+    command.add_argument(
+        "action", metavar="ACTION", nargs="?", choices=OWNER_ACTIONS, default="show", help=", ".join(OWNER_ACTIONS)
+    )
+    command.add_argument("value", metavar="VALUE", nargs="?", help="the name (set) or the token (join)")
+    command.add_argument("--team", metavar="TEAM", help='with set: your team; "" for none')
+    command.add_argument("--new", action="store_true", help="with token: make a new one, which ends the old one")
 
 
 def duration_s(text: str) -> float:
@@ -245,7 +305,8 @@ def _run(call: Call) -> int:
     if join is not None:
         from node.config.manifest import parse_invite
 
-        if not config.node.persist:  # With `persist`, the dashboard reports a bad invite.
+        is_any = join == ANY_RUN and call.args.command == "run"
+        if not config.node.persist and not is_any:  # With `persist`, the dashboard reports a bad invite.
             parse_invite(join)
         unused = [
             key
@@ -254,7 +315,8 @@ def _run(call: Call) -> int:
         ]
         if unused:
             print(
-                f"diloco-node: with --join the run comes from the swarm; not used: {', '.join(unused)}",
+                f"diloco-node: with --{'any' if is_any else 'join'} the run comes from the swarm; "
+                f"not used: {', '.join(unused)}",
                 file=sys.stderr,
             )
     console = Console()
@@ -297,18 +359,43 @@ def _status(call: Call) -> int:
             return 0
 
 
+def _runs(call: Call) -> int:
+    from rich.console import Console
+
+    from node.commands import runs
+
+    found, other_protocols = runs.find_runs(call.loaded.config)
+    if call.args.run is not None:
+        found = [runs.find_run(found, call.args.run)]
+    if call.args.json:
+        print(json.dumps(runs.to_json(found, other_protocols), indent=2, ensure_ascii=False))
+        return 0
+    if call.args.run is not None:
+        print(runs.describe_run(found[0]))
+        return 0
+    if found:
+        Console(highlight=False).print(runs.describe_runs(found))
+        print("\n`diloco-node runs RUN` shows one of them with its invite; `diloco-node run --any` joins the first.")
+    else:
+        print("No run is listed now. The nodes of a run list it with --swarm.list_run true.")
+    if other_protocols:
+        print(f"Not shown: {other_protocols} of another protocol version. Another diloco-node can join them.")
+    return 0
+
+
 def _peers(call: Call) -> int:
     from rich.console import Console
 
     from node.commands.client import Client
-    from node.commands.terminal import describe_peers
+    from node.commands.terminal import describe_groups, describe_peers
     from node.status import PeerRow
 
     found = Client(call.data_dir).peers()
     if call.args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return 0
-    Console().print(describe_peers([PeerRow.model_validate(row) for row in found["peers"]]))
+    rows = [PeerRow.model_validate(row) for row in found["peers"]]
+    Console().print(describe_groups(rows, call.args.by) if call.args.by else describe_peers(rows))
     return 0
 
 
@@ -487,6 +574,27 @@ def _verify(call: Call) -> int:
     from node.commands import credit
 
     print(credit.describe(credit.verify_file(call.args.file)))
+    return 0
+
+
+def _owner(call: Call) -> int:
+    from node.commands import owner
+
+    args, folder = call.args, call.data_dir
+    if args.action == "join" and args.value is None:
+        raise UsageError("Paste the token: `diloco-node owner join TOKEN`. The owner's first machine prints it.")
+    if args.action not in ("set", "join") and args.value is not None:
+        raise UsageError(f"`owner {args.action}` takes no further word: see `diloco-node owner --help`.")
+    if (args.team is not None and args.action != "set") or (args.new and args.action != "token"):
+        raise UsageError("--team belongs to `owner set`, and --new to `owner token`.")
+    actions = {
+        "show": lambda: owner.describe(folder),
+        "set": lambda: owner.set_name(folder, args.value, args.team),
+        "token": lambda: owner.token(folder, is_new=args.new),
+        "join": lambda: owner.join(folder, args.value),
+        "leave": lambda: owner.leave(folder),
+    }
+    print(actions[args.action]())
     return 0
 
 

@@ -99,7 +99,9 @@ def _check_calendar(moment: datetime) -> datetime:
 
 
 Moment = Annotated[AwareDatetime, AfterValidator(_check_calendar)]
-PausedBy = Literal["owner", "schedule", "battery", "user", ""]
+PausedBy = Literal["owner", "schedule", "battery", "user", "traffic", ""]
+TRAFFIC_LIMIT = "traffic_limit"
+"""Code of a pause by `limits.month_gb`. The node is not in the swarm while it lasts."""
 
 
 class PauseInfo(Value):
@@ -161,6 +163,14 @@ class RunInfo(Value):
     """Hex digest of the outer state after `round`."""
 
 
+class Sample(Value):
+    """How the anchor after a round continued a prompt. The text is untrusted output of a model."""
+
+    round: int
+    prompt: str
+    text: str
+
+
 class TrainingInfo(Value):
     loss: float | None = None
     """Mean cross-entropy of the last inner step, nats per token."""
@@ -172,6 +182,8 @@ class TrainingInfo(Value):
     tokens_total: int = 0
     """Tokens on which this node has trained since its data folder was made."""
     tokens_per_second: float = 0.0
+    samples: tuple[Sample, ...] = ()
+    """The newest samples of the model's text, one for each prompt of the run; empty if this node has made none."""
 
 
 class Member(Value):
@@ -240,7 +252,10 @@ class RoundRecord(Value):
 class SyncInfo(Value):
     stage: str = "idle"
     progress_ratio: float = 0.0
-    """The share of the current round's inner steps that are done, from 0 to 1."""
+    """How far this node is in the current round, from 0 to 1."""
+    round_s: float | None = None
+    """Seconds that the current round lasts, if it ends by the clock (policy `time`); None if it ends after a number of
+    inner steps."""
     eta_s: float | None = None
     """Seconds until this node's next sync; None if unknown."""
     last: RoundRecord | None = None
@@ -268,10 +283,42 @@ class PeerRow(Value):
     last_seen_s: float
     """Seconds since this node last heard of the peer."""
     this_node: bool = False
+    owner: str = ""
+    """The key of the machine's owner, which is its own peer id if it has joined no owner."""
+    owner_name: str = ""
+    """The name that the owner has chosen; empty if there is none."""
+    team: str = ""
+    """The team that the owner has named; empty if there is none."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the peer's last complete round, as it reports; None if it reports none."""
     digest_agrees: bool | None = None
     """Whether the peer's state equals this node's state after the same round, bit for bit; None if unknown."""
+
+
+JournalKind = Literal["joined", "back", "left", "gone", "node"]
+
+
+class JournalEntry(Value):
+    """Something that happened: to a peer, or to this node (`node`)."""
+
+    at: str
+    kind: JournalKind
+    """A `left` peer said goodbye; a `gone` one no longer answers."""
+    peer_id: str = ""
+    name: str = ""
+    """The peer's name."""
+    text: str
+    """What the peer did, as in "is gone: no answer"; or a whole sentence about this node."""
+
+
+class DepartedPeer(Value):
+    """A peer that was in the peer table and no longer is."""
+
+    peer: PeerRow
+    """Its last row."""
+    at: str
+    said_goodbye: bool
+    """False if it fell silent."""
 
 
 class DeviceInfo(Value):
@@ -303,6 +350,24 @@ class ContributionInfo(Value):
     """Bytes of contributions that this node forwarded for members with slow uplinks; `bytes_sent` includes them."""
     training_s: float = 0.0
     """Seconds that this node spent computing."""
+
+
+class MonthUsage(Value):
+    """What this node used in the present calendar month, in the time zone of the schedule."""
+
+    month: str = ""
+    """Such as `2026-11`."""
+    ends_at: str = ""
+    """When the next month begins."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Traffic with other members. Downloads of data sets and the dashboard's own traffic are not counted."""
+    limit_bytes: int = 0
+    """The node pauses until the next month when it has sent and received this much; 0 means no limit."""
+    measured_joules: float = 0.0
+    """Energy while the node trained, by the device's own meter, with all else that runs on the device."""
+    estimated_joules: float = 0.0
+    """Energy of devices without a meter, estimated from the seconds of computing."""
 
 
 class Counters(Value, frozen=False):
@@ -347,6 +412,8 @@ class Report(Value):
     sync: SyncInfo = SyncInfo()
     peers: PeersInfo = PeersInfo()
     swarm: tuple[PeerRow, ...] = ()
+    left: tuple[str, ...] = ()
+    """Ids of the peers that said goodbye within the last minutes."""
     compute_utilization_ratio: float | None = None
     """Compute seconds / wall seconds of the last complete round."""
     forecast_utilization_ratio: float | None = None
@@ -385,6 +452,7 @@ class Status(Value):
     devices: tuple[DeviceInfo, ...]
     limits: dict[str, float | int | None]
     contribution: ContributionInfo
+    month: MonthUsage = MonthUsage()
     notices: tuple[Notice, ...] = ()
     pause: PauseInfo = PauseInfo()
     schedule_next: str | None = None

@@ -22,7 +22,8 @@ class Start(Value):
     config: dict[str, Any]
     """`node.config.schema.Config.model_dump(mode="json")`."""
     join: str | None = None
-    """An invite. With None, the worker founds a run or continues the run of the data folder."""
+    """An invite, or `ANY_RUN` for a run of the directory. With None, the worker founds a run or continues that of the
+    data folder."""
     may_move_port: bool = False
     """Whether the port in `swarm.listen` is only a default, which the next free port may replace."""
     held_addresses: tuple[str, ...] = ()

@@ -3,11 +3,13 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { OpenTip } from "./components/term";
 import { Name } from "./components/text";
 import { theme, THEMES } from "./components/theme";
 import { brief } from "./format/format";
 import { reason } from "./format/status-text";
-import { ageS, link, NO_ANSWER, now, stale, status, word } from "./state/store";
+import { drafts } from "./state/drafts";
+import { ageS, link, OFFLINE, now, stale, status, word } from "./state/store";
 import { Login } from "./views/login";
 import { Logs } from "./views/logs";
 import { Overview } from "./views/overview";
@@ -58,6 +60,7 @@ export function App() {
         {locked ? <Login /> : <View />}
       </main>
       <Announcer />
+      <OpenTip />
     </>
   );
 }
@@ -75,6 +78,11 @@ function Header({ locked }: { locked: boolean }) {
           {VIEWS.map(({ id, label }) => (
             <a key={id} href={`#/${id}`} aria-current={route.value === id ? "page" : undefined}>
               {label}
+              {id === "settings" && Object.keys(drafts.value).length > 0 && (
+                <span class="unsaved">
+                  <span class="unseen">not saved</span>
+                </span>
+              )}
             </a>
           ))}
         </nav>
@@ -127,7 +135,7 @@ function Announcer() {
   const said = useRef({ key: "", text: "" });
   const key = word.value;
   if (status.value && said.current.key !== key) {
-    const text = word.value === NO_ANSWER ? "The node does not answer." : `${key}. ${reason(status.value, now.peek())}`;
+    const text = word.value === OFFLINE ? "Offline. The node does not answer." : `${key}. ${reason(status.value, now.peek())}`;
     said.current = { key, text };
   }
   return (

@@ -4,6 +4,8 @@ import { render } from "preact";
 import { takeToken } from "./api/client";
 import { App } from "./app";
 import { startTheme } from "./components/theme";
+import { watchDrafts } from "./state/drafts";
+import { startNotifications } from "./state/notifications";
 import { start } from "./state/store";
 import "./style/base.css";
 import "./style/shell.css";
@@ -14,5 +16,7 @@ import "./style/forms.css";
 
 takeToken();
 startTheme();
+watchDrafts();
 start();
+startNotifications();
 render(<App />, document.getElementById("app") as HTMLElement);

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 import {
-  bare, brief, bytes, bytesPerSecond, count, decimals, duration, hours, many,
-  moment, percent, soon, tokensPerSecond, tomorrowAt,
+  bare, brief, bytes, bytesPerSecond, count, decimals, duration, energy, hours, many,
+  moment, ordinal, percent, soon, timeLeft, tokensPerSecond, tomorrowAt,
 } from "../src/format/format";
 
 const plain = (text: string) => text.replaceAll("\u202f", " ");
@@ -71,4 +71,27 @@ test("times are relative to today", () => {
 test("invalid times are null", () => {
   expect(moment("2026-11-22T15:00:00.000Z")).toBe(1_795_359_600_000);
   expect([moment(""), moment(null), moment("soon")]).toEqual([null, null, null]);
+});
+
+test.each([[1, "1st"], [2, "2nd"], [3, "3rd"], [4, "4th"], [11, "11th"], [12, "12th"], [13, "13th"], [21, "21st"], [113, "113th"]])(
+  "rank %i is %s",
+  (rank, text) => {
+    expect(ordinal(rank)).toBe(text);
+  },
+);
+
+test("the time left has one unit and a date", () => {
+  const now = new Date(2026, 10, 25, 12, 0).getTime();
+  const left = (hours: number) => timeLeft(new Date(now + hours * 3_600_000).toISOString(), now);
+  expect(left(0.5)).toBe("Less than an hour left.");
+  expect(left(1.2)).toBe("About 1 hour left, until 13:12.");
+  expect(left(20)).toBe("About 20 hours left, until tomorrow 08:00.");
+  expect(left(24 * 5)).toBe("About 5 days left, until 30 November.");
+  expect(left(24 * 60)).toBe("About 9 weeks left, until 24 January 2027.");
+  expect(left(24 * 365 * 3)).toBe("About 3 years left, at the present speed.");
+  expect(timeLeft(null, now)).toBe("The time left is known after some rounds.");
+});
+
+test.each([[0, "0 Wh"], [1_260_000, "350 Wh"], [4_464_000, "1.24 kWh"], [3.6e9, "1.00 MWh"], [null, "–"]])("energy(%s)", (joules, text) => {
+  expect(plain(energy(joules))).toBe(text);
 });

@@ -1,5 +1,8 @@
 import { expect, test } from "vitest";
-import { byKey, patch, sameValue, valueAt } from "../src/views/setting-fields";
+import { parseDrafts } from "../src/state/drafts";
+import {
+  ADVANCED, byKey, GROUPS, patch, type Preset, presetOf, PRESETS, presetValues, sameValue, valueAt,
+} from "../src/views/setting-fields";
 
 const config = { limits: { upload_mbit_s: 0 }, schedule: { active: ["mon 00:00-24:00"] } };
 
@@ -33,4 +36,29 @@ test("errors are assigned to their field; others are kept", () => {
     "schedule.active": "No such day. No such hour.",
     "": "Odd.",
   });
+});
+
+test("each preset is recognised by its values, and other values are nobody's", () => {
+  for (const cores of [1, 2, 8, 64]) {
+    const shown = PRESETS.map((preset) => presetValues(preset, cores));
+    PRESETS.forEach((preset, at) => {
+      expect(presetOf(cores, (key) => shown[at]?.[key])).toBe(preset.id);
+      expect(shown[at]?.["limits.cpu_threads"]).toBeLessThanOrEqual(cores);
+    });
+  }
+  expect(presetValues(PRESETS[0] as Preset, 8)["limits.cpu_threads"]).toBe(2);
+  expect(presetOf(8, (key) => ({ ...presetValues(PRESETS[1] as Preset, 8), "limits.upload_mbit_s": 7 })[key])).toBeNull();
+});
+
+test("every setting explains itself, and a preset changes only settings that are shown", () => {
+  const fields = [...GROUPS, ...ADVANCED].flatMap((group) => group.fields);
+  for (const field of fields) expect(field.help, field.key).toMatch(/\.$/);
+  const keys = fields.map((field) => field.key);
+  expect(new Set(keys).size).toBe(keys.length);
+  for (const preset of PRESETS) for (const key of Object.keys(presetValues(preset, 4))) expect(keys).toContain(key);
+});
+
+test("stored drafts that are damaged count as none", () => {
+  expect(parseDrafts('{"node.name": "x"}')).toEqual({ "node.name": "x" });
+  for (const text of [null, "", "{", "[1]", "null", "3"]) expect(parseDrafts(text)).toEqual({});
 });

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import type { Phase, Status } from "../src/api/schema";
-import { describe, isRelay, availableActions, peerPhase, reach, reason, restartCommand } from "../src/format/status-text";
+import type { MonthUsage, Phase, Status } from "../src/api/schema";
+import { availableActions, describe, energySource, isRelay, peerPhase, reach, reason, restartCommand, sourceName } from "../src/format/status-text";
 
 const PHASES: Phase[] = [
   "starting", "connecting", "downloading", "training", "syncing", "paused", "draining", "leaving", "stopped", "error",
@@ -42,18 +42,18 @@ test("unknown phases and reachabilities have a text", () => {
 const status = (phase: Phase, more: object = {}) => ({ phase, code: phase, node: { mode: "train" }, ...more }) as unknown as Status;
 
 test("only possible actions are offered", () => {
-  expect(availableActions(status("training"))).toEqual({ pause: true, resume: false, leave: true });
-  expect(availableActions(status("paused"))).toEqual({ pause: false, resume: true, leave: true });
-  expect(availableActions(status("error"))).toEqual({ pause: false, resume: true, leave: true });
-  expect(availableActions(status("stopped"))).toEqual({ pause: false, resume: true, leave: false });
-  expect(availableActions(status("leaving"))).toEqual({ pause: false, resume: false, leave: false });
-  expect(availableActions(status("draining"))).toEqual({ pause: false, resume: false, leave: true });
+  expect(availableActions(status("training"))).toEqual({ pause: true, resume: false, drain: true, leave: true });
+  expect(availableActions(status("paused"))).toEqual({ pause: false, resume: true, drain: false, leave: true });
+  expect(availableActions(status("error"))).toEqual({ pause: false, resume: true, drain: false, leave: true });
+  expect(availableActions(status("stopped"))).toEqual({ pause: false, resume: true, drain: false, leave: false });
+  expect(availableActions(status("leaving"))).toEqual({ pause: false, resume: false, drain: false, leave: false });
+  expect(availableActions(status("draining"))).toEqual({ pause: false, resume: false, drain: false, leave: true });
 });
 
 test("an ended node offers no actions and shows the start command", () => {
   for (const phase of ["stopped", "error"] as Phase[]) {
     const ended = status(phase, { final: true, node: { mode: "train", data_dir: "/data/ada" } });
-    expect(availableActions(ended)).toEqual({ pause: false, resume: false, leave: false });
+    expect(availableActions(ended)).toEqual({ pause: false, resume: false, drain: false, leave: false });
     expect(describe(ended).meaning).not.toBe(describe(status(phase)).meaning);
     expect(describe(ended).meaning).not.toMatch(/resume/);
     expect(restartCommand(ended)).toBe("diloco-node run --data-dir /data/ada");
@@ -86,4 +86,35 @@ test("a pending pause can be cancelled; a relay cannot be paused", () => {
   expect(availableActions(status("training", { code: "relay" })).pause).toBe(true);
   expect(isRelay(status("syncing", { code: "relay" }))).toBe(false);
   expect(availableActions(status("training", { node: { mode: "relay" } })).pause).toBe(false);
+});
+
+test("sources of text have readable names", () => {
+  expect(sourceName("builtin:python-stdlib")).toBe("the source code of Python's standard library");
+  expect(sourceName("hub:allenai/c4?config=en&revision=1588ec")).toBe("the data set allenai/c4");
+  expect(sourceName("text:books/*.txt?field=x")).toBe("files of its members (books/*.txt)");
+});
+
+test("a relay has its own texts, which do not speak of training or a model", () => {
+  for (const phase of ["starting", "connecting", "draining", "leaving", "stopped", "error"] as Phase[]) {
+    const { meaning } = describe(status(phase, { node: { mode: "relay" } }));
+    expect(meaning).toMatch(/\brelay\b/);
+    expect(meaning).not.toMatch(/train|model|round/i);
+  }
+  expect(availableActions(status("training", { node: { mode: "relay" } })).drain).toBe(false);
+});
+
+test("the page says where the electricity is known from", () => {
+  const source = (measured_joules: number, estimated_joules: number) =>
+    energySource({ measured_joules, estimated_joules } as MonthUsage).replaceAll("\u202f", " ");
+  expect(source(0, 0)).toBe("nothing counted yet");
+  expect(source(9e6, 0)).toBe("measured by the device");
+  expect(source(0, 9e6)).toBe("estimated, the device has no meter");
+  expect(source(9e6, 3.6e6)).toBe("1.00 kWh of it estimated");
+});
+
+test("a pause by the traffic limit says until when", () => {
+  const now = new Date(2026, 10, 22, 12, 0).getTime();
+  const until = new Date(2026, 11, 1).toISOString();
+  const paused = status("paused", { code: "traffic_limit", reason: "x", pause: { by: "traffic", until, after_round: null } });
+  expect(reason(paused, now)).toBe("The traffic limit of this month is reached. Paused until Tue 1 Dec, 00:00.");
 });

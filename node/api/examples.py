@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from node.api import models
+from node.api.leaderboard import RankedMember, RankedOwner, RankedTeam
 from node.api.node_interface import LogLine
-from node.api.public_run import LossPoint, PublicMember, PublicRound, PublicRun, RankedMember
+from node.api.public_run import LossPoint, OwnRun, PublicMember, PublicRound, PublicRun, PublicSample
 from node.status import (
     ContributionInfo,
+    DepartedPeer,
     DeviceInfo,
+    JournalEntry,
     Member,
+    MonthUsage,
     NodeInfo,
     Notice,
     Outcome,
@@ -19,6 +23,7 @@ from node.status import (
     Phase,
     RoundRecord,
     RunInfo,
+    Sample,
     Seconds,
     Status,
     SyncInfo,
@@ -49,9 +54,9 @@ STATUS = Status(
     ),
     training=TrainingInfo(
         loss=2.29, evaluation_loss=2.31, learning_rate=4e-4, inner_step=120, inner_steps=500, tokens_total=9_000_000,
-        tokens_per_second=5200.0,
+        tokens_per_second=5200.0, samples=(Sample(round=39, prompt="def main(", text="argv):\n    return 0"),),
     ),
-    sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, last=ROUND),
+    sync=SyncInfo(progress_ratio=0.24, eta_s=76.0, round_s=100.0, last=ROUND),
     peers=PeersInfo(connected=1, training=2),
     compute_utilization_ratio=0.96, forecast_utilization_ratio=0.97, reachability="direct",
     devices=(DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", utilization_ratio=0.98, power_watts=310.0),),
@@ -59,13 +64,18 @@ STATUS = Status(
     contribution=ContributionInfo(
         rounds_joined=40, rounds_attempted=41, tokens_total=9_000_000, bytes_sent=1_200_000_000, training_s=86_400.0
     ),
+    month=MonthUsage(
+        month="2026-11", ends_at="2026-12-01T00:00:00Z", sent_bytes=31_000_000_000, received_bytes=30_000_000_000,
+        limit_bytes=200_000_000_000, measured_joules=9e7,
+    ),
     notices=(Notice(code="newer_version", level="info", text="2 of 3 peers run a newer version: update."),),
 )
 PEER = PeerRow(
     peer_id=BOB, short_id=BOB[-6:], name="bob", phase="training", round=41, tokens_per_second=2600.0,
     transport="relay", version="0.1.0", state_digest=DIGEST, last_seen_s=0.8, compute_utilization_ratio=0.94,
-    digest_agrees=True,
+    digest_agrees=True, owner=ADA, owner_name="Ada", team="Blue Team",
 )
+JOURNAL_ENTRY = JournalEntry(at=AT, kind="left", peer_id=BOB, name="bob", text="left")
 CONTRIBUTION = models.Contribution(
     peer_id=ADA, short_id=ADA[-6:], name="ada", rounds=40, tokens=9_000_000, last_round=41, this_node=True
 )
@@ -75,7 +85,7 @@ LOG_LINE = LogLine(
 )
 CONFIG = models.ResolvedConfig(
     config={"limits": {"upload_mbit_s": 20.0}}, origins={"limits.upload_mbit_s": "settings page"},
-    changeable={"limits.upload_mbit_s": "now"}, pending_restart=(),
+    changeable={"limits.upload_mbit_s": "now"}, cores=8, pending_restart=(),
 )
 HEALTH = models.Health(ok=True, phase=Phase.TRAINING, code="training")
 HISTORY = models.History(
@@ -88,16 +98,26 @@ PUBLIC_RUN = PublicRun(
     name="a run", purpose="To see how far ten laptops get.", manifest_hash="8f" * 32,
     model="llama, 4 layers of width 128", parameters=1_000_000, data=("builtin:python-stdlib",), tokenizer="bytes",
     state="training", at="2026-11-22T10:00:00Z",
-    round=12, tokens=1_200_000, total_tokens=2_000_000_000, progress_ratio=0.0006, ends_at="2027-02-01T12:00:00Z",
+    round=11, tokens=1_200_000, total_tokens=2_000_000_000, progress_ratio=0.0006, ends_at="2027-02-01T12:00:00Z",
     tokens_per_second=5400.0, loss=2.31, state_digest="1c" * 32,
-    members=(PublicMember(name="attic", tokens_per_second=2700.0),), members_ever=3,
+    members=(
+        PublicMember(name="attic", owner=ADA, owner_name="Ada", team="Blue Team", tokens_per_second=2700.0),
+    ), members_ever=3,
     leaders=(
         RankedMember(
-            rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=1,
-            last_round=12, streak=12,
+            rank=1, name="attic", key="12D3KooW...", tokens=700_000, share_ratio=0.58, rounds=12, first_round=0,
+            last_round=11, streak=12, owner="12D3KooW...",
         ),
     ),
-    credit_round=12, rounds=(PublicRound(number=12, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
+    owners=(
+        RankedOwner(
+            rank=1, name="Ada", key="12D3KooW...", team="Blue Team", machines=2, tokens=1_000_000, share_ratio=0.83,
+            rounds=12, first_round=0, last_round=11, streak=12,
+        ),
+    ),
+    teams=(RankedTeam(rank=1, name="Blue Team", owners=1, machines=2, tokens=1_000_000, share_ratio=0.83),),
+    credit_round=11, rounds=(PublicRound(number=11, at="2026-11-22T09:58:00Z", members=2, tokens=98_304, loss=2.31),),
+    samples=(PublicSample(number=10, prompt="def main(", text="argv):\n    return 0"),),
     losses=(LossPoint(tokens=1_200_000, loss=2.31),), invite="diloco1-...",
 )
 # fmt: on
@@ -106,11 +126,15 @@ RESPONSES: dict[tuple[str, str], Value] = {
     ("get", "/livez"): HEALTH,
     ("get", "/readyz"): HEALTH,
     ("get", "/api/v1/status"): STATUS,
-    ("get", "/api/v1/swarm"): models.Swarm(peers=(PEER,)),
+    ("get", "/api/v1/swarm"): models.Swarm(
+        peers=(PEER,), departed=(DepartedPeer(peer=PEER, at=AT, said_goodbye=True),)
+    ),
+    ("get", "/api/v1/journal"): models.JournalEntries(entries=(JOURNAL_ENTRY,)),
     ("get", "/api/v1/rounds"): models.Rounds(rounds=(ROUND,)),
     ("get", "/api/v1/history"): HISTORY,
     ("get", "/api/v1/contributions"): models.Contributions(contributions=(CONTRIBUTION,)),
     ("get", "/api/v1/public"): PUBLIC_RUN,
+    ("get", "/api/v1/run"): OwnRun(run=PUBLIC_RUN, own=PUBLIC_RUN.leaders[0]),
     ("get", "/api/v1/logs"): models.Logs(records=(LOG_LINE,), last_id=7),
     ("get", "/api/v1/version"): VERSION,
     ("get", "/api/v1/config"): CONFIG,

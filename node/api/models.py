@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from node.api.node_interface import LogLine
-from node.status import PeerRow, Phase, RoundRecord, Value
+from node.status import DepartedPeer, JournalEntry, PeerRow, Phase, RoundRecord, Value
 
 
 class Health(Value):
@@ -16,6 +16,13 @@ class Health(Value):
 
 class Swarm(Value):
     peers: tuple[PeerRow, ...]
+    departed: tuple[DepartedPeer, ...] = ()
+    """The peers that left or fell silent within the last hour, newest first."""
+
+
+class JournalEntries(Value):
+    entries: tuple[JournalEntry, ...]
+    """Newest first, since the node started."""
 
 
 class Rounds(Value):
@@ -72,6 +79,8 @@ class ResolvedConfig(Value):
     changeable: dict[str, Literal["now", "restart"]]
     """The keys that `PATCH` accepts. A `now` key applies at once, a `restart` key from the worker's next start
     (pause and resume)."""
+    cores: int
+    """Processor cores that this node may use."""
     pending_restart: tuple[str, ...]
     """Keys that changed after the worker started and apply from its next start."""
 

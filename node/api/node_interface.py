@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from node.config.schema import Config
 from node.errors import NodeError, UsageError
-from node.status import Moment, PeerRow, Phase, RoundRecord, Status, Value
+from node.status import DepartedPeer, JournalEntry, Moment, PeerRow, Phase, RoundRecord, Status, Value
 
 ActionName = Literal["pause", "resume", "drain", "leave"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -84,6 +84,10 @@ class View:
     """Records since the start, by level."""
     alive: bool
     """Whether the worker's last heartbeat is recent. True without a worker."""
+    journal: Sequence[JournalEntry] = ()
+    """Newest first."""
+    departed: Sequence[DepartedPeer] = ()
+    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from node.api.public_run import LossPoint, PublicRun
+from node.api.public_run import LossPoint, PublicRun, PublicSample
 
 STYLE = (Path(__file__).parent / "public.css").read_text(encoding="utf-8")
 CHART_WIDTH, CHART_HEIGHT = 480, 230
@@ -45,6 +46,7 @@ def render(run: PublicRun) -> str:
 {_loss(run)}
 {_members(run)}
 </div>
+{_samples(run)}
 {_leaders(run)}
 <div class="columns">
 {_rounds(run)}
@@ -71,7 +73,7 @@ def _progress(run: PublicRun) -> str:
         ends = "When it will be complete is known after some rounds."
     figures = [
         ("Progress", f"{percent} %"),
-        ("Rounds", f"{run.round:,}"),
+        ("Rounds", f"{run.round + 1:,}"),
         ("Tokens a second", short(run.tokens_per_second)),
         ("Loss", f"{run.loss:.3f}" if run.loss is not None else "unknown"),
         ("Members now", f"{len(run.members):,}"),
@@ -124,39 +126,85 @@ def _curve(points: Sequence[LossPoint]) -> str:
     )
 
 
+def _samples(run: PublicRun) -> str:
+    """What the model writes after a few rounds, side by side for each prompt."""
+    if not run.samples:
+        return ""
+    by_prompt: dict[str, list[PublicSample]] = defaultdict(list)
+    for sample in run.samples:
+        by_prompt[sample.prompt].append(sample)
+    rows = "".join(f'<div class="samples">{"".join(map(_sample, samples))}</div>' for samples in by_prompt.values())
+    return (
+        f'<section class="card"><h2>What it writes</h2>{rows}<p class="quiet">The model continues the words in bold. '
+        "Nobody has written or checked this text.</p></section>"
+    )
+
+
+def _sample(sample: PublicSample) -> str:
+    return (
+        f"<figure><figcaption>After round {sample.number:,}</figcaption>"
+        f"<pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre></figure>"
+    )
+
+
 def _members(run: PublicRun) -> str:
+    """Who is here, with one name for all machines of an owner."""
     if not run.members:
         body = '<p class="quiet">Nobody is here at the moment.</p>'
     else:
-        people = "".join(f"<li>{escape(member.name)}</li>" for member in run.members)
-        body = f'<ul class="people">{people}</ul>'
+        counts = Counter(member.owner for member in run.members)
+        names = {member.owner: escape(member.owner_name or member.name) for member in reversed(run.members)}
+        people = (names[owner] + (f" ({count} machines)" if count > 1 else "") for owner, count in counts.items())
+        body = f'<ul class="people">{"".join(f"<li>{one}</li>" for one in people)}</ul>'
     return f'<section class="card"><h2>Here now</h2>{body}</section>'
 
 
 def _leaders(run: PublicRun) -> str:
-    if not run.leaders:
+    if not run.owners:
         body = '<p class="quiet">The first credits appear after two rounds.</p>'
     else:
         rows = (
             [
-                str(leader.rank),
-                f'<span title="{escape(leader.key, quote=True)}">{escape(leader.name)}</span>',
-                short(leader.tokens),
-                _bar(leader.share_ratio),
-                f"{leader.rounds:,}",
-                f"{leader.streak:,}",
-                f"{leader.first_round:,} to {leader.last_round:,}",
+                str(owner.rank),
+                f'<span title="{escape(owner.key, quote=True)}">{escape(owner.name)}</span>',
+                escape(owner.team),
+                f"{owner.machines:,}",
+                short(owner.tokens),
+                _bar(owner.share_ratio),
+                f"{owner.rounds:,}",
+                f"{owner.streak:,}",
+                f"{owner.first_round:,} to {owner.last_round:,}",
             ]
-            for leader in run.leaders
+            for owner in run.owners
         )
-        heads = ("Rank", "Name", "Tokens", "Share", "Rounds", "In a row", "From round to round")
-        classes = ("number", "name", "number", "wide", "number", "number", "number")
+        heads = ("Rank", "Name", "Team", "Machines", "Tokens", "Share", "Rounds", "In a row", "From round to round")
+        classes = ("number", "name", "name", "number", "number", "wide", "number", "number", "number")
         body = _table("Who gave how much", heads, classes, rows)
         body += (
             f'<p class="quiet">Credit after round {run.credit_round:,}. Every member has the same table, because it is '
-            "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>.</p>"
+            "part of the model's state. Each can prove its own line with <code>diloco-node certificate</code>. Names "
+            "and teams are chosen by the owners, with <code>diloco-node owner</code>.</p>"
         )
-    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>'
+    return f'<section class="card"><h2>Who gave how much</h2>{body}</section>{_teams(run)}'
+
+
+def _teams(run: PublicRun) -> str:
+    if not run.teams:
+        return ""
+    rows = (
+        [
+            str(team.rank),
+            escape(team.name),
+            f"{team.owners:,}",
+            f"{team.machines:,}",
+            short(team.tokens),
+            _bar(team.share_ratio),
+        ]
+        for team in run.teams
+    )
+    heads = ("Rank", "Team", "Owners", "Machines", "Tokens", "Share")
+    table = _table("Teams", heads, ("number", "name", "number", "number", "number", "wide"), rows)
+    return f'<section class="card"><h2>Teams</h2>{table}</section>'
 
 
 def _bar(ratio: float) -> str:
@@ -206,7 +254,7 @@ def _facts(run: PublicRun) -> str:
         ("Text", ", ".join(run.data) or "unknown"),
         ("Tokenizer", run.tokenizer or "unknown"),
         ("Run", run.manifest_hash),
-        ("State after round " + f"{run.round:,}", run.state_digest or "none yet"),
+        (f"State after round {run.round:,}" if run.state_digest else "State", run.state_digest or "none yet"),
     ]
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return f'<section class="card"><h2>About the run</h2><dl class="facts">{rows}</dl></section>'

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
 
 from node.api.errors import describe_problems
+from node.api.leaderboard import KnownOwner
 from node.api.node_interface import Node, View
 from node.api.public_page import STYLE, render
-from node.api.public_run import PublicRun, make_public_run, read_credit, read_run
+from node.api.public_run import (
+    OwnRun,
+    PublicRun,
+    make_public_run,
+    own_line,
+    read_credit,
+    read_owners,
+    read_run,
+    read_samples,
+)
 
 FRESH_S = 1.0
 """The page is made again at most this often, however many people ask for it."""
@@ -32,6 +44,8 @@ class PublicPage:
     """The data folder."""
     _made_at: float = -FRESH_S
     _run: PublicRun | None = None
+    _credit: Mapping[str, Any] | None = None
+    _owners: Mapping[str, KnownOwner] = field(default_factory=dict)
     _html: bytes = b""
     _json: bytes = b""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -44,9 +58,16 @@ class PublicPage:
             return self._run
 
     def _make(self, view: View) -> PublicRun:
-        run = make_public_run(view, read_run(self.folder), read_credit(self.folder), datetime.now(UTC))
+        folder = self.folder
+        self._credit, self._owners = read_credit(folder), read_owners(folder)
+        now, samples = datetime.now(UTC), read_samples(folder)
+        run = make_public_run(view, read_run(folder), self._credit, now, self._owners, samples)
         self._html, self._json = render(run).encode(), run.model_dump_json().encode()
         return run
+
+    async def own_run(self) -> OwnRun:
+        run, node = await self.run(), self.node.view().status.node
+        return OwnRun(run=run, own=own_line(self._credit, self._owners, node.peer_id, node.name))
 
     async def html(self) -> bytes:
         await self.run()
@@ -65,6 +86,11 @@ def make_public_router(page: PublicPage, *, is_public: bool) -> APIRouter:
     async def public() -> PublicRun:
         """What the public page shows, whether it is public or not."""
         return await page.run()
+
+    @router.get("/api/v1/run", tags=["node"])
+    async def own_run() -> OwnRun:
+        """The run, and this node's place in its leaderboard."""
+        return await page.own_run()
 
     if not is_public:
         return router

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
+from node.api.leaderboard import KnownOwner, RankedMember, RankedOwner, RankedTeam, Ranking, rank
 from node.api.node_interface import View
 from node.config.manifest import Manifest, read_manifest
 from node.errors import NodeError
-from node.status import Outcome, Phase, RoundRecord, Value, rfc3339
+from node.status import Outcome, Phase, RoundRecord, Sample, Value, rfc3339
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +35,19 @@ class PublicMember(Value):
     """A member that is there now."""
 
     name: str
+    owner: str = ""
+    """The key of the machine's owner."""
+    owner_name: str = ""
+    """Empty if the owner has chosen none."""
+    team: str = ""
     tokens_per_second: float
 
 
-class RankedMember(Value):
-    """One line of the leaderboard."""
-
-    rank: int
-    name: str
-    key: str
-    """The peer id; empty for the members whose lines were given up."""
-    tokens: int
-    share_ratio: float
-    rounds: int
-    first_round: int
-    last_round: int
-    streak: int
-    """Newest rounds in a row that include the member; 0 if the last known round does not."""
-
-
 class PublicRound(Value):
-    """One committed round, in the numbering of people: the first one is 1."""
+    """One committed round."""
 
     number: int
+    """The first round is 0, as everywhere."""
     at: str
     members: int
     tokens: int
@@ -63,6 +57,15 @@ class PublicRound(Value):
 class LossPoint(Value):
     tokens: int
     loss: float
+
+
+class PublicSample(Value):
+    """How the model continued a prompt. The text is untrusted output of the model."""
+
+    number: int
+    """The newest round of the state that continued the prompt."""
+    prompt: str
+    text: str
 
 
 class PublicRun(Value):
@@ -81,7 +84,7 @@ class PublicRun(Value):
     at: str
     """When this was written, UTC."""
     round: int
-    """Committed rounds."""
+    """The last committed round; -1 before the first."""
     tokens: int
     total_tokens: int
     progress_ratio: float
@@ -93,13 +96,27 @@ class PublicRun(Value):
     members: tuple[PublicMember, ...] = ()
     members_ever: int = 0
     leaders: tuple[RankedMember, ...] = ()
+    """By machine."""
+    owners: tuple[RankedOwner, ...] = ()
+    """By owner. A machine that has joined no owner is an owner of its own."""
+    teams: tuple[RankedTeam, ...] = ()
     credit_round: int | None = None
-    """Committed rounds at the time of the leaderboard."""
+    """The last round that the leaderboard includes."""
     rounds: tuple[PublicRound, ...] = ()
     """Newest first."""
     losses: tuple[LossPoint, ...] = ()
     """Oldest first."""
+    samples: tuple[PublicSample, ...] = ()
+    """Of the first, a middle and the newest sampled round, oldest first."""
     invite: str = ""
+
+
+class OwnRun(Value):
+    """The run as the owner's page shows it."""
+
+    run: PublicRun
+    own: RankedMember | None = None
+    """This node's line of the leaderboard, whatever its rank; None before its first round."""
 
 
 def read_run(folder: Path) -> Manifest | None:
@@ -122,13 +139,42 @@ def read_credit(folder: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def read_owners(folder: Path) -> Mapping[str, KnownOwner]:
+    """The owner of each machine that has a profile, as the worker has written them."""
+    try:
+        found = json.loads((folder / "profiles.json").read_bytes())["owners"]
+        return {str(machine): KnownOwner.model_validate(owner) for machine, owner in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        logger.warning("The profiles in %s cannot be read: %s", folder, exc)
+        return {}
+
+
+def read_samples(folder: Path) -> tuple[Sample, ...]:
+    """The samples of the model's text that the worker has written, oldest first."""
+    try:
+        return tuple(
+            Sample.model_validate(one) for one in json.loads((folder / "samples.json").read_bytes())["samples"]
+        )
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, LookupError, TypeError) as exc:
+        logger.warning("The samples in %s cannot be read: %s", folder, exc)
+        return ()
+
+
 def make_public_run(
-    view: View, manifest: Manifest | None, credit: Mapping[str, Any] | None, now: datetime
+    view: View,
+    manifest: Manifest | None,
+    credit: Mapping[str, Any] | None,
+    now: datetime,
+    owners: Mapping[str, KnownOwner] = MappingProxyType({}),
+    samples: Sequence[Sample] = (),
 ) -> PublicRun:
-    """Collect what the page shows. `credit` is the result of `read_credit`."""
+    """Collect what the page shows. `credit`, `owners` and `samples` are the results of the functions above."""
     status, run = view.status, view.status.run
     done = [one for one in view.rounds if one.head and one.outcome is not Outcome.FAILED and not one.dropped]
-    names = _names(view)
     model = manifest.run.model if manifest is not None else None
     data = manifest.run.data if manifest is not None else None
     rate = _tokens_per_second(done)
@@ -137,10 +183,7 @@ def make_public_run(
     is_complete = bool(total) and not left
     is_near = rate is not None and 0 < left <= rate * LONGEST_FORECAST_S
     ends_at = now + timedelta(seconds=left / rate) if rate and is_near else None
-    try:
-        leaders = _leaders(credit, names) if credit is not None else ()
-    except (ValidationError, KeyError, TypeError):
-        leaders = ()
+    ranking = _rank(credit, _names(view), owners)
     return PublicRun(
         name=run.name or (manifest.run.name if manifest is not None else ""),
         purpose=manifest.run.purpose if manifest is not None else "",
@@ -151,7 +194,7 @@ def make_public_run(
         tokenizer="" if data is None else data.tokenizer,
         state="complete" if is_complete else _state(view),
         at=rfc3339(now),
-        round=run.round + 1,
+        round=run.round,
         tokens=run.swarm_tokens,
         total_tokens=total,
         progress_ratio=min(1.0, run.swarm_tokens / total) if total else 0.0,
@@ -161,16 +204,53 @@ def make_public_run(
         state_digest=run.state_digest,
         members=_members(view),
         members_ever=len(credit["table"]) if credit is not None else 0,
-        leaders=leaders,
-        credit_round=credit["round"] + 1 if credit is not None else None,
-        rounds=tuple(_round(*pair) for pair in zip(done, [*done[1:], None], strict=True))[:ROUNDS_SHOWN],
-        losses=tuple(
-            LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
-            for record in reversed(done)
-            if record.evaluation_loss is not None
-        ),
+        leaders=ranking.members[:LEADERS_SHOWN],
+        owners=ranking.owners[:LEADERS_SHOWN],
+        teams=ranking.teams[:LEADERS_SHOWN],
+        credit_round=credit["round"] if credit is not None else None,
+        rounds=tuple(_round(*pair) for pair in zip_longest(done, done[1:]))[:ROUNDS_SHOWN],
+        losses=_losses(done),
+        samples=_chosen_samples(samples),
         invite=run.invite,
     )
+
+
+def _losses(done: Sequence[RoundRecord]) -> tuple[LossPoint, ...]:
+    return tuple(
+        LossPoint(tokens=record.swarm_tokens, loss=record.evaluation_loss)
+        for record in reversed(done)
+        if record.evaluation_loss is not None
+    )
+
+
+def _chosen_samples(samples: Sequence[Sample]) -> tuple[PublicSample, ...]:
+    """The samples of the first, the newest and a middle round, whose number is in equal ratio to both."""
+    numbers = sorted({one.round for one in samples})
+    if not numbers:
+        return ()
+    middle = math.log((numbers[0] + 1) * (numbers[-1] + 1)) / 2
+    chosen = {numbers[0], min(numbers, key=lambda number: abs(math.log(number + 1) - middle)), numbers[-1]}
+    return tuple(
+        PublicSample(number=one.round, prompt=one.prompt, text=one.text)
+        for one in sorted(samples, key=lambda one: one.round)
+        if one.round in chosen
+    )
+
+
+def _rank(credit: Mapping[str, Any] | None, names: Mapping[str, str], owners: Mapping[str, KnownOwner]) -> Ranking:
+    """The leaderboard; empty without a table of credit, or if the table is damaged."""
+    try:
+        return rank(credit, names, owners) if credit is not None else Ranking()
+    except (ValidationError, KeyError, TypeError):
+        return Ranking()
+
+
+def own_line(
+    credit: Mapping[str, Any] | None, owners: Mapping[str, KnownOwner], peer_id: str, name: str
+) -> RankedMember | None:
+    """The leaderboard's line of one peer; None if it has none."""
+    lines = _rank(credit, {peer_id: name}, owners).members
+    return next((line for line in lines if peer_id and line.key == peer_id), None)
 
 
 def _names(view: View) -> dict[str, str]:
@@ -182,34 +262,22 @@ def _names(view: View) -> dict[str, str]:
 def _members(view: View) -> tuple[PublicMember, ...]:
     rows = [row for row in view.swarm if row.phase in MEMBER_PHASES and _state(view) != "unknown"]
     rows.sort(key=lambda row: -row.tokens_per_second)
-    shown = (PublicMember(name=row.name or row.short_id, tokens_per_second=row.tokens_per_second) for row in rows)
-    return tuple(shown)[:MEMBERS_SHOWN]
-
-
-def _leaders(credit: Mapping[str, Any], names: Mapping[str, str]) -> tuple[RankedMember, ...]:
-    newest, table = credit["round"], credit["table"]
-    total = sum(entry["tokens"] for entry in table) or 1
-    ranked = sorted(table, key=lambda entry: (-entry["tokens"], entry["member"]))
     return tuple(
-        RankedMember(
-            rank=rank,
-            name=names.get(entry["member"]) or (entry["member"][-6:] if entry["member"] else "earlier members"),
-            key=entry["member"],
-            tokens=entry["tokens"],
-            share_ratio=entry["tokens"] / total,
-            rounds=entry["rounds"],
-            first_round=entry["first_round"] + 1,
-            last_round=entry["last_round"] + 1,
-            streak=newest - entry["streak_round"] + 1 if entry["member"] and entry["last_round"] == newest else 0,
+        PublicMember(
+            name=row.name or row.short_id,
+            owner=row.owner or row.peer_id,
+            owner_name=row.owner_name,
+            team=row.team,
+            tokens_per_second=row.tokens_per_second,
         )
-        for rank, entry in enumerate(ranked[:LEADERS_SHOWN], 1)
+        for row in rows[:MEMBERS_SHOWN]
     )
 
 
 def _round(record: RoundRecord, older: RoundRecord | None) -> PublicRound:
     tokens = record.swarm_tokens - older.swarm_tokens if older is not None else 0
     return PublicRound(
-        number=record.round + 1,
+        number=record.round,
         at=record.started_at,
         members=sum(member.included for member in record.members),
         tokens=max(0, tokens),

@@ -34,6 +34,7 @@ from node.api.redaction import hide_secrets
 from node.api.support_bundle import BundleSource, make_bundle
 from node.config.overrides import OverrideError
 from node.config.schema import Config
+from node.host.cores import usable_cores
 from node.status import PeerRow, Phase, RoundRecord, RunInfo, Status
 
 READY = frozenset({Phase.TRAINING, Phase.SYNCING, Phase.PAUSED, Phase.DOWNLOADING})
@@ -121,9 +122,17 @@ def _add_status(router: APIRouter, node: Node) -> None:
 
     @router.get("/api/v1/swarm", tags=["node"])
     async def swarm() -> models.Swarm:
-        """Every peer in this node's peer table."""
+        """Every peer in this node's peer table, and those that departed within the last hour."""
         view = node.view()
-        return models.Swarm(peers=_compare_digests(view.swarm, view.rounds, view.status.run))
+        peers = _compare_digests(view.swarm, view.rounds, view.status.run)
+        return models.Swarm(peers=peers, departed=tuple(view.departed))
+
+    @router.get("/api/v1/journal", tags=["node"])
+    async def journal(
+        limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of entries.")] = 50,
+    ) -> models.JournalEntries:
+        """Who joined, left or fell silent, and what happened to this node, newest first."""
+        return models.JournalEntries(entries=tuple(node.view().journal[:limit]))
 
     @router.get("/api/v1/rounds", tags=["node"])
     async def rounds(
@@ -315,6 +324,7 @@ def _add_config(router: APIRouter, settings: Settings) -> None:
             config=hide_secrets(configured.config.model_dump(mode="json")),
             origins=dict(configured.origins),
             changeable=dict(configured.changeable),
+            cores=usable_cores(),
             pending_restart=configured.pending_restart,
         )
 

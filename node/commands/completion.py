@@ -20,7 +20,9 @@ def completion(shell: str, commands: Mapping[str, argparse.ArgumentParser], keys
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    """The long options of a command, after the words that it takes, if those are fixed."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    return [*(word for action in parser._get_positional_actions() for word in action.choices or ()), *options]
 
 
 def _bash(options: Mapping[str, list[str]], settings: list[str]) -> str:
@@ -52,6 +54,8 @@ def _fish(
     for name, parser in commands.items():
         about = shlex.quote(parser.description or "")
         lines.append(f"complete -c diloco-node -n __fish_use_subcommand -f -a {name} -d {about}")
-        lines += [f"complete -c diloco-node -n '__fish_seen_subcommand_from {name}' -l {o[2:]}" for o in options[name]]
+        for word in options[name]:
+            what = f"-l {word[2:]}" if word.startswith("--") else f"-f -a {word}"
+            lines.append(f"complete -c diloco-node -n '__fish_seen_subcommand_from {name}' {what}")
     lines += [f"complete -c diloco-node -n 'not __fish_use_subcommand' -l {setting[2:]}" for setting in settings]
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ Without a terminal there is no live line, but link and invite are still printed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from node.api.leaderboard import same_name
 from node.commands.client import read_address
-from node.status import PeerRow, Phase, RunInfo, Status
+from node.status import MonthUsage, PeerRow, Phase, RunInfo, Status
 
 COLORS = {
     Phase.TRAINING: "green",
@@ -28,6 +30,7 @@ COLORS = {
 }
 
 
+TRAINING_PHASES = frozenset({Phase.TRAINING.value, Phase.SYNCING.value, Phase.DRAINING.value})
 STYLES = {phase.value: style for phase, style in COLORS.items()}
 
 
@@ -138,13 +141,15 @@ def describe(status: Status, link: str = "") -> str:
         ("node", f"{status.node.name or 'unnamed'}, version {status.node.version}, {status.node.data_dir}"),
         ("peer id", status.node.peer_id or "unknown"),
         ("digest", run.state_digest or "no state yet"),
-        ("training", f"inner step {training.inner_step} of {training.inner_steps}, {_speed(status)}"),
+        ("training", f"{_progress(status)}, {_speed(status)}"),
         ("loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None) or "unknown"),
         ("next sync", "unknown" if status.sync.eta_s is None else f"in {short_duration(status.sync.eta_s)}"),
         ("peers", f"{peers.connected} connected, {peers.training} training; reachable: {reachability}"),
         ("given", f"{contribution.tokens_total:,} tokens, {joined}"),
         ("merged", f"{contribution.tokens_merged:,} tokens, {contribution.tokens_discarded:,} discarded"),
     ]
+    if status.month.month:
+        rows.append(("month", _month_line(status.month)))
     if status.reachability_reason:
         rows.append(("inbound", status.reachability_reason))
     if status.compute_utilization_ratio is not None:
@@ -161,6 +166,16 @@ def _run_line(run: RunInfo) -> str:
         return run.name
     done = run.swarm_tokens / run.total_tokens
     return f"{run.name}, {done:.1%} done: {run.swarm_tokens:,} of {run.total_tokens:,} tokens of all members"
+
+
+def _month_line(month: MonthUsage) -> str:
+    limit = f" of {month.limit_bytes / 1e9:.1f}" if month.limit_bytes else ""
+    traffic = f"{(month.sent_bytes + month.received_bytes) / 1e9:.1f}{limit} GB of traffic"
+    joules = month.measured_joules + month.estimated_joules
+    if not joules:
+        return traffic
+    how = "measured" if not month.estimated_joules else "partly estimated" if month.measured_joules else "estimated"
+    return f"{traffic}, {joules / 3.6e6:.2f} kWh of electricity ({how})"
 
 
 def _limits_line(limits: Mapping[str, float | int | None]) -> str:
@@ -182,10 +197,36 @@ def describe_peers(rows: Sequence[PeerRow]) -> Table:
     return table
 
 
+def describe_groups(rows: Sequence[PeerRow], by: str) -> Table:
+    """A table of the owners or teams of the peers, most tokens a second first. `by` is `owner` or `team`."""
+    groups: dict[str, list[PeerRow]] = defaultdict(list)
+    for row in rows:
+        groups[same_name(row.team) if by == "team" else row.owner or row.peer_id].append(row)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(by.capitalize(), overflow="fold")
+    for name in ("Machines", "Training", "Tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in sorted(groups.values(), key=lambda group: -sum(row.tokens_per_second for row in group)):
+        first = group[0]
+        name = (first.team or "no team") if by == "team" else first.owner_name or first.name or first.short_id
+        training = sum(row.phase in TRAINING_PHASES for row in group)
+        speed = sum(row.tokens_per_second for row in group)
+        table.add_row(Text(name), *map(Text, (str(len(group)), str(training), f"{speed:,.0f}")))
+    return table
+
+
 def log_line(record: Mapping[str, Any]) -> Text:
     """One log record as a line."""
     style = {"warning": "yellow", "error": "bold red"}.get(record["level"], "")
     return Text(f"{record['at']} {record['level']:<7} {record['logger']}: {record['message']}", style)
+
+
+def _progress(status: Status) -> str:
+    """How far the node is in its round: in seconds if the round ends by the clock, else in inner steps."""
+    sync, training = status.sync, status.training
+    if sync.round_s is None:
+        return f"inner step {training.inner_step} of {training.inner_steps}"
+    return f"{short_duration(sync.progress_ratio * sync.round_s)} of this round's {short_duration(sync.round_s)}"
 
 
 def _speed(status: Status) -> str:

@@ -26,6 +26,8 @@ PROTOCOL_VERSION = 3
 """Increased when old and new nodes can no longer take part in one round."""
 
 INVITE_PREFIX = "diloco1-"
+ANY_RUN = "any"
+"""What stands in place of an invite to join the listed run that fits this machine best."""
 WEIGHT_RATIO_MAX = 64
 """A contribution counts at most this many times the tokens of a typical node's round."""
 BUILTIN_TEXT = "builtin:python-stdlib"
@@ -111,7 +113,7 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)
     """Width inside the gated feed-forward layers."""
-    num_hidden_layers: int = Field(4, ge=1)
+    num_hidden_layers: int = Field(4, ge=1, le=10_000)
     """Number of transformer blocks."""
     num_attention_heads: int = Field(4, ge=1)
     """Number of query heads."""
@@ -119,7 +121,7 @@ class ModelConfig(Section):
     """Number of key and value heads. Fewer than query heads means grouped-query attention."""
     head_dim: int = Field(0, ge=0)
     """Width of a head; 0 means `hidden_size` divided by the number of query heads."""
-    max_position_embeddings: int = Field(1024, ge=8)
+    max_position_embeddings: int = Field(1024, ge=8, le=2**24)
     """Longest sequence of the model in tokens."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position embedding."""
@@ -344,6 +346,28 @@ class EvaluationConfig(Section):
     """Time limit of an evaluation, seconds; the batches finished by then count."""
 
 
+def _check_prompt(prompt: str) -> str:
+    if not prompt.strip() or prompt != printable(prompt, len(prompt)):
+        raise ValueError("a prompt is one line of text without control characters")
+    return prompt
+
+
+Prompt = Annotated[str, Field(max_length=200), AfterValidator(_check_prompt)]
+
+
+class SampleConfig(Section):
+    """Samples of the model's text, which show everybody what the model has learned."""
+
+    prompts: Annotated[tuple[Prompt, ...], Field(max_length=4)] = ("def main(", "The ")
+    """Beginnings that the anchor continues, at most four; empty turns samples off."""
+    every_rounds: int = Field(10, ge=1)
+    """Rounds from one sample to the next. The first round has one as well. A node that is too slow makes none."""
+    tokens: int = Field(64, ge=1, le=256)
+    """Most tokens of a continuation."""
+    temperature: float = Field(0.7, ge=0, le=10)
+    """Randomness of the choice of tokens, with a fixed seed; 0 means always the likeliest token."""
+
+
 def check_name(name: str) -> str:
     if name != printable(name, len(name)):
         raise ValueError("a name has no control characters: use letters, digits and spaces")
@@ -376,6 +400,7 @@ class RunConfig(Section):
     round: RoundConfig = RoundConfig()
     sync: SyncConfig = SyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -453,7 +478,7 @@ class Manifest(Section):
     """Random, drawn by the founder."""
     initial_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Digest of the initial outer state, hex."""
-    parameters: int = Field(ge=1)
+    parameters: int = Field(ge=1, lt=2**60)
     """Number of model parameters."""
     run: RunConfig
 

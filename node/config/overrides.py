@@ -30,6 +30,7 @@ CHANGEABLE: Mapping[str, Literal["now", "restart"]] = {
     "limits.gpu_memory_ratio": "restart",
     "limits.gpu_power_watts": "restart",
     "limits.disk_gb": "now",
+    "limits.month_gb": "now",
     **{f"schedule.{name}": "now" for name in ScheduleConfig.model_fields},
     "checkpoint.keep": "restart",
     "checkpoint.every_s": "restart",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -131,6 +132,10 @@ class SwarmConfig(Section):
     """Ask the router to open the port (UPnP, NAT-PMP). Disables hole punching by TCP simultaneous open."""
     lan_discovery: bool = True
     """Announce this node by multicast on private networks, so that nodes of a run find each other there."""
+    list_run: bool = False
+    """List the run in the directory of runs, which `diloco-node runs` and `run --any` read. A listing tells everybody
+    the manifest with the run's name and purpose, the number of members, the progress, and the addresses of some
+    members. A few nodes of a run that list it are enough."""
 
     @property
     def announces_port(self) -> bool:
@@ -193,6 +198,9 @@ class LimitsConfig(Section):
     """Limit of data sent to all peers together, headers included, at least 2; 0 means no limit."""
     download_mbit_s: MbitPerSecond = 0
     """Limit of data received from all peers together, at least 2; 0 means no limit."""
+    month_gb: float = Field(0, ge=0, le=1e9)
+    """Traffic in a calendar month, sent and received together, in 10^9 bytes; 0 means no limit. When it is reached, the
+    node leaves the swarm until the next month, or until `resume`. A relay does not obey it."""
 
 
 def _active(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -216,6 +224,10 @@ class ScheduleConfig(Section):
     """What the node does while somebody uses this machine, as far as it can detect that."""
     user_idle_s: float = Field(300.0, ge=1, le=604_800)
     """Seconds without input after which the user counts as absent."""
+
+    @property
+    def zone(self) -> ZoneInfo:
+        return Hours(timezone=self.timezone).zone
 
     @property
     def hours(self) -> Hours:

@@ -35,12 +35,14 @@ from node.daemon.http_server import GRACE_S, NO_TLS, Tls, bind_api, load_tls, ma
 from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import FOLDER, handle_logs
 from node.daemon.metric_sinks import MetricSinks
+from node.daemon.month_meter import MonthMeter
 from node.daemon.node_state import ROUNDS_KEPT, NodeState
 from node.daemon.notifier import Notifier
 from node.daemon.pause_policy import PausePolicy, now_utc
 from node.daemon.supervisor import Mode, Supervisor
 from node.daemon.worker_watchdog import SupervisorTimings
 from node.errors import NodeError
+from node.host.cores import usable_cores
 from node.host.logs import set_level
 from node.host.ports import API_PORT_FILE, PortFile, moved_notice
 from node.host.revision import revision
@@ -118,6 +120,7 @@ async def _run(
         directory=directory,
         state=state,
         disk=disk,
+        month=_make_month_meter(live_config, directory, parts.clock, state),
         build=build,
         mode=mode,
         join=join,
@@ -134,13 +137,12 @@ async def _run(
             sinks = MetricSinks(settings.metrics.sinks, directory.path, settings.node.name, state.set_notice)
             state.record_to(history, sinks)
             _publish_address(config.api, directory, state, sock, tls)
+            watching = (supervisor.watch(), supervisor.poll_sensors(parts.sensors), disk.watch(), sinks.run())
             notifier = Notifier(config.notify, directory.path, lambda: state.status)
-            tasks = (supervisor.watch(), supervisor.store_counters(), disk.watch(), notifier.run(), sinks.run())
-            background = (*tasks, supervisor.poll_sensors(parts.sensors))
             try:
-                return await _run_until_end(supervisor, state, server, sock, background)
+                return await _run_until_end(supervisor, state, server, sock, watching, notifier)
             finally:
-                await asyncio.gather(notifier.close(), sinks.close())
+                await sinks.close()
         finally:
             state.record_to()
             history.close()
@@ -185,6 +187,19 @@ def _make_state(
     return state
 
 
+def _make_month_meter(
+    settings: LiveConfig, directory: DataDirectory, clock: Callable[[], datetime], state: NodeState
+) -> MonthMeter:
+    return MonthMeter(
+        directory.path,
+        clock,
+        lambda: settings.config.schedule.zone,
+        time.monotonic,
+        threads=lambda: settings.config.limits.cpu_threads or usable_cores(),
+        known=state.counters.counters if state.counters is not None else None,
+    )
+
+
 def _publish_address(
     api: ApiConfig, directory: DataDirectory, state: NodeState, sock: socket.socket, tls: Tls | None
 ) -> None:
@@ -204,12 +219,13 @@ async def _run_until_end(
     server: uvicorn.Server,
     sock: socket.socket,
     background: Sequence[Coroutine[Any, Any, None]],
+    notifier: Notifier,
 ) -> int:
     """Run the server, the supervisor and the background tasks until one of them ends; then end the others.
 
     A background task that fails ends the node, because no node may run without its watchdog.
     """
-    tasks = [asyncio.create_task(one) for one in background]
+    tasks = [asyncio.create_task(one) for one in (*background, supervisor.store_counters(), notifier.run())]
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     running = asyncio.create_task(supervisor.run())
     loop = asyncio.get_running_loop()
@@ -241,6 +257,7 @@ async def _run_until_end(
         await asyncio.wait({serving, running}, timeout=SERVER_END_S)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        await notifier.aclose()
 
 
 def _version(distribution: str) -> str:

@@ -35,6 +35,8 @@ QUEUE_MAX = 256
 """Most jobs that may wait for the thread. When the queue is full, rows are lost and queries are refused."""
 ANSWER_S = 5.0
 CLOSE_S = 0.8
+BLIND_PHASES = frozenset({Phase.STARTING, Phase.CONNECTING})
+"""Phases in which a node does not know the swarm, so its figures are unknown, not 0."""
 REOPEN_S = 30.0
 """Time until the next attempt to open a file that could not be used."""
 
@@ -93,6 +95,10 @@ class Sampler:
             "swarm_peers": float(report.peers.training),
             "forecast_utilization_ratio": report.forecast_utilization_ratio,
         }
+        if not report.swarm or report.state.phase in BLIND_PHASES:
+            means |= {"swarm_tokens_per_second": None, "swarm_peers": None}
+        if training.tokens_per_second == 0 and report.state.phase is not Phase.PAUSED:
+            means["tokens_per_second"] = None  # No step has been timed yet.
         if not self._trains:
             means |= {"training_loss": None, "tokens_per_second": None, "forecast_utilization_ratio": None}
         elif report.state.phase is Phase.PAUSED:

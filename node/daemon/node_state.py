@@ -18,11 +18,15 @@ from typing import Protocol
 from packaging.version import InvalidVersion, Version
 
 from node.api.node_interface import LOG_LEVELS, LogLine, View, level_name
+from node.daemon.journal import Journal
 from node.status import (
+    TRAFFIC_LIMIT,
+    MonthUsage,
     NodeInfo,
     Notice,
     PauseInfo,
     PeerRow,
+    PeersInfo,
     Phase,
     PhaseState,
     Report,
@@ -54,6 +58,7 @@ class NodeState:
         state: PhaseState,
         on_status: Callable[[Status], None] | None = None,
         counters: SavedCounters | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`state` is the first phase, `counters` the totals before this start. `on_status` gets each new status."""
         self._node = node
@@ -69,6 +74,8 @@ class NodeState:
         self._logs: deque[LogLine] = deque(maxlen=LOGS_KEPT)
         self._log_ids = itertools.count(1)
         self._log_counts: dict[str, int] = dict.fromkeys(LOG_LEVELS, 0)
+        self._journal = journal or Journal()
+        self._month = MonthUsage()
         self._subscribers: set[asyncio.Queue[Status | None]] = set()
         self._is_closed = False
         self._counters = counters
@@ -96,6 +103,15 @@ class NodeState:
         self._phase_override = state
         self._publish()
 
+    def set_month(self, month: MonthUsage) -> None:
+        if month != self._month:
+            self._month = month
+            self._publish()
+
+    def worker_started(self) -> None:
+        """Call when a new worker runs, whose peer table is empty at first."""
+        self._journal.worker_started()
+
     def update_settings(self, name: str, limits: dict[str, float | int | None]) -> None:
         self._node, self._limits = self._node.model_copy(update={"name": name}), limits
         self._publish()
@@ -111,6 +127,7 @@ class NodeState:
             # A new worker has not read the run's state yet: keep the previous position.
             report = report.model_copy(update={"run": self._report.run})
         self._report = report
+        self._journal.add_report(report)
         self._counters = SavedCounters(
             counters=report.counters,
             rounds_joined=report.contribution.rounds_joined,
@@ -134,6 +151,7 @@ class NodeState:
             self._rounds[0] = merged
         else:
             self._rounds.appendleft(record)
+            self._journal.add_round(record)
         for history in self._histories:
             history.add_round(record)
 
@@ -170,11 +188,13 @@ class NodeState:
     def view(self, *, alive: bool) -> View:
         return View(
             status=self._status,
-            swarm=self._report.swarm,
+            swarm=() if self._status.code == TRAFFIC_LIMIT else self._report.swarm,
             rounds=tuple(self._rounds),
             logs=tuple(self._logs),
             log_counts=dict(self._log_counts),
             alive=alive,
+            journal=self._journal.entries,
+            departed=self._journal.departed,
         )
 
     @contextmanager
@@ -200,6 +220,7 @@ class NodeState:
         if status == self._status:
             return
         self._status = status
+        self._journal.add_status(status)
         if not self._is_closed:
             for queue in self._subscribers:
                 _replace(queue, status)
@@ -212,6 +233,8 @@ class NodeState:
         # A pause has its own worker. Until it reports, the newest report is that of the training worker before it.
         if has_no_worker or (state.phase is Phase.PAUSED and report.state.phase is not Phase.PAUSED):
             report = _idle(report)
+        if state.code == TRAFFIC_LIMIT:
+            report = report.model_copy(update={"peers": PeersInfo()})
         node = self._node.model_copy(update={"peer_id": report.peer_id, "name": self._node.name or report.peer_id[-8:]})
         return Status(
             node=node,
@@ -232,6 +255,7 @@ class NodeState:
             devices=report.devices,
             limits=self._limits,
             contribution=report.contribution,
+            month=self._month,
             notices=tuple(notice for _, notice in sorted(self._notices.items())),
             pause=self._pause,
             schedule_next=self._schedule_next,

@@ -98,7 +98,7 @@ class Notifier:
                 self._tell(alert)
             await asyncio.sleep(LOOK_S)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Tell an error with which the node ends, and wait for that at most LAST_S."""
         error = alerts_of(self._status()).get("error")
         if error is None or not self._receivers or "error" in self._told:
@@ -132,13 +132,13 @@ class Notifier:
 
     def _tell(self, alert: Alert) -> None:
         status = self._status()
-        message = Message(status.node.name or "diloco-node", status.run.name, alert, utc_now())
+        message = Notification(status.node.name or "diloco-node", status.run.name, alert, utc_now())
         for receiver in self._receivers:
             receiver.put(message)
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Notification:
     """An alert as the owner gets it."""
 
     node: str
@@ -151,7 +151,7 @@ class Message:
         return f"{self.node} needs you"
 
 
-Send = Callable[[Message], None]
+Send = Callable[[Notification], None]
 
 
 class NothingSent(Exception):
@@ -163,14 +163,14 @@ class _Receiver:
 
     def __init__(self, name: str, send: Send) -> None:
         self._name, self._send = name, send
-        self._waiting: queue.Queue[Message] = queue.Queue(WAITING_MAX)
+        self._waiting: queue.Queue[Notification] = queue.Queue(WAITING_MAX)
         threading.Thread(target=self._work, name=f"notify {name}", daemon=True).start()
 
     @property
     def is_busy(self) -> bool:
         return bool(self._waiting.unfinished_tasks)
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Notification) -> None:
         try:
             self._waiting.put_nowait(message)
         except queue.Full:
@@ -181,7 +181,7 @@ class _Receiver:
             self._deliver(self._waiting.get())
             self._waiting.task_done()
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: Notification) -> None:
         for pause_s in (*RETRY_S, None):
             try:
                 self._send(message)
@@ -207,13 +207,13 @@ def _senders(cfg: NotifyConfig) -> list[tuple[str, Send]]:
     return senders
 
 
-def _to_webhook(url: str, message: Message) -> None:
+def _to_webhook(url: str, message: Notification) -> None:
     alert = message.alert
     body = {"node": message.node, "run": message.run, "code": alert.code, "text": alert.text, "at": message.at}
     _post(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
-def _to_ntfy(url: str, message: Message) -> None:
+def _to_ntfy(url: str, message: Notification) -> None:
     title = message.title.encode("ascii", "replace").decode()
     _post(url, message.alert.text.encode(), {"Title": title, "Tags": "warning"})
 
@@ -239,7 +239,7 @@ def _post(url: str, data: bytes, headers: Mapping[str, str]) -> None:
         raise NothingSent(_reason(exc)) from exc
 
 
-def _to_command(command: str, message: Message) -> None:
+def _to_command(command: str, message: Notification) -> None:
     alert = message.alert
     own = {"DILOCO_TITLE": message.title, "DILOCO_CODE": alert.code, "DILOCO_TEXT": alert.text}
     words, nothing = shlex.split(command), subprocess.DEVNULL

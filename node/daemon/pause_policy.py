@@ -15,9 +15,9 @@ from node.api.node_interface import PAUSE_MAX_S, NotAllowed, PauseOrder
 from node.config.schema import ScheduleConfig
 from node.config.weekly_hours import FAR_DAYS, Hours
 from node.daemon.data_directory import DataDirectory, OwnerRequest
-from node.status import PausedBy, PauseInfo, rfc3339
+from node.status import TRAFFIC_LIMIT, PausedBy, PauseInfo, rfc3339
 
-SensorCause = Literal["battery", "user"]
+SensorCause = Literal["battery", "user", "traffic"]
 
 MAINS_STEADY_S = 60.0
 """How long mains power must be back before the node resumes, so that a loose plug does not restart it repeatedly."""
@@ -53,6 +53,8 @@ class PauseInputs:
     """Whether the machine is on battery and the configuration pauses the node then."""
     user_active: bool = False
     """Whether someone uses the machine and the configuration pauses the node then."""
+    traffic_until: datetime | None = None
+    """When the month ends whose traffic limit is reached; None while it is not."""
     overridden: frozenset[SensorCause] = frozenset()
     """Causes that the owner overrode with `resume`."""
 
@@ -73,10 +75,19 @@ class PauseInputs:
 
     @property
     def _sensor_causes(self) -> frozenset[SensorCause]:
-        active: dict[SensorCause, bool] = {"battery": self.on_battery, "user": self.user_active}
+        active: dict[SensorCause, bool] = {
+            "battery": self.on_battery,
+            "user": self.user_active,
+            "traffic": self.traffic_until is not None,
+        }
         return frozenset(cause for cause, is_active in active.items() if is_active)
 
     def decide(self, now: datetime) -> PauseDecision:
+        if self.traffic_until is not None and "traffic" not in self.overridden:
+            # First, because the node leaves the swarm. Any other pause keeps it a member, which costs traffic.
+            until = self.hours.dated(self.traffic_until)
+            reason = f"This month's traffic limit is reached: the node is not in the swarm until {until}, or `resume`."
+            return PauseDecision("traffic", TRAFFIC_LIMIT, reason, self.traffic_until)
         request = self.request or OwnerRequest(after_round=0)
         if request.is_pause:
             text = "`resume`" if request.until is None else self.hours.dated(request.until)
@@ -108,6 +119,7 @@ class PausePolicy:
         self._on_battery_at: datetime | None = None
         """When the machine was last seen on battery power."""
         self._idle_s: float | None = None
+        self._traffic_until: datetime | None = None
         self._inputs = PauseInputs(schedule.hours, directory.load_owner_request() if trains else None)
         self._hours_change: tuple[datetime, datetime | None] | None = None
         """When the next change of the scheduled hours was computed, and that change."""
@@ -119,6 +131,10 @@ class PausePolicy:
             if self._inputs.request is not None and self._inputs.request.resumed_until is not None:
                 self._set_request(_without_moment(self._inputs.request))
         self._schedule = schedule
+
+    def update_traffic(self, until: datetime | None) -> None:
+        """Say until when the month's traffic limit is reached; None if it is not."""
+        self._traffic_until = until
 
     def update_sensors(self, battery: bool | None, idle_s: float | None) -> None:
         if battery:
@@ -134,6 +150,7 @@ class PausePolicy:
             self._inputs,
             on_battery=(bool(self._battery) or recently) and schedule.on_battery == "pause",
             user_active=active and schedule.user_active == "pause",
+            traffic_until=self._traffic_until,
         )
 
     @property

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from datetime import datetime
 from typing import Any, Literal
 
 from node.api.metrics import Build, Metrics
@@ -26,6 +27,7 @@ from node.daemon.data_directory import DataDirectory, DiskMonitor
 from node.daemon.host_sensors import HostSensors
 from node.daemon.live_config import LiveConfig
 from node.daemon.log_handlers import log_worker_record
+from node.daemon.month_meter import MonthMeter
 from node.daemon.node_state import NodeState
 from node.daemon.pause_policy import PausePolicy
 from node.daemon.worker_process import WorkerExit
@@ -72,6 +74,7 @@ class Supervisor:
         directory: DataDirectory,
         state: NodeState,
         disk: DiskMonitor,
+        month: MonthMeter,
         build: Build,
         mode: Mode,
         join: str | None,
@@ -81,11 +84,12 @@ class Supervisor:
         known = state.counters.counters if state.counters is not None else Counters()
         self.metrics = Metrics(build, self.view, space=lambda: disk.space, known=known)
         self._config, self._pause_policy = config, pause_policy
-        self._directory, self._state, self._disk = directory, state, disk
+        self._directory, self._state, self._disk, self._month = directory, state, disk, month
         self._mode, self._join = mode, join
         self._timings = timings
         self._worker = WorkerWatchdog(worker_command, timings, self._receive)
         self._port_hold = ports.PortHold()
+        self._apply_traffic_limit()
         self._pause = pause_policy.decide()
         self._desired: DesiredState = "pause" if self._pause.by else "run"
         self._changed = asyncio.Event()
@@ -193,6 +197,11 @@ class Supervisor:
         return self._desired == "leave"
 
     @property
+    def _is_offline(self) -> bool:
+        """Whether the node pauses without a worker, because even a paused member has traffic."""
+        return self._desired == "pause" and self._pause.by == "traffic"
+
+    @property
     def _persists(self) -> bool:
         return self._config.config.node.persist and not self._is_shutting_down
 
@@ -213,7 +222,16 @@ class Supervisor:
         while True:
             await asyncio.sleep(self._timings.tick_s)
             self._worker.tick()
+            self._apply_traffic_limit()
             self._apply_pause_policy()
+
+    def _apply_traffic_limit(self) -> None:
+        """Publish the month's usage, and tell the pause policy whether its limit is reached."""
+        limit_bytes = round(1e9 * self._config.config.limits.month_gb)
+        usage = self._month.usage.model_copy(update={"limit_bytes": limit_bytes})
+        self._state.set_month(usage)
+        is_reached = 0 < limit_bytes <= usage.sent_bytes + usage.received_bytes
+        self._pause_policy.update_traffic(datetime.fromisoformat(usage.ends_at) if is_reached else None)
 
     async def poll_sensors(self, sensors: HostSensors) -> None:
         """Poll the sensors that the configuration uses, forever."""
@@ -242,6 +260,7 @@ class Supervisor:
             counters = self._state.counters
             if counters is not None and counters != self._stored_counters:
                 await asyncio.to_thread(self._directory.save_counters, counters)
+                await asyncio.to_thread(self._month.store)
                 self._stored_counters, self._stored_at_s = counters, time.monotonic()
 
     # the node's life
@@ -264,6 +283,10 @@ class Supervisor:
                 await self._changed.wait()
                 continue
             self._announce()
+            if self._is_offline:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             exit_, asked = await self._run_worker("pause" if self._desired == "pause" else self._mode)
             ended = exit_.ended
             if ended is not None and (ended.exit_code or ended.code == RUN_COMPLETE or not asked):
@@ -291,6 +314,7 @@ class Supervisor:
         except OSError as exc:
             return WorkerExit(None, 1, fault=f"the worker could not be started ({exc.strerror})"), None
         self.metrics.worker_started()
+        self._state.worker_started()
         # The desired state or the settings may have changed during the start.
         if self._changed.is_set():
             self._worker.kill("the node was asked for something else while it started")
@@ -315,6 +339,7 @@ class Supervisor:
             case StatusReport(report=report, last_round=last_round):
                 self.metrics.update(report)
                 self._state.apply_report(report, last_round)
+                self._month.add_report(report)
                 if self._desired == "run" and not self._worker.was_asked:
                     self._state.set_phase(None)
             case RoundReport(record=record):
@@ -391,7 +416,9 @@ class Supervisor:
         elif self._desired == "run" and self._pause.by:
             phase = self._state.status.phase
             self._enter(phase, "pausing", "The node is about to pause: it saves its work and frees the device.")
-            self._change_to("pause", Stop(how="pause"))
+            self._change_to("pause", Stop(how="leave" if self._pause.by == "traffic" else "pause"))
+        elif self._desired == "pause" and (self._pause.by == "traffic") != (before.by == "traffic"):
+            self._change_to("pause", Stop(how="leave"))  # The loop goes on with a worker, or without one.
         elif self._desired == "pause" and self._pause != before and self._state.status.phase is Phase.PAUSED:
             self._announce()
 

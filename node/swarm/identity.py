@@ -37,11 +37,16 @@ class Identity:
         """Return the signature, 64 bytes. Because of `purpose`, it is not valid for another kind of message."""
         return self.key.sign(purpose.encode() + b"\0" + data)
 
+    @property
+    def seed(self) -> bytes:
+        """The secret, 32 bytes."""
+        raw = serialization.Encoding.Raw
+        return self.key.private_bytes(raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+
     def to_libp2p(self) -> bytes:
         raw = serialization.Encoding.Raw
-        seed = self.key.private_bytes(raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
         public = self.key.public_key().public_bytes(raw, serialization.PublicFormat.Raw)
-        return _PRIVATE_HEADER + seed + public
+        return _PRIVATE_HEADER + self.seed + public
 
 
 def new_identity() -> Identity:
@@ -63,6 +68,11 @@ def load_identity(path: Path) -> Identity:
     if len(data) != 68 or not data.startswith(_PRIVATE_HEADER):
         raise DataFolderError(f"{path} is not an identity file: move it away, and the node makes a new identity.")
     return _from_key(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+
+
+def identity_of_seed(seed: bytes) -> Identity:
+    """The identity of a seed of 32 bytes. Raises ValueError for any other length."""
+    return _from_key(Ed25519PrivateKey.from_private_bytes(seed))
 
 
 def _from_key(key: Ed25519PrivateKey) -> Identity:

@@ -7,12 +7,13 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Literal
 
 from node.errors import MachineError, PeerError, SwarmError
@@ -36,10 +37,13 @@ from node.swarm.consensus.context import Rules
 from node.swarm.consensus.participant import Deliver, Participant
 from node.swarm.faults import Faults, damage_blobs
 from node.swarm.identity import load_identity
+from node.swarm.membership.directory import MAX_LISTED_ADDRESSES, Listing, ListingValidator, RunLister
 from node.swarm.membership.discovery import Discovery, SignedRecordValidator
 from node.swarm.membership.gossip import Gossip
 from node.swarm.membership.lan_discovery import LanDiscovery
 from node.swarm.membership.peer_table import MEMBER_PHASES, PeerRecord, PeerTable
+from node.swarm.owners.profile_exchange import ProfileExchange
+from node.swarm.owners.profile_table import ProfileTable
 from node.swarm.state_sync.catch_up import CatchUp, ResyncCause
 from node.swarm.state_sync.downloader import Downloader
 from node.swarm.state_sync.providers import Target
@@ -99,6 +103,8 @@ class MemberSnapshot:
 
     peer_id: str = ""
     rows: tuple[PeerRow, ...] = ()
+    left: tuple[str, ...] = ()
+    """Ids of the peers that said goodbye within the last minutes."""
     connected: int = 0
     training: int = 0
     swarm_round: int = -1
@@ -169,12 +175,12 @@ class SwarmMember:
             is_known=lambda peer: peer_table.knows(peer) and not peer_table.is_gone(peer),
             dial=self.discovery.dial,
         )
-        self._in_container = is_container()
+        self.profiles = self._make_profile_exchange()
+        self._in_container, self._invite_note = is_container(), ""
         self._began_at_s = asyncio.get_running_loop().time()
         self._surroundings_at_s = -SURROUNDINGS_S
         self._listening = peer_table.me.addresses
         self._seen: Mapping[str, Sequence[str]] = {}
-        self._invite_note = ""
         self.participant: Participant | None = None
         self._catch_up: CatchUp | None = None
         self._download: Downloader | None = None
@@ -245,6 +251,24 @@ class SwarmMember:
             return Message(blobs=[manifest])
 
         self.wire.serve({"manifest": Service(on_manifest, Channel.STATE)})
+
+    def list_run(self, manifest: bytes) -> None:
+        """List this run in the directory until `close`, as long as it has members and an address."""
+
+        def claims() -> Listing | None:
+            members, addresses = self.peer_table.members(), self.view.addresses[:MAX_LISTED_ADDRESSES]
+            if not members or not addresses:
+                return None
+            # A minority of members cannot make the run look complete.
+            return Listing(
+                manifest=manifest.decode(),
+                addresses=addresses,
+                members=len(members),
+                round=1 + median_low(record.round for record in members),
+                tokens=median_low(record.swarm_tokens for record in members),
+            )
+
+        self.run(RunLister(self.peer_table.identity, self.wire.directory, claims, self._rng).run())
 
     async def download(
         self,
@@ -351,6 +375,7 @@ class SwarmMember:
         self.view = MemberSnapshot(
             peer_id=self.wire.peer_id,
             rows=tuple(map(self._row, self.peer_table.rows())),
+            left=tuple(self.peer_table.left()),
             connected=len(live) - 1,
             training=sum(record.phase in MEMBER_PHASES for record in live),
             swarm_round=max(record.round for record in live),
@@ -374,8 +399,18 @@ class SwarmMember:
 
     def _row(self, row: PeerRow) -> PeerRow:
         """A peer's row in the view. A hole-punched connection between two nodes without inbound ports is `direct`."""
+        owner = self.profiles.table.owner_of(row.peer_id)
+        update = {"owner": owner.key, "owner_name": owner.name, "team": owner.team}
         is_punched = not self.peer_table.me.inbound and row.transport == "relay" and row.peer_id in self._seen
-        return row.model_copy(update={"transport": "direct"}) if is_punched else row
+        return row.model_copy(update=update | ({"transport": "direct"} if is_punched else {}))
+
+    def _make_profile_exchange(self) -> ProfileExchange:
+        table = ProfileTable(self.wire.peer_id, self._credited)
+        return ProfileExchange(self.wire, self.peer_table, table, self.options.data_dir, self._rng)
+
+    def _credited(self) -> Container[str]:
+        """The keys that have contributed to the run; none while this node takes no part in rounds."""
+        return self.participant.ctx.chain.tip.state.credit if self.participant is not None else ()
 
     def _relayed_reason(self, relays: Sequence[str]) -> str:
         """Tell the volunteer why peers do not reach this node directly, the remedy, and which relays carry calls."""
@@ -463,7 +498,7 @@ async def _open_wire(options: MemberOptions) -> tuple[Libp2pWire, Reservation]:
         daemon = replace(options.daemon, listen=tuple(map(str, reserved.addresses)), hole_punching=punching)
         try:
             with reserved:
-                wire = await open_wire(daemon, SignedRecordValidator(options.run))
+                wire = await open_wire(daemon, SignedRecordValidator(options.run), ListingValidator())
         except MachineError as exc:
             if exc.code != IN_USE or not reserved.chosen or not tries_left:
                 raise
@@ -513,6 +548,7 @@ async def start_member(options: MemberOptions) -> SwarmMember:
         member.hole_punching.run(),
         member.observer.run(),
         member.keep_view(),
+        member.profiles.run(),
     )
     if options.lan_discovery:
         member.run(member.lan.announce(), member.lan.dial_announced())

@@ -44,6 +44,7 @@ class Content(BaseModel):
 class Document(Content):
     """A text, its signer, and the signature over purpose and text."""
 
+    kind_name = "document"
     signer: PeerId
     text: str = Field(max_length=Content.longest)
     signature: Signature

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import math
-import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,11 +18,12 @@ import torch
 
 from node.config.schema import DevicesConfig
 from node.errors import MachineError
+from node.host.cores import CGROUP, usable_cores
+from node.host.power_meter import processor_joules
 from node.status import DeviceInfo
 
 _BF16_CAPABILITY = (8, 0)
 """First CUDA compute capability with bf16 matrix units (Ampere)."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +84,12 @@ def threads_per_rank(cpu_threads: int, ranks: int) -> int:
     return max(1, (min(cpu_threads, cores) if cpu_threads else cores) // ranks)
 
 
-def usable_cores() -> int:
-    """The number of cores that the process's affinity and the quota of its container, if any, allow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota_cores(_CGROUP / "cpu.max") or cores))
-
-
-def _quota_cores(file: Path) -> int | None:
-    """Read a quota of cgroup v2, `QUOTA PERIOD` in microseconds or `max PERIOD`. None without a quota."""
-    try:
-        quota, period = file.read_text().split()
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
-        return None
-
-
 def available_memory_bytes() -> float:
     """Bytes of host memory that this process may still use, within the limit of its container if there is one."""
     free = float(psutil.virtual_memory().available)
     try:
-        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         cached = next((int(value) for name, value in lines if name == "inactive_file"), 0)
     except (OSError, ValueError):  # No container, or one without a limit, whose file says `max`.
         return free
@@ -139,6 +123,7 @@ def describe(device: torch.device, *, own: bool = True) -> DeviceInfo:
             utilization_ratio=min(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1)),
             memory_used_bytes=psutil.Process().memory_info().rss,
             memory_size_bytes=psutil.virtual_memory().total,
+            energy_joules=processor_joules(),
         )
     properties = torch.cuda.get_device_properties(device)
     figures: dict[str, Any] = {"memory_size_bytes": properties.total_memory, **_nvml_figures(device)}

@@ -111,15 +111,20 @@ def _is_chunked(run: RunConfig, devices: DevicesConfig, rows: int) -> bool:
     return LOGIT_BYTES * run.model.vocab_size * rows * run.inner.sequence_length > MOST_LOGITS_BYTES
 
 
-def check_fit(run: RunConfig, config: Config, chosen: ComputeDevice) -> None:
-    """Raise MachineError, with the figures, if the run does not fit into this machine's memory or disk."""
+def first_lack(run: RunConfig, config: Config, chosen: ComputeDevice) -> tuple[str, str]:
+    """What this machine lacks for a run, with the figures, and the remedy. Both are empty if the run fits."""
     needs = estimate_requirements(run, config, chosen.precision)
     for what, needed, free, remedy in compare_resources(needs, config, chosen):
         if needed > free:
-            raise MachineError(
-                f"This run needs {needed / GB:.3g} GB of {what} here, and {free / GB:.3g} GB are free: {remedy}.",
-                code="does_not_fit",
-            )
+            return f"needs {needed / GB:.3g} GB of {what} here, and {free / GB:.3g} GB are free", remedy
+    return "", ""
+
+
+def check_fit(run: RunConfig, config: Config, chosen: ComputeDevice) -> None:
+    """Raise MachineError, with the figures, if the run does not fit into this machine's memory or disk."""
+    lack, remedy = first_lack(run, config, chosen)
+    if lack:
+        raise MachineError(f"This run {lack}: {remedy}.", code="does_not_fit")
 
 
 def compare_resources(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from node.errors import MachineError, TrainingError
 from node.training.model import NextTokenLoss, autocast
 from node.training.optimizers import Optimizers
 from node.training.ranks import Ranks, full_tensor
+from node.training.sampling import sample_tokens
 
 MOST_SKIPPED = 32
 """Inner steps in a row that may be skipped; finding a scale for fp16 takes half of them."""
@@ -199,6 +202,18 @@ class InnerLoop:
         finally:
             self._model.train()
         return total
+
+    def sample(self, prompt: Sequence[int], **options: Any) -> tuple[list[int], bool]:
+        """Continue a prompt like `sample_tokens`, which takes the `options`. Not for a sharded model."""
+        self._model.eval()
+        # A compiled layer would be compiled again for each new length.
+        is_compiled = any(module._compiled_call_impl is not None for module in self._model.modules())
+        eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        try:
+            with eager, autocast(self._device, self._precision):
+                return sample_tokens(self._model, prompt, device=self._device, **options)
+        finally:
+            self._model.train()
 
     def probe(self, batch: Tensor) -> None:
         """Make a forward and backward pass of a micro-batch, without effect. Raises torch.OutOfMemoryError."""

@@ -85,6 +85,11 @@ class Replica:
         self._broadcast("loss_of", batch, only_if_sharded=True)
         return self.inner.loss_of(batch)
 
+    @property
+    def can_sample(self) -> bool:
+        """Whether this process has the whole model."""
+        return self._ranks is None or not self._ranks.is_sharded
+
     def take(self, ranges: Ranges, *, on_host: bool = True) -> Tensor:
         """Copy a fragment [P_f] to the cpu, or to the training device if `on_host` is False."""
         self._broadcast("take", ranges, only_if_sharded=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from node.config.manifest import RunConfig, parse_source
 from node.errors import ConfigError, Damaged, MachineError, Unreachable
 from node.training.corpus import Corpus, Stream, held_out_batches, load_corpus
 from node.training.documents import Documents
+from node.training.hub import is_on_hub
 from node.training.packing import RowPacker, first_rows
 from node.training.prefetch import Prefetcher
-from node.training.tokenizer import Tokenizer, open_tokenizer
+from node.training.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 
 class BuiltinReader:
@@ -60,6 +62,7 @@ class BuiltinDataset:
 
     def __init__(self, run: RunConfig) -> None:
         self._run, self._corpus = run, load_corpus()
+        self.tokenizer: Tokenizer = ByteTokenizer()
 
     def reader(self, run_id: str, peer_id: str, state: dict[str, Any] | None = None) -> BuiltinReader:
         return BuiltinReader(self._corpus, self._run, run_id, peer_id, state)
@@ -74,7 +77,7 @@ class PackedDataset:
     """The documents of `run.data.sources`, packed into rows. There may be any number of readers, each on one thread."""
 
     def __init__(self, run: RunConfig, text_dir: Path, cache: Path, tokenizer: Tokenizer) -> None:
-        self._run, self._tokenizer = run, tokenizer
+        self._run, self.tokenizer = run, tokenizer
         self._text_dir, self._cache = text_dir, cache
         self._sources = [self._open(text) for text in run.data.sources]
         holds_out = run.evaluation.batches and not run.data.held_out_source
@@ -90,7 +93,7 @@ class PackedDataset:
 
         def make(state: dict[str, Any] | None, weights: Sequence[float]) -> RowPacker:
             own = [weights[i] for i in chosen]
-            return RowPacker(sources, own, self._tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
+            return RowPacker(sources, own, self.tokenizer, seed=seed, held_out_one_in=self._one_in, state=state)
 
         inner = self._run.inner
         return Prefetcher(make, inner.batch_size, inner.sequence_length, state, self._run.weights_at(0))
@@ -103,7 +106,7 @@ class PackedDataset:
         source = self._open(data.held_out_source) if data.held_out_source else self._sources[0]
         rows = run.evaluation.batches * run.inner.batch_size
         try:
-            found = first_rows(source, self._tokenizer, rows, run.inner.sequence_length + 1, self._one_in)
+            found = first_rows(source, self.tokenizer, rows, run.inner.sequence_length + 1, self._one_in)
         except (Unreachable, Damaged) as exc:
             raise MachineError(
                 f"run.data: the text for evaluation cannot be read ({exc}): check the file, or this machine's network, "
@@ -121,6 +124,20 @@ def drawn_sources(seed: str, count: int, wanted: int) -> list[int]:
 
 Reader = BuiltinReader | Prefetcher
 TextDataset = BuiltinDataset | PackedDataset
+
+
+def text_lack(run: RunConfig) -> str:
+    """Why a stranger may not be able to read the text of a run, as a predicate; empty if anybody can read it.
+
+    The patterns of local files are not looked up, because strangers write them.
+    """
+    data = run.data
+    kinds = {parse_source(text).kind for text in (*data.sources, data.held_out_source) if text}
+    if kinds - {"builtin", "hub"} or (data.tokenizer != "bytes" and not is_on_hub(data.tokenizer)):
+        return "needs files that its founder gives to the members"
+    if kinds != {"builtin"} and find_spec("datasets") is None:
+        return "needs the Python package datasets, which is not installed"
+    return ""
 
 
 def open_text(run: RunConfig, text_dir: Path, cache: Path) -> TextDataset:

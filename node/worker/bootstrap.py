@@ -168,7 +168,12 @@ class Worker:
         )
         self._orders.set_replica(replica)
         inner = InnerTrainer(
-            run, replica, lambda state: inputs.library.reader(*ids, state), inputs.held_out, self._counters
+            run,
+            replica,
+            lambda state: inputs.library.reader(*ids, state),
+            inputs.held_out,
+            self._counters,
+            inputs.library.tokenizer,
         )
         try:
             yield inner

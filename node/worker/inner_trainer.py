@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,14 @@ from node.training.inner import StepResult, evaluate
 from node.training.model import build_model, prepare_layers
 from node.training.replica import Replica
 from node.training.text import Reader, TextDataset, open_text
+from node.training.tokenizer import Tokenizer
 from node.worker.counters import WorkCounters
 from node.worker.step_faults import StepFaults
 
 STEP_TIMES = 21
 """The node's step time is the median of this many newest inner steps."""
+LEAST_SAMPLED_TOKENS = 8
+"""A sample that the time limit has made shorter is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,10 @@ class InnerTrainer:
         open_reader: Callable[[dict[str, Any] | None], Reader],
         held_out: Sequence[Tensor],
         counters: WorkCounters,
+        tokenizer: Tokenizer,
     ) -> None:
         """`open_reader` opens a reader at the given state; None means the start of the text."""
+        self._tokenizer = tokenizer
         self._run, self._held_out, self._counters = run, held_out, counters
         self.replica = replica
         self._open_reader = open_reader
@@ -156,10 +162,52 @@ class InnerTrainer:
             before_micro_batch()
             return self.replica.loss_of(micro_batch)
 
+        with self._at(anchor):
+            return evaluate(loss_of, micro_batches, budget_s=self._run.evaluation.budget_s)
+
+    def continue_prompts(self, anchor: Tensor, budget_s: float, before_token: Callable[[], None]) -> list[str | None]:
+        """How an anchor, fp32 [P], continues each prompt of the run; None where the time did not suffice.
+
+        Each prompt has an equal share of `budget_s`, which is exceeded by at most one token. `before_token` may end the
+        work by raising. The local parameters are restored in any case.
+        """
+        prompts, end_s, began_at_s = self._run.sample.prompts, 0.0, time.monotonic()
+
+        def is_over() -> bool:
+            before_token()
+            return time.monotonic() >= end_s
+
+        texts = []
+        with self._at(anchor):
+            for number, prompt in enumerate(prompts, 1):
+                end_s = began_at_s + budget_s * number / len(prompts)
+                texts.append(self._continue(prompt, is_over))
+        return texts
+
+    def _continue(self, prompt: str, is_over: Callable[[], bool]) -> str | None:
+        tokenizer, cfg = self._tokenizer, self._run.sample
+        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        tokens = [*begin, *tokenizer.encode(prompt)]
+        room = self._run.model.max_position_embeddings - len(tokens)
+        if room < 1:
+            return None
+        found, is_complete = self.replica.inner.sample(
+            tokens,
+            most=min(cfg.tokens, room),
+            end=tokenizer.end,
+            vocabulary=tokenizer.size,
+            temperature=cfg.temperature,
+            is_over=is_over,
+        )
+        return tokenizer.decode(found) if is_complete or len(found) >= LEAST_SAMPLED_TOKENS else None
+
+    @contextmanager
+    def _at(self, anchor: Tensor) -> Iterator[None]:
+        """Replace the local parameters by an anchor for this block, which counts as evaluation."""
         with self._counters.doing(Activity.EVALUATE):
             local = self.replica.parameters
             self.replica.load(anchor)
             try:
-                return evaluate(loss_of, micro_batches, budget_s=self._run.evaluation.budget_s)
+                yield
             finally:
                 self.replica.load(local)

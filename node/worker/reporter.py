@@ -20,6 +20,7 @@ from node.status import (
     Report,
     RoundRecord,
     RunInfo,
+    Sample,
     SyncInfo,
     TrainingInfo,
     utc_now,
@@ -93,15 +94,19 @@ class Reporter:
     def set_inner_steps(self, done: int, inner_steps: int) -> None:
         self.training = self.training.model_copy(update={"inner_step": done, "inner_steps": inner_steps})
 
-    def set_sync_progress(self, progress_ratio: float, eta_s: float | None) -> None:
-        """Progress towards the next contribution. `eta_s` is None before the first timed step."""
-        self.sync = self.sync.model_copy(update={"progress_ratio": progress_ratio, "eta_s": eta_s})
+    def set_sync_progress(self, progress_ratio: float, eta_s: float | None, round_s: float | None) -> None:
+        """Progress towards the next contribution. `eta_s` is None before the first timed step, `round_s` if the round
+        does not end by the clock."""
+        self.sync = self.sync.model_copy(update={"progress_ratio": progress_ratio, "eta_s": eta_s, "round_s": round_s})
 
     def set_evaluation_loss(self, own: float | None, record: RoundRecord | None) -> None:
         """Report `own` loss on the new anchor, or without one the loss in `record`, which is of the previous anchor."""
         loss = own if own is not None or record is None else record.evaluation_loss
         if loss is not None:
             self.training = self.training.model_copy(update={"evaluation_loss": loss})
+
+    def set_samples(self, samples: tuple[Sample, ...]) -> None:
+        self.training = self.training.model_copy(update={"samples": samples})
 
     def set_position(self, manifest: Manifest, tip: Tip) -> None:
         """Report the node's position in the run."""
@@ -181,6 +186,7 @@ class Reporter:
             sync=self.sync.model_copy(update={"stage": view.stage}),
             peers=PeersInfo(connected=view.connected, training=view.training),
             swarm=view.rows,
+            left=view.left,
             compute_utilization_ratio=self._counters.utilization_ratio,
             forecast_utilization_ratio=self._counters.forecast_ratio,
             reachability=view.reachability,

@@ -1,4 +1,4 @@
-"""Enters a run: founds one, resumes the run of the data folder, or joins one by invite.
+"""Enters a run: founds one, resumes the run of the data folder, or joins one by invite or from the directory.
 
 `RunEntry.enter` runs on the main thread; its waits report to the supervisor and obey orders to stop.
 """
@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from node import __version__
-from node.config.manifest import Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
+from node.config.manifest import ANY_RUN, Invite, Manifest, RunConfig, parse_invite, parse_manifest, read_manifest
 from node.config.schema import Config
 from node.diloco.outer import genesis
-from node.errors import DataFolderError, MachineError, ManifestError, PeerError, UsageError
+from node.errors import DataFolderError, MachineError, ManifestError, PeerError, SwarmError, UsageError
 from node.host.disk_quota import Room
 from node.host.files import write_whole
 from node.status import Phase
@@ -27,12 +27,14 @@ from node.swarm.faults import faults_from
 from node.swarm.identity import load_identity
 from node.swarm.member import MemberOptions, SwarmMember
 from node.swarm.member_thread import SwarmThread
+from node.swarm.membership.directory import NO_BOOTSTRAP
 from node.swarm.state_sync.catch_up import ResyncCause
 from node.swarm.state_sync.providers import Target
 from node.swarm.state_sync.server import verified_tip
 from node.swarm.transport.p2pd import DaemonOptions
 from node.training.algorithm import optimizer_of
 from node.training.checkpoint import Checkpoint, CheckpointStore
+from node.training.device import choose_device
 from node.training.hub import pinned
 from node.training.model import build_model, flatten
 from node.training.pretrained import load_pretrained
@@ -40,6 +42,7 @@ from node.worker.checkpointing import CheckpointSource, initial_checkpoint, tip_
 from node.worker.counters import WorkCounters
 from node.worker.orders import Waiter
 from node.worker.reporter import Reporter
+from node.worker.run_choice import choose_run
 from node.worker.session import Session, rules_of
 from node.worker_protocol import Start
 
@@ -71,7 +74,8 @@ class RunEntry:
         self._folder = config.node.data_dir
         self._manifest_file = self._folder / "manifest.json"
         self._store = CheckpointStore(self._folder / "checkpoints", config.checkpoint.keep, room=room)
-        self._invite = parse_invite(start.join) if start.join else None
+        self._wants_any = start.join == ANY_RUN and start.mode != "relay"
+        self._invite = parse_invite(start.join) if start.join and not self._wants_any else None
         self._faults = faults_from(os.environ)
 
     def enter(self) -> Session:
@@ -80,6 +84,8 @@ class RunEntry:
         manifest = self._read_manifest()
         if manifest is not None:
             self._begin_training(manifest.run)
+        elif self._wants_any:
+            self._invite = self._choose_run()
         elif self._invite is None:
             if is_relay:
                 raise UsageError("A relay serves a run: give it one with --join INVITE.")
@@ -107,6 +113,8 @@ class RunEntry:
 
         async def serve_manifest(member: SwarmMember) -> None:
             member.serve_manifest(text)
+            if self._config.swarm.list_run:
+                member.list_run(text)
 
         swarm.start_call(serve_manifest).result(SERVE_S)
         rules = rules_of(manifest)
@@ -146,6 +154,21 @@ class RunEntry:
             relay_mbit_s=config.swarm.relay_mbit_s,
             room=self._room,
         )
+
+    def _choose_run(self) -> Invite:
+        """Choose a run from the directory. Retries until one is listed and answers."""
+        config, limits = self._config, self._config.limits
+        if not config.swarm.bootstrap:
+            raise UsageError(NO_BOOTSTRAP)
+        device = choose_device(config.devices, limits.cpu_threads, gpu_memory_ratio=limits.gpu_memory_ratio)
+        self._reporter.enter(Phase.CONNECTING, "Looking for a run in the directory of runs.", "choosing")
+        while True:
+            try:
+                return self._waiter.run(lambda: choose_run(config, device))
+            except SwarmError as exc:
+                reason = f"No run was chosen from the directory, because {exc}; retrying."
+                self._reporter.enter(Phase.CONNECTING, reason, exc.code)
+            self._waiter.sleep(RETRY_S)
 
     # the manifest
 

@@ -36,6 +36,7 @@ from node.worker.inner_trainer import InnerTrainer
 from node.worker.reporter import Reporter
 from node.worker.round_diagnostics import ExclusionNotice
 from node.worker.round_log import RoundLog
+from node.worker.sampler import TextSampler
 from node.worker.session import Session
 from node.worker.step_faults import StepFaults
 
@@ -98,6 +99,8 @@ class Trainer:
         self._contributions = ContributionTracker(fragments, saved.extra.get("owed", ()) if saved else ())
         self._encoder = Encoder(session.rules.layouts, self._run.sync, saved.optimizer if saved else {})
         self._evaluation = Evaluation(self._run.evaluation, inner)
+        self._sampler = TextSampler(self._run.sample, inner, session.folder)
+        reporter.set_samples(self._sampler.newest)
         self._round_log = RoundLog(session, reporter, counters, exclusion)
         self._checkpointer = Checkpointer(session.store, session.source, session.swarm.faults)
         self._schedule = CheckpointSchedule(self.tip.round, cfg.every_s, fragments)
@@ -375,6 +378,8 @@ class Trainer:
             self._progress = Progress()
         if self._has_caught_up and not committed.is_replayed:
             self._evaluation.round_over(self.tip, self._session.swarm.view.peer_id, self._report_and_check)
+            self._sampler.round_over(self.tip, self._report_and_check)
+            self._reporter.set_samples(self._sampler.newest)
         self._start_text()
         if (phase := self._run.phase_at(self.tip.state.tokens)) != self._run.phase_at(old.state.tokens):
             logger.info("Phase %d of the run begins.", phase)
@@ -479,7 +484,7 @@ class Trainer:
         length_s = self.tip.round_s if by_clock else self.tip.inner_steps * (self._inner.step_s or 0.0)
         lead_s = self._upload_lead_s if by_clock else 0.0
         left_s = max(0.0, (1 - done_ratio) * length_s - lead_s) if length_s else None
-        self._reporter.set_sync_progress(done_ratio, left_s)
+        self._reporter.set_sync_progress(done_ratio, left_s, self.tip.round_s if by_clock else None)
 
     def _report_position(self) -> None:
         """Report the node's position in the run."""

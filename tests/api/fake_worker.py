@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from node.status import Counters, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, utc_now
+from node.status import Channel, Counters, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord, RunInfo, utc_now
 from node.worker_protocol import (
     Adjust,
     Beat,
@@ -39,6 +39,7 @@ from node.worker_protocol import (
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 0.1
+ROUND_BYTES = 1_000_000
 ENDS = {
     "port-taken": Ended(exit_code=3, code="port_in_use", reason="Another program has the port."),
     "refuse": Ended(exit_code=4, code="refused", reason="The swarm said no."),
@@ -57,6 +58,7 @@ class FakeWorker:
         self._round = -1
         counters = start.counters.counters if start.counters is not None else Counters()
         self._earlier_steps = counters.inner_steps
+        self._earlier_bytes = counters.network_sent_bytes.get(Channel.REDUCE, 0)
 
     def run(self) -> None:
         behaviour = self._behaviour
@@ -107,7 +109,10 @@ class FakeWorker:
             peer_id=f"fake-{os.getpid()}",
             run=RunInfo(round=self._round),
             swarm=(peer,),
-            counters=Counters(inner_steps=self._earlier_steps + self._round + 1),
+            counters=Counters(
+                inner_steps=self._earlier_steps + self._round + 1,
+                network_sent_bytes={Channel.REDUCE: self._earlier_bytes + ROUND_BYTES * (self._round + 1)},
+            ),
         )
 
     def _obey(self, line: bytes) -> bool:

@@ -146,3 +146,33 @@ def test_drain_and_leave_override_the_active_hours(tmp_path: Path) -> None:
         assert daemon.act("leave").status_code == 202
         os.kill(daemon.worker_pid(), 9)
         assert daemon.end()[0] == 0
+
+
+def test_node_leaves_the_swarm_when_the_months_traffic_limit_is_reached_until_the_next_month(tmp_path: Path) -> None:
+    environment = Environment(tmp_path, {"schedule": {"timezone": "UTC"}})
+    environment.set_clock(12)
+    with Daemon(environment.folder) as daemon:
+        daemon.ready().until_phase("training", "train")
+        worker = daemon.worker_pid()
+        wait_for(lambda: daemon.status()["month"]["sent_bytes"] >= 2_000_000)
+        assert daemon.http.patch("/api/v1/config", json={"limits": {"month_gb": 0.002}}).status_code == 200
+        status = daemon.until_phase("paused", "traffic_limit")
+        assert not alive(worker)
+        assert status["pause"] == {"by": "traffic", "until": "2026-12-01T00:00:00Z", "after_round": None}
+        assert "not in the swarm until 0:00 on 1 December 2026 (UTC)" in status["reason"]
+        assert (status["month"]["month"], status["month"]["limit_bytes"]) == ("2026-11", 2_000_000)
+        assert daemon.http.get("/api/v1/swarm").json()["peers"] == []
+        assert (daemon.code("/livez"), daemon.code("/readyz")) == (200, 200)
+        sent = status["month"]["sent_bytes"]
+        time.sleep(1)
+        assert daemon.status()["month"]["sent_bytes"] == sent, "no worker runs, so nothing is sent"
+        assert daemon.act("resume").status_code == 202
+        daemon.until_phase("training", "train")
+        daemon.terminate()
+    with Daemon(environment.folder) as daemon:
+        daemon.ready().until_phase("paused", "traffic_limit")
+        assert daemon.status()["node"]["peer_id"] == "", "no worker was started"
+        environment.set_clock(24 * 15)
+        status = daemon.until_phase("training", "train")
+        assert status["month"]["month"] == "2026-12"
+        assert errors(daemon) == []

@@ -93,25 +93,128 @@ def test_page_is_private_by_default_and_its_content_is_there_for_the_owner(node:
     assert client(node, public=False).get("/public/").status_code == 401
     owner = client(node, public=False, token=TOKEN)
     assert owner.get("/public/").status_code == 404
-    assert owner.get("/api/v1/public").json()["round"] == 4
+    assert owner.get("/api/v1/public").json()["round"] == 3
 
 
 def test_page_shows_progress_leaders_rounds_and_how_to_join(node: FakeNode) -> None:
     run = client(node, public=False, token=TOKEN).get("/api/v1/public").json()
-    assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (4, 4000, 0.4, "training")
+    assert (run["round"], run["tokens"], run["progress_ratio"], run["state"]) == (3, 4000, 0.4, "training")
     assert run["tokens_per_second"] == pytest.approx(3000 / 180)
     assert [(one["name"], one["tokens"], one["rank"]) for one in run["leaders"]] == [
         ("node C", 300, 1), ("Zoë", 200, 2), (EVIL, 100, 3),
     ]  # fmt: skip
     assert [one["streak"] for one in run["leaders"]] == [0, 0, 3]
     assert sum(one["share_ratio"] for one in run["leaders"]) == pytest.approx(1.0)
-    assert [one["number"] for one in run["rounds"]] == [4, 3, 2, 1]
+    assert [one["number"] for one in run["rounds"]] == [3, 2, 1, 0]
     assert [one["members"] for one in run["rounds"]] == [2] * 4
     assert [one["loss"] for one in run["losses"]] == [4.0, 3.5, 3.0, 2.5]
     assert [member["name"] for member in run["members"]] == [EVIL], "a paused node is not here"
     page = client(node, public=True).get("/public/").text
     for text in ("40.0 %", "diloco-node run --join diloco1-xyz", "It went from 4.000 to 2.500", "Because."):
         assert text in page
+
+
+def write_owners(node: FakeNode, **owners: tuple[str, str, str]) -> None:
+    """Write the owner of each of KEYS, by the letter in it, as (key, name, team)."""
+    known = {key: dict(zip(("key", "name", "team"), owners[key[-1]], strict=True)) for key in KEYS if key[-1] in owners}
+    (node.config.node.data_dir / "profiles.json").write_text(json.dumps({"documents": [], "owners": known}))
+
+
+def public(node: FakeNode) -> dict[str, Any]:
+    return dict(client(node, public=False, token=TOKEN).get("/api/v1/public").json())
+
+
+def test_machines_of_one_owner_are_one_row_with_the_sum_and_owners_of_a_team_are_one(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], "Ada", "Blue"), B=(KEYS[0], "Ada", "Blue"), C=(KEYS[2], "Cy", "BLUE"))
+    run = public(node)
+    assert [(one["name"], one["machines"], one["tokens"], one["team"]) for one in run["owners"]] == [
+        ("Ada", 2, 300, "Blue"), ("Cy", 1, 300, "BLUE"),
+    ]  # fmt: skip
+    first = run["owners"][0]
+    assert (first["rounds"], first["first_round"], first["last_round"], first["streak"]) == (3, 0, 3, 3)
+    assert [(one["name"], one["owners"], one["machines"], one["tokens"]) for one in run["teams"]] == [
+        ("Blue", 2, 3, 600)
+    ]
+    assert run["teams"][0]["share_ratio"] == pytest.approx(1.0)
+    assert [one["owner"] for one in run["leaders"]] == [KEYS[2], KEYS[0], KEYS[0]], "by machine, with its owner"
+    page = client(node, public=True).get("/public/").text
+    assert len(re.findall(r">Ada</span>", page)) == 1 and "<h2>Teams</h2>" in page
+
+
+def test_machines_without_an_owner_are_owners_of_their_own_and_there_is_no_team(node: FakeNode) -> None:
+    run = public(node)
+    assert [(one["name"], one["key"]) for one in run["owners"]] == [
+        ("node C", KEYS[2]),
+        ("Zoë", KEYS[1]),
+        (EVIL, KEYS[0]),
+    ]
+    assert run["teams"] == []
+    assert "<h2>Teams</h2>" not in client(node, public=True).get("/public/").text
+
+
+def test_two_owners_of_one_name_can_be_told_apart(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], "Ada", ""), B=(KEYS[1], "ADA", ""))
+    names = [one["name"] for one in public(node)["owners"]]
+    assert names == ["node C", f"ADA ({KEYS[1][-6:]})", f"Ada ({KEYS[0][-6:]})"]
+
+
+def test_hostile_names_of_owners_and_teams_stay_text(node: FakeNode) -> None:
+    write_owners(node, A=(KEYS[0], EVIL, EVIL), C=(EVIL, EVIL, EVIL))
+    rows = (row(KEYS[0], "x").model_copy(update={"owner": KEYS[0], "owner_name": EVIL, "team": EVIL}),)
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    page = client(node, public=True).get("/public/").text
+    assert "<script" not in page and page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") >= 5
+
+
+def test_members_that_are_here_are_shown_by_owner(node: FakeNode) -> None:
+    rows = tuple(
+        row(key, f"box {key[-1]}").model_copy(update={"owner": KEYS[0], "owner_name": "Ada"}) for key in KEYS[:2]
+    )
+    rows += (row(KEYS[2], "box A"),)
+    node.board.apply_report(Report(state=PhaseState(phase=Phase.TRAINING), swarm=rows))
+    page = client(node, public=True).get("/public/").text
+    assert "<li>Ada (2 machines)</li><li>box A</li>" in page
+    assert [one["owner_name"] for one in public(node)["members"]] == ["Ada", "Ada", ""]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"owners": {"x": {"key": 5}}}', '{"owners": [1]}'])
+def test_damaged_file_of_profiles_hides_the_names_only(node: FakeNode, content: str) -> None:
+    (node.config.node.data_dir / "profiles.json").write_text(content)
+    assert [one["tokens"] for one in public(node)["owners"]] == [300, 200, 100]
+
+
+def write_samples(node: FakeNode, *samples: tuple[int, str, str]) -> None:
+    found = [dict(zip(("round", "prompt", "text"), sample, strict=True)) for sample in samples]
+    (node.config.node.data_dir / "samples.json").write_text(json.dumps({"samples": found}))
+
+
+def test_samples_of_the_first_a_middle_and_the_newest_round_are_side_by_side(node: FakeNode) -> None:
+    rounds = (0, 10, 30, 100, 500, 1000)
+    write_samples(node, *((number, prompt, f" text {number}") for number in rounds for prompt in ("def", "class")))
+    shown = public(node)["samples"]
+    assert [(one["number"], one["prompt"]) for one in shown] == [
+        (number, prompt) for number in (0, 30, 1000) for prompt in ("def", "class")
+    ]
+    page = client(node, public=True).get("/public/").text
+    rows = re.findall(r'<div class="samples">(.*?)</div>', page)
+    assert [re.findall(r"After round ([\d,]+)</figcaption><pre><b>(\w+)</b> text (\d+)<", row) for row in rows] == [
+        [("0", prompt, "0"), ("30", prompt, "30"), ("1,000", prompt, "1000")] for prompt in ("def", "class")
+    ]
+
+
+def test_text_of_the_model_stays_text(node: FakeNode) -> None:
+    write_samples(node, (0, EVIL, f"{EVIL}</pre>\n\n" + "x" * 2000))
+    page = client(node, public=True).get("/public/").text
+    assert "<script" not in page and page.count("</pre>") == page.count("<pre>") == 2
+    assert public(node)["samples"][0]["text"].startswith(EVIL)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"samples": [1]}', '{"samples": [{"round": "x"}]}', None])
+def test_page_without_samples_says_nothing_of_them(node: FakeNode, content: str | None) -> None:
+    if content is not None:
+        (node.config.node.data_dir / "samples.json").write_text(content)
+    assert public(node)["samples"] == []
+    assert "What it writes" not in client(node, public=True).get("/public/").text
 
 
 def test_page_asks_nobody_else_and_runs_no_script(node: FakeNode) -> None:
@@ -138,6 +241,8 @@ def test_page_of_a_node_without_a_run_or_with_damaged_files_is_served(node: Fake
     assert client(node, public=True).get("/public/run.json").json()["leaders"] == []
     (folder / "credit.json").unlink()
     (folder / "manifest.json").unlink()
+    unborn = make_public_run(replace(node.view(), rounds=()), None, None, NOW)
+    assert (unborn.rounds, unborn.losses) == ((), ())
     empty = make_public_run(node.view(), read_run(folder), read_credit(folder), NOW)
     assert "The first credits appear after two rounds." in render(empty)
 
@@ -149,6 +254,12 @@ def test_page_of_a_node_that_has_just_started_names_the_run_but_no_member(node: 
     assert (run.name, run.manifest_hash, run.total_tokens) == (EVIL, MANIFEST.hash, 10_000)
     assert (run.state, run.members) == ("unknown", ())
     assert make_public_run(replace(view, alive=False), manifest, None, NOW).state == "unknown"
+
+
+def test_page_before_the_first_round_says_that_there_is_none(node: FakeNode) -> None:
+    run = make_public_run(replace(node.view(), rounds=()), MANIFEST, None, NOW)
+    assert (run.rounds, run.losses) == ((), ())
+    assert "There is none yet." in render(run)
 
 
 def test_end_of_the_run_is_forecast_only_if_it_is_near(node: FakeNode) -> None:
@@ -205,7 +316,7 @@ def test_static_site_is_written_again_after_each_round_and_survives_the_node(nod
         keep_site(there, folder, told.append, sleep)
     assert json.loads((folder / "run.json").read_text())["round"] == 5
     assert {path.name for path in folder.iterdir()} == {"index.html", "public.css", "run.json"}
-    assert [text[:30] for text in told] == ["Wrote the page after round 4 t", "The page stays as it is: No no"]
+    assert [text[:30] for text in told] == ["Wrote the page after round 3 t", "The page stays as it is: No no"]
     with pytest.raises(UsageError, match="has not joined a run"):
         write_site(OneNode(run | {"manifest_hash": ""}), tmp_path / "new")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
@@ -218,3 +329,24 @@ def test_numbers_and_ticks_are_round() -> None:
     assert [short(n) for n in (None, 0, 7, 999, 1234, 5.6e10)] == ["unknown", "0", "7", "999", "1.23 k", "56 G"]
     assert nice_ticks(2.9, 8.7) == [4, 6, 8]
     assert nice_ticks(0.011, 0.048) == [0.02, 0.03, 0.04]
+
+
+def test_owner_sees_the_place_of_this_node_whatever_its_rank(node: FakeNode) -> None:
+    report = Report(peer_id=KEYS[0], run=RunInfo(manifest_hash="ef" * 32, round=3, swarm_tokens=4000))
+    node.board.apply_report(report)
+    many = [
+        {"member": f"{n:052}", "tokens": 1000, "rounds": 3, "first_round": 0, "streak_round": 1, "last_round": 3}
+        for n in range(150)
+    ]
+    own = {"member": KEYS[0], "tokens": 50_000, "rounds": 3, "first_round": 1, "streak_round": 2, "last_round": 3}
+    file = node.config.node.data_dir / "credit.json"
+    file.write_text(json.dumps({"evidence": {"round": 3}, "table": [*many, own | {"tokens": 10}]}))
+    owner = client(node, public=False, token=TOKEN)
+    found = owner.get("/api/v1/run").json()
+    assert len(found["run"]["leaders"]) == 100
+    line = found["own"]
+    assert (line["rank"], line["streak"], line["first_round"]) == (151, 2, 1)
+    assert line["share_ratio"] == pytest.approx(10 / 150_010)
+    assert client(node, public=True).get("/api/v1/run").status_code == 401
+    node.board.apply_report(report.model_copy(update={"peer_id": KEYS[2]}))
+    assert owner.get("/api/v1/run").json()["own"] is None

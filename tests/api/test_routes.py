@@ -49,7 +49,7 @@ def test_swarm_and_rounds_routes_return_lists_inside_objects(client: ClientMaker
     fake_node.board.apply_report(Report(swarm=(row,)))
     for number in range(5):
         fake_node.board.add_round(RoundRecord(round=number, outcome=Outcome.COMPLETE))
-    assert get(client, "swarm") == {"peers": [row.model_dump()]}
+    assert get(client, "swarm") == {"peers": [row.model_dump()], "departed": []}
     assert [record["round"] for record in get(client, "rounds?limit=2")["rounds"]] == [4, 3]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from node.config.manifest import Manifest
+from node.host.cores import usable_cores
 from node.training.corpus import Stream, load_corpus
-from node.training.device import usable_cores
 from node.training.model import autocast, build_model, next_token_loss
 from tests.benchmarks.processes import answer, orders
 

@@ -19,7 +19,7 @@ import torch
 
 from node.config.loader import load
 from node.config.manifest import parse_source
-from node.training.device import usable_cores
+from node.host.cores import usable_cores
 from node.training.documents import Documents
 from node.training.inner import InnerLoop
 from node.training.model import build_model

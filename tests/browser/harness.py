@@ -170,7 +170,7 @@ class Dashboard:
             )
         )
 
-    def tab_to(self, wanted: str, limit: int = 60) -> None:
+    def tab_to(self, wanted: str, limit: int = 120) -> None:
         """Press Tab until the element has the focus."""
         seen = []
         for _ in range(limit):

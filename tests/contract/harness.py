@@ -51,6 +51,7 @@ from tests.in_process import InProcessNetwork, InProcessWire
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from node.swarm.membership.directory import ListingValidator
     from node.swarm.membership.discovery import SignedRecordValidator
     from node.swarm.transport.libp2p import Libp2pWire, open_wire
     from node.swarm.transport.p2pd import DaemonOptions
@@ -109,7 +110,7 @@ class Host:
         if self._transport == "local":
             return InProcessWire(self._hub, self.peer_id)
         options = DaemonOptions(self.folder / "identity.key", ("/ip4/127.0.0.1/tcp/0",))
-        wire = await open_wire(options, SignedRecordValidator(DHT_RUN))
+        wire = await open_wire(options, SignedRecordValidator(DHT_RUN), ListingValidator())
         found = wire.connected
 
         async def seen() -> set[str]:

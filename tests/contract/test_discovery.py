@@ -335,16 +335,16 @@ def test_the_dht_stores_only_signed_records_of_its_run(swarm: Swarm, tmp_path: P
     }
 
     async def store(entry: dict[str, Any]) -> bool:
-        assert await wire.dht_meet(holder.peer_id)
+        assert await wire.dht.meet(holder.peer_id)
         key, value = DHTID.generate(source=entry["key"]), msgpack.packb(msgpack.packb(entry["parts"]))
         peer = PeerID.from_base58(holder.peer_id)
-        stored = await wire._dht.protocol.call_store(peer, [key], [value], entry["expires_at"], [entry["subkey"]])
+        stored = await wire.dht._node.protocol.call_store(peer, [key], [value], entry["expires_at"], [entry["subkey"]])
         assert stored is not None
         return bool(stored[0])
 
     for what, change in BAD_ENTRIES.items():
         assert not sender.do(store(change(good))), what
-    assert not holder.wire._dht.protocol.storage.data  # type: ignore[attr-defined]
+    assert not holder.wire.dht._node.protocol.storage.data  # type: ignore[attr-defined]
     assert sender.do(store(good))
     finder = Finder(holder, tmp_path / "peers.json")
     holder.do(finder.discovery._use_dht())

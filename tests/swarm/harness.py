@@ -50,6 +50,7 @@ TINY: dict[str, Any] = {
     "inner": {"batch_size": 4, "sequence_length": 64, "lr": 2e-3},
     "round": {"policy": "steps", "inner_steps": 100, "min_peers": 1},
     "evaluation": {"batches": 0},
+    "sample": {"prompts": []},
 }
 
 

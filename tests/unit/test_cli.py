@@ -26,6 +26,7 @@ CLIENT_COMMANDS = ("status", "peers", "logs", "pause", "resume", "drain", "leave
 COMMANDS = (
     "run",
     "relay",
+    "runs",
     *CLIENT_COMMANDS,
     "config",
     "completion",
@@ -34,6 +35,7 @@ COMMANDS = (
     "site",
     "certificate",
     "verify",
+    "owner",
     "generate",
 )
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
@@ -118,7 +120,7 @@ def test_help_names_every_command_and_exit_code() -> None:
     assert done.returncode == 0
     for command in COMMANDS:
         assert re.search(rf"\n    {command}\s", done.stdout)
-    for code in ("0 stopped", "2 bad usage", "3 this machine", "4 refused", "10 protocol", "70 a bug"):
+    for code in ("0 stopped", "2 bad usage", "3 this machine", "4 refused", "10 protocol", "70 internal error"):
         assert code in done.stdout.replace("\n", " ")
 
 
@@ -342,6 +344,35 @@ def test_peers_are_printed_with_the_fastest_first(
     assert len(json.loads(capsys.readouterr().out)["peers"]) == 2
 
 
+def test_peers_are_grouped_by_owner_and_by_team(
+    tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peer(key: str, phase: str, owner: str = "", name: str = "", team: str = "") -> dict[str, Any]:
+        return PeerRow(
+            peer_id=key, short_id=key, name=f"box {key}", phase=phase, round=7, tokens_per_second=100.0,
+            transport="direct", version="1.2", state_digest="", last_seen_s=3.0,
+            owner=owner or key, owner_name=name, team=team,
+        ).model_dump()  # fmt: skip
+
+    node.answer = (
+        200,
+        {
+            "peers": [
+                peer("k1", "training", "k1", "[bold]Ada", "Blue"),
+                peer("k2", "paused", "k1", "[bold]Ada", "Blue"),
+                peer("k3", "training", "k3", "Cy", "BLUE"),
+                peer("k4", "training"),
+            ]
+        },
+    )
+    assert call("peers", "--by", "owner", "--data-dir", str(tmp_path)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [["[bold]Ada", "2", "1", "200"], ["Cy", "1", "1", "100"], ["box", "k4", "1", "1", "100"]]
+    assert call("peers", "--by", "team", "--data-dir", str(tmp_path)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [["Blue", "3", "2", "300"], ["no", "team", "1", "1", "100"]]
+
+
 def test_logs_follow_until_the_node_is_gone(
     tmp_path: Path, node: FakeNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,5 +464,7 @@ def test_bash_completes_commands_options_and_settings(tmp_path: Path, capsys: py
         return done.stdout.split()
 
     assert completed("cert") == ["certificate"]
+    assert completed("runs", "--b") == ["--bootstrap"]
     assert completed("status", "--w") == ["--watch"]
+    assert completed("owner", "to") == ["token"]
     assert completed("run", "--limits.up") == ["--limits.upload_mbit_s"]

@@ -12,7 +12,8 @@ import torch
 
 from node.config.schema import DevicesConfig
 from node.errors import MachineError
-from node.training.device import _quota_cores, choose_device, describe, usable_cores
+from node.host.cores import quota_cores, usable_cores
+from node.training.device import choose_device, describe
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +60,8 @@ def test_usable_cores_follow_the_cpu_affinity_of_the_process() -> None:
 )
 def test_cpu_quota_of_a_container_limits_the_usable_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(text)
-    assert _quota_cores(tmp_path / "cpu.max") == cores
-    assert _quota_cores(tmp_path / "nowhere") is None
+    assert quota_cores(tmp_path / "cpu.max") == cores
+    assert quota_cores(tmp_path / "nowhere") is None
 
 
 def test_description_of_a_cpu_has_memory_and_utilization_but_no_temperature() -> None:

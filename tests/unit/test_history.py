@@ -36,13 +36,20 @@ from node.status import (
     Counters,
     Member,
     Outcome,
+    PeerRow,
     PeersInfo,
+    Phase,
+    PhaseState,
     Report,
     RoundRecord,
     Seconds,
     TrainingInfo,
 )
 
+PEER = PeerRow(
+    peer_id="a", short_id="a", name="A", phase="training", round=3, tokens_per_second=40.0, transport="direct",
+    version="1", state_digest="", last_seen_s=1.0,
+)  # fmt: skip
 START_S = 1_800_000_000.0
 DAY_S = 86400
 
@@ -95,7 +102,12 @@ def sampler(machine: Machine) -> Sampler:
 
 
 def make_report(loss: float | None = None) -> Report:
-    return Report(training=TrainingInfo(loss=loss, tokens_per_second=100.0), peers=PeersInfo(training=3))
+    return Report(
+        state=PhaseState(phase=Phase.TRAINING),
+        training=TrainingInfo(loss=loss, tokens_per_second=100.0),
+        peers=PeersInfo(training=3),
+        swarm=(PEER,),
+    )
 
 
 def make_round(number: int, *, head: str = "", tokens: int = 10, dropped: int = 0, peers: str = "ab") -> RoundRecord:
@@ -132,6 +144,26 @@ def test_history_adds_up_activities_and_counts_unaccounted_time_as_idle(machine:
     assert row.sums["activity_idle"] == pytest.approx(3.0)
     assert row.sums["sent_bytes"] == pytest.approx(1000)
     assert (row.means["training_loss"], row.means["swarm_peers"]) == (2.5, 3.0)
+
+
+def test_history_has_a_gap_instead_of_zero_while_a_figure_is_unknown(machine: Machine, sampler: Sampler) -> None:
+    def means(report: Report) -> list[float | None]:
+        sampler.add_report(machine.wall_s, machine.monotonic_s, report, flatten(machine.counters))
+        machine.advance(1.0)
+        sampler.add_report(machine.wall_s, machine.monotonic_s, report, flatten(machine.counters))
+        (row,) = sampler.take(None)
+        machine.advance(1.0)
+        return [row.means[name] for name in ("swarm_peers", "swarm_tokens_per_second", "tokens_per_second")]
+
+    known = make_report()
+    assert means(known) == [3.0, 40.0, 100.0]
+    connecting = known.model_copy(update={"state": PhaseState(phase=Phase.CONNECTING), "peers": PeersInfo()})
+    assert means(connecting)[:2] == [None, None]
+    assert means(known.model_copy(update={"swarm": (), "peers": PeersInfo()}))[:2] == [None, None]
+    untimed = known.model_copy(update={"training": TrainingInfo()})
+    assert means(untimed) == [3.0, 40.0, None]
+    paused = untimed.model_copy(update={"state": PhaseState(phase=Phase.PAUSED)})
+    assert means(paused) == [3.0, 40.0, 0.0], "the speed of a paused node is known"
 
 
 def test_history_limits_counters_that_jump_to_the_elapsed_time(machine: Machine, sampler: Sampler) -> None:

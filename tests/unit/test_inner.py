@@ -22,6 +22,7 @@ from node.training.inner import FIRST_SCALE, MOST_SKIPPED, Execution, InnerLoop,
 from node.training.model import build_model, flatten, load_flat_, next_token_loss, prepare_layers
 from node.training.optimizers import is_for_muon
 from node.training.replica import Replica
+from node.training.tokenizer import ByteTokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -299,7 +300,9 @@ def test_stopped_evaluation_gives_no_loss_and_restores_the_parameters() -> None:
     run = RunConfig(model=TINY)
     data = [torch.randint(0, 258, (2, 9)) for _ in range(5)]
     replica = Replica(model, run.inner, CPU, Execution("fp32", 0))
-    local = InnerTrainer(run, replica, lambda _: pytest.fail("no text is read"), data, WorkCounters(time.monotonic))
+    local = InnerTrainer(
+        run, replica, lambda _: pytest.fail("no text is read"), data, WorkCounters(time.monotonic), ByteTokenizer()
+    )
     tip = make_tip(genesis(flatten(model) + 1.0), "ab" * 32, None, OuterRule(0.7, OuterOptimizer(), 10), {}, 0.0)
     own, calls = flatten(model), 0
 

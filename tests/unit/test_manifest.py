@@ -28,7 +28,7 @@ from node.config.manifest import (
 from node.errors import InviteError, ManifestError, ProtocolError
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-GOLDEN_HASH = "4dd414d659a113c90405a78688ee274a91b177ea278b84d3df443bb4d42c9d15"
+GOLDEN_HASH = "7200304c8c29ef116735e7634b310bf0706f6d3a955102887a5039ef23b63a68"
 HASH = hashlib.sha256(b"a run").hexdigest()
 
 

@@ -204,12 +204,12 @@ def test_a_receiver_that_redirects_or_refuses_is_logged_and_asked_once(
 def test_an_error_with_which_the_node_ends_is_told_at_once(tmp_path: Path, receiver: Receiver) -> None:
     told = Told(tmp_path, webhook=receiver.url)
     told.show(phase=Phase.ERROR)
-    asyncio.run(told.notifier.close())
+    asyncio.run(told.notifier.aclose())
     (body,) = [json.loads(body) for _, body in receiver.got]
     assert (body["code"], body["text"]) == ("error", "It failed: see the log.")
-    asyncio.run(told.notifier.close())
+    asyncio.run(told.notifier.aclose())
     told.show()
-    asyncio.run(Told(tmp_path, webhook=receiver.url).notifier.close())
+    asyncio.run(Told(tmp_path, webhook=receiver.url).notifier.aclose())
     assert len(receiver.got) == 1
 
 

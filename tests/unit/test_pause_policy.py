@@ -202,3 +202,21 @@ def test_pause_by_the_owner_precedes_the_hours_and_the_hours_precede_the_battery
 )
 def test_idle_seconds_of_the_user_are_read_from_the_properties_of_logind(properties: str, idle_s: float | None) -> None:
     assert parse_idle(properties, 100.0) == idle_s
+
+
+def test_traffic_limit_comes_before_all_other_causes_and_resume_overrides_it_for_the_month(tmp_path: Path) -> None:
+    clock = Clock(NOON)
+    policy = start(tmp_path, clock, active=NIGHTS)
+    ends_at = datetime(2026, 12, 1, tzinfo=UTC)
+    policy.update_traffic(ends_at)
+    decision = policy.decide()
+    assert (decision.by, decision.code, decision.until) == ("traffic", "traffic_limit", ends_at)
+    assert "not in the swarm until 0:00 on 1 December 2026 (UTC)" in decision.reason
+    policy.pause(PauseOrder(for_s=3600))
+    assert policy.decide().by == "traffic", "a pause by the owner keeps the node a member, which costs traffic"
+    policy.resume()
+    assert policy.decide().by == ""
+    policy.update_traffic(None)
+    policy.decide()
+    policy.update_traffic(ends_at)
+    assert policy.decide().by == "traffic", "the next month has its own limit"

@@ -476,3 +476,13 @@ def test_the_largest_gossip_messages_fit_into_the_size_limits() -> None:
     assert 1000 * len(longest.body) < MAX_REPLY_BYTES and len(longest.body) < MAX_REQUEST_BYTES
     assert MAX_BLOBS > 1000
     assert 1000 * (len(msgpack.packb(longest.signature)) + 5) < MAX_HEADER_BYTES
+
+
+def test_peer_that_said_goodbye_differs_from_one_that_fell_silent(table: PeerTable, clock: Clock) -> None:
+    table.merge([signed(YOU), signed(THIRD)])
+    table.merge([signed(YOU, number=2, phase=Phase.STOPPED)])
+    clock.now_s += DEAD_S + 1
+    assert [row.peer_id for row in table.rows()] == [ME.peer_id]
+    assert table.left() == [YOU.peer_id]
+    clock.now_s += peer_table.LEFT_S
+    assert table.left() == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from node.commands.terminal import LiveView, dashboard_link, describe, describe_peers, render, short_duration
-from node.status import NodeInfo, PeerRow, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
+from node.status import MonthUsage, NodeInfo, PeerRow, PeersInfo, Phase, Report, RunInfo, Status, SyncInfo, TrainingInfo
 
 URL = "http://127.0.0.1:5"
 
@@ -40,6 +41,24 @@ def test_live_line_shows_round_sync_loss_and_speed_while_training() -> None:
     line = rendered(make_status())
     for part in ("training", "round 4", "sync in 1 min 05 s", "loss 2.500", "1,234 tokens/s", "2 training"):
         assert part in line
+
+
+def test_status_text_counts_seconds_if_the_round_ends_by_the_clock() -> None:
+    training = TrainingInfo(inner_step=32, inner_steps=20)
+    status = make_status().model_copy(update={"training": training, "sync": SyncInfo(progress_ratio=0.5)})
+    assert "inner step 32 of 20" in describe(status)
+    by_clock = status.model_copy(update={"sync": SyncInfo(progress_ratio=0.5, round_s=130.0)})
+    assert "1 min 05 s of this round's 2 min 10 s" in describe(by_clock)
+    assert "inner step" not in describe(by_clock)
+
+
+def test_status_text_shows_traffic_and_electricity_of_the_month() -> None:
+    month = MonthUsage(month="2026-11", sent_bytes=30_000_000_000, received_bytes=31_000_000_000)
+    status = make_status().model_copy(update={"month": month})
+    assert re.search(r"month +61\.0 GB of traffic$", describe(status), re.MULTILINE)
+    more = {"limit_bytes": 200_000_000_000, "measured_joules": 3.6e6, "estimated_joules": 1.8e6}
+    status = status.model_copy(update={"month": month.model_copy(update=more)})
+    assert "61.0 of 200.0 GB of traffic, 1.50 kWh of electricity (partly estimated)" in describe(status)
 
 
 @pytest.mark.parametrize("width", [20, 60, 120])

@@ -1,7 +1,7 @@
 /** HTTP requests to this node, and the session and token that they need. */
 
 import type {
-  Contribution, Fault, History, LogLine, PauseOrder, PeerRow, ResolvedConfig, RoundRecord, Status, Version,
+  Contribution, Fault, History, JournalEntry, LogLine, OwnRun, PauseOrder, ResolvedConfig, RoundRecord, Status, Swarm, Version,
 } from "./schema";
 
 export type Json = string | number | boolean | null | Json[] | { [key: string]: Json };
@@ -128,7 +128,10 @@ function query(values: Record<string, string | number | undefined>): string {
 
 export const api = {
   status: () => request<Status>("GET", "/api/v1/status"),
-  swarm: async () => (await request<{ peers: PeerRow[] }>("GET", "/api/v1/swarm")).peers,
+  run: () => request<OwnRun>("GET", "/api/v1/run"),
+  swarm: () => request<Swarm>("GET", "/api/v1/swarm"),
+  journal: async (limit: number) =>
+    (await request<{ entries: JournalEntry[] }>("GET", `/api/v1/journal${query({ limit })}`)).entries,
   rounds: async (limit: number) => (await request<{ rounds: RoundRecord[] }>("GET", `/api/v1/rounds${query({ limit })}`)).rounds,
   contributions: async () =>
     (await request<{ contributions: Contribution[] }>("GET", "/api/v1/contributions")).contributions,

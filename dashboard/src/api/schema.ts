@@ -31,6 +31,12 @@ export interface Contributions {
   contributions: Contribution[];
 }
 
+export interface DepartedPeer {
+  peer: PeerRow;
+  at: string;
+  said_goodbye: boolean;
+}
+
 export interface DeviceInfo {
   kind: string;
   name: string;
@@ -57,6 +63,18 @@ export interface History {
   step_s: number;
   at_s: number[];
   series: Record<string, (number | null)[]>;
+}
+
+export interface JournalEntries {
+  entries: JournalEntry[];
+}
+
+export interface JournalEntry {
+  at: string;
+  kind: "joined" | "back" | "left" | "gone" | "node";
+  peer_id: string;
+  name: string;
+  text: string;
 }
 
 export interface LogLine {
@@ -86,6 +104,16 @@ export interface Member {
   included: boolean;
 }
 
+export interface MonthUsage {
+  month: string;
+  ends_at: string;
+  sent_bytes: number;
+  received_bytes: number;
+  limit_bytes: number;
+  measured_joules: number;
+  estimated_joules: number;
+}
+
 export interface NodeInfo {
   name: string;
   peer_id: string;
@@ -103,8 +131,13 @@ export interface Notice {
 
 export type Outcome = "complete" | "partial" | "failed" | "skipped" | "alone";
 
+export interface OwnRun {
+  run: PublicRun;
+  own: RankedMember | null;
+}
+
 export interface PauseInfo {
-  by: "owner" | "schedule" | "battery" | "user" | "";
+  by: "owner" | "schedule" | "battery" | "user" | "traffic" | "";
   until: string | null;
   after_round: number | null;
 }
@@ -127,6 +160,9 @@ export interface PeerRow {
   state_digest: string;
   last_seen_s: number;
   this_node: boolean;
+  owner: string;
+  owner_name: string;
+  team: string;
   compute_utilization_ratio: number | null;
   digest_agrees: boolean | null;
 }
@@ -149,6 +185,9 @@ export interface Problem {
 
 export interface PublicMember {
   name: string;
+  owner: string;
+  owner_name: string;
+  team: string;
   tokens_per_second: number;
 }
 
@@ -181,16 +220,26 @@ export interface PublicRun {
   members: PublicMember[];
   members_ever: number;
   leaders: RankedMember[];
+  owners: RankedOwner[];
+  teams: RankedTeam[];
   credit_round: number | null;
   rounds: PublicRound[];
   losses: LossPoint[];
+  samples: PublicSample[];
   invite: string;
+}
+
+export interface PublicSample {
+  number: number;
+  prompt: string;
+  text: string;
 }
 
 export interface RankedMember {
   rank: number;
   name: string;
   key: string;
+  owner: string;
   tokens: number;
   share_ratio: number;
   rounds: number;
@@ -199,10 +248,34 @@ export interface RankedMember {
   streak: number;
 }
 
+export interface RankedOwner {
+  rank: number;
+  name: string;
+  key: string;
+  team: string;
+  machines: number;
+  tokens: number;
+  share_ratio: number;
+  rounds: number;
+  first_round: number;
+  last_round: number;
+  streak: number;
+}
+
+export interface RankedTeam {
+  rank: number;
+  name: string;
+  owners: number;
+  machines: number;
+  tokens: number;
+  share_ratio: number;
+}
+
 export interface ResolvedConfig {
   config: Record<string, unknown>;
   origins: Record<string, string>;
   changeable: Record<string, "now" | "restart">;
+  cores: number;
   pending_restart: string[];
 }
 
@@ -244,6 +317,12 @@ export interface RunInfo {
   state_digest: string;
 }
 
+export interface Sample {
+  round: number;
+  prompt: string;
+  text: string;
+}
+
 export interface Seconds {
   rendezvous: number;
   reduce: number;
@@ -276,6 +355,7 @@ export interface Status {
   devices: DeviceInfo[];
   limits: Record<string, number | null>;
   contribution: ContributionInfo;
+  month: MonthUsage;
   notices: Notice[];
   pause: PauseInfo;
   schedule_next: string | null;
@@ -283,11 +363,13 @@ export interface Status {
 
 export interface Swarm {
   peers: PeerRow[];
+  departed: DepartedPeer[];
 }
 
 export interface SyncInfo {
   stage: string;
   progress_ratio: number;
+  round_s: number | null;
   eta_s: number | null;
   last: RoundRecord | null;
 }
@@ -300,6 +382,7 @@ export interface TrainingInfo {
   inner_steps: number;
   tokens_total: number;
   tokens_per_second: number;
+  samples: Sample[];
 }
 
 export interface Version {

@@ -5,6 +5,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import type { History } from "../api/schema";
 import { chartColumns, type ChartSpec, type Line, options } from "./chart-options";
+import { Term } from "./term";
 import { colours } from "./theme";
 import { clockWithSeconds, dayAndClock } from "../format/format";
 import { newest } from "../state/history";
@@ -19,7 +20,9 @@ export function Chart({ spec, history }: { spec: ChartSpec; history: History }) 
   return (
     <figure class={spec.wide ? "chart wide" : "chart"} aria-labelledby={title}>
       <figcaption>
-        <h3 id={title}>{spec.title}</h3>
+        <h3 id={title}>
+          <Term word={spec.title} />
+        </h3>
         <Legend spec={spec} history={history} at={at} />
       </figcaption>
       {known ? <Canvas spec={spec} history={history} at={at} /> : <p class="empty">No data in this range.</p>}

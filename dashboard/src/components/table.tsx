@@ -2,6 +2,8 @@
 
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
+import { EXPLANATIONS } from "../format/glossary";
+import { explains } from "./term";
 
 export interface Column<Row> {
   id: string;
@@ -19,10 +21,10 @@ interface Props<Row> {
   id(row: Row): string;
   first: Order;
   empty: string;
-  marked?(row: Row): boolean;
+  rowClass?(row: Row): string | undefined;
 }
 
-export function Table<Row>({ caption, columns, rows, id, first, empty, marked }: Props<Row>) {
+export function Table<Row>({ caption, columns, rows, id, first, empty, rowClass }: Props<Row>) {
   const [order, setOrder] = useState(first);
   const by = columns.find((column) => column.id === order.column) ?? (columns[0] as Column<Row>);
   return (
@@ -38,7 +40,7 @@ export function Table<Row>({ caption, columns, rows, id, first, empty, marked }:
         </thead>
         <tbody>
           {sorted(rows, by.key, order.descending).map((row) => (
-            <tr key={id(row)} class={marked?.(row) ? "marked" : undefined}>
+            <tr key={id(row)} class={rowClass?.(row)}>
               {columns.map((column, at) => {
                 const cell = column.cell ? column.cell(row) : String(column.key(row) ?? "");
                 const kind = column.figure ? "figure" : undefined;
@@ -65,10 +67,11 @@ interface HeadProps<Row> {
 
 function Head<Row>({ column, order, turn }: HeadProps<Row>) {
   const mine = order.column === column.id;
+  const text = EXPLANATIONS[column.label];
   const direction = mine ? (order.descending ? "descending" : "ascending") : undefined;
   return (
     <th scope="col" aria-sort={direction} class={column.figure ? "figure" : undefined}>
-      <button type="button" onClick={() => turn(nextOrder(order, column.id, column.figure ?? false))}>
+      <button type="button" {...(text && { ...explains(text), "aria-description": text })} onClick={() => turn(nextOrder(order, column.id, column.figure ?? false))}>
         {column.label}
         <span class="arrow" aria-hidden="true" />
       </button>

@@ -4,6 +4,7 @@ import type { ComponentChildren } from "preact";
 import { brief, dayAndClock, moment, NONE } from "../format/format";
 import { clean, cleanName } from "../format/sanitize";
 import { now } from "../state/store";
+import { Term } from "./term";
 
 /** The name of a peer, isolated from the text direction around it. */
 export function Name({ text, most }: { text: string; most?: number }) {
@@ -36,7 +37,9 @@ export function Ago({ at, prefix = "" }: { at: string | null | undefined; prefix
 export function Fact({ label, note, children }: { label: string; note?: string; children: ComponentChildren }) {
   return (
     <div class="fact">
-      <dt>{label}</dt>
+      <dt>
+        <Term word={label} />
+      </dt>
       <dd>
         {children}
         {note && <small>{note}</small>}

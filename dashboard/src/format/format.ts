@@ -138,3 +138,38 @@ export function soon(at: number, now: number): string {
   if (sameDay(then, today)) return clock(at);
   return sameDay(then, tomorrowAt(today, 0)) ? `tomorrow ${clock(at)}` : dayAndClock(at);
 }
+
+/** Energy in kWh, as on a bill: `350 Wh`, `1.24 kWh`. */
+export function energy(joules: Maybe): string {
+  return known(joules) ? scaled(joules / 3600 < 1000 ? Math.round(joules / 3600) : joules / 3600, "Wh") : NONE;
+}
+
+/** `1st`, `2nd`, `3rd`, `11th`. */
+export function ordinal(value: number): string {
+  const tens = value % 100;
+  const end = tens > 10 && tens < 14 ? "th" : (["th", "st", "nd", "rd"][value % 10] ?? "th");
+  return `${value}${end}`;
+}
+
+const DATE = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "long" });
+const DATE_AND_YEAR = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "long", year: "numeric" });
+
+/** A sentence about the end of the run: `About 5 days left, until 1 December.` */
+export function timeLeft(endsAt: string | null, now: number): string {
+  const at = moment(endsAt);
+  if (at === null) return "The time left is known after some rounds.";
+  const hours = Math.max(0, at - now) / 3_600_000;
+  if (hours < 1) return "Less than an hour left.";
+  if (hours < 47.5) return `About ${plural(Math.round(hours), "hour")} left, until ${soon(at, now)}.`;
+  const days = hours / 24;
+  const year = new Date(at).getFullYear() === new Date(now).getFullYear();
+  const date = (year ? DATE : DATE_AND_YEAR).format(at);
+  if (days < 21) return `About ${plural(Math.round(days), "day")} left, until ${date}.`;
+  if (days < 70) return `About ${plural(Math.round(days / 7), "week")} left, until ${date}.`;
+  if (days < 700) return `About ${plural(Math.round(days / 30.4), "month")} left, until ${date}.`;
+  return `About ${plural(Math.round(days / 365), "year")} left, at the present speed.`;
+}
+
+function plural(value: number, one: string): string {
+  return `${value} ${one}${value === 1 ? "" : "s"}`;
+}

@@ -1,7 +1,7 @@
 /** Names and explanations of phases, codes and reachability, written for the owner of the machine. */
 
-import type { Phase, Status } from "../api/schema";
-import { moment, soon } from "./format";
+import type { MonthUsage, Phase, Status } from "../api/schema";
+import { energy, moment, soon } from "./format";
 
 interface State {
   /** One word. */
@@ -35,6 +35,7 @@ const CODES: Record<string, Partial<State>> = {
   "paused/scheduled": { meaning: "It is outside the hours of your schedule. Training resumes when they start." },
   "paused/on_battery": { meaning: "The machine runs on battery. Training resumes when the charger is connected." },
   "paused/user_active": { meaning: "You are using the machine. Training resumes when you are away." },
+  "paused/traffic_limit": { meaning: "Even a paused member has traffic, so the node is not in the swarm. Resume ignores the limit this month." },
   "stopped/run_complete": { word: "Complete", meaning: "The run has reached its token goal. Thank you." },
 };
 
@@ -47,10 +48,23 @@ const ENDS: Partial<Record<Phase, Partial<State>>> = {
   error: { meaning: "The node has ended with an error. Fix the cause, then start it again." },
 };
 
-export function describe(status: (Pick<Status, "phase" | "code"> & { final?: boolean }) | null): State {
+/** A relay does not train and has no model, so these phases mean something else for it. */
+const RELAY: Partial<Record<Phase, Partial<State>>> = {
+  starting: { meaning: "The relay is starting." },
+  connecting: { meaning: "The relay is looking for members. It helps them as soon as it finds some." },
+  draining: { meaning: "The relay is leaving the swarm." },
+  leaving: { meaning: "The relay says goodbye to the members. They find other ways to each other." },
+  stopped: { meaning: "The relay is not running. Members use other relays." },
+  error: { meaning: "The relay stopped with an error. Fix the cause, then resume." },
+};
+
+type Described = Pick<Status, "phase" | "code"> & { final?: boolean; node?: Pick<Status["node"], "mode"> };
+
+export function describe(status: Described | null): State {
   if (!status) return UNKNOWN;
   const phase = PHASES[status.phase] ?? { word: capital(String(status.phase)), meaning: "" };
-  return { ...phase, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
+  const relay = status.node?.mode === "relay" && RELAY[status.phase];
+  return { ...phase, ...relay, ...(status.final && ENDS[status.phase]), ...CODES[`${status.phase}/${status.code}`] };
 }
 
 /** The command that starts an ended node again; null if it still runs or the run is complete. */
@@ -72,7 +86,15 @@ export function reason(status: Pick<Status, "phase" | "code" | "reason" | "pause
   const lost = LOST.exec(status.reason)?.[0] ?? "";
   if (code === "paused") return (until === null ? "Paused until you resume." : `Paused until ${soon(until, now)}.`) + lost;
   if (code === "scheduled" && until !== null) return `Outside of its hours until ${soon(until, now)}.${lost}`;
+  if (code === "traffic_limit" && until !== null) return `The traffic limit of this month is reached. Paused until ${soon(until, now)}.${lost}`;
   return status.reason;
+}
+
+/** Where the electricity of a month is known from. */
+export function energySource({ measured_joules: measured, estimated_joules: estimated }: MonthUsage): string {
+  if (!measured && !estimated) return "nothing counted yet";
+  if (!estimated) return "measured by the device";
+  return measured ? `${energy(estimated)} of it estimated` : "estimated, the device has no meter";
 }
 
 /** The word for the phase of a peer, which may be any text. */
@@ -90,15 +112,16 @@ export function isRelay(status: Pick<Status, "node">): boolean {
 }
 
 /** Which actions are available now. */
-export function availableActions(status: Status): { pause: boolean; resume: boolean; leave: boolean } {
+export function availableActions(status: Status): { pause: boolean; resume: boolean; drain: boolean; leave: boolean } {
   const { phase } = status;
-  if (status.final) return { pause: false, resume: false, leave: false };
+  if (status.final) return { pause: false, resume: false, drain: false, leave: false };
   const ending = phase === "leaving" || phase === "draining";
   const halted = phase === "paused" || phase === "stopped" || phase === "error";
   const pending = status.pause?.after_round != null;
   return {
     pause: !isRelay(status) && !ending && !halted,
     resume: halted || (pending && !ending),
+    drain: !isRelay(status) && !ending && !halted,
     leave: phase !== "leaving" && phase !== "stopped",
   };
 }
@@ -115,4 +138,12 @@ export function reach(reachability: string, code?: string, relay = false): strin
   if (code !== undefined && UNTESTED.has(code)) return "Not tested yet. It is unknown whether other members can reach this node.";
   if (relay && reachability === "none") return "Other members cannot connect to this relay, so it carries no calls.";
   return REACH[reachability] ?? reachability;
+}
+
+/** A source of text without the commit and the options that the manifest names. */
+export function sourceName(source: string): string {
+  if (source === "builtin:python-stdlib") return "the source code of Python's standard library";
+  const [kind, rest] = source.split(/:(.*)/s) as [string, string | undefined];
+  const name = (rest ?? source).split("?")[0] as string;
+  return kind === "hub" ? `the data set ${name}` : `files of its members (${name})`;
 }

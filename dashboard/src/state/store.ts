@@ -7,8 +7,13 @@ import type { Status } from "../api/schema";
 import { cleanName } from "../format/sanitize";
 import { describe } from "../format/status-text";
 import { Feed, type Link } from "./feed";
+import { Steady } from "./steady";
 
+/** The node's newest status, as the page shows it. */
 export const status = signal<Status | null>(null);
+const steady = new Steady();
+/** The node's newest status as it came. */
+let newest: Status | null = null;
 export const link = signal<Link>("opening");
 /** When the page last received data from the node, in ms of the page's clock. */
 export const receivedAt = signal<number | null>(null);
@@ -26,9 +31,9 @@ export const stale = computed(() => {
   return link.value === "lost" || ageS.value > STALE_S;
 });
 export const state = computed(() => describe(status.value));
-export const NO_ANSWER = "No answer";
+export const OFFLINE = "Offline";
 /** The state in one or two words. A node that has ended is not expected to answer. */
-export const word = computed(() => (stale.value && !status.value?.final ? NO_ANSWER : state.value.word));
+export const word = computed(() => (stale.value && !status.value?.final ? OFFLINE : state.value.word));
 /** Increases when the node may have restarted. Views that hold lists then reload them. */
 export const reconnects = signal(0);
 
@@ -50,7 +55,8 @@ const feed = new Feed(
     const before = status.peek();
     // A hidden tab does not notice a lost link, so only the start time shows that the node has restarted.
     if (before && before.node.started_at !== news.node.started_at) reconnects.value += 1;
-    status.value = news;
+    newest = news;
+    status.value = steady.next(news, Date.now());
   },
   (next, heard) => {
     if (next !== "lost" && link.peek() === "lost") reconnects.value += 1;
@@ -71,6 +77,8 @@ export function start(): void {
     now.value = Date.now();
     ticking = setInterval(() => {
       now.value = Date.now();
+      // A sync may by now have lasted long enough to be shown.
+      if (newest?.phase === "syncing" && status.peek()?.phase !== "syncing") status.value = steady.next(newest, Date.now());
     }, 1000);
     feed.wake();
   };

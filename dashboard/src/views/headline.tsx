@@ -1,35 +1,38 @@
 /** State, reason and time; the actions of the owner; progress to the next sync. */
 
 import { signal } from "@preact/signals";
+import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type Action, api, errorText } from "../api/client";
 import type { PauseOrder, Status } from "../api/schema";
 import { Menu } from "../components/menu";
+import { Term } from "../components/term";
 import { Ago, Prose } from "../components/text";
 import { brief, decimals, duration, moment, percent, soon, tokensPerSecond, tomorrowAt } from "../format/format";
 import { clean } from "../format/sanitize";
 import { availableActions, isRelay, reason, restartCommand } from "../format/status-text";
-import { ageS, now as clock, stale, state } from "../state/store";
+import { ageS, now as clock, stale, state, word } from "../state/store";
 
 /** Error text of the last action. */
 export const actionError = signal("");
 
 export function Headline({ status }: { status: Status }) {
+  const gone = stale.value && !status.final;
   return (
     <>
       <div class="headline">
         <div>
           <h1 class="word" data-testid="state">
-            {state.value.word}
+            {word.value}
           </h1>
           <p class="reason" data-testid="reason">
-            <Prose text={reason(status, clock.value)} />
+            {gone ? `Last seen ${state.value.word.toLowerCase()} ${brief(ageS.value)} ago.` : <Prose text={reason(status, clock.value)} />}
           </p>
-          {(!stale.value || status.final) && <p class="meaning">{state.value.meaning}</p>}
+          {!gone && <p class="meaning">{state.value.meaning}</p>}
           <RestartHint status={status} />
           <p class="since">
             <span>
-              <Ago at={status.since} prefix="For " />
+              {!gone && <Ago at={status.since} prefix="For " />}
             </span>
             <UpcomingChanges status={status} />
           </p>
@@ -93,7 +96,7 @@ function Progress({ status }: { status: Status }) {
   const moving = phase === "training" || phase === "syncing" || phase === "draining";
   const share = moving ? Math.min(1, Math.max(0, sync.progress_ratio)) : 0;
   const eta = sync.eta_s === null || !moving ? null : Math.max(0, sync.eta_s - (stale.value ? 0 : ageS.value));
-  const text = `Round ${run.round + 1}: ${percent(share)} of the inner steps before the next sync`;
+  const text = `Round ${run.round + 1}: ${percent(share)} of the way to the next sync`;
   return (
     <div class="ruler" data-moving={moving}>
       <div
@@ -108,31 +111,35 @@ function Progress({ status }: { status: Status }) {
         <i style={{ width: `${(share * 100).toFixed(1)}%` }} />
       </div>
       <dl class="readings">
-        <div>
-          <dt>Round</dt>
-          <dd>{run.round + 1}</dd>
-        </div>
-        <div>
-          <dt>Inner step</dt>
-          <dd>
+        <Reading label="Round">{run.round + 1}</Reading>
+        {sync.round_s === null ? (
+          <Reading label="Inner step">
             {training.inner_step} <small>of {training.inner_steps}</small>
-          </dd>
-        </div>
-        <div>
-          <dt>Next sync</dt>
-          <dd>{phase === "syncing" ? (sync.stage === "idle" ? "now" : sync.stage) : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}</dd>
-        </div>
-        <div>
-          <dt>Loss</dt>
-          <dd>
-            {decimals(training.loss, 3)} <small>evaluated {decimals(training.evaluation_loss, 3)}</small>
-          </dd>
-        </div>
-        <div>
-          <dt>Speed</dt>
-          <dd>{tokensPerSecond(moving ? training.tokens_per_second : 0)}</dd>
-        </div>
+          </Reading>
+        ) : (
+          <Reading label="This round">
+            {duration(Math.round(share * sync.round_s))} <small>of {duration(Math.round(sync.round_s))}</small>
+          </Reading>
+        )}
+        <Reading label="Next sync">
+          {phase === "syncing" ? (sync.stage === "idle" ? "now" : sync.stage) : eta === null ? "–" : eta < 1 ? "due" : `in ${duration(Math.round(eta))}`}
+        </Reading>
+        <Reading label="Loss">
+          {decimals(training.loss, 3)} <small>evaluated {decimals(training.evaluation_loss, 3)}</small>
+        </Reading>
+        <Reading label="Speed">{tokensPerSecond(moving ? training.tokens_per_second : 0)}</Reading>
       </dl>
+    </div>
+  );
+}
+
+function Reading({ label, children }: { label: string; children: ComponentChildren }) {
+  return (
+    <div>
+      <dt>
+        <Term word={label} />
+      </dt>
+      <dd>{children}</dd>
     </div>
   );
 }
@@ -150,7 +157,9 @@ function Actions({ status }: { status: Status }) {
       actionError.value = errorText(error);
     }
   };
-  if (confirming && can.leave) return <LeaveConfirmation close={() => setConfirming(false)} leave={() => runAction("leave")} />;
+  if (confirming && can.leave) {
+    return <LeaveConfirmation canDrain={can.drain} close={() => setConfirming(false)} run={(action) => void runAction(action)} />;
+  }
   const morning = tomorrowAt(new Date(), MORNING);
   const round = status.run.round + 1;
   return (
@@ -182,9 +191,13 @@ function Actions({ status }: { status: Status }) {
 }
 
 /** Asks for confirmation, because leaving ends the node. */
-function LeaveConfirmation({ close, leave }: { close(): void; leave(): void }) {
+function LeaveConfirmation({ canDrain, close, run }: { canDrain: boolean; close(): void; run(action: Action): void }) {
   const stay = useRef<HTMLButtonElement>(null);
   useEffect(() => stay.current?.focus(), []);
+  const order = (action: Action) => {
+    run(action);
+    close();
+  };
   return (
     <div
       class="orders asking"
@@ -196,14 +209,12 @@ function LeaveConfirmation({ close, leave }: { close(): void; leave(): void }) {
       <button type="button" class="button" ref={stay} onClick={close}>
         Stay
       </button>
-      <button
-        type="button"
-        class="button grave"
-        onClick={() => {
-          leave();
-          close();
-        }}
-      >
+      {canDrain && (
+        <button type="button" class="button" onClick={() => order("drain")}>
+          After this round
+        </button>
+      )}
+      <button type="button" class="button grave" onClick={() => order("leave")}>
         Leave now
       </button>
     </div>

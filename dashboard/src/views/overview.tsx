@@ -4,13 +4,15 @@ import { useState } from "preact/hooks";
 import type { Status } from "../api/schema";
 import { Fact, Prose, Section } from "../components/text";
 import { bytes, count, hours, many, NONE, percent } from "../format/format";
-import { cleanName } from "../format/sanitize";
 import { isRelay, reach } from "../format/status-text";
-import { link, stale, status } from "../state/store";
+import { link, OFFLINE, stale, status } from "../state/store";
 import { OVERVIEW_CHARTS, RELAY_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Devices } from "./devices";
 import { Headline } from "./headline";
+import { Journal } from "./journal";
+import { Month } from "./month";
+import { RunCard } from "./run-card";
 
 export function Overview() {
   const now = status.value;
@@ -19,8 +21,11 @@ export function Overview() {
   return (
     <>
       <Headline status={now} />
-      {relay ? <RunSection status={now} /> : <ContributionSection status={now} />}
+      <RunCard />
+      {relay ? <RelaySection status={now} /> : <ContributionSection status={now} />}
+      <Month month={now.month} relay={relay} />
       <Network status={now} />
+      <Journal />
       {!relay && (
         <Section title="Devices" id="devices">
           <Devices devices={now.devices} phase={now.phase} />
@@ -37,7 +42,7 @@ function NoStatus() {
   return (
     <div class="headline">
       <h1 class="word" data-testid="state">
-        {lost ? "No answer" : "Loading"}
+        {lost ? OFFLINE : "Loading"}
       </h1>
       <p class="reason" data-testid="reason">
         {lost ? "The node does not answer. It may have stopped. This page tries again every two seconds." : "Requesting the status of the node."}
@@ -70,16 +75,14 @@ function ContributionSection({ status }: { status: Status }) {
   );
 }
 
-/** A relay makes no contribution, so its page shows the run instead. */
-function RunSection({ status }: { status: Status }) {
+/** A relay makes no contribution of its own, so its page shows what it passes on. */
+function RelaySection({ status }: { status: Status }) {
   const { run, peers, contribution } = status;
   return (
-    <Section title="Run" id="run">
+    <Section title="Relayed" id="relayed">
       <dl class="ledger">
-        <Fact label="Name">{run.name ? cleanName(run.name, 24) : NONE}</Fact>
         <Fact label="Round">{run.swarm_round < 0 ? NONE : run.swarm_round}</Fact>
         <Fact label="Training">{many(peers.training, "member")}</Fact>
-        <Fact label="Goal">{run.total_tokens ? many(run.total_tokens, "token") : NONE}</Fact>
         <Fact label="Relayed">{bytes(contribution.bytes_relayed ?? 0)}</Fact>
         <Fact label="Sent">{bytes(contribution.bytes_sent)}</Fact>
         <Fact label="Received">{bytes(contribution.bytes_received)}</Fact>
@@ -96,6 +99,7 @@ function tokensNote({ tokens_merged: merged, tokens_discarded: discarded }: Stat
 function Network({ status: now }: { status: Status }) {
   const { connected, training } = now.peers;
   const alone = training <= 1 && connected === 0;
+  const offline = now.pause.by === "traffic";
   return (
     <Section title="Network" id="network">
       <div class="network">
@@ -112,19 +116,10 @@ function Network({ status: now }: { status: Status }) {
         <div>
           <p class="plain">
             <strong>
-              {alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
+              {offline ? "This node is not in the swarm." : alone ? "No other members yet." : `${many(training, "member")} training, ${count(connected)} connected to this node.`}
             </strong>
           </p>
-          {alone ? (
-            <p class="quiet">Send the invite to someone, who can then join this run.</p>
-          ) : (
-            now.run.swarm_tokens > 0 && (
-              <p class="quiet">
-                The swarm has trained on {many(now.run.swarm_tokens, "token")}
-                {now.run.total_tokens ? ` of ${count(now.run.total_tokens)}` : ""}.
-              </p>
-            )
-          )}
+          {alone && !offline && <p class="quiet">Send the invite to someone, who can then join this run.</p>}
           {now.run.invite && !stale.value && <Invite text={now.run.invite} />}
           {now.run.invite_note && (
             <p class="quiet" data-invite-note>

@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Outcome, RoundRecord } from "../api/schema";
 import { move } from "../components/menu";
+import { Term } from "../components/term";
 import { Ago, Name, Prose } from "../components/text";
 import { bytes, decimals, duration, many } from "../format/format";
 import { participants, type Participants, presence } from "../state/records";
@@ -213,7 +214,9 @@ function Detail({ record }: { record: RoundRecord }) {
         </div>
         {[...STAGES, "blocked" as const].map((stage) => (
           <div key={stage}>
-            <dt>{stage === "blocked" ? "Training paused for sync" : stage}</dt>
+            <dt>
+              <Term word={stage === "blocked" ? "Training paused for sync" : stage} />
+            </dt>
             <dd>{duration(record.seconds[stage])}</dd>
           </div>
         ))}

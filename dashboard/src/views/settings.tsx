@@ -7,19 +7,29 @@ import type { ResolvedConfig } from "../api/schema";
 import { Section } from "../components/text";
 import { clean } from "../format/sanitize";
 import { isRelay } from "../format/status-text";
+import { drafts, setDrafts } from "../state/drafts";
 import { reconnects, status } from "../state/store";
 import { About } from "./about";
 import { Control } from "./control";
-import { byKey, type Field, type Group, GROUPS, patch, sameValue, valueAt } from "./setting-fields";
+import { Notifications } from "./notifications";
+import { Presets } from "./presets";
+import { ADVANCED, byKey, type Field, type Group, GROUPS, patch, sameValue, valueAt } from "./setting-fields";
+
+const FORM = "settings";
 
 export function Settings() {
   const config = useSignal<ResolvedConfig | null>(null);
   const fault = useSignal("");
+  const faults = useSignal<Record<string, string>>({});
+  const result = useSignal("");
   useEffect(() => {
     api.config().then(
       (found) => {
         config.value = found;
         fault.value = "";
+        // Another tab may have saved the same values.
+        const open = Object.entries(drafts.peek()).filter(([key, value]) => !sameValue(value, valueAt(found.config, key)));
+        if (open.length < Object.keys(drafts.peek()).length) setDrafts(Object.fromEntries(open));
       },
       (error: unknown) => {
         fault.value = errorText(error);
@@ -30,6 +40,44 @@ export function Settings() {
   const have = config.value;
   const pending = have?.pending_restart ?? [];
   const relay = status.value !== null && isRelay(status.value);
+  const current = (key: string) => (have ? (valueAt(have.config, key) as Json | undefined) : undefined);
+  const change = (values: Record<string, Json>) => {
+    const next = { ...drafts.value };
+    for (const [key, value] of Object.entries(values)) {
+      if (current(key) === undefined) continue;
+      if (sameValue(value, current(key))) delete next[key];
+      else next[key] = value;
+    }
+    setDrafts(next);
+    result.value = "";
+  };
+  const save = async (changes: Record<string, Json>, words: string) => {
+    result.value = "";
+    try {
+      config.value = await api.change(patch(changes));
+      const left = Object.entries(drafts.value).filter(([key]) => !(key in changes));
+      setDrafts(Object.fromEntries(left));
+      faults.value = {};
+      result.value = words;
+    } catch (error) {
+      const named = error instanceof ApiError ? byKey(error.faults, Object.keys(changes)) : {};
+      faults.value = Object.keys(named).length ? named : { "": errorText(error) };
+    }
+  };
+  const groups = (all: Group[]) =>
+    have &&
+    all.map((group) => (
+      <GroupRows
+        key={group.id}
+        group={group}
+        config={have}
+        relay={relay}
+        faults={faults.value}
+        draft={(key, value) => change({ [key]: value })}
+        reset={(key) => save({ [key]: null }, "Reset to default.")}
+      />
+    ));
+  const isFaulty = ADVANCED.some((group) => group.fields.some((field) => faults.value[field.key]));
   return (
     <>
       <h1 class="title">Settings</h1>
@@ -43,32 +91,73 @@ export function Settings() {
           <b>Note</b> These changes take effect after pause and resume: {pending.join(", ")}.
         </p>
       )}
-      {have &&
-        GROUPS.filter((group) => !(relay && group.trains)).map((group) => (
-          <GroupForm
-            key={group.id}
-            group={group}
-            config={have}
-            relay={relay}
-            changed={(next) => {
-              config.value = next;
-            }}
-          />
-        ))}
+      {have && !relay && <Presets cores={have.cores} value={(key) => drafts.value[key] ?? current(key)} choose={change} />}
+      <form
+        id={FORM}
+        noValidate
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (Object.keys(drafts.value).length) void save(drafts.value, "Saved.");
+        }}
+      >
+        {groups(GROUPS)}
+        {have && (
+          <details class="advanced" open={isFaulty || undefined}>
+            <summary>Advanced</summary>
+            {groups(ADVANCED)}
+          </details>
+        )}
+      </form>
       {status.value && <About />}
       <Section title="This browser" id="browser">
+        <Notifications />
         <button
           type="button"
           class="button"
           onClick={async () => {
             await closeSession().catch(() => undefined);
+            setDrafts({});
             location.reload();
           }}
         >
           Lock this page
         </button>
       </Section>
+      <SaveBar
+        fault={faults.value[""] ?? ""}
+        result={result.value}
+        discard={() => {
+          setDrafts({});
+          faults.value = {};
+        }}
+      />
     </>
+  );
+}
+
+/** One bar for all changes. It stays at the lower edge of the window. */
+function SaveBar({ fault, result, discard }: { fault: string; result: string; discard(): void }) {
+  const changes = Object.keys(drafts.value).length;
+  return (
+    <div class={changes || fault ? "save open" : "save"} data-testid="save">
+      {changes > 0 && (
+        <>
+          <span>{changes === 1 ? "1 unsaved change" : `${changes} unsaved changes`}</span>
+          <button type="button" class="button" onClick={discard}>
+            Discard
+          </button>
+          <button type="submit" form={FORM} class="button strong">
+            Save
+          </button>
+        </>
+      )}
+      <span class="fault" role="alert">
+        {clean(fault)}
+      </span>
+      <span class="quiet" role="status">
+        {result}
+      </span>
+    </div>
   );
 }
 
@@ -76,47 +165,19 @@ interface GroupProps {
   group: Group;
   config: ResolvedConfig;
   relay: boolean;
-  changed(config: ResolvedConfig): void;
+  faults: Record<string, string>;
+  draft(key: string, value: Json): void;
+  reset(key: string): void;
 }
 
-function GroupForm({ group, config, relay, changed }: GroupProps) {
-  const drafts = useSignal<Record<string, Json>>({});
-  const faults = useSignal<Record<string, string>>({});
-  const saveResult = useSignal("");
+function GroupRows({ group, config, relay, faults, draft, reset }: GroupProps) {
   const fields = group.fields.filter((field) => valueAt(config.config, field.key) !== undefined && !(relay && field.trains));
-  if (!fields.length) return null;
-  const keys = Object.keys(drafts.value);
+  if (!fields.length || (relay && group.trains)) return null;
   // If all fields take effect later, one note for the group says so.
   const later = fields.every((field) => config.changeable?.[field.key] === "restart");
-
-  const save = async (changes: Record<string, Json>, words: string) => {
-    saveResult.value = "";
-    try {
-      changed(await api.change(patch(changes)));
-      drafts.value = {};
-      faults.value = {};
-      saveResult.value = words;
-    } catch (error) {
-      const named = error instanceof ApiError ? byKey(error.faults, Object.keys(changes)) : {};
-      faults.value = Object.keys(named).length ? named : { "": errorText(error) };
-    }
-  };
-  const draft = (key: string, value: Json) => {
-    const { [key]: _, ...rest } = drafts.value;
-    drafts.value = sameValue(value, valueAt(config.config, key)) ? rest : { ...rest, [key]: value };
-    saveResult.value = "";
-  };
-
   return (
     <Section title={group.title} id={`settings-${group.id}`} aside={later && <p class="quiet">{LATER}</p>}>
-      <form
-        class="settings"
-        noValidate
-        onSubmit={(event) => {
-          event.preventDefault();
-          if (keys.length) void save(drafts.value, "Saved.");
-        }}
-      >
+      <div class="settings">
         {fields.map((field) => (
           <Row
             key={field.key}
@@ -124,39 +185,13 @@ function GroupForm({ group, config, relay, changed }: GroupProps) {
             config={config}
             later={later}
             value={drafts.value[field.key] ?? (valueAt(config.config, field.key) as Json)}
-            fault={faults.value[field.key] ?? ""}
+            isDraft={field.key in drafts.value}
+            fault={faults[field.key] ?? ""}
             draft={(value) => draft(field.key, value)}
-            reset={() => save({ [field.key]: null }, "Reset to default.")}
+            reset={() => reset(field.key)}
           />
         ))}
-        {faults.value[""] && (
-          <p class="fault" role="alert">
-            {clean(faults.value[""])}
-          </p>
-        )}
-        <p class="together">
-          {keys.length > 0 && (
-            <>
-              <button type="submit" class="button strong">
-                Save
-              </button>
-              <button
-                type="button"
-                class="button"
-                onClick={() => {
-                  drafts.value = {};
-                  faults.value = {};
-                }}
-              >
-                Discard
-              </button>
-            </>
-          )}
-          <span class="quiet" role="status">
-            {saveResult.value}
-          </span>
-        </p>
-      </form>
+      </div>
     </Section>
   );
 }
@@ -167,6 +202,7 @@ interface RowProps {
   /** Whether the group has one note about a later effect, so this row needs none. */
   later: boolean;
   value: Json;
+  isDraft: boolean;
   fault: string;
   draft(value: Json): void;
   reset(): void;
@@ -175,12 +211,12 @@ interface RowProps {
 const OWN = "settings page";
 const LATER = "Takes effect after pause and resume.";
 
-function Row({ field, config, later, value, fault, draft, reset }: RowProps) {
+function Row({ field, config, later, value, isDraft, fault, draft, reset }: RowProps) {
   const id = `set-${field.key.replace(".", "-")}`;
   const when = config.changeable?.[field.key];
   const origin = config.origins[field.key];
   return (
-    <div class="row" data-key={field.key}>
+    <div class={isDraft ? "row draft" : "row"} data-key={field.key}>
       <label for={id} id={`${id}-label`}>
         {field.label}
       </label>
@@ -196,10 +232,10 @@ function Row({ field, config, later, value, fault, draft, reset }: RowProps) {
         />
         <p class="quiet" id={`${id}-help`}>
           {field.help} {!when && "Cannot change while the node runs."}
-          {when === "restart" && !later && LATER} {origin && origin !== "default" && `From: ${clean(origin)}.`}
+          {when === "restart" && !later && LATER} {origin && origin !== "default" && origin !== OWN && `From: ${clean(origin)}.`}
           {origin === OWN && when && (
             <button type="button" class="text" onClick={reset}>
-              Reset<span class="unseen">: {field.label}</span>
+              Reset to default<span class="unseen">: {field.label}</span>
             </button>
           )}
         </p>

@@ -2,13 +2,13 @@
 
 import { useSignal } from "@preact/signals";
 import { api } from "../api/client";
-import type { Contribution, PeerRow, RoundRecord, Status } from "../api/schema";
+import type { Contribution, DepartedPeer, PeerRow, RoundRecord, Status, Swarm as SwarmTable } from "../api/schema";
 import { type Column, Table } from "../components/table";
 import { Fact, Name, Section } from "../components/text";
-import { brief, count, many, NONE, percent, tokensPerSecond } from "../format/format";
+import { brief, count, many, moment, NONE, percent, tokensPerSecond } from "../format/format";
 import { cleanName } from "../format/sanitize";
 import { isRelay, peerPhase } from "../format/status-text";
-import { reconnects, status, usePolling } from "../state/store";
+import { now, reconnects, status, usePolling } from "../state/store";
 import { RELAY_SWARM_CHARTS, SWARM_CHARTS } from "./chart-specs";
 import { Charts } from "./charts";
 import { Rounds } from "./rounds";
@@ -19,13 +19,14 @@ const ROUNDS_SHOWN = 50;
 
 export function Swarm() {
   const relay = status.value !== null && isRelay(status.value);
-  const peers = useSignal<PeerRow[] | null>(null);
+  const swarm = useSignal<SwarmTable | null>(null);
+  const peers = swarm.value?.peers ?? null;
   const rounds = useSignal<RoundRecord[] | null>(null);
   const contributions = useSignal<Contribution[] | null>(null);
 
   usePolling(
     async () => {
-      peers.value = await api.swarm();
+      swarm.value = await api.swarm();
     },
     PEERS_MS,
     [reconnects.value],
@@ -46,7 +47,7 @@ export function Swarm() {
       <h1 class="title">
         Swarm {status.value?.run.name && <small>{cleanName(status.value.run.name, 48)}</small>}
       </h1>
-      <Sums peers={peers.value} />
+      <Sums peers={peers} />
       <Section title="Rounds" id="rounds-title">
         {relay ? (
           <p class="plain" data-testid="rounds">
@@ -60,11 +61,11 @@ export function Swarm() {
         <Table
           caption="Peers"
           columns={PEERS}
-          rows={withOwnStatus(peers.value ?? [], status.value)}
+          rows={[...withOwnStatus(peers ?? [], status.value), ...(swarm.value?.departed ?? []).map(asRow)]}
           id={(peer) => peer.peer_id}
           first={{ column: "tokens_per_second", descending: true }}
-          marked={(peer) => peer.this_node}
-          empty={peers.value === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
+          rowClass={(peer) => (peer.gone ? "departed" : peer.this_node ? "marked" : undefined)}
+          empty={peers === null ? "Loading." : "No members yet. Send the invite to someone, who can then join this run."}
         />
       </Section>
       {!relay && (
@@ -75,7 +76,7 @@ export function Swarm() {
             rows={contributions.value ?? []}
             id={(one) => one.peer_id}
             first={{ column: "tokens", descending: true }}
-            marked={(one) => one.this_node}
+            rowClass={(one) => (one.this_node ? "marked" : undefined)}
             empty="No round yet."
           />
         </Section>
@@ -85,10 +86,19 @@ export function Swarm() {
   );
 }
 
+/** A row of the peer table. A peer that departed within the last hour stays in it, in grey. */
+type Row = PeerRow & { gone?: DepartedPeer };
+
+/** What a departed peer did before does not count any more, so its row has no figures and comes last. */
+function asRow(gone: DepartedPeer): Row {
+  const none = { phase: "", round: -1, tokens_per_second: Number.NaN, compute_utilization_ratio: null, digest_agrees: null };
+  return { ...gone.peer, ...none, transport: "", last_seen_s: (now.value - (moment(gone.at) ?? now.value)) / 1000, gone };
+}
+
 /** Updates this node's row from its status, which is some seconds newer than the peer table. */
-function withOwnStatus(peers: PeerRow[], now: Status | null): PeerRow[] {
-  if (!now) return peers;
-  const mine = { phase: isRelay(now) ? "relaying" : now.phase, round: now.run.round };
+function withOwnStatus(peers: PeerRow[], own: Status | null): Row[] {
+  if (!own) return peers;
+  const mine = { phase: isRelay(own) ? "relaying" : own.phase, round: own.run.round };
   return peers.map((peer) => (peer.this_node ? { ...peer, ...mine } : peer));
 }
 
@@ -117,7 +127,7 @@ function Sums({ peers }: { peers: PeerRow[] | null }) {
 
 const AGREES = { true: "agrees", false: "differs" } as const;
 
-const PEERS: Column<PeerRow>[] = [
+const PEERS: Column<Row>[] = [
   {
     id: "name",
     label: "Name",
@@ -129,12 +139,17 @@ const PEERS: Column<PeerRow>[] = [
       </>
     ),
   },
-  { id: "phase", label: "Phase", key: (peer) => peer.phase, cell: (peer) => cleanName(peerPhase(peer.phase), 16) },
-  { id: "round", label: "Round", key: (peer) => peer.round, cell: (peer) => (peer.round < 0 ? NONE : peer.round), figure: true },
+  {
+    id: "phase",
+    label: "Phase",
+    key: (peer) => peer.phase || null,
+    cell: (peer) => (peer.gone ? (peer.gone.said_goodbye ? "Left" : "No answer") : cleanName(peerPhase(peer.phase), 16)),
+  },
+  { id: "round", label: "Round", key: (peer) => (peer.gone ? null : peer.round), cell: (peer) => (peer.round < 0 ? NONE : peer.round), figure: true },
   {
     id: "tokens_per_second",
     label: "Tokens/s",
-    key: (peer) => peer.tokens_per_second,
+    key: (peer) => (peer.gone ? null : peer.tokens_per_second),
     cell: (peer) => count(peer.tokens_per_second),
     figure: true,
   },

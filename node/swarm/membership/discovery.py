@@ -253,18 +253,19 @@ class Discovery:
         self._wire.learn(peer_id, addresses)
         if not await self._gossip.exchange(peer_id):
             return False
+        await self._wire.directory.meet(peer_id)  # Runs that share a bootstrap peer share the directory.
         if not self._peer_table.knows(peer_id):
             self.last_problem = f"the peer at {addresses[0]} belongs to another run"
             return True
-        await self._wire.dht_meet(peer_id)
+        await self._wire.dht.meet(peer_id)
         return True
 
     async def _use_dht(self) -> None:
         """Store this node's record in the DHT, and read there the records of peers that are not known by gossip."""
         signed = self._peer_table.pulse()
         packed = msgpack.packb([signed.body, signed.signature])
-        await self._wire.dht_store(self._key, self._wire.peer_id, packed, RECORD_LIFE_S)
-        found = await self._wire.dht_lookup(self._key)
+        await self._wire.dht.store(self._key, self._wire.peer_id, packed, get_dht_time() + RECORD_LIFE_S)
+        found = await self._wire.dht.lookup(self._key)
         # The age of a stored record is unknown, so a record from gossip takes precedence.
         unknown = [read_stored(value) for peer_id, value in found.items() if not self._peer_table.knows(peer_id)]
         self._peer_table.merge(signed for signed in unknown if signed is not None)

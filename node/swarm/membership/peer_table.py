@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TIMINGS = MemberTimings()
 GOSSIP_AGE_S = 4.0  # Older records are not passed on, so the records of a dead peer disappear everywhere
+LEFT_S = 120.0  # How long this node says of a peer that it said goodbye
 FORGOTTEN_S = 6 * 3600.0  # A dead peer is called now and then for this time, and then removed from the table
 MAX_KNOWN = 4000
 """Limit on the peers in the table, so that `wanted_numbers` fits into a header. Only dead peers are replaced."""
@@ -278,6 +279,15 @@ class PeerTable:
     def dead(self) -> list[PeerRecord]:
         """Known peers that are not live, except those that stopped on purpose. Gossip calls them now and then."""
         return [e.record for e in self._entries.values() if not self._is_live(e) and e.record.phase != Phase.STOPPED]
+
+    def left(self) -> list[str]:
+        """Ids of the peers that said goodbye within LEFT_S."""
+        now_s = self._clock()
+        return [
+            peer_id
+            for peer_id, entry in self._entries.items()
+            if entry.record.phase in GONE_PHASES and now_s - entry.heard_at_s < LEFT_S
+        ]
 
     # queries
 

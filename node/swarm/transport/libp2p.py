@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,9 +20,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import get_dht_time
 
 from node.errors import PeerError, SwarmError
 from node.host.printable import printable
@@ -38,6 +36,7 @@ from node.swarm.transport.address_scope import (
     with_peer,
 )
 from node.swarm.transport.connection_health import BackoffSet, HalfOpenDetector
+from node.swarm.transport.dht import DAEMON_ERRORS, Dht, attach, log_task_errors, open_directory
 from node.swarm.transport.dialing import find_listener
 from node.swarm.transport.encrypted_stream import DecryptionFailed, EncryptedStream, Handshake
 from node.swarm.transport.framing import Reader, Writer, linger, read_message, write_message
@@ -78,12 +77,8 @@ CONNECTED_CACHE_S = 0.5
 """Time for which the list of connected peers is reused, because p2pd takes several ms to list many peers."""
 SMALL_BYTES, SMALL_S = 64 * 1024, 10.0
 """A call with a longer body or a longer timeout counts as bulk. It carries bulk data, or waits for other work."""
-DHT_TIMEOUT_S = 10.0
-DHT_SHUTDOWN_S = 2.0
 STREAMS_PER_CALLER = 64
 """Limit on the open streams of one caller, because each stream holds a header in memory."""
-DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
-"""The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
 
 
 class _Unconnected(PeerError):
@@ -142,16 +137,8 @@ class ControlClient:
         return peers
 
     def close(self) -> None:
-        _log_task_errors(self._client)
+        log_task_errors(self._client)
         self._client.close()
-
-
-def _log_task_errors(client: Any) -> None:
-    """Retrieve the errors of hivemind's tasks on a control connection. These tasks fail when p2pd has ended."""
-    control = getattr(client, "control", None)
-    for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
-        if task is not None and task.done() and not task.cancelled():
-            logger.debug("libp2p's daemon is gone: %r", task.exception())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +158,9 @@ class _Call:
 class Libp2pWire:
     """One node's `Wire` over libp2p. `open_wire` makes it."""
 
-    def __init__(self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient, dht: DHTNode) -> None:
+    def __init__(
+        self, daemon: Daemon, identity: Identity, p2p: P2P, client: ControlClient, dht: Dht, directory: Dht
+    ) -> None:
         self.peer_id = p2p.peer_id.to_base58()
         self.traffic = Traffic()
         self.routes: Routes = NoRoutes()
@@ -182,7 +171,9 @@ class Libp2pWire:
         )
         self._identity = identity
         self.daemon = daemon
-        self._p2p, self._client, self._dht = p2p, client, dht
+        self._p2p, self._client = p2p, client
+        self.dht, self.directory = dht, directory
+        """This node in the DHT of its run, and in that of the directory of runs."""
         self.local_addresses = LocalAddresses()
         """This node's addresses, which decide which of a peer's addresses are dialed."""
         self.listen_addresses: Sequence[str] = ()
@@ -598,54 +589,32 @@ class Libp2pWire:
         """The ids of the peers to which libp2p is connected."""
         return set(await self._client.peers())
 
-    # hivemind's DHT
-
-    async def dht_meet(self, peer_id: str) -> bool:
-        """Add a peer to the DHT's routing table. Returns whether the peer answered."""
-        found = await self._dht_call(self._dht.protocol.call_ping(PeerID.from_base58(peer_id)))
-        return found is not None
-
-    async def dht_store(self, key: str, subkey: str, value: bytes, expires_in_s: float) -> bool:
-        expires_at = get_dht_time() + expires_in_s
-        return bool(await self._dht_call(self._dht.store(key, value, expires_at, subkey=subkey)))
-
-    async def dht_lookup(self, key: str) -> dict[str, bytes]:
-        found = await self._dht_call(self._dht.get(key, latest=True))
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {str(k): v.value for k, v in found.value.items() if isinstance(v.value, bytes)}
-
-    async def _dht_call(self, work: Awaitable[Any]) -> Any:
-        try:
-            return await asyncio.wait_for(work, DHT_TIMEOUT_S)
-        except (*DAEMON_ERRORS, *MALFORMED_ERRORS, P2PHandlerError, AssertionError) as exc:
-            # hivemind raises AssertionError on unexpected answers of peers.
-            logger.debug("The DHT did not answer: %r", exc)
-            return None
-
     async def close(self) -> None:
         for task in (*self._streams, *self._drops):
             task.cancel()
-        try:
-            await asyncio.wait_for(self._dht.shutdown(), DHT_SHUTDOWN_S)
-        except DAEMON_ERRORS as exc:
-            logger.debug("The DHT did not shut down: %r", exc)
-        _log_task_errors(self._p2p._client)
+        await self.dht.close()
+        await self.directory.close()
+        log_task_errors(self._p2p._client)
         await self._p2p.shutdown()
         self._client.close()
         await self.daemon.stop()
 
 
-async def open_wire(options: DaemonOptions, validator: RecordValidatorBase) -> Libp2pWire:
-    """Start p2pd, attach hivemind to it, and accept streams. Raises MachineError or SwarmError."""
+async def open_wire(
+    options: DaemonOptions, validator: RecordValidatorBase, listings: RecordValidatorBase, *, is_reader: bool = False
+) -> Libp2pWire:
+    """Start p2pd, attach hivemind to it, and accept streams. Raises MachineError or SwarmError.
+
+    `validator` decides what the DHT of the run holds, and `listings` what the directory holds. A node that only reads
+    the directory is a reader.
+    """
     daemon = await start_daemon(options)
     try:
-        # hivemind puts its sockets into this node's socket folder, which the next start of a killed node cleans.
-        p2p_class: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
-        p2p = await p2p_class.replicate(Multiaddr(daemon.control))
+        p2p = await attach(daemon)
         client = await ControlClient.open(daemon)
-        dht = await DHTNode.create(p2p=p2p, record_validator=validator)
-        wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht)
+        dht = Dht(await DHTNode.create(p2p=p2p, record_validator=validator))
+        directory = await open_directory(daemon, listings, is_reader=is_reader)
+        wire = Libp2pWire(daemon, load_identity(options.identity_file), p2p, client, dht, directory)
         wire.listen_addresses = options.listen if options.quic_listen else ()
         await wire.serve_streams()
     except BaseException as exc:

@@ -1,0 +1,82 @@
+/** When the node needs its owner, and browser notifications about that. The rules are those of `notify.*` in the node.
+ *
+ * `AlertWatch` is pure: the clock is an argument.
+ */
+
+import type { Status } from "../api/schema";
+import { clean, cleanName } from "../format/sanitize";
+
+export interface Alert {
+  code: string;
+  text: string;
+}
+
+/** An alert is told when it has lasted this long, and again only after it was gone for GONE_MS. */
+export const SETTLE_MS = 10_000;
+export const GONE_MS = 60_000;
+/** A node that has not answered for this long needs its owner. It cannot say so itself. */
+export const OFFLINE_MS = 60_000;
+/** How often a hidden tab asks the node. */
+export const HIDDEN_MS = 60_000;
+
+/** The present alerts: an error, a node that nobody reaches, a warning, and a newer version. */
+export function alertsOf(status: Status): Alert[] {
+  const alerts: Alert[] = status.notices
+    .filter(({ code, level }) => level !== "info" || code === "newer_version")
+    .map(({ code, text }) => ({ code, text }));
+  if (status.phase === "error") alerts.push({ code: "error", text: status.reason });
+  if (status.reachability_code === "not_reached" && status.reachability_reason && status.node.mode === "train") {
+    alerts.push({ code: "unreachable", text: status.reachability_reason });
+  }
+  return alerts;
+}
+
+export class AlertWatch {
+  private readonly since = new Map<string, number>();
+  private readonly goneSince = new Map<string, number>();
+  private readonly told = new Set<string>();
+  private lostSince: number | null = null;
+  /** Whether the node said that it ends, so it is not expected to answer. */
+  private ended = false;
+
+  /** The alerts to tell now, for the newest status; null means that the node did not answer. */
+  next(status: Status | null, now: number): Alert[] {
+    this.lostSince = status === null ? (this.lostSince ?? now) : null;
+    if (status === null) {
+      if (this.ended || now - (this.lostSince ?? now) < OFFLINE_MS || this.told.has("offline")) return [];
+      this.told.add("offline");
+      return [{ code: "offline", text: "The node does not answer. Its machine or its program may have stopped." }];
+    }
+    this.told.delete("offline");
+    this.ended = status.final;
+    const present = alertsOf(status);
+    const codes = new Set(present.map(({ code }) => code));
+    for (const code of this.since.keys()) if (!codes.has(code)) this.since.delete(code);
+    for (const code of codes) if (!this.since.has(code)) this.since.set(code, now);
+    for (const code of this.told) {
+      if (codes.has(code)) this.goneSince.delete(code);
+      else if (!this.goneSince.has(code)) this.goneSince.set(code, now);
+    }
+    for (const [code, from] of this.goneSince) {
+      if (now - from < GONE_MS) continue;
+      this.goneSince.delete(code);
+      this.told.delete(code);
+    }
+    const due = present.filter(({ code }) => !this.told.has(code) && now - (this.since.get(code) ?? now) >= SETTLE_MS);
+    for (const { code } of due) this.told.add(code);
+    return due;
+  }
+}
+
+/** Shows a notification. Browsers that allow none from a page throw. */
+export function notify(node: string, { code, text }: Alert): void {
+  try {
+    const shown = new Notification(`${cleanName(node, 40)} needs you`, { body: clean(text).replaceAll("`", ""), tag: `diloco-${code}` });
+    shown.onclick = () => {
+      focus();
+      shown.close();
+    };
+  } catch {
+    // The page itself shows the same text.
+  }
+}

@@ -1,0 +1,48 @@
+import { expect, test } from "vitest";
+import type { Notice, Status } from "../src/api/schema";
+import { alertsOf, AlertWatch, GONE_MS, OFFLINE_MS, SETTLE_MS } from "../src/state/alerts";
+
+const status = (more: object = {}) =>
+  ({ phase: "training", reason: "Trains.", reachability_code: "reached", reachability_reason: "", node: { mode: "train" }, notices: [], ...more }) as unknown as Status;
+const notice = (code: string, level: Notice["level"]) => ({ code, level, text: `${code}.` });
+const codes = (alerts: { code: string }[]) => alerts.map(({ code }) => code);
+
+test("an error, an unreachable node, a warning and a newer version need the owner, and other notes do not", () => {
+  const notices = [notice("disk_quota", "warning"), notice("newer_version", "info"), notice("api_port", "info")];
+  const bad = status({ phase: "error", notices, reachability_code: "not_reached", reachability_reason: "Open the port." });
+  expect(codes(alertsOf(bad))).toEqual(["disk_quota", "newer_version", "error", "unreachable"]);
+  expect(alertsOf(status())).toEqual([]);
+  expect(codes(alertsOf(status({ reachability_code: "not_reached", reachability_reason: "x", node: { mode: "relay" } })))).toEqual([]);
+});
+
+test("an alert is told once after it has lasted, and again only after it was gone", () => {
+  const watch = new AlertWatch();
+  const bad = status({ phase: "error" });
+  expect(watch.next(bad, 0)).toEqual([]);
+  expect(watch.next(status(), 5_000)).toEqual([]);
+  expect(watch.next(bad, 6_000)).toEqual([]);
+  expect(watch.next(bad, 6_000 + SETTLE_MS - 1)).toEqual([]);
+  expect(codes(watch.next(bad, 6_000 + SETTLE_MS))).toEqual(["error"]);
+  expect(watch.next(bad, 60_000)).toEqual([]);
+  watch.next(status(), 100_000);
+  watch.next(bad, 110_000);
+  expect(watch.next(bad, 110_000 + SETTLE_MS)).toEqual([]);
+  watch.next(status(), 200_000);
+  watch.next(status(), 200_000 + GONE_MS);
+  watch.next(bad, 300_000);
+  expect(codes(watch.next(bad, 300_000 + SETTLE_MS))).toEqual(["error"]);
+});
+
+test("a node that does not answer is told once until it answers again", () => {
+  const watch = new AlertWatch();
+  expect(watch.next(null, 0)).toEqual([]);
+  expect(watch.next(null, OFFLINE_MS - 1)).toEqual([]);
+  expect(codes(watch.next(null, OFFLINE_MS))).toEqual(["offline"]);
+  expect(watch.next(null, 2 * OFFLINE_MS)).toEqual([]);
+  watch.next(status(), 3 * OFFLINE_MS);
+  watch.next(null, 4 * OFFLINE_MS);
+  expect(codes(watch.next(null, 5 * OFFLINE_MS))).toEqual(["offline"]);
+  watch.next(status({ phase: "stopped", final: true }), 6 * OFFLINE_MS);
+  watch.next(null, 7 * OFFLINE_MS);
+  expect(watch.next(null, 9 * OFFLINE_MS), "a node that has ended as asked is not missed").toEqual([]);
+});

@@ -1,0 +1,121 @@
+"""Counts the traffic and the electricity of a calendar month, over restarts.
+
+Energy comes from the meter of a device where there is one. Without one it is estimated from the seconds of computing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, tzinfo
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from node.host.files import write_whole
+from node.status import Activity, Counters, DeviceInfo, MonthUsage, Report, rfc3339
+
+logger = logging.getLogger(__name__)
+
+FILE = "month.json"
+GAP_S = 60.0
+"""If two reports are further apart, the energy between them is not counted, because the device did other things."""
+CORE_WATTS, GPU_WATTS = 8.0, 200.0
+"""Estimated power of a busy core and of a busy GPU without a meter. Real machines differ by half of it."""
+WORK = (Activity.COMPUTE, Activity.EVALUATE)
+
+
+class MonthMeter:
+    """Used by the supervisor's event loop, except for `store`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], datetime],
+        zone: Callable[[], tzinfo],
+        monotonic_s: Callable[[], float],
+        *,
+        threads: Callable[[], int],
+        known: Counters | None = None,
+    ) -> None:
+        """`known` are the totals before this start. `threads` is the number of cores that compute."""
+        self._file, self._clock, self._zone, self._monotonic_s = folder / FILE, clock, zone, monotonic_s
+        self._threads = threads
+        self._totals = _traffic(known) if known is not None else None
+        self._devices: tuple[DeviceInfo, ...] = ()
+        self._work_s = 0.0
+        self._seen_at_s: float | None = None
+        self._usage = self._load()
+        self._stored = self._usage
+
+    @property
+    def usage(self) -> MonthUsage:
+        """The usage of the present month."""
+        self._turn()
+        return self._usage
+
+    def add_report(self, report: Report) -> None:
+        """Count what happened since the previous report."""
+        self._turn()
+        now_s = self._monotonic_s()
+        elapsed_s = now_s - self._seen_at_s if self._seen_at_s is not None else GAP_S
+        totals, work_s = _traffic(report.counters), sum(report.counters.activity_seconds.get(a, 0.0) for a in WORK)
+        sent, received = (max(0, now - before) for now, before in zip(totals, self._totals or totals, strict=True))
+        measured = estimated = 0.0
+        if elapsed_s < GAP_S and len(self._devices) == len(report.devices):
+            for before, device in zip(self._devices, report.devices, strict=True):
+                joules = _metered(before, device, elapsed_s)
+                measured += joules or 0.0
+                if joules is None:
+                    watts = GPU_WATTS if device.kind == "cuda" else CORE_WATTS * self._threads()
+                    estimated += watts * min(elapsed_s, max(0.0, work_s - self._work_s))
+        self._totals, self._work_s, self._seen_at_s, self._devices = totals, work_s, now_s, report.devices
+        self._usage = self._usage.model_copy(
+            update={
+                "sent_bytes": self._usage.sent_bytes + sent,
+                "received_bytes": self._usage.received_bytes + received,
+                "measured_joules": self._usage.measured_joules + measured,
+                "estimated_joules": self._usage.estimated_joules + estimated,
+            }
+        )
+
+    def store(self) -> None:
+        """Write the file if something has changed. Blocks; a failure loses at most what was counted since."""
+        usage = self._usage
+        if usage == self._stored:
+            return
+        try:
+            write_whole(self._file, usage.model_dump_json() + "\n", forced=False)
+            self._stored = usage
+        except OSError as exc:
+            logger.warning("%s cannot be written (%s): free some space on that disk.", self._file, exc.strerror)
+
+    def _turn(self) -> None:
+        """Begin a new month when it is time."""
+        local = self._clock().astimezone(self._zone())
+        if self._usage.month == f"{local:%Y-%m}":
+            return
+        year, month = divmod(12 * local.year + local.month, 12)
+        next_month = datetime(year, month + 1, 1, tzinfo=local.tzinfo)
+        self._usage = MonthUsage(month=f"{local:%Y-%m}", ends_at=rfc3339(next_month.astimezone(UTC)))
+
+    def _load(self) -> MonthUsage:
+        try:
+            return MonthUsage.model_validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return MonthUsage()
+        except (OSError, ValidationError) as exc:
+            logger.warning("%s cannot be read (%s), so the month's usage begins at 0.", self._file, exc)
+            return MonthUsage()
+
+
+def _traffic(counters: Counters) -> tuple[int, int]:
+    return sum(counters.network_sent_bytes.values()), sum(counters.network_received_bytes.values())
+
+
+def _metered(before: DeviceInfo, now: DeviceInfo, elapsed_s: float) -> float | None:
+    """Joules that the device's meter has counted; None without a meter. A meter that began again counts from the next
+    report on."""
+    if before.energy_joules is not None and now.energy_joules is not None:
+        return max(0.0, now.energy_joules - before.energy_joules)
+    return now.power_watts * elapsed_s if now.power_watts is not None else None

@@ -1,0 +1,1 @@
+"""Owners of machines: signed profiles with names and teams, spread among the members and kept on disk."""

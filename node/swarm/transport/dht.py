@@ -1,0 +1,108 @@
+"""hivemind's DHT. A node is in two of them: one of its run, and one for the directory of all runs.
+
+They are apart, because peers of other runs must neither hold a run's peer records nor refuse them.
+"""
+
+from __future__ import annotations
+
+import logging
+from asyncio import wait_for
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
+
+from node.swarm.transport.p2pd import Daemon
+from node.swarm.transport.wire import MALFORMED_ERRORS
+
+logger = logging.getLogger(__name__)
+
+DAEMON_ERRORS = (P2PDaemonError, OSError, EOFError, TimeoutError, RuntimeError)
+"""The errors that hivemind and asyncio raise if a peer or p2pd is gone. (IncompleteReadError is an EOFError.)"""
+CALL_TIMEOUT_S = 10.0
+SHUTDOWN_S = 2.0
+DIRECTORY_REPLICAS = 20
+"""Nodes that hold a listing: all nodes of a small directory, so that a few hostile ones near the key hide nothing."""
+DIRECTORY_PREFIX = "directory::"
+"""Start of the names of the directory's handlers in libp2p."""
+
+
+class _DirectoryP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+    """Gives all handlers another name, so that two DHTs can share one libp2p daemon."""
+
+    async def add_protobuf_handler(self, name: str, *args: Any, **kwargs: Any) -> None:
+        await super().add_protobuf_handler(DIRECTORY_PREFIX + name, *args, **kwargs)
+
+    async def remove_protobuf_handler(self, name: str, **kwargs: Any) -> None:
+        await super().remove_protobuf_handler(DIRECTORY_PREFIX + name, **kwargs)
+
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, *args: Any) -> Any:
+        return await super().call_protobuf_handler(peer_id, DIRECTORY_PREFIX + name, *args)
+
+
+async def attach(daemon: Daemon, p2p_class: type[P2P] = P2P) -> P2P:
+    """Attach hivemind to a running p2pd. Its sockets lie in this node's folder, which the next start cleans."""
+    attached: Any = type(p2p_class.__name__, (p2p_class,), {"_UNIX_SOCKET_PREFIX": daemon.socket_prefix})
+    return await attached.replicate(Multiaddr(daemon.control))
+
+
+def log_task_errors(client: Any) -> None:
+    """Retrieve the errors of hivemind's tasks on a control connection. These tasks fail when p2pd has ended."""
+    control = getattr(client, "control", None)
+    for task in (getattr(control, "_read_task", None), getattr(control, "_write_task", None)):
+        if task is not None and task.done() and not task.cancelled():
+            logger.debug("libp2p's daemon is gone: %r", task.exception())
+
+
+class Dht:
+    """A node of one DHT. No method raises if the DHT or p2pd does not answer."""
+
+    def __init__(self, node: DHTNode, p2p: P2P | None = None) -> None:
+        """`p2p` is hivemind's connection to p2pd if it serves this DHT only; `close` closes it."""
+        self._node, self._p2p = node, p2p
+
+    async def meet(self, peer_id: str) -> bool:
+        """Add a peer to the routing table. Returns whether the peer answered."""
+        return await self._call(lambda: self._node.protocol.call_ping(PeerID.from_base58(peer_id))) is not None
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Store a value until `expires_at` by the wall clock. Returns whether the last asked node has accepted it."""
+        return bool(await self._call(lambda: self._node.store(key, value, expires_at, subkey=subkey)))
+
+    async def lookup(self, key: str) -> dict[str, bytes]:
+        found = await self._call(lambda: self._node.get(key, latest=True))
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {str(k): v.value for k, v in found.value.items() if isinstance(v.value, bytes)}
+
+    async def close(self) -> None:
+        try:
+            await wait_for(self._node.shutdown(), SHUTDOWN_S)
+        except DAEMON_ERRORS as exc:
+            logger.debug("The DHT did not shut down: %r", exc)
+        if self._p2p is not None:
+            log_task_errors(self._p2p._client)
+            await self._p2p.shutdown()
+
+    async def _call(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await wait_for(work(), CALL_TIMEOUT_S)
+        except (*DAEMON_ERRORS, *MALFORMED_ERRORS, P2PHandlerError, AssertionError) as exc:
+            # hivemind raises AssertionError on unexpected answers of peers.
+            logger.debug("The DHT did not answer: %r", exc)
+            return None
+
+
+async def open_directory(daemon: Daemon, validator: RecordValidatorBase, *, is_reader: bool) -> Dht:
+    """Join the DHT of the directory. A reader stores nothing for others."""
+    p2p = await attach(daemon, _DirectoryP2P)
+    # Without caches, the validator sees every value that this node holds.
+    caches = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}
+    node = await DHTNode.create(
+        p2p=p2p, record_validator=validator, client_mode=is_reader, num_replicas=DIRECTORY_REPLICAS, **caches
+    )
+    return Dht(node, p2p)

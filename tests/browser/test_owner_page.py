@@ -1,0 +1,246 @@
+"""What the page tells the owner of a machine. The node behind it reports what each test writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext
+
+from node.status import Phase
+from tests.browser.harness import NARROW, WIDE, Dashboard
+from tests.browser.scene import MONTH, Scene, peer, scene
+from tests.swarm.harness import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def village(tmp_path: Path) -> Iterator[Scene]:
+    with scene(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def tab(village: Scene, context: BrowserContext) -> Iterator[Dashboard]:
+    tab = village.open(context)
+    yield tab
+    tab.check()
+
+
+def test_run_card_shows_purpose_progress_and_the_share_of_this_node(tab: Dashboard) -> None:
+    card = tab.page.locator("[aria-labelledby=run]")
+    card.get_by_text("To see how far the laptops of one street get.").wait_for()
+    told = card.inner_text().replace("\u202f", " ")
+    for text in (
+        "village",
+        "8.4 %",
+        "168 M of 2.00 G tokens",
+        "About 8 hours left",
+        "152 M",
+        "Python's standard library",
+    ):
+        assert text in told, told
+    facts = dict(zip(*(card.locator(tag).all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    assert facts["Your share"].startswith("29")
+    assert facts["Rank"].split("\n")[:1] == ["2nd"]
+    assert facts["Streak"].split("\n")[:1] == ["12"]
+    assert card.get_by_role("progressbar").get_attribute("aria-valuenow") == "8.4"
+    assert "Share, rank and streak count up to round 41." in told
+
+
+def test_explanation_of_a_term_appears_on_focus_and_stays_inside_a_narrow_window(tab: Dashboard) -> None:
+    tab.page.locator("[aria-labelledby=run] .term").first.wait_for()
+    tab.page.set_viewport_size(NARROW)
+    term = tab.page.locator("[aria-labelledby=run] .term").filter(has_text="Rank")
+    term.focus()
+    tip = tab.page.locator(".tip")
+    tip.filter(has_text="This node's place among all members").wait_for()
+    assert tab.overflow_px() <= 0
+    tab.page.keyboard.press("Escape")
+    tip.wait_for(state="detached")
+    tab.page.set_viewport_size(WIDE)
+
+
+def test_events_say_who_left_who_fell_silent_and_who_joined(village: Scene, tab: Dashboard) -> None:
+    village.depart("attic", ago_s=630, says_goodbye=True)
+    village.depart("garage", ago_s=330, says_goodbye=False)
+    village.ahead_s = 0
+    village.show(swarm=(*village.report.swarm, peer("barn")))
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed (killed): repair the cause, then `resume`.")
+    events = tab.page.locator(".events li")
+    events.filter(has_text="The worker crashed").wait_for()
+    told = [text.split("\n")[-1] for text in events.all_inner_texts()]
+    assert told[0].endswith("repair the cause, then resume.")
+    assert told[1:4] == ["barn joined", "garage is gone: no answer", "attic left"]
+    assert re.match(r"\d\d:\d\d", events.first.inner_text())
+    assert tab.serious() == []
+
+
+def test_departed_peers_stay_in_the_table_in_grey_for_an_hour(village: Scene, tab: Dashboard) -> None:
+    village.depart("cellar", ago_s=3700, says_goodbye=True)
+    village.depart("attic", ago_s=630, says_goodbye=True)
+    village.depart("garage", ago_s=330, says_goodbye=False)
+    village.ahead_s = 0
+    tab.view("Swarm")
+    rows = tab.page.get_by_role("region", name="Peers, table").locator("tbody tr")
+    rows.filter(has_text="attic").wait_for()
+    told = rows.all_inner_texts()
+    assert len(told) == 3, "the one that left more than an hour ago is not shown"
+    assert "shed" in told[0], "departed peers come last"
+    attic, garage = (rows.filter(has_text=name) for name in ("attic", "garage"))
+    assert "Left" in attic.inner_text() and "10 min ago" in attic.inner_text().replace("\u202f", " ")
+    assert "No answer" in garage.inner_text()
+    assert attic.get_attribute("class") == "departed"
+    assert tab.serious() == []
+
+
+def test_round_that_ends_by_the_clock_is_shown_in_seconds(village: Scene, tab: Dashboard) -> None:
+    readings = tab.page.locator(".ruler .readings")
+    told = readings.inner_text().replace("\u202f", " ")
+    assert "This round\n1 min 2 s of 1 min 40 s" in told and "Inner step" not in told
+    village.show(sync=village.report.sync.model_copy(update={"round_s": None}))
+    readings.get_by_text("Inner step").wait_for()
+    assert "32 of 20" in readings.inner_text()
+
+
+def test_dead_daemon_is_offline_and_the_page_says_what_it_did_last(village: Scene, tab: Dashboard) -> None:
+    tab.mark("state").filter(has_text="Training").wait_for()
+    village.end()
+    tab.mark("state").filter(has_text="Offline").wait_for()
+    assert re.fullmatch(r"Last seen training \d+\Ws ago\.", tab.mark("reason").inner_text())
+    assert tab.page.title().startswith("Offline")
+    assert re.search(r"Showing data from \d+\Ws ago\.", tab.mark("stale").inner_text())
+    assert tab.serious() == []
+
+
+def test_owner_can_let_the_node_finish_its_round_before_it_leaves(village: Scene, tab: Dashboard) -> None:
+    tab.button("Leave").click()
+    tab.button("After this round").click()
+    tab.button("Leave").wait_for()
+    assert [action for action, _ in village.node.acted] == ["drain"]
+    village.enter(Phase.PAUSED)
+    tab.until_phase("paused")
+    tab.button("Leave").click()
+    tab.button("Leave now").wait_for()
+    assert tab.button("After this round").count() == 0, "a paused node is in no round"
+
+
+def test_short_sync_of_each_round_does_not_change_the_state_word(village: Scene, tab: Dashboard) -> None:
+    tab.until_phase("training", word="Training")
+    village.enter(Phase.SYNCING, "syncing", "Averaging round 42.")
+    tab.page.wait_for_timeout(1200)  # Until the event has arrived.
+    assert (tab.phase, tab.mark("reason").inner_text()) == ("training", "Training towards round 42.")
+    tab.until_phase("syncing", word="Syncing")
+
+
+def test_drafts_of_settings_survive_views_reloads_and_tabs_and_one_bar_saves_them(
+    village: Scene, tab: Dashboard, context: BrowserContext
+) -> None:
+    tab.view("Settings")
+    tab.page.locator(".presets").get_by_label("Light").check()
+    bar = tab.mark("save")
+    bar.filter(has_text="unsaved changes").wait_for()
+    box, height = bar.bounding_box(), tab.page.viewport_size
+    assert box is not None and height is not None
+    assert box["y"] + box["height"] <= height["height"], "the bar is in sight although the page is longer"
+    upload = tab.page.get_by_label("Upload", exact=True)
+    assert upload.input_value() == "5"
+    upload.fill("1")
+    tab.view("Overview")
+    tab.page.get_by_role("link", name="Settings not saved").wait_for()
+    tab.page.reload()
+    other = village.open(context)
+    for one in (tab, other):
+        one.page.get_by_role("link", name="Settings").click()
+        one.page.get_by_label("Upload", exact=True).wait_for()
+        assert one.page.get_by_label("Upload", exact=True).input_value() == "1"
+    tab.button("Save").click()
+    tab.page.get_by_text("rounds time out at less than 2 Mbit/s").wait_for()
+    assert tab.serious() == []
+    assert village.node.config.limits.upload_mbit_s == 0, "all changes are saved, or none"
+    upload.fill("9")
+    tab.button("Save").click()
+    bar.get_by_text("Saved.").wait_for()
+    config = village.node.config
+    assert (config.limits.upload_mbit_s, config.schedule.user_active) == (9, "pause")
+    other.mark("save").filter(has_text="unsaved").wait_for(state="detached")
+    other.check()
+
+
+def test_advanced_settings_are_in_a_fold_that_opens_for_a_fault(village: Scene, tab: Dashboard) -> None:
+    tab.view("Settings")
+    fold = tab.page.locator("details.advanced")
+    fold.wait_for()
+    keep = tab.page.get_by_label("Keep", exact=True)
+    assert not keep.is_visible()
+    fold.locator("summary").click()
+    keep.fill("0")
+    fold.locator("summary").click()
+    tab.button("Save").click()
+    tab.page.locator("[data-key='checkpoint.keep'] .fault").wait_for()
+    assert keep.is_visible()
+
+
+def test_month_shows_electricity_its_source_and_what_happens_at_the_traffic_limit(
+    village: Scene, tab: Dashboard
+) -> None:
+    card = tab.page.locator("[aria-labelledby=month]")
+    card.get_by_text("measured by the device").wait_for()
+    told = card.inner_text().replace("\u202f", " ")
+    assert "24.7 kWh" in told and "61.0 GB" in told
+    assert "At 200 GB the node leaves the swarm until the next month." in told
+    estimated = MONTH.model_copy(
+        update={"measured_joules": 0.0, "estimated_joules": 9e6, "limit_bytes": 60_000_000_000}
+    )
+    village.act(lambda: village.board.set_month(estimated))
+    card.get_by_text("estimated, the device has no meter").wait_for()
+    card.get_by_text("The limit is reached.").wait_for()
+    assert tab.serious() == []
+
+
+RECORDER = """
+window.told = [];
+window.Notification = class {
+  static permission = "default";
+  static requestPermission() { this.permission = "granted"; return Promise.resolve("granted"); }
+  constructor(title, { body }) { window.told.push(`${title}: ${body}`); }
+  close() {}
+};
+"""
+
+
+def test_browser_notifies_of_an_error_only_after_the_owner_asked_for_it(
+    village: Scene, context: BrowserContext
+) -> None:
+    context.add_init_script(RECORDER)
+    tab = village.open(context).view("Settings")
+    box = tab.page.get_by_label("Notify me in this browser when the node needs me")
+    box.wait_for()
+    assert not box.is_checked()
+    village.enter(Phase.ERROR, "worker_crashes", "The worker crashed: repair the cause, then `resume`.")
+    tab.page.wait_for_timeout(12_000)
+    assert tab.page.evaluate("window.told") == []
+    box.click()
+    wait_for(lambda: tab.page.evaluate("window.told.length"), 20, "a notification")
+    assert tab.page.evaluate("window.told") == ["shed needs you: The worker crashed: repair the cause, then resume."]
+    assert box.is_checked()
+    tab.page.reload()
+    box.wait_for()
+    assert box.is_checked(), "the choice is kept"
+    assert tab.serious() == []
+    tab.check()
+
+
+def test_name_of_a_peer_cannot_turn_the_text_of_the_page_around(village: Scene, tab: Dashboard) -> None:
+    """A node refuses such a name in its own configuration, but another program may announce it."""
+    village.show(swarm=(*village.report.swarm, peer("barn").model_copy(update={"name": "good\u202elive\u2066"})))
+    events = tab.page.locator(".events")
+    events.get_by_text("joined").wait_for()
+    told = events.inner_text()
+    tab.view("Swarm")
+    peers = tab.page.get_by_role("region", name="Peers, table")
+    peers.get_by_text("good").wait_for()
+    assert not {"\u202e", "\u2066"} & set(told + peers.inner_text())

@@ -1,0 +1,86 @@
+"""Two runs share a bootstrap peer, and with it the directory: each is listed, and `run --any` joins the larger one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.config.manifest import parse_invite
+from node.host.disk_quota import LEAST_BYTES
+from tests.swarm.conftest import Figures
+from tests.swarm.harness import START_S, Node, Swarm, command, tiny, wait_for
+
+ANY_S = 60.0
+
+
+def address_of(node: Node) -> str:
+    """HOST:PORT of a node, as a person would write it."""
+    _, _, host, _, port, *_ = parse_invite(node.invite()).addresses[0].split("/")
+    return f"{host}:{port}"
+
+
+def listed(bootstrap: str, folder: Path, count: int) -> list[dict[str, Any]]:
+    """Wait until `diloco-node runs`, on a machine with an empty data folder, prints so many runs."""
+
+    def look() -> list[dict[str, Any]]:
+        status, out, err = command(
+            "runs", "--json", "--bootstrap", bootstrap, "--data-dir", str(folder / "nobody"), timeout_s=60
+        )
+        assert status == 0, err
+        runs = list(json.loads(out)["runs"])
+        return runs if len(runs) == count else []
+
+    return list(wait_for(look, START_S, f"{count} runs are not listed"))
+
+
+@pytest.mark.timeout(400)
+def test_any_joins_the_largest_listed_run_that_fits_and_trains_within_a_minute(
+    tmp_path: Path, figures: Figures
+) -> None:
+    larger = tiny(name="larger", purpose="To be chosen.", model={"hidden_size": 64})
+    with Swarm(tmp_path / "first", tiny(name="smaller")) as first, Swarm(tmp_path / "second", larger) as second:
+        bootstrap = address_of(first.found("--swarm.list_run=true"))
+        founder = second.found("--swarm.list_run=true", f"--swarm.bootstrap={bootstrap}")
+        for one in (*first.nodes, *second.nodes):
+            one.until_training()
+            one.calm()
+        runs = listed(bootstrap, tmp_path, 2)
+        assert [(run["name"], run["members"]) for run in runs] == [("larger", 1), ("smaller", 1)]
+        assert all(run["fits"] for run in runs)
+        assert runs[0]["purpose"] == "To be chosen."
+        node = second.node("stranger")
+        node.preset = None
+        began_s = time.monotonic()
+        node.start("--any", "--bootstrap", bootstrap)
+        trains = node.until_training(ANY_S)
+        figures.tell("run --any to the first inner step", time.monotonic() - began_s)
+        assert trains["run"]["manifest_hash"] == runs[0]["manifest_hash"]
+        assert trains["run"]["name"] == "larger"
+        assert "Joining the run 'larger'" in node.said()
+        founder.until(lambda s: s["peers"]["training"] == 2, START_S)
+        assert node.stop() == 0
+        assert node.start("--any").until_training()["run"]["name"] == "larger", "it continues without the directory"
+
+
+@pytest.mark.timeout(200)
+def test_any_ends_with_a_remedy_if_no_listed_run_fits_or_no_peer_is_named(tmp_path: Path) -> None:
+    with Swarm(tmp_path / "swarm") as swarm:
+        bootstrap = address_of(swarm.found("--swarm.list_run=true"))
+        swarm.nodes[0].until_training()
+        swarm.nodes[0].calm()
+        listed(bootstrap, tmp_path, 1)
+        node = swarm.node("full")
+        node.preset = None
+        assert (
+            node.start("--any", "--bootstrap", bootstrap, f"--limits.disk_gb={LEAST_BYTES / 1e9}").wait_end(START_S)
+            == 3
+        )
+        assert "The listed run, 'tiny', needs" in node.said() and "diloco-node runs" in node.said()
+        alone = swarm.node("alone")
+        alone.preset = None
+        assert alone.start(env={"DILOCO_JOIN": "any"}).wait_end(START_S) == 2
+        assert "--bootstrap HOST:PORT" in alone.said()

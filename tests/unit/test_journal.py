@@ -1,0 +1,113 @@
+"""Tests of the journal on a clock that each test advances."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from node.daemon.journal import DEPARTED_S, SETTLE_S, Journal
+from node.daemon.node_state import NodeState
+from node.status import NodeInfo, Outcome, PeerRow, Phase, PhaseState, Report, RoundRecord
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = datetime(2026, 11, 25, 13, 0, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def add(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+def row(name: str) -> PeerRow:
+    return PeerRow(
+        peer_id=f"id of {name}", short_id=name[:6], name=name, phase="training", round=3, tokens_per_second=5.0,
+        transport="direct", version="1", state_digest="", last_seen_s=1.0, this_node=name == "me",
+    )  # fmt: skip
+
+
+def table(*names: str, left: str = "") -> Report:
+    return Report(swarm=tuple(map(row, ("me", *names))), left=(f"id of {left}",) if left else ())
+
+
+def started(*names: str) -> tuple[Journal, Clock]:
+    """A journal that knows these peers from its start."""
+    clock = Clock()
+    journal = Journal(clock)
+    journal.worker_started()
+    journal.add_report(table(*names))
+    clock.add(SETTLE_S)
+    journal.add_report(table(*names))
+    return journal, clock
+
+
+def told(journal: Journal) -> list[str]:
+    return [f"{entry.name} {entry.text}".strip() for entry in reversed(journal.entries)]
+
+
+def test_peers_that_were_there_before_this_node_did_not_join() -> None:
+    journal, _ = started("attic", "garage")
+    assert told(journal) == []
+    journal.add_report(table("attic", "garage", "cellar"))
+    assert told(journal) == ["cellar joined"]
+
+
+def test_journal_tells_a_goodbye_from_silence_and_knows_who_returns() -> None:
+    journal, clock = started("attic", "garage")
+    clock.add(240)
+    journal.add_report(table("garage", left="attic"))
+    clock.add(60)
+    journal.add_report(table())
+    assert told(journal) == ["attic left", "garage is gone: no answer"]
+    assert [entry.at for entry in journal.entries] == ["2026-11-25T13:05:20Z", "2026-11-25T13:04:20Z"]
+    assert [(one.peer.name, one.said_goodbye) for one in journal.departed] == [("garage", False), ("attic", True)]
+    journal.add_report(table("attic"))
+    assert told(journal)[-1] == "attic is back"
+    assert [one.peer.name for one in journal.departed] == ["garage"]
+
+
+def test_departed_peer_is_forgotten_after_an_hour() -> None:
+    journal, clock = started("attic")
+    journal.add_report(table())
+    clock.add(DEPARTED_S - 1)
+    assert len(journal.departed) == 1
+    clock.add(2)
+    assert not journal.departed
+
+
+def test_new_worker_with_an_empty_table_does_not_make_all_peers_gone() -> None:
+    journal, clock = started("attic", "garage")
+    journal.worker_started()
+    journal.add_report(Report())
+    journal.add_report(table())
+    clock.add(SETTLE_S / 2)
+    journal.add_report(table("attic", "cellar"))
+    assert told(journal) == ["cellar joined"], "a newcomer is told at once, a missing peer is waited for"
+    clock.add(SETTLE_S)
+    journal.add_report(table("attic", "cellar"))
+    assert told(journal) == ["cellar joined", "garage is gone: no answer"]
+
+
+def test_journal_notes_what_happens_to_this_node_but_not_each_round() -> None:
+    journal, _ = started()
+    state = NodeState(NodeInfo(), {}, state=PhaseState(), journal=journal)
+    state.set_phase(None)
+
+    def report(phase: Phase, code: str, reason: str) -> None:
+        state.apply_report(Report(state=PhaseState(phase=phase, code=code, reason=reason)))
+
+    for number in range(3):
+        report(Phase.TRAINING, "training", f"Training towards round {number}.")
+        report(Phase.SYNCING, "syncing", f"Averaging round {number}.")
+    state.set_phase(PhaseState(phase=Phase.PAUSED, code="scheduled", reason="The node is outside of its hours."))
+    state.set_phase(None)
+    report(Phase.TRAINING, "training", "Training towards round 3.")
+    state.set_phase(PhaseState(phase=Phase.STARTING, code="worker_crashed", reason="The worker crashed (x)."))
+    assert told(journal) == [
+        "Training.", "The node is outside of its hours.", "Training.", "The worker crashed (x).",
+    ]  # fmt: skip
+    for _ in range(2):
+        state.add_round(RoundRecord(round=7, outcome=Outcome.FAILED, reason="Too few members."))
+    assert told(journal)[-1] == "Round 7 failed and is tried again. Too few members."
+    assert len(told(journal)) == 5

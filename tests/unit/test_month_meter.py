@@ -1,0 +1,127 @@
+"""Tests of the month's traffic and electricity on clocks that each test advances."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from node.daemon.month_meter import CORE_WATTS, FILE, GAP_S, GPU_WATTS, MonthMeter
+from node.host.power_meter import processor_joules
+from node.status import Activity, Channel, Counters, DeviceInfo, Report
+
+THREADS = 4
+GPU = DeviceInfo(kind="cuda", name="gpu")
+CPU = DeviceInfo(kind="cpu", name="cpu")
+
+
+class Machine:
+    def __init__(self, folder: Path, zone: str = "UTC") -> None:
+        self.folder, self.zone = folder, zone
+        self.now = datetime(2026, 11, 25, 13, tzinfo=UTC)
+        self.up_s = 1000.0
+        self.counters = Counters()
+        self.meter = self.start()
+
+    def start(self, known: Counters | None = None) -> MonthMeter:
+        return MonthMeter(
+            self.folder, lambda: self.now, lambda: ZoneInfo(self.zone), lambda: self.up_s,
+            threads=lambda: THREADS, known=known,
+        )  # fmt: skip
+
+    def report(self, *devices: DeviceInfo, after_s: float = 1.0, work_s: float = 0.0, sent: int = 0) -> None:
+        self.now += timedelta(seconds=after_s)
+        self.up_s += after_s
+        old = self.counters
+        self.counters = Counters(
+            activity_seconds={Activity.COMPUTE: old.activity_seconds.get(Activity.COMPUTE, 0.0) + work_s},
+            network_sent_bytes={Channel.REDUCE: old.network_sent_bytes.get(Channel.REDUCE, 0) + sent},
+            network_received_bytes={Channel.STATE: old.network_received_bytes.get(Channel.STATE, 0) + 2 * sent},
+        )
+        self.meter.add_report(Report(devices=devices, counters=self.counters))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def joules(machine: Machine) -> tuple[float, float]:
+    usage = machine.meter.usage
+    return usage.measured_joules, usage.estimated_joules
+
+
+def test_traffic_of_the_month_survives_a_restart_and_counts_nothing_twice(machine: Machine) -> None:
+    for _ in range(3):
+        machine.report(sent=100)
+    assert (machine.meter.usage.sent_bytes, machine.meter.usage.received_bytes) == (200, 400), "the first is the base"
+    machine.meter.store()
+    machine.meter = machine.start(known=machine.counters)
+    machine.report(sent=50)
+    assert machine.meter.usage.sent_bytes == 250
+    machine.counters = Counters()  # The totals were lost.
+    machine.report()
+    machine.report(sent=7)
+    assert machine.meter.usage.sent_bytes == 257
+
+
+def test_new_month_begins_at_midnight_in_the_zone_of_the_schedule(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "Europe/Berlin")
+    machine.report()
+    machine.report(sent=10)
+    assert (machine.meter.usage.month, machine.meter.usage.ends_at) == ("2026-11", "2026-11-30T23:00:00Z")
+    machine.now = datetime(2026, 11, 30, 22, 59, tzinfo=UTC)
+    assert machine.meter.usage.sent_bytes == 10
+    machine.now = datetime(2026, 11, 30, 23, 0, tzinfo=UTC)
+    usage = machine.meter.usage
+    assert (usage.month, usage.ends_at, usage.sent_bytes) == ("2026-12", "2026-12-31T23:00:00Z", 0)
+    machine.meter.store()
+    machine.now += timedelta(days=31)
+    machine.meter = machine.start()
+    assert machine.meter.usage.month == "2027-01"
+
+
+def test_energy_is_that_of_the_meter_if_the_device_has_one(machine: Machine) -> None:
+    machine.report(GPU.model_copy(update={"energy_joules": 5000.0}))
+    machine.report(GPU.model_copy(update={"energy_joules": 5150.0}), work_s=1)
+    assert joules(machine) == (150.0, 0.0)
+    machine.report(GPU.model_copy(update={"energy_joules": 20.0}), work_s=1)
+    assert joules(machine) == (150.0, 0.0), "the meter has begun again"
+    machine.report(GPU.model_copy(update={"power_watts": 90.0}), after_s=2, work_s=2)
+    assert joules(machine) == (330.0, 0.0), "power is measured as well"
+
+
+def test_energy_without_a_meter_is_estimated_from_the_seconds_of_computing(machine: Machine) -> None:
+    for _ in range(2):
+        machine.report(CPU, work_s=0.5)
+    assert joules(machine) == (0.0, 0.5 * CORE_WATTS * THREADS)
+    machine.report()
+    for _ in range(2):
+        machine.report(GPU, GPU, work_s=0.5)
+    assert joules(machine)[1] == 0.5 * CORE_WATTS * THREADS + 2 * 0.5 * GPU_WATTS
+
+
+def test_energy_of_a_device_during_a_pause_or_a_gap_is_not_this_nodes(machine: Machine) -> None:
+    machine.report(GPU.model_copy(update={"energy_joules": 0.0}))
+    machine.report()
+    machine.report(GPU.model_copy(update={"energy_joules": 9e6}))
+    assert joules(machine) == (0.0, 0.0)
+    machine.report(GPU.model_copy(update={"energy_joules": 10e6}), after_s=GAP_S)
+    assert joules(machine) == (0.0, 0.0)
+
+
+def test_damaged_file_of_the_month_counts_as_none(machine: Machine) -> None:
+    (machine.folder / FILE).write_text("{")
+    assert machine.start().usage.sent_bytes == 0
+
+
+def test_processor_meter_adds_its_packages_and_needs_permission(tmp_path: Path) -> None:
+    assert processor_joules(tmp_path) is None
+    for zone, microjoules in (("intel-rapl:0", 2_000_000), ("intel-rapl:1", 3_000_000), ("intel-rapl:0:0", 9)):
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "energy_uj").write_text(f"{microjoules}\n")
+    assert processor_joules(tmp_path) == 5.0
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert processor_joules(tmp_path) is None
