@@ -31,6 +31,13 @@ Every configuration key can be set in the file (TOML), in the environment as DIL
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
 10 protocol version too old; 70 a bug in diloco-node."""
 
+SERVE_EXAMPLES = """\
+Examples:
+  diloco-node serve --data-dir .data/first
+  curl http://127.0.0.1:8000/v1/completions -H "Authorization: Bearer $(cat .data/first/api-token)" \\
+    -H "Content-Type: application/json" -d '{"model": "NAME OF THE RUN", "prompt": "def main(", "max_tokens": 50}'
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -207,6 +214,22 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
     command.add_argument("--seed", metavar="N", type=int, help="seed for a reproducible sample")
+    _add_serve(add)
+
+
+def _add_serve(add: Callable[[str, Callable[[Call], int], str], Parser]) -> None:
+    command = add("serve", _serve, "serve the current model as an OpenAI-compatible API")
+    command.epilog = f"{SERVE_EXAMPLES}\n{EPILOG}"
+    command.add_argument(
+        "--host", metavar="ADDRESS", default="127.0.0.1", help="address to bind (default: this machine only)"
+    )
+    command.add_argument("--port", metavar="N", type=int, default=8000, help="0: any free one (default: 8000)")
+    command.add_argument(
+        "--requests", metavar="N", type=int, default=4, help="most requests answered at a time (default: 4)"
+    )
+    command.add_argument(
+        "--max-tokens", metavar="N", type=int, default=4096, help="most tokens of an answer (default: 4096)"
+    )
 
 
 def duration_s(text: str) -> float:
@@ -505,6 +528,21 @@ def _generate(call: Call) -> int:
     args = call.args
     more = generate(call.loaded.config, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
     print(args.text + more)
+    return 0
+
+
+def _serve(call: Call) -> int:
+    from node.daemon.worker_process import WORKER_ENVIRONMENT
+
+    # Set before torch is imported.
+    os.environ.update(WORKER_ENVIRONMENT | os.environ)
+    from node.commands.serve import ServeOptions, serve
+    from node.host import logs
+
+    args, config = call.args, call.loaded.config
+    logs.configure(config.log.level, config.log.format, to=sys.stderr)
+    options = ServeOptions(args.host, args.port, args.requests, args.max_tokens)
+    serve(config, options, lambda text: print(text, flush=True))
     return 0
 
 

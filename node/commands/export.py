@@ -27,13 +27,15 @@ def export(config: Config, target: Path) -> int:
 
 
 def newest(config: Config) -> tuple[Manifest, Checkpoint]:
-    """Return the run of the data folder and its newest checkpoint. Writes nothing, as a node may run on the folder.
+    """Return the run of the data folder and its newest checkpoint, without the tensors of this node alone.
+
+    Writes nothing, as a node may run on the folder.
 
     Raises DataFolderError if there is none, and ProtocolError if a newer version wrote it.
     """
     data_dir = config.node.data_dir
     manifest = manifest_of(data_dir)
-    checkpoint = CheckpointStore(data_dir / "checkpoints", keep=config.checkpoint.keep).newest(repair=False)
+    checkpoint = store_of(config).newest(repair=False, with_local=False)
     if checkpoint is None:
         raise DataFolderError(f"{data_dir} holds no checkpoint yet: wait until the node has finished a round.")
     if checkpoint.manifest_hash != manifest.hash:
@@ -42,6 +44,10 @@ def newest(config: Config) -> tuple[Manifest, Checkpoint]:
             "checkpoints' run."
         )
     return manifest, checkpoint
+
+
+def store_of(config: Config) -> CheckpointStore:
+    return CheckpointStore(config.node.data_dir / "checkpoints", keep=config.checkpoint.keep)
 
 
 def tokenizer_of(run: RunConfig, config: Config) -> Tokenizer:
