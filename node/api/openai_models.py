@@ -140,6 +140,18 @@ def _only(*allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _check_unicode(text: str) -> str:
+    """JSON can contain half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError("the text is not valid Unicode") from exc
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+
+
 def _one_text(prompt: Any) -> Any:
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
@@ -185,7 +197,7 @@ class OpenAiRequest(OpenAiValue):
     top_p: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-SEED, lt=SEED)
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...],
+        tuple[Annotated[Text, Field(min_length=1, max_length=1000)], ...],
         BeforeValidator(_as_tuple),
         Field(max_length=STOPS_MAX),
     ] = ()
@@ -208,7 +220,7 @@ class OpenAiRequest(OpenAiValue):
 
 
 class CompletionRequest(OpenAiRequest):
-    prompt: Annotated[str, BeforeValidator(_one_text)]
+    prompt: Annotated[Text, BeforeValidator(_one_text)]
     best_of: Annotated[Any, _only(1)] = 1
     echo: Annotated[Any, _only(False)] = False
     logprobs: Annotated[Any, _only(None)] = None
@@ -217,7 +229,7 @@ class CompletionRequest(OpenAiRequest):
 
 class ChatMessage(OpenAiValue):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
+    content: Annotated[Text, BeforeValidator(_joined_parts)]
     name: str = ""
 
 

@@ -58,9 +58,9 @@ def serve(config: Config, options: ServeOptions, tell: Callable[[str], None]) ->
         raise UsageError("--requests and --max-tokens must be at least 1, and --port from 0 to 65535.")
     lower_priority()
     prepare_thread(config)
-    model = ServedModel.load(config)
     keys = Keys(read_token(config.node.data_dir), time.monotonic)
     with bind(options.host, options.port, flags="--") as sock:
+        model = ServedModel.load(config)
         asyncio.run(_serve(config, options, keys, sock, model, tell))
 
 

@@ -35,6 +35,7 @@ COMMANDS = (
     "certificate",
     "verify",
     "generate",
+    "serve",
 )
 INVITE = str(Invite("ab" * 32, ("/ip4/127.0.0.1/tcp/1/p2p/QmX",)))
 
@@ -415,7 +416,7 @@ def test_config_shows_what_the_running_node_and_the_run_use(
 def test_completion_names_commands_options_and_settings(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("completion", shell) == 0
     script = capsys.readouterr().out
-    for word in ("certificate", "watch", "limits.upload_mbit_s"):
+    for word in ("certificate", "serve", "watch", "max-tokens", "limits.upload_mbit_s"):
         assert word in script
 
 
