@@ -31,6 +31,12 @@ Every configuration key can be set in the file (TOML), in the environment as DIL
 Exit codes: 0 stopped as asked; 2 bad usage or configuration; 3 this machine cannot do it; 4 refused by the swarm;
 10 protocol version too old; 70 a bug in diloco-node."""
 
+EXPORT_EXAMPLES = """\
+Examples:
+  diloco-node export my-model          # config.json, model.safetensors, tokenizer, README.md, diloco.json
+  diloco-node export my-model --gguf   # and model-f16.gguf
+  diloco-node verify my-model          # is it whole, and the state that it says?
+"""
 SERVE_EXAMPLES = """\
 Examples:
   diloco-node serve --data-dir .data/first
@@ -199,14 +205,16 @@ def _add_model_commands(add: Callable[[str, Callable[[Call], int], str], Parser]
     )
     command = add("export", _export, "write the current outer parameters as a Hugging Face model folder")
     command.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder to write")
+    command.add_argument("--gguf", action="store_true", help="also write a GGUF file (fp16) for llama.cpp")
+    command.epilog = f"{EXPORT_EXAMPLES}\n{EPILOG}"
     command = add("site", _site, "write a public page about the run as static files, again after each round")
     command.add_argument("folder", metavar="DIR", type=Path, help="folder that a web server reads")
     command.add_argument("--once", action="store_true", help="write the page once and end")
     command = add("certificate", _certificate, "write a signed statement of what this node has given to its run")
     command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="new file to write; default: print it")
     command.add_argument("--badge", metavar="FILE", type=Path, help="also write a badge (SVG)")
-    command = add("verify", _verify, "check a certificate, without network")
-    command.add_argument("file", metavar="FILE", type=Path, help="file that `certificate` has written")
+    command = add("verify", _verify, "check a certificate or an exported model, without network")
+    command.add_argument("file", metavar="FILE", type=Path, help="what `certificate` or `export` has written")
     command = add("generate", _generate, "continue a text with the current model")
     command.add_argument("text", metavar="TEXT", help="beginning of the text")
     command.add_argument("--tokens", metavar="N", type=int, default=200, help="most tokens to add (default: 200)")
@@ -507,9 +515,21 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _verify(call: Call) -> int:
+    file: Path = call.args.file.expanduser()
+    if file.is_dir():
+        from node.commands.export import verify_export
+
+        record = verify_export(file, call.loaded.config.node.hub_cache)
+        print(
+            f"The export is valid.\nRun     {record.manifest_hash}\nRound   {record.round}\n"
+            f"Digest  {record.state_digest}\nHead    {record.head}\n"
+            "The parameters are those of the state with this digest. Ask a member of the run whether its round "
+            f"{record.round} has it."
+        )
+        return 0
     from node.commands import credit
 
-    print(credit.describe(credit.verify_file(call.args.file)))
+    print(credit.describe(credit.verify_file(file)))
     return 0
 
 
@@ -517,7 +537,7 @@ def _export(call: Call) -> int:
     from node.commands.export import export
 
     target: Path = call.args.folder
-    number = export(call.loaded.config, target.expanduser())
+    number = export(call.loaded.config, target.expanduser(), with_gguf=call.args.gguf)
     print(f"Wrote the model after round {number} to {target}.")
     return 0
 

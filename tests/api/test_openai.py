@@ -32,7 +32,7 @@ PATIENCE_S = 10.0
 class FakeModel:
     """Says `words`. A prompt that begins with "wait" is answered only after `go`."""
 
-    words: Sequence[str] = ("Hi", "", " you")
+    words: Sequence[object] = ("Hi", "", " you")
     go: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[Any, SamplingOptions]] = field(default_factory=list)
     facts: ModelFacts = FACTS
@@ -47,7 +47,7 @@ class FakeModel:
         if text.startswith("wait"):
             assert self.go.wait(PATIENCE_S)
         for number, word in enumerate(self.words, 1):
-            yield Piece(word, 5, number, "length" if number == len(self.words) else None)
+            yield Piece(str(word), 5, number, "length" if number == len(self.words) else None)
 
     def chat(self, messages: Sequence[Mapping[str, str]], options: SamplingOptions) -> Iterator[Piece]:
         yield from self.complete(" ".join(f"{m['role']}={m['content']}" for m in messages), options)
@@ -360,7 +360,7 @@ async def all_slots_are_free(model: FakeModel, http: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
-    model = FakeModel(words=["x"] * 100_000)
+    model = FakeModel(words=range(10**9))
 
     async def use(served: Served, http: httpx.AsyncClient) -> None:
         body = json.dumps({**ASK, "prompt": "wait", "stream": stream}).encode()

@@ -6,8 +6,11 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from node.config.manifest import Manifest, RunConfig
-from node.diloco.outer import genesis
+from node.diloco.digest import digest_of, leaf_hashes
+from node.diloco.outer import OuterState, genesis
 from node.training.checkpoint import CheckpointStore
 from node.training.model import build_model, flatten
 
@@ -40,4 +43,23 @@ def save_round(path: Path, run: RunConfig, round: int, *, seed: int) -> str:
     digest = f"{seed:064x}"
     anchor = flatten(build_model(run.model, seed=seed))
     store.save(replace(before, round=round, anchor=anchor, state_digest=digest))
+    return digest
+
+
+def save_state(path: Path, manifest: Manifest, state: OuterState) -> str:
+    """Write the checkpoint of a state. Returns its digest."""
+    store = CheckpointStore(path / "checkpoints", 2)
+    before = store.newest(repair=False)
+    assert before is not None
+    leaves = leaf_hashes(state)
+    digest = digest_of(state, leaves)
+    credit = torch.frombuffer(bytearray(state.credit.encode()), dtype=torch.uint8)
+    store.save(
+        replace(
+            before, round=state.round, tokens=state.tokens, anchor=state.anchor, momentum=state.momentum, credit=credit,
+            state_digest=digest, leaves=tuple(leaf.hex() for leaf in leaves), head="cd" * 32,
+            extra={"evaluation_loss": 1.5},
+        )
+    )  # fmt: skip
+    assert manifest.parameters == state.anchor.numel()
     return digest
