@@ -87,10 +87,15 @@ async def _serve(
         f"Serving {model.facts.name} after round {model.facts.round} on {url_of(sock, tls=tls is not None)}/v1; "
         f"the API key is the token in {config.node.data_dir / 'api-token'}; Ctrl-C ends this."
     )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        await server.serve(sockets=[sock])
+        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()  # Raises: without it, an old model would be served for ever.
     finally:
         watching.cancel()
+        server.should_exit = True
+        await serving
         await asyncio.to_thread(generations.close)
 
 

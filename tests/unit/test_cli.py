@@ -163,7 +163,9 @@ def test_every_command_prints_help(command: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         call(command, "--help")
     assert ended.value.code == 0
-    assert "--data-dir DIR" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--data-dir DIR" in said
+    assert ("Examples:" in said) == (command in ("export", "serve"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from node.cli import main
-from node.commands.serve import read_token
+from node.commands.serve import NewestModel, read_token
 from node.config.manifest import RunConfig
 from node.errors import DataFolderError
 from tests.swarm.harness import environment, tiny, wait_for
@@ -139,6 +139,19 @@ def test_serve_refuses_bad_options(
     words = [port if word == "TAKEN" else word for word in flags]
     assert main(["serve", "--data-dir", str(server.folder), *words]) == code
     assert problem in capsys.readouterr().err
+
+
+def test_a_fault_while_looking_for_newer_rounds_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: NewestModel) -> None:
+        raise RuntimeError("a fault of ours")
+
+    make_data_folder(tmp_path, RUN)
+    monkeypatch.setattr("node.commands.serve.lower_priority", lambda: None)
+    monkeypatch.setattr(NewestModel, "_look", fail)
+    assert main(["serve", "--data-dir", str(tmp_path), "--port", "0"]) == 70
+    assert "a fault of ours" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("token", ["", "short\n", None])

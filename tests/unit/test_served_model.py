@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_a_chat_follows_the_template_of_the_tokenizer(tmp_path: Path) -> None:
 def config(tmp_path: Path) -> Config:
     make_data_folder(tmp_path, RUN)
     return Config.model_validate({"node": {"data_dir": str(tmp_path)}})
+
+
+def test_answers_computed_at_the_same_time_are_those_computed_alone(config: Config) -> None:
+    model = ServedModel.load(config)
+
+    def answer(seed: int) -> list[Piece]:
+        return list(model.complete("abc" * seed, SamplingOptions(40, 1.0, 0.9, seed, ())))
+
+    alone = [answer(seed) for seed in range(1, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, range(1, 9))) == alone
 
 
 def test_newer_parameters_are_loaded_and_the_old_model_stays_as_it_is(config: Config, tmp_path: Path) -> None:
